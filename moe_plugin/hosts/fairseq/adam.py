@@ -1,4 +1,4 @@
-"""Adam for fairseq with torch's fused kernels, and optimizers for streamed weights."""
+"""Adam for fairseq with torch's fused kernels, and optimizers for models with streamed weights."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ from moe_plugin.training.gradients.replicas import replicas_of
 # The optimizers of a model with streamed weights: one per block. fairseq sees them as a single
 # optimizer, also in checkpoints.
 class BlockOptimizers(FairseqOptimizer):
-    """A fairseq optimizer that combines the optimizers of all blocks of a streamed model.
+    """A fairseq optimizer for a streamed model. This optimizer combines the optimizers of all
+    blocks.
 
-    The gradients and their norm are computed in the passes of a step. The gradients are divided by
-    the step's sample size, except in 16-bit training, where the fairseq optimizer that wraps this
-    one scales them once.
+    The norm of the gradients is computed during the forward and backward passes of a step. The
+    gradients are divided by the sample size of the step. In 16-bit training, this division is left
+    to fairseq's 16-bit optimizer, which wraps this optimizer.
 
     Args:
         cfg: settings of the fairseq optimizer.
-        trainer: the trainer, whose blocks are in the order of the model's parameters.
+        trainer: the `StreamedTrainer`. The trainer's blocks must be in the order of the model's
+            parameters.
         stepped: function that is called after each optimizer step.
     """
 
@@ -49,12 +51,12 @@ class BlockOptimizers(FairseqOptimizer):
 
     @property
     def optimizer(self) -> BlockOptimizers:
-        """This object itself, because a streamed model has no single torch optimizer."""
+        """Return this object itself, because a streamed model has no single torch optimizer."""
         return self
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all blocks."""
+        """The parameter groups of the optimizers of all blocks."""
         return self.trainer.param_groups
 
     def zero_grad(self) -> None:
@@ -62,26 +64,28 @@ class BlockOptimizers(FairseqOptimizer):
         self.trainer.forget()
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Store the factor by which 16-bit gradients are multiplied when a block is updated.
+        """Store a factor. In 16-bit training, the gradients of a block are multiplied by this
+        factor when the block is updated.
 
-        In float32 this method has no effect, because the passes have already scaled the gradients.
+        In float32 training this method has no effect, because the passes have already divided the
+        gradients.
         """
         clip: Any = self.trainer.clip
         clip.multiply(c)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """Return the norm of all gradients. The gradients themselves are clipped when their block
-        is updated.
+        """Return the norm of all gradients together. This method does not clip the gradients. The
+        gradients of a block are clipped when the block is updated.
         """
         return self.gradient_norm
 
     def step(self, closure: Any = None, scale: float = 1.0, groups: Any = None) -> None:
-        """Clip the gradients and update the weights of one block after the other."""
+        """Update one block after another. Clip the gradients of each block before its update."""
         self.trainer.update()
         self.stepped()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the format of a single optimizer for the whole model."""
+        """Return the state in the same format as that of a single optimizer for the whole model."""
         self.trainer.settle()
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
@@ -98,10 +102,11 @@ class BlockOptimizers(FairseqOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any],
                         optimizer_overrides: Mapping[str, Any] | None = None) -> None:
-        """Load a state returned by `state_dict`, or the state of an optimizer for the whole model.
+        """Load a state that `state_dict` returned, or the state of a single optimizer for the whole
+        model.
 
         Raises:
-            ValueError: If the state has a different number of parameters than the model.
+            ValueError: If the number of parameters in the state differs from that of the model.
         """
         [group], state = state_dict["param_groups"], state_dict["state"]
         saved, expected = len(group["params"]), sum(len(b.trained) for b in self.trainer.blocks)
@@ -124,8 +129,8 @@ class BlockOptimizers(FairseqOptimizer):
             param_group.update(optimizer_overrides or {})
 
     def _with_optimizers(self) -> Iterator[tuple[StreamedBlock, int]]:
-        """Yield each trained block together with the index of its first parameter among all trained
-        parameters.
+        """Yield each block that is trained, with the index of its first parameter. The index counts
+        the trained parameters of the whole model.
         """
         first = 0
         for block in self.trainer.blocks:
@@ -135,7 +140,9 @@ class BlockOptimizers(FairseqOptimizer):
 
 
 class _DropsGradients:
-    """Mixin for a 16-bit fairseq optimizer that also discards the gradients in its blocks."""
+    """Mixin for fairseq's 16-bit optimizers. With this mixin, `zero_grad` also discards the
+    gradients that blocks store.
+    """
 
     blocks: Any
 
@@ -146,9 +153,10 @@ class _DropsGradients:
 
 
 def in_16_bits(cfg: Any, blocks: BlockOptimizers) -> FairseqOptimizer:
-    """Wrap the optimizers of the blocks in fairseq's 16-bit optimizer, which has a loss scaler.
+    """Wrap the optimizers of the blocks in fairseq's 16-bit optimizer, which contains a loss
+    scaler.
 
-    The blocks store the float32 main weights.
+    The blocks store the float32 copies of the weights.
     """
     efficient = memory_efficient(cfg)
     base = MemoryEfficientFP16Optimizer if efficient else FP16Optimizer
@@ -158,23 +166,23 @@ def in_16_bits(cfg: Any, blocks: BlockOptimizers) -> FairseqOptimizer:
 
 
 def memory_efficient(cfg: Any) -> bool:
-    """Return True if 16-bit weights are trained without float32 main weights."""
+    """Return True if 16-bit weights are trained without float32 copies."""
     return cfg.common.memory_efficient_fp16 or cfg.common.memory_efficient_bf16
 
 
 class FairseqNorm:
-    """Gradient clipping whose results equal those of fairseq's own clipping in one process bit by
-    bit.
+    """Gradient clipping that gives bitwise the same gradients as fairseq's own clipping in a single
+    process.
 
-    Implements `memory.weights.streamed.Clip`. The norm combines the norms of the dense gradients
-    with the sum of squares of all expert gradients.
+    Implements `memory.weights.streamed.Clip`. The norm of all gradients is computed from the norms
+    of the dense gradients and from the sum of squares of all expert gradients.
 
     Args:
-        max_norm: upper bound for the norm of all gradients, or 0 to disable clipping.
-        size: function that returns the sample size of the step, by which the gradients are divided.
-            The function is called after the passes of the last block. In 16-bit training `size` is
-            None. The gradients are then multiplied by the factor passed to `multiply`, and are not
-            clipped.
+        max_norm: upper bound for the norm of all gradients together, or 0 to disable clipping.
+        size: function that returns the sample size of the step. The gradients are divided by this
+            sample size. The function is called after the passes of the last block are complete. In
+            16-bit training, `size` is None. If `size` is None, the gradients are multiplied by the
+            factor passed to `multiply`, and are not clipped.
     """
 
     def __init__(self, max_norm: float, size: Callable[[], float] | None) -> None:
@@ -182,14 +190,15 @@ class FairseqNorm:
         self.forget()
 
     def forget(self) -> None:
-        """Discard the norms that `add` has collected."""
+        """Discard all norms that `add` has collected."""
         self._dense: dict[int, list[Tensor]] = {}
         self._experts = multi_tensor.SquaredNorm()
         self._factor, self._product = 1.0, 1.0  # type: float, float | Tensor
 
     @torch.no_grad()
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide the gradients of a block by the sample size of the step, and collect their norms.
+        """Divide the gradients of one block by the sample size of the step, and collect their
+        norms.
 
         place: index of the block.
         """
@@ -204,7 +213,7 @@ class FairseqNorm:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """Return the norm of all collected gradients as a float32 scalar."""
+        """Return the norm of all gradients together as a float32 scalar."""
         norms = [norm for place in sorted(self._dense) for norm in self._dense[place]]
         dense = norms[0] if len(norms) == 1 else torch.norm(torch.stack(norms))
         squared = dense.double()**2 + self._experts.total(dense.device)
@@ -220,8 +229,8 @@ class FairseqNorm:
             self._product = factor
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Scale the gradients down if their norm exceeds `max_norm`. If the norm is NaN, all
-        gradients become NaN.
+        """If the norm of all gradients exceeds `max_norm`, scale these gradients down. If the norm
+        is NaN, all gradients become NaN.
         """
         if self.size is None:
             multi_tensor.scale_(gradients, self._product)
@@ -235,18 +244,18 @@ _HALF = (torch.float16, torch.bfloat16)
 
 class FusedAdam(torch.optim.Optimizer):
     """A version of `fairseq.optim.adam.Adam` that reads and writes the memory of each parameter
-    only once, on CPU and GPU.
+    only once. `FusedAdam` runs on CPU and GPU.
 
-    The results equal those of fairseq up to rounding errors. The state has the same names, types
-    and dtypes as in fairseq (`step` as an int, `exp_avg` and `exp_avg_sq` in float32), so
-    checkpoints can be loaded by both optimizers. Weight decay is decoupled
-    (`w -= lr * weight_decay * w`). fairseq adds `eps` to the root of the second moment before the
-    bias correction of this moment, and torch adds it after the correction. Therefore torch receives
-    `eps / sqrt(1 - beta2 ** step)`.
+    The updated parameters equal those of fairseq's Adam up to rounding errors. The state has the
+    same names, types and dtypes as in fairseq (`step` as an int, `exp_avg` and `exp_avg_sq` in
+    float32). Each of the two optimizers can therefore load checkpoints of the other. Weight decay
+    is decoupled (`w -= lr * weight_decay * w`). fairseq adds `eps` to the square root of the second
+    moment before it applies the bias correction, whereas torch adds `eps` after the correction. To
+    compensate for this difference, `eps / sqrt(1 - beta2 ** step)` is passed to torch.
 
-    Half-precision parameters are updated one by one in float32 copies, as in fairseq. The same
-    applies to non-contiguous parameters, because torch's CPU kernels read all tensors in memory
-    order and ignore their strides.
+    As in fairseq, half-precision parameters are updated one by one, in float32 copies.
+    Non-contiguous parameters are also updated one by one, because torch's CPU kernels ignore
+    strides and read all tensors in memory order.
 
     Args:
         params: parameters or parameter groups of any floating-point dtype.
@@ -254,9 +263,10 @@ class FusedAdam(torch.optim.Optimizer):
         betas: decay rates of the two moments, as in fairseq.
         eps: constant added to the denominator, as in fairseq.
         weight_decay: factor of decoupled weight decay, as in fairseq.
-        half: True to store both moments in 16 bits between steps (`_Halves`), with 4 instead of 8
-            bytes per parameter. `state_dict` returns the moments in float32, and a run that resumes
-            from this state continues with the same bits.
+        half: True to store both moments in 16 bits between steps (see `_Halves`). In 16 bits, both
+            moments together need 4 instead of 8 bytes per parameter. `state_dict` still returns the
+            moments in float32. A run that resumes from a checkpoint with 16-bit moments continues
+            with bitwise identical values.
     """
 
     # attributes that fairseq reads from its optimizers
@@ -273,10 +283,10 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient, and return the closure's loss.
+        """Update all parameters that have a gradient. Return the loss that the closure computed.
 
         Raises:
-            RuntimeError: If a gradient is sparse.
+            RuntimeError: If the gradient of a parameter is sparse.
         """
         loss = None
         if closure is not None:
@@ -307,18 +317,16 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer state. See `torch.optim.Optimizer`. 16-bit moments are returned in
-        float32.
-        """
+        """Return the optimizer state, with 16-bit moments converted to float32."""
         result = super().state_dict()
         result["state"] = {name: _decoded(state) for name, state in result["state"].items()}
         return result
 
     def _counted_state(self, parameter: Tensor) -> dict[str, Any]:
-        """Return the state of a parameter for the current step, and increment its step count.
+        """Return the state of a parameter for the current step, after incrementing the step count.
 
-        The moments are contiguous tensors in float32, or in the parameter's dtype if its precision
-        is higher.
+        The moments are contiguous tensors. The moments are stored in float32, or in the dtype of
+        the parameter if this dtype is more precise.
         """
         if parameter.grad is not None and parameter.grad.is_sparse:
             raise RuntimeError("Adam does not support sparse gradients. Use another optimizer")
@@ -334,9 +342,10 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class _Halves(NamedTuple):
-    """The values `exp_avg` and the root of `exp_avg_sq`, stored in 16 bits. See `encoded`.
+    """The first moment `exp_avg` and the square root of the second moment `exp_avg_sq`, stored in
+    16 bits. See `encoded`.
 
-    The root is stored because the range of `exp_avg_sq` itself exceeds that of a 16-bit type.
+    The square root is stored because `exp_avg_sq` itself has a larger range than a 16-bit type.
     """
 
     average: tuple[Tensor, Tensor]
@@ -344,13 +353,14 @@ class _Halves(NamedTuple):
 
 
 def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode `x` as float16 values and a scalar unit.
+    """Encode `x` as float16 values and one scale factor, called the unit.
 
-    The unit is the power of two that moves the largest magnitude into (32752, 65504]. The relative
-    error is at most 2^-11, and the absolute error at most 2^-39 of the largest magnitude. If
-    decoded values are encoded again, there is no additional error. Source: the scales of
-    `--fp16-adam-stats` in fairseq (after Jukebox, Dhariwal et al., 2020), which may be any number
-    and are applied to `exp_avg_sq` itself.
+    The unit is a power of two. After division by the unit, the largest magnitude is in (32752,
+    65504]. The relative error is at most 2^-11, and the absolute error is at most 2^-39 times the
+    largest magnitude. Decoding values and encoding them again causes no additional error. This
+    encoding is based on the scales of `--fp16-adam-stats` in fairseq (after Jukebox, Dhariwal et
+    al., 2020). Unlike the unit, fairseq's scales can be any number, and they are applied to
+    `exp_avg_sq` itself.
     """
     largest = x.abs().amax() if x.numel() else x.new_zeros(())
     part, exponent = torch.frexp(largest.float() / torch.finfo(torch.float16).max)
@@ -360,7 +370,6 @@ def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decoded(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a parameter, with its moments in float32."""
     if "halves" not in state:
         return state
     (average, unit), (root, root_unit) = state["halves"]

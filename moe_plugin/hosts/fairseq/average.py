@@ -5,8 +5,8 @@ rank.
         run/checkpoint_1_200.pt --output run/average.pt
 
 fairseq's `scripts/average_checkpoints.py` cannot be used, because it reads only one file per
-checkpoint and adds up all saved values. MoE layers save more than tensors, and each rank has its
-own file.
+checkpoint and averages every saved value. In a model with MoE layers, some of the saved values are
+not tensors, and each rank writes its own file.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ _SAME = ("num_experts", "world_size", "expert_parallel_size", "rank")
 
 
 def average(inputs: Sequence[str], output: str) -> list[str]:
-    """Write a checkpoint that contains the mean of the weights of several checkpoints.
+    """Average the weights of several checkpoints, and write the mean to a new checkpoint.
 
-    Integer tensors are counts, so they are copied from the last checkpoint. Settings and all other
-    values are copied from the first checkpoint. The optimizer state is left out.
+    Integer tensors contain counts, so they are copied from the last checkpoint instead. The
+    settings and all other values are copied from the first checkpoint. The optimizer state is left
+    out.
 
     Args:
-        inputs: paths of the checkpoints, with or without a rank number.
-        output: path of the new checkpoint, without a rank number.
+        inputs: paths of the checkpoints. A path may contain the number of a rank.
+        output: path of the new checkpoint, without the number of a rank.
     Returns: the paths of the files that were written.
     Raises:
-        ValueError: If files are missing or damaged, or belong to different models or numbers of
-            ranks.
+        ValueError: If files are missing or damaged, or if the checkpoints belong to different
+            models or have different numbers of ranks.
     """
     ranks = _files_of(inputs[0])
     others = [_files_of(name) for name in inputs[1:]]
     for name, rank_paths in zip(inputs[1:], others, strict=True):
         if len(rank_paths) != len(ranks):
             raise ValueError(f"checkpoint {short(name)} has {len(rank_paths)} files, but "
-                             f"{short(inputs[0])} has {len(ranks)}. Bring both to the same number "
-                             "of ranks with moe-plugin reshard IN OUT --world N")
+                             f"{short(inputs[0])} has {len(ranks)}. Convert both to the same "
+                             "number of ranks with moe-plugin reshard IN OUT --world N")
     written = []
     make_folder(os.path.dirname(os.path.abspath(output)))
     for number, paths in enumerate(zip(ranks, *others, strict=True)):
@@ -60,7 +61,9 @@ def average(inputs: Sequence[str], output: str) -> list[str]:
 
 
 def _files_of(name: str) -> list[str]:
-    """Return the files of all ranks in order, or a single file if the name contains no rank."""
+    """Return the files of a checkpoint, ordered by rank. If the file name contains no rank, the
+    list has a single file.
+    """
     if not files.has_rank(name) and os.path.exists(name):
         return [name]
     stem = files.without_rank(name).removesuffix(".pt")

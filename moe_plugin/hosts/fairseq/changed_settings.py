@@ -1,6 +1,6 @@
-"""Logging of the settings of a run that differ from their defaults, in a single line.
+"""Log the settings of a run that differ from their defaults, in a single line.
 
-The line is read by people and by the report.
+Users read this line, and the report parses it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _UNSTATED = object()
 
 
 def changed_line(cfg: Any) -> str:
-    """Return the log line that lists the settings chosen by the user, as written, and their
-    defaults.
+    """Return the log line with the settings that the user chose. The line contains the values as
+    the user wrote them, and the default values.
 
-    If the settings are not visible on the command line, for example with a Hydra file, the line
-    lists all settings returned by `changed`.
+    If the command line does not show the settings, for example because a Hydra file is used, the
+    line contains all settings that `changed` returns.
     """
     settings, words = changed(cfg), sys.argv[1:]
     settings = {name: (value, "–" if default == "None" else default)
@@ -53,11 +53,11 @@ def changed(cfg: Any) -> dict[str, tuple[str, str]]:
     """Return all settings that differ from their defaults, as a dict from flag names to tuples
     (value, default).
 
-    A setting that belongs to an architecture is included if it differs from the default of its
-    model. Settings without declared defaults are left out.
+    Settings of an architecture are included if they differ from the defaults of the architecture's
+    model. Settings that do not declare a default are left out.
 
     Args:
-        cfg: all fairseq settings by group.
+        cfg: all settings of fairseq, by group.
     """
     differing: dict[str, tuple[str, str]] = {}
     for group, declaration in FairseqConfig.__dataclass_fields__.items():
@@ -75,7 +75,7 @@ def changed(cfg: Any) -> dict[str, tuple[str, str]]:
 
 def _defaults(group: str, declaration: dataclasses.Field[Any], values: Mapping[str, Any]
               ) -> dict[str, Any]:
-    """Return the declared defaults of the settings in a group, or {} if there are none."""
+    """Return the declared defaults of the settings in a group, or {} if it declares none."""
     name: Any = values.get("_name") or values.get("arch")
     declared = {
         "model": MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(name, name)),
@@ -96,8 +96,9 @@ def _fields(record: Any) -> dict[str, Any]:
 def _of_arguments(arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of a model that declares its settings as command-line arguments.
 
-    The defaults of the arguments have priority. Arguments without a default, such as those of
-    fairseq's transformer, get the value that the architecture of the same name as the model sets.
+    If an argument declares a default, this default takes precedence. Some arguments, such as those
+    of fairseq's transformer, do not declare a default. For arguments without a default, return the
+    values set by the architecture that has the same name as the model.
     """
     model = ARCH_MODEL_REGISTRY.get(arch)
     if model is None:
@@ -118,7 +119,6 @@ def _of_arguments(arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolved(default: Any, cfg: Any) -> Any:
-    """Resolve a default value that refers to a setting in a different group."""
     if isinstance(default, str) and default.startswith("${"):
         return OmegaConf.select(cfg, default[2:-1])
     return default

@@ -1,10 +1,11 @@
-"""The criteria `moe_cross_entropy` and `moe_label_smoothed_cross_entropy`, which add the gate loss.
+"""The criteria `moe_cross_entropy` and `moe_label_smoothed_cross_entropy`, which add the gate loss
+to the loss of the model.
 
     loss = inner + moe_gate_loss_wt * gate * sample_size
     gate = mean (or sum) over MoE layers of the weighted router losses; neg_log: -log(gate)
 
-Later fairseq divides the gradient by `sample_size`. Multiplying the gate loss by `sample_size`
-makes it an average over tokens, as in fairseq's `moe` branch.
+Later, fairseq divides the gradient by `sample_size`. Because the gate loss is multiplied by
+`sample_size` first, it becomes an average over tokens, as in fairseq's `moe` branch.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 
 class GateLoss:
-    """Mixin that adds the gate loss to a criterion and logs the metrics of fairseq's `moe` branch.
+    """Mixin that adds the gate loss to a criterion, and logs the same metrics as fairseq's `moe`
+    branch.
 
     Attributes:
         flags: settings of the gate loss.
@@ -55,7 +57,7 @@ class GateLoss:
 
     @classmethod
     def build_criterion(cls: Any, cfg: Any, task: Any) -> Any:
-        """Build the criterion as in fairseq, and store the settings of the gate loss."""
+        """Build the criterion like fairseq, and store the settings of the gate loss."""
         if cfg.moe_gate_loss_wt < 0:
             raise ValueError(
                 f"--moe-gate-loss-wt {cfg.moe_gate_loss_wt} is out of bounds: it must be >= 0. Use "
@@ -66,9 +68,9 @@ class GateLoss:
 
     def forward(self: Any, model: Any, sample: dict[str, Any],
                 reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
-        """Return a tuple of the loss, the sample size, and the values to log.
+        """Return a tuple of the loss, the sample size, and the statistics to log.
 
-        For a model without MoE layers the loss is that of the inner criterion.
+        If the model has no MoE layers, the loss is the loss of the inner criterion.
         """
         for moe in layers_in(model):
             moe.forget()  # fairseq continues after a step that ran out of memory
@@ -89,7 +91,7 @@ class GateLoss:
         return loss, sample_size, logged
 
     def gate_loss(self: Any, losses: list[Tensor]) -> Tensor:
-        """Combine the gate losses of all layers, and apply the configured transformation."""
+        """Combine the gate losses of all layers, and transform the sum as configured."""
         total = torch.stack(losses).sum()
         if plain_value(self.flags.moe_gate_loss_combine_method) == "average":
             total = total / len(losses)
@@ -101,9 +103,10 @@ class GateLoss:
 
     @classmethod
     def reduce_metrics(cls: Any, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log fairseq's metrics, `inner_loss`, `moe_gate_loss` and the metrics in `METRICS`.
+        """Log fairseq's metrics, and in addition `inner_loss`, `moe_gate_loss` and the metrics in
+        `METRICS`.
 
-        All metrics are averaged over ranks and batches.
+        All of these metrics are averaged over ranks and batches.
         """
         sample_size = sum(log.get("sample_size", 0) for log in logging_outputs)
         batches = sum(log.get("batch_count", 0) for log in logging_outputs)
@@ -137,7 +140,7 @@ class MoELabelSmoothedCrossEntropyCriterion(GateLoss, LabelSmoothedCrossEntropyC
 
 
 def check_balance(model: Any, criterion: Any) -> None:
-    """Log a warning if the routers need a balance loss that the criterion does not add."""
+    """Log a warning if the routers need a balance loss but the criterion does not add one."""
     if all(balances_by_itself(layer.moe_layer.moe.router) for layer in moe_layers(model)):
         return
     if not isinstance(criterion, GateLoss):
@@ -158,14 +161,15 @@ def check_balance(model: Any, criterion: Any) -> None:
 # ensemble of output heads, and the criterion `moe_confident_oracle` (see
 # `moe_plugin.training.ensembles.cmcl`).
 class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
-    """A `moe_transformer_lm` with several output heads, whose output has shape [B, T, M, V].
+    """A `moe_transformer_lm` with several output heads. The output has shape [B, T, M, V].
 
-    Each head predicts a distribution. The probabilities of the model are the mean over the heads.
+    Each head predicts a probability distribution. The probabilities that the model returns are the
+    average over all heads.
     """
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> MoEEnsembleLanguageModel:
-        """Build the model, and replace its output projection with the heads."""
+        """Build the model, and replace the output projection with several heads."""
         model = super().build_model(args, task)
         decoder = model.decoder
         if decoder.adaptive_softmax is not None:
@@ -179,7 +183,7 @@ class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
         return model
 
     def get_normalized_probs(self, net_output: Any, log_probs: bool, sample: Any = None) -> Tensor:
-        """Return the mean [B, T, V] of the distributions of all heads."""
+        """Return the mean of the probability distributions of all heads, with shape [B, T, V]."""
         log_p_BTMV = F.log_softmax(net_output[0].float(), dim=-1)
         log_p_BTV = torch.logsumexp(log_p_BTMV, dim=2) - torch.log(
             torch.tensor(float(log_p_BTMV.shape[2])))
@@ -187,7 +191,7 @@ class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
 
 
 class _Counts(Meter):  # type: ignore[misc]
-    """A meter that sums a vector of counts and is logged in the form `3/0/12`."""
+    """A meter that adds up vectors of counts, and is logged in the form `3/0/12`."""
 
     def __init__(self) -> None:
         self.reset()
@@ -208,13 +212,13 @@ class _Counts(Meter):  # type: ignore[misc]
 
 
 class _ConfidentOracle(CrossEntropyCriterion):
-    """The confident oracle loss, without the gate loss."""
+    """The confident oracle loss without the gate loss."""
 
     flags: Any
 
     def forward(self, model: Any, sample: dict[str, Any],
                 reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
-        """Return a tuple of the summed loss, the sample size, and the values to log."""
+        """Return a tuple of the summed loss, the sample size, and the statistics to log."""
         logits_BTMV = model(**sample["net_input"])[0]
         flags, target_BT = self.flags, sample["target"]
         if logits_BTMV.dim() != 4:
@@ -241,9 +245,9 @@ class _ConfidentOracle(CrossEntropyCriterion):
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
         """Log fairseq's metrics and the error rates `oracle_error` and `top1_error`.
 
-        `oracle_error` is the fraction of tokens for which no head is right, and `top1_error` the
-        fraction for which the mean of the heads is wrong. In validation, histograms of the heads'
-        confidence are logged as well.
+        `oracle_error` is the fraction of tokens that no head predicts correctly. `top1_error` is
+        the fraction of tokens that the mean of all heads predicts incorrectly. During validation,
+        histograms of the heads' confidence are also logged.
         """
         super().reduce_metrics(logging_outputs)
         tokens = sum(log.get("ntokens", 0) for log in logging_outputs)

@@ -1,4 +1,4 @@
-"""The process groups of ranks that share experts, and the communication of a model's MoE layers."""
+"""Process groups of the ranks that share experts, and communicators for the MoE layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _evaluation: ContextVar[Evaluation | None] = ContextVar("moe_plugin_fairseq_eval
 
 @dataclass(frozen=True)
 class FairseqGroups:
-    """The groups of ranks for one model.
+    """The process groups of one model.
 
     Attributes:
         expert: process group of the ranks that together store one copy of the experts.
@@ -39,11 +39,12 @@ class FairseqGroups:
 
 
 class MeasuredComm(TorchComm):
-    """A `TorchComm` that measures the time to exchange rows, or skips the exchange.
+    """A `TorchComm` that can measure the time spent exchanging rows, or skip the exchange.
 
-    This class is used for `--record-a2a-perf-stats` and `--dummy-a2a`. The host time of every
-    exchange is measured. On a CUDA device the time between two events on the stream is also
-    measured. Views of this group (`with_tag`) add their times to the same totals.
+    The flags `--record-a2a-perf-stats` and `--dummy-a2a` use this class. For every exchange, the
+    time on the host is measured. On a CUDA device, the time between two events on the stream is
+    measured as well. Views of this group (created by `with_tag`) add their times to the same
+    totals.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, measured: bool,
@@ -56,7 +57,7 @@ class MeasuredComm(TorchComm):
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """Call `TorchComm.all_to_all` and measure its time."""
+        """Call `TorchComm.all_to_all` and measure the time of the call."""
         if self.dummy and x.is_floating_point():
             rows = sum(piece_lengths(x.shape[0], self.size, recv, "all_to_all receive"))
             return x[:rows].clone() if rows <= x.shape[0] else torch.cat(
@@ -65,9 +66,9 @@ class MeasuredComm(TorchComm):
             return super().all_to_all(x, send, recv)
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """Call `TorchComm.send_receive` and measure its time.
+        """Call `TorchComm.send_receive` and measure the time of the call.
 
-        With `--dummy-a2a` only the exchange of rows is skipped. Counts are still exchanged.
+        With `--dummy-a2a`, only the exchange of rows is skipped. Row counts are still exchanged.
         """
         if self.dummy and all(x.is_floating_point() for _, x in (*sends, *recvs)):
             for _, buffer in recvs:
@@ -93,8 +94,8 @@ class MeasuredComm(TorchComm):
                 self._events.append((begun, record_event(device)))
 
     def take_times(self) -> tuple[float, float]:
-        """Return the CPU time and the CUDA time in milliseconds since the last call, as (cpu_ms,
-        cuda_ms). The method waits for the device.
+        """Return the total times of all exchanges since the last call, in milliseconds, as (cpu_ms,
+        cuda_ms). This method waits for the device.
         """
         if self._events:
             self._events[-1][1].synchronize()
@@ -106,17 +107,17 @@ class MeasuredComm(TorchComm):
 
 
 class Turns:
-    """Agreement between all evaluating ranks on the MoE layer that is computed next.
+    """Makes all ranks that evaluate together agree on the MoE layer to compute next.
 
-    A layer call is collective, but the evaluating ranks do not make the same calls, because they
-    may have different numbers of batches or decode sentences of different lengths. Therefore each
-    rank waits before each call. The next layer to be computed is the one with the lowest index
-    among those for which any rank waits. Ranks that wait for a different layer, or have finished,
-    participate without tokens.
+    A call of an MoE layer is a collective operation. However, ranks do not make the same calls
+    during evaluation: they may have different numbers of batches, or decode sentences of different
+    lengths. Each rank therefore waits before each call of an MoE layer. The next layer to compute
+    is the layer with the lowest index for which any rank waits. Ranks that wait for another layer,
+    or that have already finished, take part in the call without tokens.
 
     Args:
-        comm: communicator of all ranks that evaluate together, including those with copies of the
-            same experts.
+        comm: communicator of all ranks that evaluate together. Ranks that store copies of the same
+            experts are included.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -124,7 +125,8 @@ class Turns:
         self._layers: list[Callable[[], object]] = []
 
     def add_layer(self, take_part: Callable[[], object]) -> int:
-        """Add a layer and return its index. All ranks must add the same layers in the same order.
+        """Register a layer and return its index. All ranks must register the same layers in the
+        same order.
 
         take_part: function that calls the layer without tokens.
         """
@@ -132,15 +134,15 @@ class Turns:
         return len(self._layers) - 1
 
     def wait_for(self, number: int) -> None:
-        """Participate in calls of other layers until it is the turn of layer `number`.
+        """Take part in the calls of other layers until all ranks agree to compute layer `number`.
 
-        All ranks that wait for this layer then call it.
+        All ranks that wait for layer `number` then call the layer.
         """
         while (turn := self._next(number)) != number:
             self._layers[turn]()
 
     def end(self) -> None:
-        """Participate in calls of other ranks until all ranks have finished. Collective."""
+        """Take part in the calls of other ranks until all ranks have finished."""
         if self._layers:
             self.wait_for(len(self._layers))
 
@@ -150,16 +152,16 @@ class Turns:
 
 @dataclass
 class Evaluation:
-    """The settings for building and loading models that are only evaluated.
+    """Settings for building and loading models that are used only for evaluation.
 
     Attributes:
-        ranks: number of processes that evaluate together. Each process evaluates a part of the
+        ranks: number of processes that evaluate together. Each process evaluates a share of the
             batches.
-        asked: requested number of ranks that share one copy of the experts, or 0 to use as many
-            ranks as possible.
-        turns: the `Turns` object of the processes, which is created with the first model whose
-            experts are distributed.
-        drops: counts of dropped tokens in the batches of the current process.
+        asked: number of ranks that share one copy of the experts, as requested by the user. If 0,
+            as many ranks as possible share a copy of the experts.
+        turns: the `Turns` object of these processes. The `Turns` object is created together with
+            the first model whose experts are distributed over ranks.
+        drops: counts of the tokens that were dropped in the batches of the current process.
     """
 
     ranks: int = 1
@@ -170,11 +172,11 @@ class Evaluation:
     def expert_ranks(self, experts: int) -> int:
         """Return the number of ranks that share one copy of a model's experts.
 
-        By default this is the largest number that divides both the number of ranks and the number
+        By default, this is the largest number that divides both the number of ranks and the number
         of experts.
 
         Raises:
-            ValueError: If the requested number is not possible.
+            ValueError: If the user requests an impossible number of ranks.
         """
         if not self.asked:
             return math.gcd(self.ranks, experts)
@@ -188,7 +190,7 @@ class Evaluation:
 
     @property
     def rank(self) -> int:
-        """The rank of the current process among the evaluating processes."""
+        """The rank of the current process among the processes that evaluate together."""
         return dist.get_rank() if self.ranks > 1 else 0
 
     def groups(self, experts: int, timeout_s: float) -> FairseqGroups:
@@ -204,14 +206,14 @@ class Evaluation:
 
 @contextmanager
 def evaluating(ranks: int = 1) -> Iterator[Evaluation]:
-    """Mark all models that are built inside the block as models that are only evaluated.
+    """Mark all models that are built inside the block as used only for evaluation.
 
-    Such models are used in validation, scoring, or generation from a checkpoint. All models of a
-    command share one `Evaluation` object.
+    The marked models are loaded from a checkpoint for validation, scoring or generation. All models
+    in a command share one `Evaluation` object.
 
     Args:
-        ranks: number of processes of the default process group that evaluate together. If there is
-            a single process, it stores all experts.
+        ranks: number of processes that evaluate together. These processes form the default process
+            group. A single process stores all experts.
     """
     outer = _evaluation.get()
     token = _evaluation.set(outer or Evaluation(ranks))
@@ -222,23 +224,21 @@ def evaluating(ranks: int = 1) -> Iterator[Evaluation]:
 
 
 def current_evaluation() -> Evaluation | None:
-    """Return the current `Evaluation` while models are built only for evaluation, and None
-    otherwise.
-    """
+    """Return the current `Evaluation`, or None outside of `evaluating`."""
     return _evaluation.get()
 
 
 def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool = False,
                 dummy: bool = False) -> FairseqGroups:
-    """Create the process groups of a model. All ranks must call this in the same order.
+    """Create the process groups for a model. All ranks must call this method in the same order.
 
     Args:
         expert_parallel_size: number of consecutive ranks that share one copy of the experts, or 0
             for all ranks.
-        timeout_s: timeout of these process groups in seconds, and upper bound for the timeouts of
-            fairseq's groups.
-        measured: True to measure the exchange of rows.
-        dummy: True to skip the exchange of rows.
+        timeout_s: timeout of these process groups, in seconds. The timeout is also an upper bound
+            for the timeouts of fairseq's own groups.
+        measured: True to measure the time spent exchanging rows.
+        dummy: True to skip exchanging rows.
     Raises:
         ValueError: If `expert_parallel_size` does not divide the number of ranks.
     """
@@ -265,10 +265,10 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
 
 
 def _consecutive(size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Return the process group of `size` consecutive ranks that contains the current rank.
-    Collective.
+    """Return the process group that consists of `size` consecutive ranks, including the current
+    rank. This is a collective operation.
 
-    The group is cached, so no new connections are opened if the size is changed back.
+    Groups are cached. If the size changes back to an earlier value, no new connections are opened.
     """
     part = TorchComm(None, timeout_s).contiguous_subgroup(size)
     assert isinstance(part, TorchComm)

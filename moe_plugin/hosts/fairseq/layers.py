@@ -1,7 +1,7 @@
-"""fairseq's transformer layers with an MoE layer in place of the feed-forward network.
+"""fairseq's transformer layers with an MoE layer instead of the feed-forward network.
 
-In the shapes, T is the number of positions, B the number of sentences, and D the model width. The
-order [T, B, D] is that of fairseq.
+In tensor shapes, T is the number of positions, B is the number of sentences, and D is the width of
+the model. fairseq uses the order [T, B, D].
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from moe_plugin.training.resilience.overflow import until_rows_fit
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """The settings that an MoE transformer layer needs in addition to fairseq's own settings.
+    """Settings of an MoE transformer layer, in addition to fairseq's own settings.
 
     Attributes:
         config: settings of the MoE layer.
-        groups: process groups of the ranks.
-        mask_padding: True if padding tokens are not routed.
+        groups: process groups of the model.
+        mask_padding: True to exclude padding tokens from routing.
         gradient_factor: see `translate.gradient_factor`.
         layer_number: 0-based index of this MoE layer in its stack.
-        evaluation: the `Evaluation` object in models that are built only for evaluation, and None
+        evaluation: the `Evaluation` object if the model is used only for evaluation, or None
             otherwise.
-        run: settings of the run, which are read by the trainer.
+        run: settings of the run. The trainer reads these settings.
     """
 
     config: MoEConfig
@@ -61,7 +61,7 @@ class LayerSettings:
 
     @property
     def host(self) -> HostContext:
-        """Information about the host that is passed to `MoELayer`."""
+        """Information about fairseq that `MoELayer` needs."""
         batch_comm: Comm | None = None
         if self.evaluation is not None:
             batch_comm = LocalComm()  # in evaluation, every rank has its own batches
@@ -85,18 +85,20 @@ def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
 
 
 class FairseqMoELayer(TakesTokenIds, nn.Module):
-    """A `MoELayer` for fairseq that returns one gate loss and stores statistics for the criterion.
+    """A `MoELayer` for fairseq. The layer returns a single gate loss, and stores statistics for the
+    criterion.
 
-    The gate loss is the weighted sum of the router losses. The gradients of expert parameters are
-    multiplied by `gradient_factor` and by the number of their replicas, because the trainer
-    averages over replicas. Each expert parameter is marked with the number of its replicas.
+    The gate loss is the weighted sum of all router losses. The gradients of expert parameters are
+    multiplied by `gradient_factor` and by the number of replicas of the experts. The trainer later
+    averages gradients over replicas, so the number of replicas cancels out. Each expert parameter
+    is marked with its number of replicas.
 
     Attributes:
         stats: statistics of the latest forward pass.
-        observer: function that is called with the statistics of every counted training pass, or
+        observer: function that is called with the statistics of every training pass that counts, or
             None.
-        ignored: True if the batch is a dummy that replaces a missing batch, so all its tokens are
-            ignored.
+        ignored: True if the batch is a dummy that stands in for a missing batch. If True, the layer
+            ignores all tokens.
     """
 
     def __init__(self, settings: LayerSettings) -> None:
@@ -118,9 +120,7 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
         self.scale_gradients(settings.groups.replicas)
 
     def scale_gradients(self, replicas: int) -> None:
-        """Mark new expert parameters as stored on `replicas` ranks, and scale their gradients
-        accordingly.
-        """
+        """Mark expert parameters as stored on `replicas` ranks, and scale their gradients."""
         for parameter in self.moe.parameters():
             if is_expert(parameter):
                 mark_replicas(parameter, replicas)
@@ -132,14 +132,15 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
     def forward(self, x_TBD: Tensor, padding_BT: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output [T, B, D] and the gate loss, which is a float32 scalar.
 
-        Tokens are routed sentence after sentence, as in fairseq's `moe` branch. If the capacity is
-        limited, tokens of the last sentences are dropped instead of the last tokens of every
+        Tokens are routed sentence by sentence, as in fairseq's `moe` branch. If the capacity is
+        limited, the tokens of the last sentences are dropped, instead of the last tokens of every
         sentence.
 
         Args:
-            x_TBD: input tokens of shape [T, B, D].
-            padding_BT: bool tensor that is True for padding, as in fairseq. In incremental decoding
-                it has more columns than there are positions, and only the last T columns are used.
+            x_TBD: input tokens with shape [T, B, D].
+            padding_BT: bool tensor that is True for padding tokens, as in fairseq. During
+                incremental decoding, this tensor has more than T columns, of which only the last T
+                are used.
         """
         x_BTD, mask_BT = x_TBD.transpose(0, 1), None
         length = x_BTD.shape[1]
@@ -164,10 +165,9 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
 
     def _compute(self, x_BTD: Tensor, mask_BT: Tensor | None,
                  info: TokenInfo | None) -> MoEOutput:
-        """Call the layer. In evaluation, repeat the call until no rows exceed their
-        buffer.
+        """Call the layer. During evaluation, repeat the call until all rows fit into their buffers.
 
-        In training the whole step is repeated instead.
+        During training, the whole step is repeated if rows do not fit.
         """
         if not self._evaluates:
             return self.moe(x_BTD, mask_BT, info=info)
@@ -176,7 +176,7 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
 
     @torch.no_grad()
     def _without_tokens(self) -> None:
-        """Participate without tokens when other ranks call this layer, without changing `stats`."""
+        """Take part without tokens when other ranks call this layer. `stats` does not change."""
         self.moe.eval()
         anchor: Any = self.moe.experts.anchor
         x_BTD = anchor.detach().new_empty(1, 0, self.moe.config.model_dim)
@@ -185,21 +185,22 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
 
 
 def _counts(layer: nn.Module) -> bool:
-    """Return True if a forward pass is included in the statistics.
+    """Return True if the current forward pass counts in the statistics.
 
-    If activations are recomputed, a layer runs twice per step, but only one pass is included. With
-    reentrant checkpoints this is the second pass, because the first pass computes no gradients.
+    If activations are recomputed, a layer runs twice per step, but only one of the two passes
+    counts. With reentrant checkpoints, the second pass counts, because the first pass computes no
+    gradients.
     """
     return layer.training and torch.is_grad_enabled() and not replaying()
 
 
 class _MoEMixin:
-    """Mixin that makes fairseq's inline feed-forward code use the experts.
+    """Mixin that makes fairseq's inline code for the feed-forward network call the experts.
 
-    fairseq computes `fc2(dropout(act(fc1(x))))`. The gate loss is returned as the last output of
-    `forward`, so that it has a gradient under activation checkpointing. A hook removes the gate
-    loss from the outputs before fairseq uses them, and stores it in `gate_loss` until the criterion
-    reads it.
+    fairseq computes `fc2(dropout(act(fc1(x))))`. `forward` returns the gate loss as its last
+    output, so that the loss has a gradient when activation checkpointing is used. Before fairseq
+    uses the outputs, a hook removes the gate loss from them. The hook stores the loss in
+    `gate_loss`, where the criterion reads it.
     """
 
     def _become_moe(self: Any, settings: LayerSettings) -> None:
@@ -224,20 +225,20 @@ class _MoEMixin:
 
 
 class MoEDecoderLayer(_MoEMixin, TransformerDecoderLayerBase):
-    """fairseq's decoder layer with experts in place of the feed-forward network."""
+    """fairseq's decoder layer with experts instead of the feed-forward network."""
 
     def __init__(self, cfg: Any, no_encoder_attn: bool, settings: LayerSettings) -> None:
         super().__init__(cfg, no_encoder_attn)
         self._become_moe(settings)
 
     def forward(self, x_TBD: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Run fairseq's forward pass and append the gate loss to its outputs."""
+        """Run fairseq's forward pass, and append the gate loss to its outputs."""
         self._padding_BT = kwargs.get("self_attn_padding_mask")
         return self._with_gate_loss(super().forward(x_TBD, *args, **kwargs))
 
 
 class MoEEncoderLayer(_MoEMixin, TransformerEncoderLayerBase):
-    """fairseq's encoder layer with experts in place of the feed-forward network. torch's fused
+    """fairseq's encoder layer with experts instead of the feed-forward network. torch's fused
     inference path is disabled.
     """
 
@@ -249,7 +250,7 @@ class MoEEncoderLayer(_MoEMixin, TransformerEncoderLayerBase):
 
     def forward(self, x_TBD: Tensor, encoder_padding_mask: Tensor | None,
                 attn_mask: Tensor | None = None) -> tuple[Any, ...]:
-        """Run fairseq's forward pass and append the gate loss to its outputs."""
+        """Run fairseq's forward pass, and append the gate loss to its outputs."""
         self._padding_BT = encoder_padding_mask
         output = super().forward(x_TBD, encoder_padding_mask, attn_mask)
         return self._with_gate_loss(output if isinstance(output, tuple) else (output,))
@@ -277,13 +278,11 @@ def _scale(factor: float) -> Any:
 
 
 def moe_layers(model: nn.Module) -> list[Any]:
-    """Return the MoE transformer layers of a model, in the order of its modules."""
+    """Return all MoE transformer layers of a model, in the order of its modules."""
     return [module for module in model.modules() if isinstance(module, _MoEMixin)]
 
 
 def run_settings(model: nn.Module) -> RunConfig:
-    """Return the run settings stored in a model with experts, or the default settings for a model
-    without experts.
-    """
+    """Return the run settings of a model, or default settings if the model has no experts."""
     layers = moe_layers(model)
     return layers[0].moe_layer.run if layers else RunConfig()

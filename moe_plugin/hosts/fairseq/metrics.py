@@ -1,4 +1,4 @@
-"""The MoE metrics in fairseq's log line, under the names of fairseq's `moe` branch."""
+"""The MoE metrics in fairseq's log lines, with the same names as in fairseq's `moe` branch."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ METRICS = ("overflow_expert1", "overflow_expert2", "entropy_gating", "expert1_ba
 
 
 def layer_metrics(layers: list[Any]) -> dict[str, Any]:
-    """Return the metrics of one batch, averaged over the MoE layers, as tensors on the layers'
-    device.
+    """Return the metrics of one batch, averaged over all MoE layers. The metrics are tensors on the
+    device of the layers.
 
-    The function does not synchronize with the device unless all-to-all times are measured.
+    This function does not synchronize with the device, unless the times of all-to-all calls are
+    measured.
 
     `overflow_expert1` and `overflow_expert2` are the percentages of first and second choices that
-    were dropped. `entropy_gating` is measured in nats. `expert1_balance_top` and
-    `expert1_balance_bottom` are the percentages of tokens at the most used and the least used 20 %
-    of experts, and `unused_expert1_count` is the number of experts that no token chose. The metrics
-    of `expert2` are the same for second choices. As in fairseq's branch, balance and unused experts
-    also include second choices that `--moe-second-expert-policy random` has rejected.
+    were dropped. The unit of `entropy_gating` is nats. `expert1_balance_top` is the percentage of
+    tokens that are sent to the most used 20 % of the experts. `expert1_balance_bottom` is the
+    percentage of tokens that are sent to the least used 20 % of the experts. `unused_expert1_count`
+    is the number of experts that no token chose. The metrics of `expert2` are defined in the same
+    way for second choices. As in fairseq's branch, the metrics of balance and unused experts
+    include second choices that `--moe-second-expert-policy random` rejected.
     """
     seen = [stats_metrics(layer.stats) for layer in layers if layer.stats is not None]
     # sorted, because fairseq sums these values over ranks by position
@@ -47,7 +49,7 @@ def layer_metrics(layers: list[Any]) -> dict[str, Any]:
 
 
 def stats_metrics(stats: LayerStats) -> dict[str, Tensor]:
-    """Return the metrics of one layer. Only the first and second choices are included."""
+    """Return the metrics of a single layer. Only first and second choices are included."""
     values = {"entropy_gating": stats.entropy.float()}
     tokens = stats.tokens.float().clamp(min=1)
     experts = stats.load_KE.shape[1]

@@ -1,4 +1,5 @@
-"""MoE language and translation models, which are fairseq's own models with some layers replaced.
+"""MoE language models and translation models. The models are fairseq's own models with some layers
+replaced.
 
 The layers are replaced after fairseq has built the dense model.
 """
@@ -55,13 +56,13 @@ logger = logging.getLogger(__name__)
 
 
 class MoETransformerLanguageModel(TransformerLanguageModel):
-    """fairseq's `transformer_lm` with MoE layers. Without `--moe-freq` the model equals fairseq's
-    model.
+    """fairseq's `transformer_lm` with MoE layers. Without `--moe-freq`, the model is the same as
+    fairseq's model.
     """
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> MoETransformerLanguageModel:
-        """Build the dense model, then replace each layer `i` with `(i + 1) % moe_freq == 0`."""
+        """Build the dense model. Then replace each layer `i` with `(i + 1) % moe_freq == 0`."""
         freq = setting(args, "moe_freq", 0) or 0
         _check(args, [freq])
         model = super().build_model(args, task)
@@ -78,13 +79,13 @@ class MoETransformerModel(TransformerModel):
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the command-line arguments of fairseq and of this package."""
+        """Add the command-line arguments of fairseq and those of this package."""
         super().add_args(parser)
         gen_parser_from_dataclass(parser, MoETransformerFlags(), delete_default=True)
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> MoETransformerModel:
-        """Build the dense model, then replace each layer `i` with `(i + 1) % freq == 0`."""
+        """Build the dense model. Then replace each layer `i` with `(i + 1) % freq == 0`."""
         both = setting(args, "moe_freq", 0) or 0
         freqs = {
             stack: setting(args, f"{stack}_moe_freq", 0) or both for stack in ("encoder", "decoder")
@@ -129,10 +130,10 @@ def _add_experts(model: nn.Module, args: Any, freqs: dict[str, int]) -> None:
 
 
 def _for_other_ranks(config: MoEConfig) -> MoEConfig:
-    """Adapt the settings of a trained model to the ranks that evaluate it.
+    """Adapt the settings of a trained model to the ranks that evaluate the model.
 
-    Settings that depend on the ranks of the training run are reset. The reset changes the results
-    only by rounding errors.
+    Settings that depend on the number of ranks in the training run are reset. Resetting these
+    settings changes the outputs only by rounding errors.
     """
     default = ParallelConfig()
     reset = {"dispatch.equal_tokens": False,  # evaluating ranks have different numbers of tokens
@@ -183,7 +184,7 @@ def _exchange_layers(module: Any, stack: str, freq: int, settings: LayerSettings
 
 
 def _widen_dense_layers(decoder: Any, freq: int, width: int) -> None:
-    """Set a different inner width for the layers that would otherwise be MoE layers.
+    """Set a different inner width for every `freq`-th layer of a decoder.
 
     Implements `--alternate-decoder-ffn-embed-dim`.
     """

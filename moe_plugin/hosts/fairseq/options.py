@@ -1,10 +1,10 @@
 # ruff: noqa: UP045, RUF009  (fairseq reads typing.Optional; field() through a helper is a plain
 # default)
-"""fairseq dataclasses with this package's flags, which are the flags of fairseq's `moe` branch and
-the generated flags.
+"""fairseq dataclasses with the flags of this package: the flags of fairseq's `moe` branch, and the
+generated flags.
 
-The flags of the branch keep their names. This module does not use
-`from __future__ import annotations`, because fairseq builds argparse arguments from the annotated
+The flags of fairseq's `moe` branch keep their names. This module cannot use
+`from __future__ import annotations`, because fairseq creates argparse arguments from the annotated
 types.
 """
 
@@ -80,7 +80,7 @@ class BranchFlags(FairseqDataclass):
 
 @dataclass
 class DecoderFlags(FairseqDataclass):
-    """Flags of the decoder language model."""
+    """Flags of the decoder-only language model."""
 
     moe_freq: int = _option(0, "every moe_freq-th layer is an MoE layer; 0: none (fairseq moe)")
     alternate_decoder_ffn_embed_dim: int = _option(
@@ -105,7 +105,7 @@ class MoELanguageModelConfig(DecoderFlags, BranchFlags, GeneratedFlags,
 
 @dataclass
 class MoETransformerFlags(EncoderDecoderFlags, BranchFlags, GeneratedFlags):
-    """Settings that the MoE translation model adds to `transformer`."""
+    """Settings that the MoE translation model has in addition to those of `transformer`."""
 
 
 @dataclass
@@ -121,12 +121,12 @@ class GateLossFlags(FairseqDataclass):
 
 @dataclass
 class MoECrossEntropyConfig(GateLossFlags, CrossEntropyCriterionConfig):
-    """Settings of the criterion that adds the gate loss to cross entropy."""
+    """Settings of the criterion that adds the gate loss to the cross entropy."""
 
 
 @dataclass
 class MoELabelSmoothedConfig(GateLossFlags, LabelSmoothedCrossEntropyCriterionConfig):
-    """Settings of the criterion that adds the gate loss to label-smoothed cross entropy."""
+    """Settings of the criterion that adds the gate loss to the label-smoothed cross entropy."""
 
 
 @dataclass

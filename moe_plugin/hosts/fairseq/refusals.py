@@ -1,8 +1,9 @@
-"""Settings that fairseq's loop, or this package's models in fairseq, refuse in combination.
+"""Combinations of settings that are rejected by fairseq's training loop or by this package's models
+in fairseq.
 
-The values are fairseq's settings by group and name (`common.amp`), this package's settings by
-dotted path (`guard.votes`), and facts that a caller adds. Importing this module imports neither
-fairseq nor torch.
+A check can use three groups of values: fairseq's settings, by group and name (`common.amp`); this
+package's settings, by dotted path (`guard.votes`); and facts that the caller adds. Importing this
+module imports neither fairseq nor torch.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _OWN_RATES = ("manual", "pass_through", "reduce_lr_on_plateau")
 
 
 def values_of(cfg: Any, *configs: MoEConfig | RunConfig | None, **facts: Any) -> Values:
-    """Return the values of a run.
+    """Return all settings and facts about a run that the checks need.
 
     Args:
-        cfg: fairseq's settings, or the arguments of a model.
+        cfg: settings of fairseq, or the arguments of a model.
         configs: settings of this package.
-        facts: further values, which take precedence.
+        facts: additional values. Facts take precedence over settings with the same name.
     """
 
     def read(path: str) -> Any:
@@ -152,7 +153,6 @@ _AGAIN = "leave it out, because streamed weights always recompute every part"
 
 
 def _small(values: Mapping[str, Any]) -> bool:
-    """Return True if 16-bit weights are trained without float32 main weights."""
     return bool(values["common.memory_efficient_fp16"] or values["common.memory_efficient_bf16"])
 
 

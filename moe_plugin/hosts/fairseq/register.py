@@ -1,9 +1,9 @@
-"""Entry point of the fairseq integration, which `--user-dir` imports once (see
+"""Entry point of the fairseq integration. `--user-dir` imports this module once (see
 `moe_plugin.__init__`).
 
-In standard fairseq this module registers models, criteria and the trainer. fairseq's own `moe`
-branch already has models and criteria, so there the module replaces the MoE layer and adds this
-package's flags to the branch's models.
+In standard fairseq, the import registers models, criteria and the trainer. fairseq's own `moe`
+branch already has models and criteria. In fairseq's `moe` branch, the import replaces the MoE
+layer, and adds this package's flags to the models of the branch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Register models, criteria and the trainer in standard fairseq when this module is imported (see
 `register`).
 
-Named architectures set the sizes that the user did not pass, like fairseq's own architectures.
+Named architectures set the sizes that the user did not pass, in the same way as fairseq's own
+architectures.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ TRANSLATION_MODELS = {
 
 
 def set_missing(args: Any, values: dict[str, Any]) -> None:
-    """Set arguments that the user did not pass.
+    """Set the arguments that the user did not pass.
 
-    args: Namespace while fairseq parses the command line, or DictConfig while fairseq builds the
-        model. A DictConfig does not store its keys in `vars(args)`, where an attribute would hide
-        the value that the user passed.
+    args: a Namespace while fairseq parses the command line, and a DictConfig while fairseq builds
+        the model. The attributes of a DictConfig must not be set through `vars(args)`, because such
+        attributes would hide the values that the user passed.
     """
     for name, value in values.items():
         if name not in args:
@@ -61,13 +62,14 @@ def set_missing(args: Any, values: dict[str, Any]) -> None:
 
 
 def _experts(args: Any) -> dict[str, int]:
-    """Return the default number of 8 experts, unless a flag or a file sets the number."""
+    """Return the default number of experts, or {} if a flag or a file sets the number."""
     said = any(getattr(args, name, None) for name in ("moe_config", "moe_num_experts"))
     return {} if said else {"moe_expert_count": 8}
 
 
 def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
-    """Return an architecture for a GPT-like decoder. By default every second layer has 8 experts.
+    """Return an architecture for a decoder-only language model like GPT. By default, every second
+    layer has 8 experts.
     """
 
     def architecture(args: Any) -> None:
@@ -83,7 +85,7 @@ def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]
 def translation_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
     """Return an architecture for an encoder-decoder model with pre-norm layers.
 
-    By default every second layer has 8 experts.
+    By default, every second layer has 8 experts.
     """
 
     def architecture(args: Any) -> None:

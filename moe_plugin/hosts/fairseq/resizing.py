@@ -1,5 +1,5 @@
-"""Support for `--moe-expert-parallel-at`, which changes the expert-parallel size between two
-updates of fairseq.
+"""Support for `--moe-expert-parallel-at` in fairseq. `--moe-expert-parallel-at` changes the
+expert-parallel size between two updates.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from moe_plugin.training.resilience.resizing import ExpertParallelSteps, expert_
 
 
 def check(cfg: Any, model: nn.Module) -> None:
-    """Raise a `ValueError` if the expert-parallel size cannot be changed during a run. The error
-    message contains the flag, the reason and the remedy.
+    """Raise a `ValueError` if the run does not support changing the expert-parallel size. The
+    message contains the flag, the reason and what to change.
     """
     sizes = run_settings(model).resize.expert_parallel_at
     if sizes:
@@ -31,7 +31,8 @@ def check(cfg: Any, model: nn.Module) -> None:
 
 
 def steps_of(trainer: Any, world: Comm) -> ExpertParallelSteps | None:
-    """Return the changes of the expert-parallel size that a trainer's settings request.
+    """Return the feature that changes the expert-parallel size, according to the trainer's
+    settings.
 
     world: communicator of all data-parallel ranks.
     """

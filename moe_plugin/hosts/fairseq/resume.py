@@ -1,8 +1,8 @@
-"""Choice of the checkpoint from which a fairseq run resumes.
+"""Choose the checkpoint from which a fairseq run resumes.
 
-`agree` selects the newest step for which all ranks have complete files. If a different number of
-ranks wrote the checkpoint, every rank reads only the slices that it stores, including the slices of
-the optimizer state.
+`agree` selects the newest training step for which all ranks have complete files. If a different
+number of ranks wrote the checkpoint, every rank reads only the slices that it will store. Each rank
+also reads only its own slices of the optimizer state.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 def newest_of_other_size(filename: str, wanted: Mapping[str, int], group: Any) -> Written | None:
-    """Return the newest complete checkpoint with this name if it was written by a different number
-    of ranks.
+    """Return the newest complete checkpoint with this name, if a different number of ranks wrote
+    this checkpoint.
 
-    The result is the same on all ranks. The result is None if the newest checkpoint was written by
-    the same number of ranks.
+    The return value is the same on all ranks. Return None if the newest checkpoint was written by
+    the same number of ranks as this run has.
 
     Args:
-        filename: path of this rank's file.
+        filename: path of the current rank's file.
         wanted: manifest entries of this run.
         group: process group of the data-parallel ranks, or None for a single rank.
     """
@@ -59,16 +59,16 @@ def newest_of_other_size(filename: str, wanted: Mapping[str, int], group: Any) -
 
 def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, int],
               group: Any, model_only: bool = False) -> dict[str, Any]:
-    """Return the state of this rank, which is read from the files of a different number of ranks.
+    """Read the state of the current rank from files that a different number of ranks wrote.
 
     Args:
         written: the files of the checkpoint.
         wanted: manifest entries of this run.
         shards: see `state_of_rank`.
         group: process group of the data-parallel ranks, or None for a single rank.
-        model_only: whether to leave out the optimizer state.
+        model_only: True to leave out the optimizer state.
     Raises:
-        CheckpointError: If a file is damaged. All ranks raise the error.
+        CheckpointError: If a file is damaged, on all ranks.
     """
     rank, world, ep = (wanted[key] for key in ("rank", "world_size", "expert_parallel_size"))
     errors = files.gather(damage(written.paths[rank::world]), group)
@@ -84,9 +84,10 @@ def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, 
 
 
 def damage(paths: tuple[str, ...], flag: str = "--restore-file") -> str | None:
-    """Return a description of the first damaged file, or None if no file is damaged.
+    """Return an error message about the first damaged file, or None if no file is damaged.
 
-    flag: flag that selects a different checkpoint. The description mentions this flag.
+    flag: name of the flag with which the user can select a different checkpoint. The error message
+    contains the name of the flag.
     """
     for path in paths:
         try:
@@ -98,19 +99,19 @@ def damage(paths: tuple[str, ...], flag: str = "--restore-file") -> str | None:
 
 def part_state(path: str, rank: int = 0, size: int = 1,
                leave_experts: bool = False) -> dict[str, Any]:
-    """Return the model state for one of `size` ranks that share the experts.
+    """Return the state of the model on one of the `size` ranks that share the experts.
 
-    The files of the other ranks must be in the same folder. The files may have been written by any
-    number of ranks.
+    The files of all ranks must be in the same folder. Any number of ranks may have written the
+    files.
 
     Args:
-        path: path of any rank's file.
-        rank, size: rank in the expert-parallel group, and size of this group.
-        leave_experts: whether to return experts as `Derived` tensors, which `StoredExperts` reads
-            one at a time.
+        path: path of the file of any rank.
+        rank, size: the rank within its expert-parallel group, and the size of this group.
+        leave_experts: True to return experts as `Derived` tensors, which `StoredExperts` reads one
+            at a time.
     Raises:
-        CheckpointError: If a file is missing or from a different step, or if a file in this rank's
-            share is damaged.
+        CheckpointError: If a file is missing or belongs to a different step, or if one of the files
+            checked by this rank is damaged.
         ValueError: If the experts cannot be divided among the ranks.
     """
     trusted = trust.FLAG in sys.argv
@@ -119,7 +120,7 @@ def part_state(path: str, rank: int = 0, size: int = 1,
     if not steps:
         raise CheckpointError(
             f"checkpoint {without_rank(path)!r} is incomplete: "
-            f"{'; '.join(left_out) or 'a file of a rank is missing, or of another step'}; restore "
+            f"{'; '.join(left_out) or 'a file is missing or belongs to another step'}; restore "
             "the file, or choose another checkpoint with --path")
     if error := damage(steps[0].paths[rank::size], "--path"):
         raise CheckpointError(error)
@@ -131,12 +132,12 @@ def part_state(path: str, rank: int = 0, size: int = 1,
 
 @dataclass
 class _Survey:
-    """The checkpoint files of this rank and their problems.
+    """The checkpoint files of the current rank, and problems with these files.
 
     Attributes:
-        steps: paths of the complete files, by training step.
-        damaged: messages that describe the damaged files.
-        refusal: reason why a file cannot be used in this run, or an empty string.
+        steps: dict that maps each training step to the path of its complete file.
+        damaged: error messages about the damaged files.
+        refusal: reason why this run cannot use a file, or an empty string.
     """
 
     steps: dict[int, str] = field(default_factory=dict)
@@ -145,16 +146,19 @@ class _Survey:
 
 
 def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
-    """Return the path of this rank's file of the newest step that all ranks have.
+    """Find the newest training step for which all ranks have files, and return the path of the
+    current rank's file.
 
-    If `checkpoint_last` of any rank is damaged, an older checkpoint in the same folder is used.
+    If the `checkpoint_last` file of any rank is damaged, an older checkpoint in the same folder is
+    used instead.
 
     Args:
-        filename: path of this rank's file.
-        wanted: manifest entries that the files must have.
+        filename: path of the current rank's file.
+        wanted: entries that the manifest of each file must have.
         group: process group of the data-parallel ranks, or None for a single rank.
     Raises:
-        ValueError: If a rank refuses a file. All ranks raise the error of the first such rank.
+        ValueError: If any rank rejects a file. All ranks raise the error of the first rank that
+            rejects a file.
     """
     survey_of_rank = _survey(filename, wanted)
     everyone: list[_Survey] = files.gather(survey_of_rank, group)
@@ -169,12 +173,13 @@ def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
         return _older_checkpoint(filename, wanted, group)
     step = newest_common(filename, steps)
     if step is not None and survey_of_rank.steps[step] != filename:
+        # the save was interrupted after all ranks had written their pending files
         os.replace(survey_of_rank.steps[step], filename)
     return filename
 
 
 def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: list[str]) -> str:
-    """Return this rank's file of the newest step for which all ranks have complete files."""
+    """Return the current rank's file of the newest step that is complete on all ranks."""
     paths = _older_files_by_step(filename, wanted)
     everyone = files.gather(set(paths), group)
     for step in sorted(set.intersection(*everyone), reverse=True):
@@ -187,13 +192,17 @@ def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: li
 
 
 def _never_finished(everyone: Sequence[Mapping[int, str]]) -> bool:
-    """Return whether ranks were killed in the first phase of the first save with a name."""
+    """Return whether the ranks were killed in the first phase of saving, when no earlier checkpoint
+    with this name existed.
+    """
     paths = [path for steps in everyone for path in steps.values()]
     return not all(everyone) and all(path.endswith(files.PENDING) for path in paths) and bool(paths)
 
 
 def _older_checkpoint(filename: str, wanted: Mapping[str, int], group: Any) -> str:
-    """Return the newest older checkpoint, or the missing `filename` if there is no checkpoint."""
+    """Return the newest older checkpoint. If there is no checkpoint, return `filename`, even though
+    this file does not exist.
+    """
     text = f"checkpoint {without_rank(filename)!r} was not yet written by all ranks"
     try:
         return _fall_back(filename, wanted, group, [text])
@@ -203,7 +212,9 @@ def _older_checkpoint(filename: str, wanted: Mapping[str, int], group: Any) -> s
 
 
 def _older_files_by_step(filename: str, wanted: Mapping[str, int]) -> dict[int, list[str]]:
-    """Return this rank's unverified files by step if `filename` is `checkpoint_last`."""
+    """If `filename` is `checkpoint_last`, return a dict of the current rank's files by training
+    step. The files are not verified.
+    """
     folder, name = os.path.split(without_rank(filename))
     if name != "checkpoint_last.pt":  # a checkpoint that was selected by name has no replacement
         return {}
@@ -232,10 +243,11 @@ def _first_undamaged(paths: Sequence[str]) -> str | None:
 
 
 def newest_common(filename: str, everyone: Sequence[Mapping[int, str]]) -> int | None:
-    """Return the newest step that is complete on every rank, or None if no rank has a file.
+    """Return the newest training step that is complete on every rank, or None if no rank has a
+    file.
 
     Raises:
-        ValueError: If files exist, but no step is complete on all ranks.
+        ValueError: If there are files, but no training step is complete on all ranks.
     """
     steps = set(everyone[0]).intersection(*everyone[1:])
     if not steps and any(everyone):
@@ -268,7 +280,6 @@ def _survey(filename: str, wanted: Mapping[str, int]) -> _Survey:
 
 
 def _step_of(path: str, state: Mapping[str, Any], wanted: Mapping[str, int]) -> int:
-    """Return the step of a file after checking that the file can be used in this run."""
     files.refuse_branch(path, state)
     manifest = state.get(files.MANIFEST)
     if manifest is None:
@@ -297,7 +308,9 @@ def _remedy(key: str, value: int) -> str:
 
 
 def _other_world(filename: str, wanted: Mapping[str, int]) -> str | None:
-    """Return an error message if files of other ranks or of a different run size exist."""
+    """Return an error message if there are files of other ranks, or files of a run with a different
+    number of ranks.
+    """
     whole = without_rank(filename)
     others = list(files.rank_files(whole).values())
     if files.has_rank(filename) and os.path.exists(whole):

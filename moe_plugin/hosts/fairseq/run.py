@@ -1,4 +1,4 @@
-"""Information that fairseq passes to the run features (`moe_plugin.training.run`)."""
+"""Data that fairseq passes to the features of a run (see `moe_plugin.training.run`)."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ INNER = "train_inner"  # fairseq's name for the values between two log lines
 
 
 def config_of(model: nn.Module) -> Any:
-    """Return the settings of a model's MoE layers, or None for a model without MoE layers."""
+    """Return the settings of a model's MoE layers, or None if the model has no MoE layers."""
     layers = moe_layers(model)
     return layers[0].moe_layer.moe.config if layers else None
 
 
 def completes_gradients(model: nn.Module) -> bool:
-    """Return the value that `Run.reduces` will have, before the run object is built."""
+    """Return the value that `Run.reduces` will have, even before the run object exists."""
     return run_settings(model).guard.votes > 0
 
 
 def check(cfg: Any, model: nn.Module) -> None:
-    """Raise a `ValueError` if the run does not support a setting. The error message contains the
-    flag, the reason and the remedy.
+    """Raise a `ValueError` if a setting is not supported in this run. The message contains the
+    flag, the reason and what to change.
     """
     config = config_of(model)
     wants_replicas(cfg, model)
@@ -68,7 +68,7 @@ def wants_replicas(cfg: Any, model: nn.Module) -> bool:
     """Return True if the run is one of several replicas.
 
     Raises:
-        ValueError: If a setting cannot be combined with replicas.
+        ValueError: If a setting cannot be used together with replicas.
     """
     lighthouse, replica = (setting(cfg.model, f"moe_{name}") for name in ("lighthouse", "replica"))
     return is_replica(lighthouse, replica or 0, lambda: refusals.REPLICAS.refuse(
@@ -76,7 +76,7 @@ def wants_replicas(cfg: Any, model: nn.Module) -> bool:
 
 
 def run_of(trainer: Any) -> Run:
-    """Build the run object of a `MoETrainer` from its settings. Collective."""
+    """Create the run object of a `MoETrainer`. This is a collective operation."""
     model, cfg = trainer.get_model(), trainer.cfg
     config = config_of(model)
     if config is None:
@@ -100,8 +100,8 @@ def run_of(trainer: Any) -> Run:
 
 
 def seams_of(model: nn.Module, world: Any) -> HostSeams:
-    """Return the information about a model that the run needs. Layers are named by their position,
-    such as `decoder.layers.1`.
+    """Return the data about a model that the run needs. Layers are named by their position in the
+    model, for example `decoder.layers.1`.
     """
     names = {id(module): name for name, module in model.named_modules()}
     return HostSeams(host="fairseq", models=[model], world=world, records=world, layers={
@@ -109,7 +109,9 @@ def seams_of(model: nn.Module, world: Any) -> HostSeams:
 
 
 def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:
-    """Return an object that manages the activations of encoder and decoder layers, or None."""
+    """Return the object that offloads or recomputes the activations of encoder and decoder layers,
+    or None if all activations are kept.
+    """
     asked = run_settings(model)
     stacks: dict[str, Any] = dict(model.named_children())
     layers = {f"{stack}.layers.{i}": layer for stack in ("encoder", "decoder")
@@ -122,15 +124,15 @@ def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:
 
 def aggregated(run: Run, aggregate: Callable[..., Any], logging_outputs: Any, *sums: Any,
                ignore: bool) -> Any:
-    """Sum the logged values over all ranks as fairseq does.
+    """Sum the logged values over all ranks in the same way as fairseq.
 
-    If several ranks compute the same batches, each batch is included only once.
+    If several ranks compute the same batch, the batch counts only once.
 
     Args:
         run: the run.
-        aggregate: the trainer's own function that sums the values.
-        logging_outputs: values logged for the current rank's batches.
-        sums: additional values to sum, starting with the sample size.
+        aggregate: the trainer's own function for summing values over ranks.
+        logging_outputs: logged values of the current rank's batches.
+        sums: additional values to sum. The first additional value must be the sample size.
         ignore: True if the current rank's batch is a dummy.
     """
     votes = run.find(FileTurns)
@@ -142,13 +144,13 @@ def aggregated(run: Run, aggregate: Callable[..., Any], logging_outputs: Any, *s
 
 def facts_of(trainer: Any, before: int, logged: Mapping[str, Any] | None,
              batches: int) -> StepFacts:
-    """Return a description of the trainer's latest step.
+    """Return a `StepFacts` object that describes the latest step of the trainer.
 
     Args:
         trainer: the trainer.
-        before: number of updates before the step.
-        logged: result of `train_step`.
-        batches: number of batches in an epoch, or 0 if it is unknown.
+        before: number of updates before this step.
+        logged: return value of `train_step`.
+        batches: number of batches in an epoch, or 0 if the number is unknown.
     """
     left_out, updates = trainer.run.left_out, trainer.get_num_updates()
     # after a lost step the number of updates may be that of another replica's state
@@ -163,7 +165,9 @@ def facts_of(trainer: Any, before: int, logged: Mapping[str, Any] | None,
 
 
 def _line(cfg: Any, updates: int) -> Any:
-    """Return the values of fairseq's next log line, or None if no log line follows this update."""
+    """Return the statistics that fairseq's next log line will contain, or None if fairseq does not
+    log after this update.
+    """
     known = metrics.get_meters(INNER)
     if updates % cfg.common.log_interval or known is None:
         return None
@@ -171,23 +175,23 @@ def _line(cfg: Any, updates: int) -> Any:
 
 
 def dropped(logged: Mapping[str, Any]) -> float:
-    """Return the fraction of first and second choices that were dropped, according to fairseq's log
-    line.
+    """Return the fraction of first and second choices that were dropped. The fraction is computed
+    from fairseq's log line.
     """
     lost = [float(logged[key]) for key in ("overflow_expert1", "overflow_expert2") if key in logged]
     return sum(lost) / len(lost) / 100 if lost else 0.0
 
 
 def batches_of(iterator: Any) -> int:
-    """Return the number of batches in an epoch, or 0 if it is unknown."""
+    """Return the number of batches in an epoch, or 0 if the number is unknown."""
     return len(iterator) if isinstance(iterator, EpochBatchIterator) else 0
 
 
 def total_updates(cfg: Any, batches: int) -> int | None:
-    """Return the number of updates in the whole run, as determined by `--max-update` and
-    `--max-epoch`.
+    """Return the number of updates in the whole run, which `--max-update` and `--max-epoch`
+    determine.
 
-    Returns None if neither flag determines this number. batches: number of batches in an epoch.
+    Return None if neither flag determines the number. batches: number of batches in an epoch.
     """
     settings, ends = cfg.optimization, []
     if settings.max_update:

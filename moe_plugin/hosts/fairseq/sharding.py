@@ -1,14 +1,15 @@
 """Support for `--ddp-backend fully_sharded` and `--zero-sharding os` without fairscale.
 
-`fully_sharded` uses torch's FSDP2. Each rank stores a part of every dense parameter, of its
-gradient and of its optimizer state. The parameters of a layer are gathered while the layer
-computes. Experts are still distributed by expert parallelism.
+`fully_sharded` is implemented with torch's FSDP2. Each rank stores a shard of every dense
+parameter, its gradient and its optimizer state. The parameters of a layer are gathered only while
+the layer computes. Experts are distributed by expert parallelism, not by FSDP2.
 
-`os` (ZeRO stage 1) shards only the optimizer state. Each rank updates a part of every parameter and
-sends it to the other ranks after the step.
+`os` (ZeRO stage 1) shards only the optimizer state. In each step, a rank updates its shard of every
+parameter, and then sends this shard to the other ranks.
 
-In both cases fairseq's optimizer receives plain tensors (`moe_plugin.training.gradients.parts`),
-and checkpoints contain whole tensors. Therefore a run can resume with or without sharding.
+With both settings, fairseq's optimizer receives plain tensors
+(`moe_plugin.training.gradients.parts`), and checkpoints contain complete tensors. A run can
+therefore resume with or without sharding.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 def check(cfg: Any, criterion: nn.Module) -> None:
-    """Raise an error for settings that cannot be combined with sharding.
+    """Raise an error if a setting cannot be used together with sharding.
 
     Raises:
-        ValueError: If a setting cannot be combined with sharding. The error message contains the
-            flag, the reason and the remedy.
+        ValueError: If a setting cannot be used together with sharding. The message contains the
+            flag, the reason and what to change.
     """
     settings = cfg.distributed_training
     fully = settings.ddp_backend == "fully_sharded"
@@ -52,16 +53,17 @@ def check(cfg: Any, criterion: nn.Module) -> None:
 
 
 def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
-    """Shard the dense parameters of a model in place, layer by layer, over the ranks of `group`.
+    """Shard the dense parameters of a model over the ranks of `group`. The model is modified in
+    place, layer by layer.
 
-    After this call the model's `state_dict` returns whole tensors, and `load_state_dict` accepts
-    whole tensors. Both are collective.
+    After this call, the model's `state_dict` returns complete tensors, and `load_state_dict`
+    accepts complete tensors. Both are collective.
 
     Args:
         model: the model on its device.
         cfg: fairseq's settings.
         group: process group of the data-parallel ranks.
-    Returns: the model itself.
+    Returns: the same model.
     Raises:
         ValueError: If the routers use `--moe-pre-gate 1`.
     """
@@ -119,7 +121,7 @@ def _take_whole(comm: TorchComm) -> Callable[..., None]:
 
 
 class _ShardedOptimizer:
-    """Mixin for fairseq optimizers that update only parts of parameters. See `shard_optimizer`."""
+    """Mixin for fairseq optimizers that update only shards of parameters. See `shard_optimizer`."""
 
     parts: list[Part]
 
@@ -162,9 +164,10 @@ class _ShardedOptimizer:
 
 
 def reduce_replicas(optimizer: Any, reducer: Callable[[], ReplicaReducer | None]) -> None:
-    """Modify a fairseq optimizer in place so that it averages the gradients of expert replicas.
+    """Make a fairseq optimizer average the gradients of expert replicas. The optimizer is modified
+    in place.
 
-    The gradients of replicas are averaged when fairseq reduces the dense gradients.
+    The gradients of replicas are averaged at the point where fairseq reduces the dense gradients.
 
     Args:
         optimizer: the optimizer.
@@ -183,18 +186,19 @@ def reduce_replicas(optimizer: Any, reducer: Callable[[], ReplicaReducer | None]
 
 
 def shard_optimizer(optimizer: Any, parts: list[Part]) -> None:
-    """Modify a fairseq optimizer in place so that it updates only parts of parameters.
+    """Make a fairseq optimizer update only shards of parameters. The optimizer is modified in
+    place.
 
-    The optimizer must have been built for the `local` tensors of the parts. After this call the
-    optimizer reads the gradients of these parts, sends its updates to the other ranks, and stores
-    whole states in checkpoints. The name of the optimizer's class does not change, because fairseq
-    compares this name when it loads a checkpoint.
+    The optimizer must have been created for the `local` tensors of the shards. After this call, the
+    optimizer reads the gradients of these shards and sends the updated shards to the other ranks.
+    The optimizer's checkpoints contain the complete state. The name of the optimizer's class stays
+    the same, because fairseq compares this name when it loads a checkpoint.
 
     Args:
         optimizer: the optimizer.
-        parts: the parameter parts that the optimizer updates.
+        parts: the shards of parameters that the optimizer updates.
     Raises:
-        ValueError: If the optimizer does not update each element independently.
+        ValueError: If the optimizer does not update every element independently of all others.
     """
     if not optimizer.supports_flat_params:
         raise ValueError(

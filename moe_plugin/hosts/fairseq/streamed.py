@@ -1,11 +1,11 @@
-"""Support for `--weights-on host`, which streams the weights of fairseq's language model through
-one device.
+"""Support for `--weights-on host`, which trains a fairseq language model on one device while its
+weights are stored in host memory.
 
-The parts of the model are blocks of a `StreamedTrainer`. They are the embedding, each decoder
-layer, and the output. fairseq passes all batches of an update to its trainer at once
-(`--update-freq`), so each part can compute all batches before the next part starts. The loss and
-the logged values of each batch are then the same as from fairseq's own task. The checkpoints have
-fairseq's format.
+Each part of the model is a block of a `StreamedTrainer`. The parts are the embedding, each decoder
+layer, and the output layer. fairseq passes all batches of an update to the trainer at once
+(`--update-freq`). Because of this, each part can compute all batches before the next part starts.
+The loss and the logged statistics of each batch are the same as those that fairseq's own task
+computes. Checkpoints have the same format as fairseq's checkpoints.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ Numbers = tuple[Tensor, Any, dict[str, Any]]  # loss, sample size, values to log
 
 @dataclass
 class _Call:
-    """State of one batch in a step.
+    """State of one batch during a step.
 
     Attributes:
         sample: the batch.
         ignored: True if the batch is a dummy.
-        tokens: token ids [B, T] that are the input of the embedding.
-        gates: dict of the gate loss of each MoE layer in the first pass.
-        stats: dict of the statistics of each MoE layer in the first pass.
-        slopes: copies of the gate losses that the criterion reads. They are used to obtain the
-            gradients of the loss with respect to the gate losses.
-        numbers: values returned by the criterion for this batch.
+        tokens: token ids [B, T], which are the input of the embedding.
+        gates: dict of the gate losses that the MoE layers computed in the first pass.
+        stats: dict of the statistics that the MoE layers computed in the first pass.
+        slopes: dict of copies of the gate losses. The criterion reads these copies. The gradients
+            of the copies are the gradients of the loss with respect to the gate losses.
+        numbers: values that the criterion returned for this batch.
     """
 
     sample: dict[str, Any]
@@ -68,13 +68,16 @@ class _Call:
 class DecoderPart(nn.Module):
     """A block that computes one part of the decoder.
 
-    The input is the output [B, T, D] of the previous part. For the embedding it consists of token
-    ids [B, T]. The output has shape [B, T, D]. The last part returns the logits.
+    The input of a part is the output [B, T, D] of the previous part. The first part, the embedding,
+    receives the token ids [B, T]. The output of a part has shape [B, T, D]. The last part returns
+    logits instead.
 
     Args:
-        decoder: the whole decoder, whose forward pass is run with only the modules of this part.
-        number: index of the part. The embedding is part 0, followed by the layers and the output.
-        call: function that returns the state of the batch that is being computed.
+        decoder: the complete decoder. For each part, the decoder's forward pass is run with only
+            the modules of this part.
+        number: index of the part. Part 0 is the embedding. The decoder layers have the next
+            numbers, and the output layer is the last part.
+        call: function that returns the state of the current batch.
     """
 
     def __init__(self, decoder: Any, number: int, call: Callable[[], _Call]) -> None:
@@ -97,9 +100,7 @@ class DecoderPart(nn.Module):
         self._output, self._call = decoder.output_layer, call
 
     def forward(self, x: Tensor) -> Any:
-        """Compute the part. In its second pass an MoE layer also returns its contribution to the
-        loss.
-        """
+        """Compute this part. An MoE layer also returns its loss contribution in the second pass."""
         call, moe = self._call(), self.layer if self.layer in moe_layers(self) else None
         if moe is not None:
             moe.moe_layer.tokens_BT, moe.moe_layer.ignored = call.tokens, call.ignored
@@ -117,10 +118,10 @@ class DecoderPart(nn.Module):
 
 
 def _names(decoder: Any, first: bool) -> list[str]:
-    """Return the names of the modules that the decoder runs before its layers, or of those that it
-    runs after its layers.
+    """Return the names of the modules that the decoder runs before its layers (if `first` is True)
+    or after its layers.
 
-    Modules that share the weight of the embedding are left out.
+    Modules that share their weight with the embedding are left out.
     """
     names = [name for name, _ in decoder.named_children()]
     at = names.index("layers")
@@ -139,24 +140,25 @@ def _features(decoder: Any, names: Mapping[str, Any], x: Tensor, tokens: Tensor,
 
 
 class StreamedLanguageModel:
-    """A fairseq language model with streamed weights, in the form that fairseq's trainer needs.
+    """A fairseq language model with streamed weights, with the interface that fairseq's trainer
+    expects.
 
     Args:
-        cfg: settings, as passed to fairseq's trainer.
-        task: task, as passed to fairseq's trainer.
-        model: model, as passed to fairseq's trainer. The weights are moved out of this model.
-        criterion: criterion, as passed to fairseq's trainer.
+        cfg: settings that were passed to fairseq's trainer.
+        task: task that was passed to fairseq's trainer.
+        model: model that was passed to fairseq's trainer. The weights are moved out of the model.
+        criterion: criterion that was passed to fairseq's trainer.
 
     Attributes:
-        trainer: the `StreamedTrainer` of the parts.
-        optimizer: fairseq optimizer for all parts. In 16-bit training it is wrapped in fairseq's
-            16-bit optimizer.
-        whole: model that reads and writes all weights, for checkpoints.
-        task: fairseq's task, whose steps are replaced with those of this class.
+        trainer: the `StreamedTrainer` that runs the parts.
+        optimizer: a fairseq optimizer for all parts together. In 16-bit training, the optimizer is
+            wrapped in fairseq's 16-bit optimizer.
+        whole: object that reads and writes all weights, for checkpoints.
+        task: fairseq's task with the steps of this class instead of its own steps.
     Raises:
-        ValueError: If a setting cannot be combined with streamed weights. The error message
-            contains the remedy.
-        TierError: If the storage tier is too small for the weights.
+        ValueError: If a setting cannot be used together with streamed weights. The message states
+            what to change.
+        TierError: If the storage tier is too small for the weights of the model.
     """
 
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any) -> None:
@@ -201,11 +203,13 @@ class StreamedLanguageModel:
         return built.optimizer
 
     def begin(self, given: Sequence[Given], updates: int) -> None:
-        """Set the batches of the next step and the number of completed updates."""
+        """Set the batches of the next step, and the number of completed updates."""
         self._given, self._numbers, self.trainer.steps = given, iter(()), updates
 
     def train_step(self, sample: Any, *_: Any, **__: Any) -> Numbers:
-        """Return the result of the next batch. The first call in a step computes all batches."""
+        """Return the criterion's values for the next batch. The first call in each step computes
+        all batches of the step.
+        """
         numbers = next(self._numbers, None)
         if numbers is None:
             self._numbers = iter(self._passes())
@@ -221,7 +225,7 @@ class StreamedLanguageModel:
         return self._taken()
 
     def valid_step(self, sample: dict[str, Any], *_: Any, **__: Any) -> Numbers:
-        """Return the result of a validation batch."""
+        """Return the criterion's values for a validation batch."""
         self.model.eval()
         self.trainer.evaluate(self._micro_batches([(sample, False)]))
         return self._taken()[0]
@@ -237,8 +241,8 @@ class StreamedLanguageModel:
         return numbers
 
     def _loss(self, output: Tensor, call: _Call) -> Tensor:
-        """Call fairseq's criterion with the output of the model and the gate losses and statistics
-        of the layers.
+        """Call fairseq's criterion with the output of the model, and with the gate losses and
+        statistics of all layers.
         """
         for layer, gate in call.gates.items():
             layer.gate_loss = call.slopes[layer] = gate.clone().requires_grad_()
@@ -253,13 +257,13 @@ class StreamedLanguageModel:
         return loss * 0 if call.ignored else loss
 
     def _size(self) -> float:
-        """Return the sample size of the step, summed in the same way as in fairseq."""
+        """Return the sample size of the step, summed over batches as in fairseq."""
         numbers: list[Any] = [call.numbers for call in self._calls]
         sizes = [size for _, size, _ in numbers]
         return 1.0 if self._calls[-1].ignored else float(sum(sizes)) or 1.0
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the state of the model with the current weights, in host memory."""
+        """Return the state of the model with its current weights, in host memory."""
         self.trainer.settle()
         in_files = isinstance(self.trainer.tier, DiskTier)
         held = {id(p): x for block in self.trainer.blocks for p, x in zip(
@@ -271,7 +275,7 @@ class StreamedLanguageModel:
         return state
 
     def load_state_dict(self, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load the state of a run, which may have used streamed weights or not.
+        """Load the state of a run that was trained with or without streamed weights.
 
         Raises:
             RuntimeError: If the state belongs to a different model.
@@ -298,15 +302,15 @@ class StreamedLanguageModel:
 
 def streamed_model(cfg: Any, task: Any, model: Any, criterion: Any
                    ) -> StreamedLanguageModel | None:
-    """Build the model for `--weights-on host`, or return None if the weights stay on the device."""
+    """Build the model for `--weights-on host`. Return None for weights on the device."""
     if run_settings(model).offload.weights == "device":
         return None
     return StreamedLanguageModel(cfg, task, model, criterion)
 
 
 def check(cfg: Any, task: Any, model: Any, criterion: Any) -> None:
-    """Raise a `ValueError` if a setting cannot be combined with streamed weights. The error message
-    contains the reason and the remedy.
+    """Raise a `ValueError` if a setting cannot be used together with streamed weights. The message
+    contains the reason and what to change.
     """
     config = moe_layers(model)[0].moe_layer.moe.config
 

@@ -1,6 +1,6 @@
-"""fairseq's trainer for models with experts, their gradient norm, skipped steps and checkpoints.
+"""fairseq's trainer for models with experts: gradient norm, skipped steps and checkpoints.
 
-A model without experts is trained exactly as by fairseq's trainer.
+Models without experts are trained in exactly the same way as with fairseq's trainer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _OF_STEP = "a collective of the training step (gradients in DistributedDataParal
 
 
 class MoETrainer(Trainer):
-    """fairseq's trainer for models with experts, which `fairseq-train` uses with this package."""
+    """The trainer that `fairseq-train` uses for models with experts."""
 
     def __init__(self, cfg: Any, task: Any, model: Any, criterion: Any,
                  quantizer: Any = None) -> None:
@@ -83,16 +83,15 @@ class MoETrainer(Trainer):
 
     @property
     def use_distributed_wrapper(self) -> bool:
-        """True if `DistributedDataParallel` reduces the gradients."""
+        """Return True if torch's `DistributedDataParallel` reduces the gradients."""
         return not of_run.completes_gradients(self._model) and super().use_distributed_wrapper
 
     @property
     def _group(self) -> Any:
-        """The process group of the data-parallel ranks, or None if there is only one process."""
         return self.data_parallel_process_group if self.data_parallel_world_size > 1 else None
 
     def train_step(self, samples: Any, raise_oom: bool = False) -> Any:
-        """Run fairseq's training step together with the features of the run."""
+        """Run fairseq's training step, and call the features of the run before and after it."""
         before = self.get_num_updates()
         step = StepInput(before + 1, lambda: self._prepare_sample(samples[0])[0],
                          lambda batch: self._criterion(self._model, batch)[0],
@@ -115,8 +114,8 @@ class MoETrainer(Trainer):
             return super().train_step(batches, raise_oom)
 
     def _prepare_sample(self, sample: Any, is_dummy: bool = False) -> tuple[Any, bool]:
-        """Prepare a batch in the same way as fairseq. The layers ignore the tokens of a dummy
-        batch.
+        """Prepare a batch in the same way as fairseq does. If the batch is a dummy, the MoE layers
+        ignore its tokens.
         """
         prepared, dummy = super()._prepare_sample(sample, is_dummy)
         if dummy != self._dummy:
@@ -126,7 +125,7 @@ class MoETrainer(Trainer):
         return prepared, dummy
 
     def get_train_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return fairseq's iterator, and store the number of batches per epoch."""
+        """Return fairseq's iterator over batches, and store the number of batches per epoch."""
         batches = super().get_train_iterator(*args, **kwargs)
         self._epoch_batches = of_run.batches_of(batches)
         return batches
@@ -137,9 +136,9 @@ class MoETrainer(Trainer):
                                  *sums, ignore=ignore)
 
     def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
-        """Run fairseq's validation step, and handle rows that exceed their buffer.
+        """Run fairseq's validation step.
 
-        In this case all ranks either raise an error or repeat the batch.
+        If rows do not fit into their buffers, all ranks repeat the batch or raise an error.
         """
         original = super().valid_step
         self._validating = True
@@ -154,46 +153,44 @@ class MoETrainer(Trainer):
         return super()._reduce_and_log_stats(*args, **kwargs)
 
     def validated(self, numbers: Mapping[str, Any]) -> None:
-        """Pass the values of fairseq's log to the run features after each validation."""
+        """After each validation, pass the values in fairseq's log to the features of the run."""
         self.run.after_evaluation(self.get_num_updates(), of_run.dropped(numbers))
 
     @property
     def saves_every_rank(self) -> bool:
-        """True if each rank writes and reads a separate checkpoint file."""
+        """Return True if each rank writes and reads its own checkpoint file."""
         return self.has_experts and self.data_parallel_world_size > 1
 
     @property
     def checkpoint_suffix(self) -> str:
-        """The suffix `-rank-N` if each rank writes a separate file."""
+        """Return the suffix `-rank-N` if each rank writes its own checkpoint file."""
         suffix = super().checkpoint_suffix
         return files.with_rank_suffix(suffix,
                                       self.data_parallel_rank) if self.saves_every_rank else suffix
 
     @property
     def should_save_checkpoint_on_current_rank(self) -> bool:
-        """True on every rank if each rank writes a separate file."""
+        """Return True on every rank if each rank writes its own checkpoint file."""
         return self.saves_every_rank or super().should_save_checkpoint_on_current_rank
 
     @property
     def is_sharded(self) -> bool:
-        """True if each rank stores only a part of the optimizer state."""
+        """Return True if each rank stores only a shard of the optimizer state."""
         return shards_optimizer_state(self.cfg) and self.data_parallel_world_size > 1
 
     @property
     def is_fsdp(self) -> bool:
-        """False, because True would require fairscale (see `moe_plugin.hosts.fairseq.sharding`)."""
+        """Return False, because True would require fairscale."""
         return False
 
     @property
     def always_call_state_dict_during_save_checkpoint(self) -> bool:
-        """True if the ranks must gather their parts for a checkpoint that a single rank writes."""
+        """Return True if the ranks must gather their shards before one rank writes a checkpoint."""
         return self.is_sharded
 
     @property
     def model(self) -> Any:
-        """The wrapped model. Under `fully_sharded` it is the sharded model, and with streamed
-        weights an object that contains all weights.
-        """
+        """The wrapped model: the sharded model, or an object that contains all streamed weights."""
         if self.streamed is not None:
             return self.streamed.whole
         backend = self.cfg.distributed_training.ddp_backend
@@ -241,7 +238,7 @@ class MoETrainer(Trainer):
             mark_replicas(copy, replicas_of(parameter))
 
     def average_replicas(self) -> None:
-        """Average gradients over the ranks that store the same experts as this rank. Collective."""
+        """Average the gradients of experts over the ranks that store the same experts."""
         moe = moe_layers(self._model)[0].moe_layer.moe
         timeout_s = moe.config.comm.timeout_s
         world = TorchComm(self.data_parallel_process_group, timeout_s)
@@ -261,14 +258,14 @@ class MoETrainer(Trainer):
         return slices(self.model.parameters(), self._world, replicas)
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
-        """Clip the gradients by their norm over all parameters, and return the norm.
+        """Clip the gradients by their norm over all parameters. Return the norm.
 
-        Each expert is included once, and the norm is equal on all ranks.
+        Each expert counts once, and all ranks compute the same norm.
 
         Raises:
-            SkipStep: If the norm is not finite or a replica was lost. All ranks then skip the step.
+            SkipStep: On all ranks, if the norm is not finite or a replica of the run was lost.
             FloatingPointError: If too many consecutive steps were skipped.
-            RowsOverflow, StepRepeat: If rows exceeded their buffer. See `resilience.overflow`.
+            RowsOverflow, StepRepeat: If rows exceed their buffers. See `resilience.overflow`.
         """
         self.run.after_passes()
 
@@ -286,14 +283,14 @@ class MoETrainer(Trainer):
         return norm()
 
     def _check_grad_norms(self, grad_norm: Tensor) -> None:
-        """Check that all ranks have the same norm. With votes, a single rank cannot end the run."""
+        """Check that all ranks (with votes, the majority) have computed the same norm."""
         if (votes := self.run.find(FileTurns)) is None:
             super()._check_grad_norms(grad_norm)
         else:
             votes.check_norm(grad_norm)
 
     def _whole_norm(self, shared_norm: Tensor) -> Tensor:
-        """Return the norm of all gradients. shared_norm: norm of this rank's dense gradients."""
+        """Return the norm of all gradients, given the norm of the rank's dense gradients."""
         parameters = [p for p in self.optimizer.params if p.grad is not None]
         if self.is_sharded:
             squared = norm_squared(parameters, self._group, shared_norm.device)
@@ -319,7 +316,7 @@ class MoETrainer(Trainer):
         return state
 
     def _parameter_names(self) -> list[str]:
-        """Parameter names in the optimizer's order, or [] if the optimizer has a different form."""
+        """Return the names of the optimizer's parameters, or [] if it packs them in a tensor."""
         named = [*self._model.named_parameters(),
                  *((f"criterion.{name}", p) for name, p in self.criterion.named_parameters())]
         names = [name for name, parameter in named if parameter.requires_grad]
@@ -334,7 +331,7 @@ class MoETrainer(Trainer):
         }
 
     def save_checkpoint(self, filename: str, extra_state: dict[str, Any]) -> None:
-        """Write this rank's file. It gets its final name when all ranks have written theirs."""
+        """Write this rank's file, which is renamed when all ranks have written their files."""
         if files.is_crash_dump(filename) and is_ours(sys.exc_info()[1]):
             return None  # the error message is complete: a dump would not help
         if self.is_sharded and files.is_crash_dump(filename):
@@ -351,12 +348,12 @@ class MoETrainer(Trainer):
                    self.data_parallel_process_group)
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint as fairseq does, after all ranks agreed on matching files of one step.
+        """Load a checkpoint, after all ranks have agreed on files from the same step.
 
-        The files may have been written by a different number of ranks.
+        A different number of ranks may have written the files.
 
         Raises:
-            ValueError: If files are missing or damaged or expert counts differ (on all ranks).
+            ValueError: On all ranks, if files are missing or damaged, or expert counts differ.
         """
         extra_state = self._load(filename, *args, **kwargs)
         if (peers := self.run.find(PeerSteps)) is not None and extra_state is not None:
@@ -382,12 +379,14 @@ class MoETrainer(Trainer):
 
 def norm_squared(parameters: list[torch.nn.Parameter], group: Any,
                  device: torch.device) -> Tensor:
-    """Return the float64 sum of squared gradients over all ranks, which is equal on every rank.
+    """Return the sum of all squared gradients over all ranks, as a float64 tensor that is equal on
+    every rank.
 
-    A parameter that is stored by R ranks (`replicas_of`) is included once. Its sum is divided by R
-    before the sum over ranks. In this way a NaN or Inf on any rank is visible on every rank.
+    A parameter that R ranks store (see `replicas_of`) counts only once. The parameter's sum of
+    squares is divided by R before the sums are added over ranks. As a result, a NaN or Inf on any
+    rank is visible on every rank.
 
-    Raises: CommError: If the collective call failed or timed out.
+    Raises: CommError: If a collective failed or timed out.
     """
     grads: list[Any] = [p.grad for p in parameters]
     squared = multi_tensor.squared_norm(grads, device, [replicas_of(p) for p in parameters])

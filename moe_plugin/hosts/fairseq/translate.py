@@ -1,10 +1,11 @@
-"""Conversion of fairseq's settings to `MoEConfig`.
+"""Translate fairseq's settings to a `MoEConfig`.
 
-In order of increasing priority, settings are taken from the defaults, fairseq's own settings (inner
-width, activation, flags of the `moe` branch), the `--moe-config` file, and the generated flags.
-Branch flags with values other than the defaults may add settings that the file does not contain. An
-error is raised if a branch flag contradicts the file or another flag. Defaults of the branch's
-flags are ignored if the file sets a number of experts.
+Settings come from four sources. In order of increasing precedence, the sources are: the defaults;
+fairseq's own settings (inner width, activation, flags of the `moe` branch); the `--moe-config`
+file; and the generated flags. A branch flag that differs from its default can add a setting that
+the file does not contain. If a branch flag contradicts the file or another flag, an error is
+raised. If the file sets the number of experts, the default values of the branch's flags are
+ignored.
 """
 
 from __future__ import annotations
@@ -51,23 +52,23 @@ DISPATCH_FLAGS = ("moe_dispatch", "moe_capacity_factor", "moe_eval_capacity_fact
 
 
 def setting(args: Any, name: str, default: Any = None) -> Any:
-    """Return an attribute of a namespace or config, or `default` if it is absent. Choices are
-    returned as strings.
+    """Return an attribute of a namespace or config, or `default` if the attribute does not exist.
+    Enum members are returned as strings.
     """
     return plain_value(getattr(args, name, default))
 
 
 def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) -> MoEConfig:
-    """Return the settings of the MoE layers in one stack (encoder or decoder).
+    """Return the settings of the MoE layers in one stack of the model (encoder or decoder).
 
     Args:
-        args: namespace or config with the branch's flags and the generated flags. Absent flags have
-            their defaults.
-        model_dim, ffn_dim, activation: width, inner width and activation of the dense layers. The
-            activation is named as in fairseq.
+        args: namespace or config that contains the branch's flags and the generated flags. Flags
+            that are missing have their default values.
+        model_dim, ffn_dim, activation: width, inner width and activation function of the dense
+            layers. The activation function has the same name as in fairseq.
     Raises:
-        ValueError: If settings contradict each other or are invalid. The message names the flags,
-            their values and the remedy.
+        ValueError: If settings contradict each other or are invalid. The message contains the
+            flags, their values and what to change.
     """
     in_file = file_settings(flag_values(args)).get("model_dim")
     if in_file and in_file != model_dim:
@@ -82,9 +83,9 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
 
 
 def check_flags(args: Any) -> None:
-    """Raise `ValueError` if settings are invalid and this can be seen before a model is built.
+    """Raise a `ValueError` for invalid settings that can be detected before a model is built.
 
-    args: parsed flags of a model with or without experts.
+    args: parsed flags of a model, which may have no experts.
     """
     freqs = [freq for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")
              if (freq := setting(args, name, 0))]
@@ -125,7 +126,7 @@ def _settings(args: Any, model_dim: int, ffn_dim: int, activation: str) -> MoECo
 
 
 def run_config(args: Any) -> RunConfig:
-    """Return the settings (`RunConfig`) of a fairseq run.
+    """Return the settings (`RunConfig`) of a whole fairseq run.
 
     Raises:
         ValueError: If fairseq does not support a setting, or if a value is invalid.
@@ -136,8 +137,8 @@ def run_config(args: Any) -> RunConfig:
 
 
 def flag_values(args: Any) -> dict[str, Any]:
-    """Return the generated flags of a namespace or config by `dest`. Flags that are not set have
-    the value None.
+    """Return a dict of the generated flags in a namespace or config. The keys are the `dest` names
+    of the flags. Flags that the user did not set have the value None.
     """
     return {spec.dest: setting(args, spec.dest) for spec in flag_specs()}
 
@@ -152,7 +153,9 @@ def _activation(name: str) -> str:
 
 
 def _branch_gates(names: list[str], flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> bool:
-    """Return whether a run uses the branch's gates, which normalize routing weights by division."""
+    """Return whether a run uses the gates of the branch, which normalize routing weights by
+    dividing them by their sum.
+    """
     def given(name: str) -> Any:
         return flags.get(f"moe_router_{name}") or in_file.get(f"router.{name}")
 
@@ -161,8 +164,8 @@ def _branch_gates(names: list[str], flags: Mapping[str, Any], in_file: Mapping[s
 
 
 def _changed_branch_paths(args: Any) -> dict[str, str]:
-    """Return the dotted paths of settings that are set by branch flags with values other than the
-    defaults, and these flags.
+    """Return a dict of the branch flags that differ from their defaults. The keys are the dotted
+    paths of the corresponding settings.
     """
     return {
         path: name for name, (default, path) in BRANCH_PATHS.items()
@@ -171,10 +174,11 @@ def _changed_branch_paths(args: Any) -> dict[str, str]:
 
 
 def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> set[int]:
-    """Return the initial number of experts per token, and the later numbers in `router.top_k_at`.
+    """Return the set of all numbers of experts per token: the initial number, and the numbers in
+    `router.top_k_at`.
 
-    The first of the following sources that contains the number is used: the flag, the file, the
-    branch's flag. Invalid values are rejected later.
+    The initial number is taken from the first of these sources that contains it: the generated
+    flag, the file, and the branch's flag. This function does not check the numbers.
     """
     later = (parse_value(_TOP_K_AT, flags[_TOP_K_AT.dest]) if flags.get(_TOP_K_AT.dest) else
              in_file.get(_TOP_K_AT.path) or {})
@@ -186,11 +190,12 @@ def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -
 
 
 def _branch_base(args: Any, chosen_k: set[int], own_dispatch: bool) -> dict[str, Any]:
-    """Convert the branch's flags to settings of this package.
+    """Translate the branch's flags to settings of this package.
 
-    An expert of the branch has `2*ceil(S/E)` slots for top-2 and `ceil(S/E)` slots for top-1, which
-    both correspond to a capacity factor of 1. In evaluation it has `ceil(fraction*S)` slots. The
-    branch normalizes top-2 weights after dropping and leaves the top-1 weight unchanged.
+    In the branch, an expert has `2*ceil(S/E)` slots for top-2 and `ceil(S/E)` slots for top-1. For
+    top-2 and for top-1, this corresponds to a capacity factor of 1. During evaluation, an expert
+    has `ceil(fraction*S)` slots. The branch normalizes top-2 weights after tokens are dropped, and
+    does not normalize the top-1 weight.
     """
     before = setting(args, "moe_normalize_gate_prob_before_dropping", False)
     base: dict[str, Any] = {
@@ -249,9 +254,7 @@ def _warn(args: Any, config: MoEConfig) -> None:
 
 
 def check_experts_given(args: Any, freq: int) -> None:
-    """Raise `ValueError` if the number of experts is missing, or if the frequency of MoE layers is
-    negative.
-    """
+    """Check that the number of experts is set and the frequency of MoE layers is not negative."""
     if freq < 0:
         raise ValueError(
             f"--moe-freq {freq} is out of bounds: it must be >= 0; use 0 for a dense model")
@@ -271,7 +274,7 @@ def check_experts_given(args: Any, freq: int) -> None:
 def masks_padding(args: Any, config: MoEConfig) -> bool:
     """Return whether padding tokens are excluded from routing.
 
-    Padding is excluded with `--use-moe-pad-mask`, and always with dropless dispatch.
+    Padding tokens are excluded with `--use-moe-pad-mask`, and always if dispatch is dropless.
     """
     return bool(setting(args, "use_moe_pad_mask", False)) or config.dispatch.capacity_factor is None
 
@@ -279,10 +282,10 @@ def masks_padding(args: Any, config: MoEConfig) -> bool:
 def gradient_factor(args: Any, world: int) -> float:
     """Return the factor by which the gradients of experts are multiplied.
 
-    fairseq multiplies every gradient by `W / sample_size`, where `W` is the number of ranks.
-    Gradients of shared parameters have already been divided by `W`. The gradient of an expert is a
-    sum over all ranks, so the factor divides it by `W`, or by the square root of `W` with
-    `--moe-normalize-expert-grad sqrt_world_size`.
+    fairseq multiplies all gradients by `W / sample_size`, where `W` is the number of ranks. Before
+    this multiplication, the gradients of shared parameters have been divided by `W`. The gradient
+    of an expert is a sum over all ranks. The factor therefore divides the gradient of an expert by
+    `W`, or by the square root of `W` with `--moe-normalize-expert-grad sqrt_world_size`.
     """
     rule = setting(args, "moe_normalize_expert_grad", "world_size")
     if rule not in ("world_size", "sqrt_world_size"):

@@ -1,5 +1,5 @@
-"""Votes in fairseq, with the detection of the point where the batches of a file begin, and of the
-batches that are included in the log.
+"""Votes in fairseq. This module detects where each file (a group of batches) begins, and which
+batches count in the log.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class FileTurns(StepVotes):
         self.criterion = criterion
 
     def reduce_by_vote(self, module: nn.Module) -> None:
-        """Vote on the gradients. This method replaces the method `all_reduce_grads` of an
-        optimizer.
-        """
+        """Vote on the gradients. Replaces the optimizer's method `all_reduce_grads`."""
         # fairseq averages gradients over ranks, and an expert's gradient is already divided by its
         # group
         scale = self.ballots.assignment.count / self.ballots.comm.size
@@ -49,7 +47,7 @@ class FileTurns(StepVotes):
     def norm_squared(self, parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
         """Return the squared norm of a worker's gradients after the vote, as a float64 tensor.
 
-        Each parameter is included once. This is a collective call of the ranks within the worker.
+        Each parameter counts once. This is a collective operation of the ranks within the worker.
         """
         grads: dict[bool, list[Any]] = {
             expert: [p.grad for p in parameters if is_expert(p) == expert]
@@ -58,13 +56,13 @@ class FileTurns(StepVotes):
         return shared + self.ballots.sharing.all_reduce(experts)
 
     def check_norm(self, norm: Tensor) -> None:
-        """Log a warning if the gradient norm of some ranks differs from that of the majority.
-        Collective.
+        """Log a warning if some ranks have a different gradient norm than the majority. This is a
+        collective operation.
 
         This method replaces fairseq's check that all ranks have the same norm.
 
         Raises:
-            FloatingPointError: If there is no majority. The error is raised on all ranks.
+            FloatingPointError: On all ranks, if there is no majority.
         """
         norms_K = self.ballots.comm.all_gather(norm.detach().double().view(1)).cpu()
         # the median is the norm of the majority, if there is one
@@ -75,9 +73,8 @@ class FileTurns(StepVotes):
         if 2 * len(wrong) >= len(norms_K):
             raise FloatingPointError(
                 f"step {self.step}: no majority of the {len(norms_K)} workers has the same "
-                f"gradient norm ({norms_K.tolist()}), although gradients were voted on. The weights"
-                " of the workers differ. Resume from the newest checkpoint, and check these "
-                "machines")
+                f"gradient norm ({norms_K.tolist()}), although they voted on the gradients. Their "
+                "weights differ. Resume from the newest checkpoint, and check these machines")
         if wrong and self.ballots.comm.rank == self.ballots.worker.rank == 0:
             logger.warning("step %d: these ranks have another gradient norm than the majority: %s",
                            self.step,
@@ -85,7 +82,7 @@ class FileTurns(StepVotes):
 
     @contextmanager
     def around_step(self, step: StepInput) -> Iterator[None]:
-        """Run the training step with hooks around each call of the criterion."""
+        """Run the training step, with hooks before and after each call of the criterion."""
         hooks = (self.criterion.register_forward_pre_hook(self._begin),
                  self.criterion.register_forward_hook(self._end))
         try:
@@ -111,13 +108,13 @@ class FileTurns(StepVotes):
             self._at += 1
 
     def counted(self, logged: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the logged values of those batches that are included in the log. A batch is
-        included on only one rank.
-        """
+        """Return the logged values of the batches that count in the log on this rank."""
         kept = [entry for entry, batch in zip(logged, self.dealt, strict=False) if batch.counts]
         return kept or [{name: value * 0 for name, value in entry.items()} for entry in logged[:1]]
 
     def sample_size(self) -> float:
-        """Return the sample size of all files, on which the ranks agree by vote. Collective."""
+        """Return the total sample size of all files. The ranks agree on this number by vote. This
+        is a collective operation.
+        """
         sizes = torch.tensor(self._sizes or [0.0], dtype=torch.float64)
         return float(self.agreed_sums(sizes.split(1)))

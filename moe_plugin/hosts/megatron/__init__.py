@@ -1,4 +1,4 @@
-"""Megatron-core host, which consists of module specs, the layer adapter, a training script and a
+"""Integration with Megatron-core: module specs, the layer adapter, a training script and a
 launcher.
 
 Import the modules you need, for example `spec.swap_moe`, `layer.PluginMoELayer`, `train`,

@@ -1,6 +1,6 @@
 """Checks of Megatron's load-balancing types and their coefficients.
 
-`moe_router_load_balancing_type` and `moe_aux_loss_coeff` are each a single value or a list.
+`moe_router_load_balancing_type` and `moe_aux_loss_coeff` can each be a single value or a list.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from moe_plugin.utils.messages import short
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a setting as a list. The setting is a single value or a sequence."""
+    """Return a setting as a list. The setting may be a single value or a sequence."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def refuse_unknown(native: Any) -> None:
-    """Raise a `ValueError` if the installed Megatron's router does not support a load-balancing
-    type.
+    """Raise a `ValueError` if the router of the installed Megatron does not support a
+    load-balancing type.
 
-    Megatron would ignore an unsupported type without an error, so the load would not be balanced.
+    Megatron would silently ignore an unsupported type, so the load would not be balanced.
     """
     known = balance_kinds(native)
     for name in as_list(native.moe_router_load_balancing_type):
@@ -56,7 +56,7 @@ def aux_coefficient(native: Any) -> float:
 
 
 def router_balances(native: Any) -> bool:
-    """Return True if Megatron's router balances the load with the settings in `native`."""
+    """Return True if, with the settings in `native`, Megatron's router balances the load."""
     weighted = any(weight and "aux_loss" in balance for balance, weight in _pairs(native))
     others = any(balance != "none" and "aux_loss" not in balance
                  for balance in as_list(native.moe_router_load_balancing_type))

@@ -1,8 +1,8 @@
-"""Reading and writing of checkpoint files.
+"""Read and write checkpoint files.
 
-The file `moe_plugin.json` of a checkpoint stores the sizes and checksums of all files, and a
-checksum of itself. The checksums are computed in parallel. Each rank processes a subset of the
-files.
+The file `moe_plugin.json` in a checkpoint folder stores the sizes and checksums of all files in the
+folder, and a checksum of its own contents. The checksums are computed in parallel: each rank
+processes a subset of the files.
 
 A checkpoint is written to a temporary folder, which is renamed to its final name when the
 checkpoint is complete. The file `latest_checkpointed_iteration.txt` is updated last.
@@ -45,10 +45,11 @@ def folder(root: str, iteration: int) -> str:
 
 
 def part_of(final: str) -> str:
-    """Create the empty temporary folder in which a checkpoint is written before it is renamed to
-    `final`.
+    """Create the empty temporary folder for a checkpoint. The folder is renamed to `final` when the
+    checkpoint is complete.
 
-    This is a collective call. Returns the path of the temporary folder.
+    This is a collective operation, so all ranks must call this function. Returns the path of the
+    temporary folder.
     """
     part = final + ".part"
 
@@ -63,10 +64,10 @@ def part_of(final: str) -> str:
 
 def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: Any) -> None:
     """Raise an error on every rank if a weight, buffer or optimizer state is not finite on any
-    rank. Collective.
+    rank. This is a collective operation.
 
     Args:
-        root: folder that contains the checkpoints, for the error message.
+        root: folder that contains the checkpoints. The error message names this folder.
         models: model chunks whose weights and buffers are checked.
         optimizer: Megatron's optimizer, or None if there is no optimizer.
     Raises:
@@ -91,7 +92,7 @@ def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: A
 
 def together(folder: str, work: Callable[[], None]) -> None:
     """Call `work` on every rank, and raise an error on all ranks if it fails on any rank. This is a
-    collective call.
+    collective operation.
 
     Raises:
         CheckpointError: If `work` failed on any rank. The error message contains the reason and the
@@ -114,10 +115,11 @@ def together(folder: str, work: Callable[[], None]) -> None:
 
 
 def cause(error: BaseException) -> tuple[int, BaseException]:
-    """Return the index of the rank that failed, and the error raised on that rank.
+    """Return the error that caused a save to fail, and the index of the rank that raised this
+    error.
 
-    torch raises the same `CheckpointException` on all ranks, and it contains the error of the
-    failed rank.
+    When one rank fails, torch raises the same `CheckpointException` on all ranks. The
+    `CheckpointException` contains the error of the failed rank.
     """
     if isinstance(error, CheckpointException) and error.failures:
         rank, (error, _) = min(error.failures.items())
@@ -138,8 +140,8 @@ def _not_written(folder: str, error: BaseException) -> str:
 
 
 def abandon(final: str) -> None:
-    """Remove the files of a checkpoint whose save failed on any rank. The files are removed only by
-    the first rank.
+    """Remove the files of a checkpoint if saving the checkpoint failed on any rank. Only the first
+    rank removes the files.
     """
     if dist.get_rank() == 0:
         shutil.rmtree(final + ".part", ignore_errors=True)
@@ -149,10 +151,10 @@ def abandon(final: str) -> None:
 
 @contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Convert errors raised in the block, which loads a checkpoint, to a `ValueError` with a
-    remedy.
+    """Convert errors raised while the block loads a checkpoint to a `ValueError` that tells the
+    user what to do.
 
-    If a file is damaged, Megatron, torch and pickle raise errors of many types.
+    If a file is damaged, Megatron, torch and pickle raise many different types of errors.
     """
     try:
         yield
@@ -163,13 +165,14 @@ def readable(path: str) -> Iterator[None]:
 
 
 def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
-    """Call `work`, which reads a checkpoint, on the first rank and return the result on every rank.
+    """Call `work`, which reads a checkpoint, only on the first rank. Return the result of `work` on
+    every rank.
 
-    This is a collective call.
+    This is a collective operation.
 
     Raises:
-        ValueError: If `work` failed on the first rank. The error is raised on every rank. Errors of
-            other types are converted by `unreadable`.
+        ValueError: If `work` failed on the first rank. All ranks raise this `ValueError`.
+            `unreadable` converts errors of other types to a `ValueError`.
     """
     result: Any = None
     error: ValueError | None = None
@@ -192,7 +195,7 @@ def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
 
 
 def unreadable(path: str, error: BaseException) -> ValueError:
-    """Return an error that says that a checkpoint cannot be loaded, and recommends an earlier
+    """Return the error for a checkpoint that cannot be loaded. The message recommends an earlier
     checkpoint.
     """
     rank, what = cause(error)
@@ -215,23 +218,24 @@ def _share(names: list[str]) -> Iterator[str]:
 
 
 def sums(folder: str) -> dict[str, str]:
-    """Return a dict that maps the name of each file in a folder to its checksum. This is a
-    collective call.
-    """
+    """Return the checksums of all files in a folder by name. This is a collective operation."""
     checksums_of_rank = {name: f"{checksums.crc_of(os.path.join(folder, name)):08x}"
                          for name in _share(os.listdir(folder))}
     return {name: crc for part in gather(checksums_of_rank) for name, crc in part.items()}
 
 
 def write_meta(folder: str, values: Mapping[str, Any], sums_by_name: Mapping[str, str]) -> None:
-    """Write the description of a checkpoint, with the sizes and checksums of the files."""
+    """Write the description file of a checkpoint, which contains the sizes and checksums of all
+    checkpoint files.
+    """
     sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in sorted(sums_by_name)}
     write_whole(Path(folder, META), checksums.seal_json(
         {**values, "files": sizes, "checksums": dict(sums_by_name)}))
 
 
 def verified_meta(folder: str) -> dict[str, Any]:
-    """Verify all files of a checkpoint and return its description. A collective call.
+    """Verify all files of a checkpoint and return the description of the checkpoint. This is a
+    collective operation.
 
     Raises:
         CheckpointError: If a file does not match the description of the checkpoint. The error is
@@ -270,7 +274,6 @@ def _read_meta(folder: str) -> tuple[dict[str, Any], bool]:
 
 
 def _wrong(folder: str, name: str, meta: Mapping[str, Any]) -> str:
-    """Return an error message if a file is damaged, or "" if it is intact."""
     path, size = os.path.join(folder, name), meta["files"][name]
     actual = os.path.getsize(path) if os.path.exists(path) else None
     if actual != size:
@@ -287,8 +290,8 @@ def _wrong(folder: str, name: str, meta: Mapping[str, Any]) -> str:
 def older(root: str, iteration: int) -> list[int]:
     """Return the iterations of all checkpoints saved before `iteration`, in descending order.
 
-    The list is equal on all ranks. A folder without a description is ignored, because it results
-    from an interrupted save.
+    The list is identical on all ranks. Folders without a description are ignored, because they are
+    left over from an interrupted save.
     """
     names = os.listdir(root) if os.path.isdir(root) else []
     numbers = [int(name[1]) for name in map(re.compile(r"iter_(\d{7,})").fullmatch, names) if name]
@@ -297,26 +300,24 @@ def older(root: str, iteration: int) -> list[int]:
 
 
 def described(path: str) -> bool:
-    """Return True if a checkpoint folder contains a description written by this package or by
-    Megatron.
-    """
+    """Return True if a checkpoint has a description written by this package or by Megatron."""
     return (os.path.exists(os.path.join(path, META)) or of_megatron_alone(path)
             or of_another_format(path))
 
 
 def of_megatron_alone(path: str) -> bool:
-    """Return True if a checkpoint has Megatron's format `torch_dist`, but no description written by
-    this package.
+    """Return True if a checkpoint has Megatron's format `torch_dist` but has no description written
+    by this package.
     """
     return not os.path.exists(os.path.join(path, META)) and all(
         os.path.exists(os.path.join(path, name)) for name in (BACKEND, METADATA))
 
 
 def of_another_format(path: str) -> bool:
-    """Return True if only Megatron can read the format of a checkpoint.
+    """Return True if a checkpoint has a format that only Megatron can read.
 
-    These formats are Megatron's format with one file per rank, and torch's distributed format
-    without Megatron's files.
+    Two formats can be read only by Megatron: Megatron's format with one file per rank, and torch's
+    distributed format without Megatron's files.
     """
     names = os.listdir(path) if os.path.isdir(path) else []
     return any(name.startswith("mp_rank_0") for name in names) or (
@@ -324,9 +325,7 @@ def of_another_format(path: str) -> bool:
 
 
 def tracked(root: str) -> str | None:
-    """Return the content of the file that records the newest checkpoint, or None if the file is
-    missing.
-    """
+    """Read the file that records the newest checkpoint. Return None if the file is missing."""
     path = os.path.join(root, LATEST)
     if not os.path.exists(path):
         return None
@@ -353,11 +352,11 @@ def latest(root: str) -> int | None:
 
 def newest_whole(root: str, iteration: int, verified: Callable[[str], dict[str, Any]] | None = None
                  ) -> tuple[str, dict[str, Any]]:
-    """Return the folder and description of the newest intact checkpoint saved no later than an
-    iteration. Collective.
+    """Find the newest intact checkpoint that was saved no later than an iteration, and return its
+    folder and description. This is a collective operation.
 
-    verified: function that verifies a checkpoint folder and returns the description. Defaults to
-        `verified_meta`.
+    verified: function that verifies the checkpoint in a folder and returns the description of the
+        checkpoint. Defaults to `verified_meta`.
     Raises:
         CheckpointError: If no checkpoint is intact.
     """
@@ -385,7 +384,7 @@ def say_lost(root: str) -> None:
 
 
 def nothing_found(root: str, evaluates: bool) -> None:
-    """If no checkpoint was found, warn that training starts from scratch, or raise a `ValueError`
+    """Handle a missing checkpoint: warn that training starts from scratch, or raise a `ValueError`
     in an evaluation run.
     """
     if evaluates:

@@ -1,8 +1,8 @@
-"""Conversion of text to Megatron's indexed dataset format (`.bin` and `.idx` files), with bytes as
-tokens.
+"""Convert text to Megatron's indexed dataset format (`.bin` and `.idx` files). Each byte of the
+text becomes a token.
 
-The vocabulary consists of the 256 bytes and an end-of-document token (256). No tokenizer file and
-no download is needed, and any text can be encoded.
+The vocabulary consists of the 256 byte values and one end-of-document token (256). Any text can be
+encoded, and neither a tokenizer file nor a download is needed.
 
     python -m moe_plugin.hosts.megatron.data --input corpus.txt --output-prefix data/corpus
 """
@@ -25,7 +25,8 @@ BYTE_VOCABULARY = 257
 def documents(path: str) -> Iterator[bytes]:
     """Yield the documents of a text file.
 
-    A document is a sequence of lines between blank lines, including the line breaks.
+    A document is a run of non-empty lines, including their line breaks. Blank lines separate
+    documents.
 
     Raises:
         ValueError: If the file cannot be read.
@@ -49,10 +50,10 @@ def documents(path: str) -> Iterator[bytes]:
 
 
 def write_indexed(texts: Iterable[bytes], prefix: str) -> int:
-    """Write documents as byte tokens, each followed by an end-of-document token.
+    """Write documents as byte tokens, with an end-of-document token after each document.
 
-    The two files are written under temporary names and then renamed, so incomplete files never
-    appear.
+    Both files are written with temporary names and then renamed, so that an interrupted run leaves
+    no incomplete dataset.
 
     Returns: the number of tokens written.
 
@@ -109,7 +110,7 @@ def check_prefix(prefix: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command-line entry point that converts a text file to an indexed dataset."""
+    """Run the command line: convert a text file to an indexed dataset."""
     parser = Parser(prog="python -m moe_plugin.hosts.megatron.data", description=main.__doc__)
     parser.add_argument("--input", required=True, help="text file; blank lines separate documents")
     parser.add_argument("--output-prefix", required=True,

@@ -1,6 +1,6 @@
-"""The end of a run, with one-line messages for usage errors and the exit status.
+"""How a run ends: one-line messages for usage errors, and the exit status.
 
-If one rank fails, all ranks report the same reason and exit with the same status.
+If a rank fails, all ranks report the same reason and exit with the same status.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _OF_USE = ValueError, AssertionError, RuntimeError, NotImplementedError, ImportE
 
 
 def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping[str, Any]]) -> int:
-    """Call the main function of a process and return the exit status.
+    """Call the main function of a process and return the exit status of the process.
 
-    A usage error results in a message and exit status 2. Numbers that remain non-finite, wrong
-    results of a rank, a full disk, and the termination of another rank result in a message and exit
-    status 1 on every rank. The message is printed only by the first rank that has one.
+    After a usage error, the status is 2. The status is 1 on every rank if numbers stay non-finite,
+    a rank computes wrong results, the disk is full, or another rank has exited. In each of these
+    cases, the first rank that has a message prints it in one line, without a traceback.
 
     Args:
-        prog: name of the program, with which the message starts.
-        work: main function of the process.
-        given: function that returns a dict of the parsed arguments, so that messages can name the
-            settings that the user wrote.
+        prog: name of the program, which is printed at the start of the message.
+        work: main function to call.
+        given: function that returns a dict of the parsed arguments. The message uses these
+            arguments to name each setting as the user wrote it.
     """
     status = 0
     try:
@@ -86,10 +86,10 @@ def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping
 
 
 def end_process(main: Callable[[], int]) -> None:
-    """Run the main function and exit the process with the returned status.
+    """Run the main function and exit the process with the status that the function returns.
 
-    After an error the process exits immediately, without waiting for the threads of process groups
-    on which other ranks are still working.
+    After an error, the process exits immediately. The process does not wait for the threads of its
+    process groups, because other ranks may still be using these groups.
     """
     try:
         status = main()
@@ -103,10 +103,12 @@ def end_process(main: Callable[[], int]) -> None:
 
 
 def of_a_script(error: Exception) -> str | None:
-    """Return the message for an error that needs no traceback, or None if the traceback is needed.
+    """Return the message of an error that is reported without a traceback, or None if the error
+    must be reported with a traceback.
 
-    A `ValueError` raised by user code needs a traceback. No traceback is needed for a `ValueError`
-    raised by this package, or for an error raised by Megatron's checks of arguments.
+    A `ValueError` raised by user code is reported with a traceback. A `ValueError` raised by this
+    package is reported without a traceback. Errors raised while Megatron checks its arguments are
+    also reported without a traceback.
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
     if _of_megatrons_checks(error):
@@ -120,13 +122,13 @@ def of_a_script(error: Exception) -> str | None:
 
 
 def _of_megatrons_checks(error: Exception) -> bool:
-    """Return True if the error was raised by Megatron's checks of arguments and parallel sizes."""
+    """Return True if Megatron raised the error while checking arguments and parallel sizes."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return isinstance(error, _OF_USE) and last.filename.endswith(_CHECKS)
 
 
 def _remedy(last: traceback.FrameSummary, said: str) -> str:
-    """Return a remedy that is appended to Megatron's error message, or "" if no remedy is known."""
+    """Return advice to append to Megatron's error message, or "" if no advice is known."""
     if last.name == "_check_and_set":  # compares the checkpoint's schedule with the arguments
         return "; add --override-opt_param-scheduler to use the values of this run"
     if "scheduler" in last.filename and "decay_steps" in said:

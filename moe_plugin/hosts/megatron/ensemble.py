@@ -1,7 +1,7 @@
-"""Confident multiple choice learning with Megatron.
+"""Confident multiple choice learning for Megatron models.
 
-The module contains prediction heads for a GPT model, whose loss is the confident oracle loss, and a
-run feature that counts the wrong predictions of the heads.
+The module provides prediction heads for a GPT model, and a run feature that counts the wrong
+predictions of the heads. The heads are trained with the confident oracle loss.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _COUNTS = 1 + len(_ERRORS)  # the number of tokens, and the number of wrong toke
 
 
 def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
-    """Return the ensemble that the arguments of a training run request, or None for a single output
-    layer.
+    """Return the ensemble settings that the arguments of a training run contain, or None if no
+    ensemble is requested.
 
     Raises:
-        ValueError: If an argument is out of bounds or cannot be combined with an ensemble.
+        ValueError: If an argument is out of bounds, or cannot be used together with an ensemble.
     """
     if not args.ensemble_heads:
         return given_settings(args, FLAGS)
@@ -68,11 +68,11 @@ def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
 
 
 class _OutputHeads(nn.Module):
-    """Prediction heads with the interface of Megatron's output layer, which maps [S, B, H] to ([S,
-    B, M, V], None).
+    """Prediction heads with the interface of Megatron's output layer. The heads map [S, B, H] to
+    ([S, B, M, V], None).
 
-    In checkpoints the parameter that computes the logits is named `weight`, because Megatron
-    requires a parameter of this name.
+    In checkpoints, the parameter that computes the logits is called `weight`, because Megatron
+    requires a parameter with this name.
     """
 
     _NAMES = ("heads.w_out_MHC", "weight")  # name in this module, name in checkpoints
@@ -100,22 +100,22 @@ def _to_load(layer: _OutputHeads, state: dict[str, Any], prefix: str, *_unused: 
 
 def add_heads(model: nn.Module, ensemble: EnsembleSettings, classes: int | None = None
               ) -> nn.Module:
-    """Replace the output layer of a GPT model with an ensemble of heads.
+    """Replace the output layer of a GPT model with an ensemble of prediction heads.
 
-    Without labels the model then returns logits [B, S, M, V]. With labels the model returns the
-    confident oracle loss of each token as a float32 tensor [B, S], which is 0 where the `loss_mask`
-    [B, S] is 0. In evaluation the divergence is computed exactly for heads that are not responsible
-    for a token.
+    After the replacement, calling the model without labels returns logits [B, S, M, V]. Calling the
+    model with labels returns the confident oracle loss of each token, as a float32 tensor [B, S].
+    The loss of a token is 0 if `loss_mask` [B, S] is 0 for this token. During evaluation, the
+    divergence is computed exactly for heads that are not responsible for a token.
 
-    Pipeline stages without an output layer are not changed. Call this function before the model is
-    wrapped for data parallelism.
+    Pipeline stages that have no output layer are not changed. Call this function before the model
+    is wrapped for data parallelism.
 
-    classes: number of token ids that occur in the data. Heads that are not responsible for a token
-        are pulled towards the uniform distribution over these token ids. The default is the
-        vocabulary size of the model, which Megatron pads.
+    classes: number of token ids that occur in the data. The loss pulls the predictions of heads
+        that are not responsible for a token towards the uniform distribution over these token ids.
+        `classes` defaults to the vocabulary size of the model, which Megatron pads.
     Raises:
-        ValueError: If tensor parallelism is used, which would split the output layer over ranks, or
-            if the output layer shares the weights of the embeddings.
+        ValueError: If the model uses tensor parallelism, which would split the output layer among
+            ranks, or if the output layer shares its weights with the embeddings.
     """
     language_model: Any = model
     config = language_model.config
@@ -137,11 +137,12 @@ class OracleLosses:
     """Replacement for the method `compute_language_model_loss` of a GPT model.
 
     Attributes:
-        counts: float64 tensor [3] with the number of tokens and the numbers of wrong tokens, in the
-            order of their names in the log. The counts are accumulated until `counts` is set to
-            None. In evaluation the confidence histograms [H * BINS], concatenated in the order of
-            `HISTOGRAMS`, are appended.
-        training: True if the latest counts belong to a training step.
+        counts: float64 tensor [3]. The first element is the number of tokens. The other two
+            elements are the numbers of wrong tokens, in the order in which these numbers are
+            logged. The counts are summed over calls until `counts` is set to None. During
+            evaluation, the confidence histograms are appended to the counts in the order of
+            `HISTOGRAMS`. Each histogram has BINS elements.
+        training: True if the counts come from a training step, False if they come from evaluation.
     """
 
     def __init__(self, ensemble: EnsembleSettings) -> None:
@@ -150,8 +151,8 @@ class OracleLosses:
         self._mask_BS: Tensor | None = None
 
     def take_mask(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Store the loss mask of the current micro-batch. This method is a hook that runs before
-        the forward pass of the model.
+        """Store the loss mask of the current micro-batch. The loss uses this mask. This method is a
+        hook that runs before the forward pass of the model.
         """
         self._mask_BS, self.training = kwargs.get("loss_mask"), model.training
 
@@ -173,12 +174,12 @@ class OracleLosses:
 
 
 class EnsembleErrors(RunFeature):
-    """A run feature that counts the wrong predictions of the ensemble heads in a model.
+    """A run feature that counts how often the ensemble heads of a model make wrong predictions.
 
-    This feature must be placed after the features that skip or repeat a step.
+    In the list of run features, place this feature after the features that skip or repeat a step.
 
-    chunks: model chunks of the current pipeline stage. On stages without an output layer the model
-        chunks contain no heads.
+    chunks: model chunks of the current pipeline stage. The model chunks of stages without an output
+        layer contain no heads.
 
     Attributes:
         has_heads: True if the model chunks contain heads.
@@ -211,7 +212,9 @@ class EnsembleErrors(RunFeature):
                 self._steps += loss.counts.cpu()
 
     def numbers(self) -> dict[str, float]:
-        """Return the error rates over all tokens since the last call. This is a collective call."""
+        """Return the error rates over all tokens that were processed since the last call. This is a
+        collective operation, so all ranks must call this method.
+        """
         counts = _of_all(self._steps)
         self._steps.zero_()
         return _rates(counts)

@@ -1,18 +1,19 @@
-"""Megatron's arguments in the file of `--moe-config`, and individual settings on the command line.
+"""Megatron's arguments in the `--moe-config` file, and individual settings on the command line.
 
-    megatron:                       # names of the script's arguments, with - or _
+    megatron: # names of the script's arguments, with - or _
       num_layers: 4
       moe_router_load_balancing_type: [aux_loss, seq_aux_loss]
       swiglu: true
       disable_bias_linear: true     # or add_bias_linear: false, by the attribute's name
     router: {fp32: true}            # settings of this package, in the same file
 
-Settings such as `megatron.num_layers=8` and `router.fp32=false` on the command line override the
-file, and flags override both. The section `megatron` is converted to command-line words that are
-inserted before the user's words, so that Megatron's own parser checks types and choices. If the
-file contains a setting of this package for which Megatron has its own argument, this argument is
-also inserted (`num_experts: 8` becomes `--num-experts 8`). If an argument contradicts the file, an
-error is raised when a layer is built.
+Command-line settings such as `megatron.num_layers=8` and `router.fp32=false` override the file.
+Flags override both the file and these command-line settings. The section `megatron` is converted to
+command-line arguments, which are inserted before the user's arguments. Megatron's own parser can
+then check the types and choices of all arguments. If the file contains a setting of this package
+that corresponds to an argument of Megatron, Megatron's argument is also inserted. For example,
+`num_experts: 8` becomes `--num-experts 8`. If an argument contradicts the file, building a layer
+raises an error.
 """
 
 from __future__ import annotations
@@ -57,14 +58,16 @@ Parser = argparse.ArgumentParser
 
 @dataclass(frozen=True)
 class FileArguments:
-    """The arguments that a command line and its settings file contain.
+    """The arguments in a command line and in its settings file.
 
     Attributes:
-        words: list of the command-line words without Megatron's settings. Settings of this package
-            are converted to flags.
-        path: path of the settings file, or None without `--moe-config`.
-        section: dict of Megatron's arguments, under the names that the user wrote.
-        settings: dict of this package's settings in the file, by dotted path.
+        words: list of the command-line arguments, without settings of the form
+            `megatron.NAME=VALUE`. Settings of this package, such as `router.fp32=false`, are
+            converted to flags.
+        path: path of the settings file, or None if `--moe-config` is not used.
+        section: dict of Megatron's arguments from the settings file and the command line, with the
+            names that the user wrote.
+        settings: dict of this package's settings from the file, by dotted path.
     """
 
     words: list[str]
@@ -73,14 +76,15 @@ class FileArguments:
     settings: Mapping[str, Any]
 
     def before_those_of(self, parser: Parser) -> tuple[list[str], dict[str, bool]]:
-        """Return the command-line words for Megatron's arguments in the file, and the attributes
-        that cannot be expressed as words.
+        """Convert Megatron's arguments in the file to command-line arguments. Also return a dict of
+        attributes that no command-line argument can set.
 
-        These attributes are the values of switches that no command-line word can set.
+        The dict of attributes contains switches that can be turned on or off in the file, but not
+        on the command line.
 
         Raises:
-            ValueError: If the parser does not define the argument, or if the argument does not
-                accept the value.
+            ValueError: If the parser does not define an argument, or if an argument does not accept
+                its value.
         """
         kept: dict[str, bool] = {}
         known = {action.dest for action in parser._actions}
@@ -90,8 +94,8 @@ class FileArguments:
                         for word in self._words(parser, name, value, kept)], kept
 
     def _words(self, parser: Parser, name: str, value: Any, kept: dict[str, bool]) -> list[str]:
-        """Return the command-line words for one argument, and add attributes that no flag can set
-        to `kept`.
+        """Return the command-line arguments for one argument in the file. Attributes that no flag
+        can set are added to `kept`.
         """
         key = str(name).replace("-", "_")
         if value is None:
@@ -118,14 +122,13 @@ class FileArguments:
 
 
 class _Nothing:
-    """Placeholder for an argument whose value is empty in the file."""
+    """Placeholder for an argument that has no value in the file."""
 
 
 def reads_file(parser: Parser) -> Parser:
-    """Make a parser also read the file of `--moe-config` and individual settings, and return the
-    parser.
+    """Make a parser also read the `--moe-config` file and individual settings. Return the parser.
 
-    The arguments found in the file (see `file_arguments`) are parsed before the words of the
+    The parser processes the arguments from the file (see `file_arguments`) before those of the
     command line.
     """
     parse = parser.parse_known_args
@@ -145,11 +148,11 @@ def reads_file(parser: Parser) -> Parser:
 
 
 def file_arguments(words: Iterable[str]) -> FileArguments:
-    """Return the settings file and the individual settings that a command line contains.
+    """Read the settings file and the individual settings of a command line.
 
     Raises:
-        ValueError: If the file cannot be read, its section is not a mapping, a setting does not
-            exist, or `--yaml-cfg` is used.
+        ValueError: If the file cannot be read, its section `megatron` is not a mapping, a setting
+            does not exist, or `--yaml-cfg` is used.
     """
     kept, section, path, trusted = list[str](), dict[str, Any](), None, False
     words = list(words)
@@ -199,9 +202,6 @@ def _value(text: str) -> Any:
 
 
 def _as_flag(path: str, text: str) -> str | None:
-    """Return the flag for a setting of this package, which is given by its dotted path, or None for
-    any other path.
-    """
     specs = {spec.path: spec for spec in setting_specs()}
     if path in NATIVE_ARGUMENTS:
         raise ValueError(f"{path}={short(text)} cannot be set here, because Megatron has its own "
@@ -216,7 +216,6 @@ def _as_flag(path: str, text: str) -> str | None:
 
 def _by_attribute(where: str, actions: list[argparse.Action], value: Any,
                   kept: dict[str, bool]) -> list[str]:
-    """Return the command-line arguments with which the parser actions store a value."""
     for action in actions:
         if isinstance(action, argparse.BooleanOptionalAction):
             if isinstance(value, bool):

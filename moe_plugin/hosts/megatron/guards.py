@@ -1,5 +1,5 @@
-"""Checks of the ranks' results by twins, which compute the same micro-batch, and by votes on
-gradients.
+"""Check the results of ranks in two ways: twins compute the same micro-batch and compare their
+results, and replicas vote on gradients.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Passes = Callable[[list[Iterator[Any]], int], Logged]
 
 def guard_of(args: argparse.Namespace, settings: Mapping[str, Any],
              guard: GuardConfig | None = None) -> GuardConfig:
-    """Return the checks that the settings of a run request.
+    """Return the settings of the checks that a run requests.
 
-    guard: the guard settings with which the layers were built. By default the guard settings in
-        `settings` are used.
+    guard: the guard settings that were used to build the layers. `guard` defaults to the guard
+        settings in `settings`.
     Raises:
-        ValueError: If the run does not support the requested checks. The error message contains the
-            setting, the reason and the remedy.
+        ValueError: If the run does not support a requested check. The message contains the setting,
+            the reason and what to change.
     """
     guard = run_config(settings).guard if guard is None else guard
     values = values_of(args, settings, **{"guard.twins": guard.twins, "guard.votes": guard.votes})
@@ -47,10 +47,9 @@ def guard_of(args: argparse.Namespace, settings: Mapping[str, Any],
 
 @contextmanager
 def twins_apart(chunks: Sequence[Any]) -> Iterator[None]:
-    """Restore the state that a check of twins changes in Megatron when the block ends.
+    """When the block ends, restore the state of Megatron that a comparison of twins changes.
 
-    Before the block starts, the parameters are gathered and the model chunks are set to training
-    mode.
+    Before the block runs, gather the parameters and set the model chunks to training mode.
     """
     losses = aux_losses.losses_so_far()
     gather(chunks)
@@ -61,18 +60,19 @@ def twins_apart(chunks: Sequence[Any]) -> Iterator[None]:
 
 
 class FileSteps(StepVotes):
-    """`StepVotes` over the micro-batches of all ranks. Every rank reads all of these micro-batches.
-
-    The forward and backward passes are run separately for each file.
+    """`StepVotes` for Megatron. The votes cover the micro-batches of all ranks, and every rank
+    reads all of these micro-batches. The micro-batches are divided into groups (called files). The
+    forward and backward passes of each file run separately.
 
     Args:
-        guard: the checks to run.
-        chunks: list with the single model chunk, whose own gradient reduction is disabled.
+        guard: settings of the checks.
+        chunks: list that contains the only model chunk. The gradient reduction of this model chunk
+            is disabled.
         config: `TransformerConfig`.
-        microbatches: number of micro-batches per step that each rank would compute without votes.
+        microbatches: number of micro-batches that each rank would compute per step without votes.
     Raises:
-        ValueError: If no assignment exists for this number of ranks, if files would have different
-            sizes, or if a router depends on loads reported by ranks.
+        ValueError: If no assignment of files exists for this number of ranks, if the files would
+            differ in size, or if a router depends on loads that ranks report.
     """
 
     def __init__(self, guard: GuardConfig, chunks: Sequence[Any], config: Any,
@@ -97,23 +97,23 @@ class FileSteps(StepVotes):
         self.chunk.finish_grad_sync = lambda **_: None
 
     def batches(self, own: list[Any]) -> list[Any]:
-        """Return the micro-batches that are assigned to the current worker. `own` contains the
+        """Return the micro-batches that the current worker has to compute. `own` contains the
         micro-batches of all ranks.
         """
         return self.deal(own)
 
     def compute(self, passes: Passes, sums: Callable[[Logged], Tensor]) -> Tensor:
-        """Compute all gradients of the step, and return the logged sums over all ranks.
+        """Compute all gradients of the step. Return the sums of the logged values over all ranks.
 
-        The sums are a float64 tensor that starts with the sum of losses and the number of tokens.
-        On all pipeline stages except the last one, the returned tensor is empty. This is a
-        collective call.
+        The sums are a float64 tensor. The first two elements of the tensor are the sum of the
+        losses and the number of tokens. On all pipeline stages except the last one, the returned
+        tensor is empty. This is a collective operation, so all ranks must call this method.
 
         Args:
-            passes: function that runs Megatron's forward and backward passes on a given number of
+            passes: function that runs Megatron's forward and backward passes for a given number of
                 micro-batches.
-            sums: function that reduces the logged values of several micro-batches to a float tensor
-                with at least two elements.
+            sums: function that adds up the logged values of several micro-batches. The returned
+                float tensor has at least two elements.
         """
         config = self.config
         finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
@@ -134,11 +134,13 @@ class FileSteps(StepVotes):
         return agreed.cpu()
 
     def log_once(self, before: Mapping[str, Tensor]) -> None:
-        """Make each micro-batch count once in Megatron's log of auxiliary losses.
+        """Correct Megatron's log of auxiliary losses so that each micro-batch counts once.
 
-        Without this correction a micro-batch would be counted by every worker that computes it.
+        Without this correction, a micro-batch would be counted once for each worker that computes
+        it.
 
-        before: the logged sums before `compute`, as returned by `aux_losses.losses_so_far`.
+        before: the logged sums before the call of `compute`, as returned by
+        `aux_losses.losses_so_far`.
         """
         sums = aux_losses.losses_so_far()
         aux_losses.set_logged_losses({

@@ -1,16 +1,15 @@
-r"""Run Megatron's own training script with arguments of this package in addition to Megatron's
-arguments.
+r"""Run Megatron's own training script with additional arguments from this package.
 
     torchrun --nproc_per_node 8 -m moe_plugin.hosts.megatron.launch pretrain_gpt.py \
         --spec moe_plugin.hosts.megatron.spec moe_layer --moe-config settings.yaml --num-experts 64
         ...
 
-The script is run unchanged. The name `pretrain_gpt_moe` without a path selects this package's short
-script in `examples`. The arguments of this package are added through Megatron's
-`extra_args_provider`, which is meant for arguments of scripts, and the layer reads them from
-Megatron's parsed arguments. Megatron's arguments can also be written in the file of `--moe-config`
-(see `file_arguments`). Without a GPU, or with `--moe-cpu` before the script's name, the script runs
-on the CPU.
+The launcher does not modify the script. If the name `pretrain_gpt_moe` is given without a path, the
+launcher runs the example script with this name in `examples`. This package's arguments are added
+through Megatron's `extra_args_provider`, which is meant for arguments of scripts. The layers read
+the arguments from the namespace that Megatron parsed. Megatron's arguments can also be written in
+the `--moe-config` file (see `file_arguments`). The script runs on the CPU if no GPU is found, or if
+`--moe-cpu` precedes the script's name.
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ EXAMPLES = Path(__file__).with_name("examples")
 
 
 def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add this package's generated flags to a parser, and make the parser read the file of
-    `--moe-config`.
+    """Add this package's generated flags to a parser, and make the parser read the `--moe-config`
+    file.
 
-    Flags that have an equivalent in Megatron are left out. The flags of `own_flags`, of ensembles
-    and of replicas are added, too. Scripts that call Megatron's `pretrain` directly can pass this
-    function as the argument provider.
+    A flag is left out if Megatron has an equivalent flag. The flags in `own_flags` and the flags of
+    ensembles and replicas are also added. A script that calls Megatron's `pretrain` directly can
+    pass this function as the argument provider.
     """
     for name, options in (*own_flags.ALL, *ensemble.FLAGS, *replicas.FLAGS):
         parser.add_argument("--" + name, **options)
@@ -74,20 +73,20 @@ def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
 
 class ScriptParser(Parser):
-    """A parser for scripts that adds remedies to Megatron's error messages."""
+    """A parser for training scripts that adds advice to Megatron's error messages."""
 
     def remedies(self, message: str) -> list[str]:
-        """Return remedies for an error message. See `Parser`."""
+        """Return advice for an error message. See `Parser`."""
         if match := _LIST.match(message):
             return [f"write the list of layers as '[{match[1]}]'"]
         return super().remedies(message)
 
 
 def chained(first: Provider | None) -> Provider:
-    """Return an argument provider that runs the script's own provider and then this package's
-    provider.
+    """Return an argument provider that runs the script's own provider first, and then the provider
+    of this package.
 
-    The script's parser is changed so that it prints short error messages.
+    The script's parser is also changed so that it prints short error messages.
     """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -116,9 +115,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _found(name: str) -> str:
-    """Return the path of a script, which is given by its path or by the name of a script in this
-    package.
-    """
     example_paths = {path.stem: str(path) for path in EXAMPLES.glob("[!_]*.py")}
     if said := removed(name):
         raise SystemExit(said)
@@ -131,9 +127,10 @@ def _found(name: str) -> str:
 
 
 def _alone() -> None:
-    """Set the environment variables of a single process if the script was started without torchrun.
+    """If the script was started without torchrun, set the environment variables for a single
+    process.
 
-    Megatron reads the number of ranks only from environment variables.
+    Megatron reads the number of ranks only from these environment variables.
     """
     if "RANK" in os.environ:
         return
@@ -145,7 +142,7 @@ def _alone() -> None:
 
 
 def run(script: str, arguments: list[str], on_cpu: bool) -> None:
-    """Run the script at `path` in the current process with the given arguments."""
+    """Run a script in the current process with the given arguments."""
     file_arguments(arguments)  # reports errors in the file before the slow import of Megatron
     sys.argv = [script, *arguments]
     # The script imports modules from its own folder. A source checkout also contains Megatron

@@ -1,4 +1,4 @@
-"""Adapter that runs this package's MoE layer as Megatron's `MoELayer`."""
+"""Adapter that makes this package's MoE layer usable as Megatron's `MoELayer`."""
 
 from __future__ import annotations
 
@@ -58,27 +58,27 @@ logger = logging.getLogger(__name__)
 class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     """A replacement for Megatron's `MoELayer` with this package's routing, dispatch and experts.
 
-    Arguments, process groups, auxiliary losses and logging are those of Megatron.
-
-    The class inherits from Megatron's `MoELayer` only so that `isinstance` checks pass. The
-    parent's submodules are not built. Attributes: `router` (Megatron's router if a setting
-    requires it), `experts`, `fc1_latent_proj` and `fc2_latent_proj` (only with
-    `moe_latent_size`), `shared_experts` (Megatron's), `moe` (the `MoELayer` that runs router and
-    experts), `last_stats` (the `LayerStats` of the latest forward pass), `observer` (called with
-    the `LayerStats` of each forward pass, but not of a recomputation), `run_ends_steps` (True if
-    the run calls `finish_step`, so that the layer does not detect the end of a step).
+    Auxiliary losses and logging are the same as in Megatron. The class inherits from Megatron's
+    `MoELayer` only to pass `isinstance` checks. The submodules of the parent class are not built.
 
     Args:
         config: `TransformerConfig`.
-        submodules: Megatron's `MoESubmodules` in the spec. The shared experts and a custom router
-            in the spec are used, but the experts in the spec are ignored.
-        layer_number: 1-based number of the transformer layer.
-        pg_collection: Megatron's process groups. Defaults to Megatron's global groups.
-        settings: this package's settings by dotted path (see `moe_plugin.config`). Defaults to the
-            launcher's settings in the script's arguments, or else to the default settings.
-        in_hybrid: True if the layer is part of the layer stack of a `HybridModel`.
+        submodules: Megatron's `MoESubmodules` in the spec. The layer uses the shared experts and a
+            custom router from the spec, but ignores the experts in the spec.
+        layer_number: number of the transformer layer, starting at 1.
+        pg_collection: process groups of Megatron. Defaults to Megatron's global process groups.
+        settings: settings of this package by dotted path (see `moe_plugin.config`). Defaults to the
+            settings that were passed to the launcher.
+        in_hybrid: True if the layer belongs to the layer stack of a `HybridModel`.
+    Attributes:
+        router: Megatron's router if a setting requires it, or else this package's router.
+        moe: the `MoELayer` that runs the router and the experts.
+        last_stats: the `LayerStats` of the latest forward pass.
+        observer: called with the `LayerStats` of each forward pass, except for recomputations.
+        run_ends_steps: True if the run calls `finish_step` at the end of each step. If False, the
+            layer detects the end of a step itself.
     Raises:
-        ValueError: If a setting cannot be honoured. The error message contains value and remedy.
+        ValueError: If a setting is not supported. The message states what to change.
     """
 
     layer_number: Any
@@ -221,16 +221,12 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
     @property
     def trace_key(self) -> tuple[str, int | None, int] | None:
-        """Return block, prediction depth and layer, as in Megatron's routing traces."""
+        """Return (block, prediction depth, layer), as in Megatron's routing traces."""
         return None if self.layer_number is None else layer_numbers.trace_key(
             self.layer_number, self.config, self._prediction)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Set the number of the layer, which is used in log rows and routers. Megatron calls this
-        method.
-
-        The attribute `layer_number` is set to the number that `losses.in_model` returns.
-        """
+        """Set the layer number for log records and routers. See `losses.in_model`."""
         self.layer_number = self._number_in_model(layer_number)
         self._given_number = layer_number
         if not self._number_parts(layer_number):
@@ -247,7 +243,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         return number
 
     def follow_groups(self, groups: core.MegatronGroups) -> None:
-        """Use new process groups, and the experts and router that `moe` now has. See `resizing`."""
+        """Use new process groups, and the current experts and router of `moe`. See `resizing`."""
         self.groups, self.experts = groups, self.moe.experts
         if not self.plan.native_router:
             self.router = self.moe.router
@@ -265,11 +261,12 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         """Compute the output of the MoE layer for all tokens.
 
         Args:
-            hidden_states: activations [s, b, h], or the rank's part under sequence parallelism.
+            hidden_states: activations [s, b, h] of the whole sequence, or of the current rank's
+                slice.
             intermediate_tensors: tensors of partial CUDA graphs. Must be None.
-            padding_mask: bool tensor [b, s] that is True for padding, as in Megatron. Padding
-                tokens are not routed and their outputs are zero.
-        Returns: the outputs [s, b, h] and None, because the layer has no separate bias.
+            padding_mask: bool tensor [b, s] that is True for padding tokens, as in Megatron.
+                Padding tokens are not routed, and their outputs are zero.
+        Returns: the outputs [s, b, h], and None because the layer has no separate bias.
         """
         if intermediate_tensors is not None:
             raise ValueError(
@@ -373,7 +370,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                            metadata: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the layer's sharded tensors for Megatron's distributed checkpoint.
 
-        Experts are stored by global index, so they can be loaded at any expert-parallel size.
+        Experts are stored by their global index, so a run with any expert-parallel size can load
+        them.
         """
         if not self.plan.native_router and self._clock.ended():
             self._finish_step()
@@ -381,7 +379,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 
 
 def plugin_layers(*chunks: nn.Module) -> list[PluginMoELayer]:
-    """Return this package's MoE layers in the given model chunks, in order."""
+    """Return all MoE layers of this package in the given model chunks, in order."""
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)]
 
 

@@ -1,5 +1,5 @@
-"""Connection of a layer's balance losses to Megatron's gradients and log, and functions that count
-MoE layers.
+"""Functions that add a layer's balance losses to Megatron's gradients and log, and functions that
+count MoE layers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from moe_plugin.routing.replay import replaying
 # Layers of multi-token prediction are numbered after all other layers.
 def in_model(layer_number: int | None, config: Any, is_mtp: bool,
              prediction: int | None = None) -> int | None:
-    """Return the 1-based index of a layer among all transformer layers, as in Megatron's auxiliary
-    loss log.
+    """Return the 1-based index of a layer among all transformer layers of the model, as used in
+    Megatron's log of auxiliary losses.
 
     Args:
         layer_number: number that Megatron assigned to the layer.
         config: `TransformerConfig`.
         is_mtp: True if the layer belongs to multi-token prediction.
-        prediction: index of the multi-token prediction. `compat.sequence_parts` describes how the
-            versions of Megatron number these layers.
+        prediction: index of the multi-token prediction that contains the layer.
+            `compat.sequence_parts` describes how different Megatron versions number these layers.
     """
     if layer_number is None or not is_mtp:
         return layer_number
@@ -38,8 +38,8 @@ def in_model(layer_number: int | None, config: Any, is_mtp: bool,
 
 def trace_key(number: int, config: Any,
               prediction: int | None) -> tuple[str, int | None, int]:
-    """Return the block, the depth of multi-token prediction and the layer, as in Megatron's routing
-    traces. Depth and layer are 0-based.
+    """Return the block, the depth of multi-token prediction and the layer, in the format of
+    Megatron's routing traces. The depth and the layer are 0-based.
 
     number: 1-based number of the layer, as returned by `in_model`.
     """
@@ -52,9 +52,10 @@ def trace_key(number: int, config: Any,
 
 
 def moe_layers_before(config: Any, number: int) -> int | None:
-    """Return the number of MoE layers before layer `number` on all pipeline stages. See `in_model`.
+    """Count the MoE layers that precede layer `number` in the model, on all pipeline stages. See
+    `in_model`.
 
-    The result is None if the layer pattern of a hybrid model is unknown.
+    Return None if the model is a hybrid model whose layer pattern is unknown.
     """
     pattern = _pattern(config)
     if pattern is None:
@@ -63,9 +64,10 @@ def moe_layers_before(config: Any, number: int) -> int | None:
 
 
 def last_layer_is_moe(config: Any) -> bool:
-    """Return True if the last layer is an MoE layer, or if the layer pattern is unknown.
+    """Return True if the last layer of the model is an MoE layer, or if the layer pattern is
+    unknown.
 
-    The layers of multi-token prediction have the same type as the last layer.
+    Layers of multi-token prediction have the same type as the last layer.
     """
     pattern = _pattern(config)
     return pattern is None or bool(pattern[config.num_layers - 1])
@@ -74,8 +76,8 @@ def last_layer_is_moe(config: Any) -> bool:
 def passes_a_microbatch(config: Any, is_mtp: bool) -> int:
     """Return the number of forward passes that a layer runs per micro-batch.
 
-    The result is `mtp_num_layers` if multi-token prediction repeats a single layer
-    (`mtp_use_repeated_layer`), and 1 otherwise.
+    If multi-token prediction repeats a single layer (`mtp_use_repeated_layer`), this number is
+    `mtp_num_layers`. Otherwise, it is 1.
     """
     repeated = is_mtp and setting(config, "mtp_use_repeated_layer", False)
     return config.mtp_num_layers if repeated else 1
@@ -86,11 +88,11 @@ def _layers_a_prediction(config: Any) -> int:
 
 
 def _hybrid_parts() -> tuple[str, str, int]:
-    """Return the layer symbols of the model, the layer symbols of one multi-token prediction, and
-    the number of predictions.
+    """Return three values: the layer symbols of the main model, the layer symbols of one
+    multi-token prediction, and the number of predictions.
 
-    The values describe the hybrid model that Megatron's script trains, and are empty for all other
-    models.
+    The values describe the hybrid model that Megatron's script trains. If the model is not hybrid,
+    there are no layer symbols and the number of predictions is 0.
     """
     main, *predictions = (script_arguments().get("hybrid_layer_pattern") or "").split("/")
     return main.replace("|", ""), predictions[0] if predictions else "", len(predictions)
@@ -114,16 +116,16 @@ Count = int | Tensor
 
 @dataclass(frozen=True)
 class AuxiliaryLosses:
-    """Connection of a layer's balance losses to Megatron's gradients and log.
+    """Adds the balance losses of one layer to Megatron's gradients and log.
 
     Attributes:
         config: `TransformerConfig`.
-        weights: dict that maps this package's names of losses to their weights.
-        ranks: process group whose ranks share the tokens of a micro-batch, and each have a part of
-            its losses.
-        timeout_s: timeout in seconds of each collective call among these ranks.
-        passes: number of forward passes per micro-batch. Each loss is divided by this number. See
-            `passes_a_microbatch`.
+        weights: dict that maps each loss name of this package to the weight of the loss.
+        ranks: process group whose ranks share the tokens of a micro-batch. Each rank computes a
+            share of the losses.
+        timeout_s: timeout for each collective among these ranks, in seconds.
+        passes: number of forward passes per micro-batch. Each loss is divided by the number of
+            forward passes. See `passes_a_microbatch`.
     """
 
     config: Any
@@ -134,18 +136,18 @@ class AuxiliaryLosses:
 
     def attach(self, y: Tensor, losses: Mapping[str, Tensor], own_tokens: Count,
                layer_number: int | None) -> Tensor:
-        """Return `y` with a backward pass that adds the gradients of the losses, and log the
-        losses.
+        """Return `y` unchanged, and log the losses. In the backward pass, the gradients of the
+        losses are added.
 
-        Under `calculate_per_token_loss` Megatron divides the gradients of a step by the number of
-        tokens. Therefore each loss is multiplied by the number of tokens of its micro-batch on all
-        ranks.
+        With `calculate_per_token_loss`, Megatron divides the gradients of a step by the number of
+        tokens. To compensate for this division, each loss is multiplied by the number of tokens
+        that its micro-batch has on all ranks.
 
         Args:
             y: any activation of the layer.
-            losses: dict that maps this package's names to the current rank's parts of the losses,
-                as unscaled scalars.
-            own_tokens: number of tokens on the current rank that are not padding.
+            losses: dict that maps each loss name of this package to the current rank's share of the
+                loss. Each loss is a scalar that has not been multiplied by its weight.
+            own_tokens: number of tokens on the current rank, excluding padding.
             layer_number: see `in_model`.
         """
         chosen = {name: weight for name, weight in self.weights.items()
@@ -165,9 +167,11 @@ class AuxiliaryLosses:
         return y
 
     def tokens(self, rank_tokens: Count) -> Count:
-        """Return the number of tokens of the micro-batch, summed over all ranks that share it.
+        """Return the number of tokens in the micro-batch, summed over all ranks that share the
+        micro-batch.
 
-        If `rank_tokens` is a tensor, this is a collective call.
+        If `rank_tokens` is a tensor, this is a collective operation, so all of these ranks must
+        call this method.
         """
         if isinstance(rank_tokens, int):  # without padding all ranks have the same number
             return rank_tokens * self.ranks.size()
@@ -175,9 +179,9 @@ class AuxiliaryLosses:
 
 
 def wanted(module: torch.nn.Module) -> bool:
-    """Return True if losses are added in the current pass.
+    """Return True if the current pass must add the losses.
 
-    Losses are not added in evaluation, or in the first pass of a recomputation, which computes no
-    gradients.
+    Losses are not added during evaluation. With activation recomputation, losses are not added in
+    the first pass, because the first pass computes no gradients.
     """
     return module.training and torch.is_grad_enabled()

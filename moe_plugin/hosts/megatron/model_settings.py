@@ -1,4 +1,4 @@
-"""Settings that determine the computation of a model, and their comparison with a checkpoint."""
+"""Compare the settings that determine what a model computes with those in a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _COMPUTED = ("norm_epsilon", "rotary_base", "rotary_percent", "position_embeddin
 
 
 def model_settings(args: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """Return the settings that determine the model's computation, as JSON values that are stored in
-    checkpoints.
+    """Return the settings that determine what the model computes. The values can be stored as JSON
+    in a checkpoint.
 
     The keys are the names of Megatron's arguments. The settings of this package are stored under
     the key "moe_plugin".
@@ -45,15 +45,15 @@ def model_settings(args: argparse.Namespace, config: Any) -> dict[str, Any]:
 
 
 def check_settings(path: str, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Compare the settings stored in a checkpoint with the settings of the current run.
+    """Compare the settings in a checkpoint with the settings of the current run.
 
     Args:
-        path: path of the checkpoint, for the error message.
-        saved: result of `model_settings` at the time when the checkpoint was saved.
-        current: result of `model_settings` in the current run.
+        path: path of the checkpoint, which the error message contains.
+        saved: return value of `model_settings` in the run that saved the checkpoint.
+        current: return value of `model_settings` in the current run.
     Raises:
-        ValueError: If a setting that determines the tensors of the model differs. If any other
-            setting that changes the computation differs, a warning is logged.
+        ValueError: If the runs differ in a setting that determines which tensors the model has. If
+            the runs differ in another setting that changes the computation, a warning is logged.
     """
     saved, current = _all_biases(saved), _all_biases(current)
     both = [name for name in current if name in saved and name != "moe_plugin"
@@ -79,6 +79,6 @@ def _learned(*settings: Mapping[str, Any]) -> bool:
 
 
 def differs(path: str, name: str, saved: Any, current: Any) -> str:
-    """Return the error message for a setting whose value differs from the one in the checkpoint."""
+    """Return the error message for a setting that differs between a checkpoint and this run."""
     return (f"checkpoint {path!r} has {name}={short(saved)}, but this run has {name}={current!r}. "
             "Use the arguments with which the checkpoint was saved, or another --load.")

@@ -1,4 +1,4 @@
-"""Adapter that gives Megatron's own router the interface of this package's routers."""
+"""Adapter that makes Megatron's own router usable as a router of this package."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from moe_plugin.routing import RouterModule
 
 
 class NativeRouter(RouterModule):
-    """A router that calls a Megatron router and converts the returned (probs, routing_map) to a
-    `Routing`.
+    """A router that calls a Megatron router, and converts the returned tuple (probs, routing_map)
+    to a `Routing`.
 
-    Megatron's router itself attaches its losses to the probabilities and logs them.
-    `Routing.losses` contains the values of these losses without gradients. The keys are the names
-    in Megatron's log. The router does not return its score distribution, so the entropy is computed
-    from the normalised weights of the selected experts.
+    Megatron's router logs its losses itself. The router also attaches its losses to the
+    probabilities, so that the backward pass computes their gradients. `Routing.losses` contains
+    only the values of these losses, without gradients. The keys of `Routing.losses` are the names
+    in Megatron's log. Megatron's router does not return the distribution of its scores. The entropy
+    is therefore computed from the normalised weights of the selected experts.
 
     Args:
         native: Megatron's router.
         top_k: number of experts per token.
-        balances: True if the router's settings balance the load, by a loss or in any other way.
-        losses: auxiliary losses of a layer whose tokens are shared with other ranks, or None if the
-            current rank has all tokens.
+        balances: True if the settings of Megatron's router balance the load, through a loss or in
+            another way.
+        losses: the layer's `AuxiliaryLosses` if the layer shares its tokens with other ranks, or
+            None if the current rank has all tokens.
     """
 
     def __init__(self, native: nn.Module, top_k: int, balances: bool = True,
@@ -42,14 +44,14 @@ class NativeRouter(RouterModule):
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None = None,
                 top_k: int | None = None, info: TokenInfo | None = None) -> Routing:
-        """Route tokens in Megatron's order, with all sequences of one position before the next
-        position (T = S * batch_size).
+        """Route T tokens, where T is S * batch_size. The tokens must be in Megatron's order: the
+        tokens of all sequences at one position precede the tokens at the next position.
 
         Args:
             x_TD: the tokens.
-            mask_T: bool tensor that is True for real tokens and False for padding.
-            top_k: None or the number with which the router was configured. Megatron's router
-                supports no other number.
+            mask_T: bool tensor that is True for real tokens and False for padding tokens.
+            top_k: None, or the number of experts per token with which the router was configured.
+                Megatron's router does not support any other number.
             info: ignored.
         """
         if top_k not in (None, self.top_k):

@@ -1,5 +1,5 @@
-"""Integration of expert parameters with Megatron's gradient buffers, gradient clipping,
-initialisation and checkpoint shards.
+"""Adapt expert parameters to Megatron: gradient buffers, gradient clipping, initialisation and
+sharded checkpoints.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from moe_plugin.routing.contract import keeps_init
 
 
 def mark(experts: nn.Module) -> None:
-    """Set the attributes by which Megatron recognises the parameters of experts.
+    """Set the attributes by which Megatron recognises expert parameters.
 
-    With `allreduce = False` the gradient is stored in the expert buffers, summed over the ranks
-    that store the same experts, and divided by the data-parallel size. Without expert parallelism
-    Megatron's own layer uses the dense buffers, but this package's layer always uses the expert
-    buffers. The results of both choices are equal. Expert buffers are also correct if experts are
-    split differently from dense layers. The optimizer then has the same parts at every
-    expert-parallel size, so its checkpoint can be loaded at a different size. With
-    `tensor_model_parallel = True` the gradient norm includes the parameter on every rank of the
-    model-parallel group, because each of these ranks stores different experts or slices. The
-    optimizers treat the biases of experts as vectors.
+    With `allreduce = False`, Megatron stores the gradient in the buffers for experts. Megatron then
+    sums the gradient over the ranks that store the same experts, and divides the sum by the
+    data-parallel size. Without expert parallelism, Megatron's own layer uses the buffers for dense
+    parameters, whereas the layer of this package always uses the buffers for experts. Both kinds of
+    buffers lead to the same gradients. The buffers for experts are also correct if experts are
+    sharded differently from dense layers. With the buffers for experts, the optimizer is divided in
+    the same way at every expert-parallel size. Therefore, a checkpoint can be loaded with a
+    different size. With `tensor_model_parallel = True`, every rank of the model-parallel group adds
+    its expert parameters to the gradient norm. Counting all of these parameters is correct, because
+    each rank stores different experts or different slices of experts. Expert biases are treated as
+    vectors by the optimizers.
     """
     biases_are_vectors()
     parameter: Any  # the attributes are read by Megatron
@@ -42,12 +44,13 @@ def mark(experts: nn.Module) -> None:
 
 
 def wait_for(experts: nn.Module) -> None:
-    """Wait until Megatron has gathered the parameters of these experts (`overlap_param_gather`).
+    """Wait until Megatron has gathered the parameters of these experts (with
+    `overlap_param_gather`).
 
     Megatron waits in a hook that runs before the forward pass of the module that owns the
-    parameters. This package's layer also uses the experts' parameters without calling the experts'
-    forward pass, if the parameters are gathered (r = 0), broadcast, or used token by token. If the
-    forward pass is also called later, the hook has nothing left to do.
+    parameters. The layer of this package uses expert parameters without this forward pass if they
+    are gathered (r = 0), broadcast, or applied token by token. This function therefore runs the
+    hook directly. If the forward pass runs later, the hook has no effect.
     """
     if any(hasattr(parameter, "__fsdp_param__") for parameter in experts.parameters()):
         raise ValueError(
@@ -61,13 +64,15 @@ def wait_for(experts: nn.Module) -> None:
 
 
 def gather(chunks: Iterable[Any]) -> None:
-    """Gather the parameters after a step, so that code outside the next step can read them.
+    """Gather the parameters after a step, so that code that runs before the next step can read
+    them.
 
-    Under `overlap_param_gather` each rank has new values only for its own shards until the forward
-    pass of the next step gathers the parameters. This is a collective call.
+    With `overlap_param_gather`, each rank updates only its own shards. The shards of other ranks
+    are outdated until the next forward pass gathers the parameters. This is a collective operation,
+    so all ranks must call this function.
 
     Args:
-        chunks: model chunks, each inside its data-parallel wrapper.
+        chunks: model chunks with their data-parallel wrappers.
     """
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
@@ -76,11 +81,11 @@ def gather(chunks: Iterable[Any]) -> None:
 
 def initialise(experts: nn.Module, placement: Placement, weight_init: Callable[[Tensor], Any],
                output_init: Callable[[Tensor], Any]) -> None:
-    """Initialise the weights of experts with Megatron's init methods. The result does not depend on
+    """Initialise expert weights with Megatron's init methods. The initial weights do not depend on
     the number of ranks.
 
-    A single random number drawn from torch's generator seeds all experts by their global index.
-    Biases become zero.
+    One random number is drawn from torch's generator. The seed of each expert is the sum of this
+    random number and the global index of the expert. Biases become zero.
     """
     base = int(torch.randint(2**31, ()))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -97,9 +102,7 @@ def initialise(experts: nn.Module, placement: Placement, weight_init: Callable[[
 
 
 def initialise_linear(linear: nn.Linear, weight_init: Callable[[Tensor], Any]) -> None:
-    """Initialise the weights of a linear layer with one of Megatron's init methods, and set its
-    bias to zero.
-    """
+    """Initialise a linear layer with one of Megatron's init methods and a bias of zero."""
     with torch.no_grad():
         weight = torch.empty(linear.weight.shape, dtype=torch.float32)
         weight_init(weight)
@@ -119,11 +122,11 @@ def _whole(like: Tensor, axis: int, shards: int, method: Callable[[Tensor],
 
 def expert_shards(experts: nn.Module, placement: Placement, groups: MegatronGroups, prefix: str,
                   offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
-    """Return the expert parameters as Megatron sharded tensors with global shape [E, ...].
+    """Return the expert parameters as sharded tensors of Megatron with global shape [E, ...].
 
     Args:
         prefix: prefix of the state-dict keys, with a trailing dot.
-        offsets: leading axes that Megatron adds, such as the layer axis.
+        offsets: leading axes that Megatron adds to the tensors, for example the layer axis.
     """
     ahead = len(offsets)
     replica = (0, 0, dist.get_rank(groups.expert_replicas))
@@ -141,11 +144,11 @@ def expert_shards(experts: nn.Module, placement: Placement, groups: MegatronGrou
 
 def replicated_shard(key: str, name: str, parameter: Tensor, groups: MegatronGroups,
                      offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
-    """Return the sharded tensor of a parameter that is stored on every rank of a pipeline stage.
+    """Return the sharded tensor for a parameter that is stored on every rank of a pipeline stage.
 
     Args:
         key: key of the parameter in the state dict.
-        name: name under which the parameter is stored in the checkpoint.
+        name: name of the parameter in the checkpoint.
     """
     replica = (0, dist.get_rank(groups.tensor), dist.get_rank(groups.data))
     return {
@@ -155,7 +158,7 @@ def replicated_shard(key: str, name: str, parameter: Tensor, groups: MegatronGro
 
 
 def initialise_router(router: nn.Module, config: Any) -> None:
-    """Draw the router's parameters with Megatron's `init_method`."""
+    """Initialise the router's parameters with Megatron's `init_method`."""
     with torch.no_grad():
         for parameter in router.parameters():
             if keeps_init(parameter):

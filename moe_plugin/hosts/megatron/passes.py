@@ -1,11 +1,11 @@
-"""Control of the forward and backward passes in Megatron's own training loop by the features of a
-run.
+"""Let the features of a run control the forward and backward passes in Megatron's own training
+loop.
 
-A feature may repeat the passes, or compute them redundantly with votes. This module can also read
-the first micro-batch of a step in advance.
+A feature can repeat the passes, or compute them redundantly on several ranks that then vote on the
+gradients. This module can also read the first micro-batch of a step ahead of time.
 
-Megatron obtains the function that runs the passes from `get_forward_backward_func`, and calls it
-with iterators over micro-batches.
+Megatron calls `get_forward_backward_func` to obtain the function that runs the passes, and then
+calls this function with iterators over micro-batches.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def computed_by(run: Callable[[], Run], get: Callable[..., Any]) -> Callable[...
 
 
 def _repeated(run: Run, native: Callable[..., Logged], given: Mapping[str, Any]) -> Logged:
-    """Run the passes, and repeat them until no rows exceed their buffers."""
+    """Run the passes, and repeat them until all rows fit into their buffers."""
 
     def once() -> Logged:
         logged = native(**given)
@@ -78,7 +78,7 @@ def _repeated(run: Run, native: Callable[..., Logged], given: Mapping[str, Any])
 
 
 class Rewindable:
-    """An iterator that returns its items again after `rewind`."""
+    """An iterator that starts again from the first item after `rewind` is called."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source, self._seen, self.at = source, list[Any](), 0
@@ -97,8 +97,8 @@ class Rewindable:
         self.at = 0
 
     def rest(self, begin: int) -> Iterator[Any]:
-        """Return an iterator over the items after the first `begin` items. These items are not
-        stored for `rewind`.
+        """Return an iterator over all items after the first `begin` items. Items after the first
+        `begin` items are not stored, so `rewind` does not apply to them.
         """
         later = self._seen[begin:]
         return itertools.chain(later, self._source) if later else self._source
@@ -106,13 +106,13 @@ class Rewindable:
 
 @contextmanager
 def step_again(iterators: Any, run: Run) -> Iterator[Callable[[int], None]]:
-    """Yield a function that prepares the data to restart the current step after a replica of the
-    run was lost.
+    """Yield a function that rewinds the data iterators to repeat a step. Call the yielded function
+    when a replica of the run was lost, so that the current step must be repeated.
 
-    The function must be called with an integer `n`. If `n` is 0, the micro-batches of the current
-    step are read again. If `n` is larger, the micro-batches of the n-th following step are read,
-    because the state of that step was received from a different replica. The data of the next
-    iteration is not consumed. Without replicas no data is stored.
+    The yielded function accepts an integer `n`. If `n` is 0, the micro-batches of the current step
+    are read again. If `n` is positive, the micro-batches of the n-th following step are read. A
+    positive `n` is needed if the run received a newer state from another replica. The micro-batches
+    of the next iteration are not consumed. If the run has no replicas, no data is stored.
     """
     if run.find(ReplicaSteps) is None:
         yield lambda later: None
@@ -146,11 +146,11 @@ def _read_from(iterators: list[Any], sources: Sequence[Iterator[Any]]) -> None:
 
 
 def read_over(iterators: Any, count: int) -> None:
-    """Read and discard the micro-batches of a skipped step from each data iterator of the current
-    rank.
+    """Skip a step: read and discard its micro-batches from all data iterators of the current rank.
 
-    Megatron's `dummy_train_step` is not used, because it reads only on the first tensor-parallel
-    rank although scripts may read on all ranks, and because it does not support virtual stages.
+    Megatron's `dummy_train_step` cannot be used for this purpose. `dummy_train_step` reads data
+    only on the first tensor-parallel rank, although a script may read data on all ranks.
+    Furthermore, `dummy_train_step` does not support virtual stages.
     """
     present = iterators if isinstance(iterators, list) else [iterators]
     while get_rerun_state_machine().should_run_forward_backward(iterators):
@@ -161,8 +161,8 @@ def read_over(iterators: Any, count: int) -> None:
 
 def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
            given: Mapping[str, Any]) -> Logged:
-    """Run the passes for the files assigned to the current rank, and return the logged values of
-    all files.
+    """Run the passes for the files (groups of micro-batches) assigned to the current rank. Return
+    the logged values of all files.
     """
     iterator = given["data_iterator"]
     iterator = iterator[0] if isinstance(iterator, list) else iterator
@@ -209,9 +209,9 @@ def first_batch(iterators: Any) -> Any:
 
 
 def loss_of(given: Mapping[str, Any], batch: Any) -> torch.Tensor:
-    """Return the loss of a micro-batch, computed by the model without its wrappers.
+    """Return the loss of a micro-batch. The model is called without its wrappers.
 
-    given: dict of the arguments with which Megatron calls `train_step`.
+    given: dict of the arguments that Megatron passed to `train_step`.
     """
     with _results_not_validated():
         output, loss = given["forward_step_func"](iter([batch]), bare(given["model"][0]))
@@ -221,10 +221,10 @@ def loss_of(given: Mapping[str, Any], batch: Any) -> torch.Tensor:
 
 @contextmanager
 def _results_not_validated() -> Iterator[None]:
-    """Disable Megatron's validation of results inside the block.
+    """Inside the block, disable Megatron's validation of results.
 
-    The loss function of a script may request this validation, which Megatron supports only during a
-    step.
+    A script's loss function may request this validation, but Megatron supports the validation only
+    during a step.
     """
     machine = get_rerun_state_machine()
     machine.validate_result = lambda *_, **__: None
@@ -235,14 +235,14 @@ def _results_not_validated() -> Iterator[None]:
 
 
 def bare(chunk: Any) -> Any:
-    """Return a model chunk without its wrappers for data parallelism and precision."""
+    """Return a model chunk without its data-parallel and precision wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 class _Ahead:
-    """An iterator that can return its next item without consuming it."""
+    """An iterator that can return its next item without consuming the item."""
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source, self._next = source, list[Any]()

@@ -1,8 +1,10 @@
-"""Settings that Megatron's loop, or this package's layer in Megatron, refuses in combination.
+"""Combinations of settings that are rejected by Megatron's training loop or by this package's layer
+in Megatron.
 
-`fields` lists the settings that are always refused. The values are the script's arguments or the
-settings of `TransformerConfig` by name, this package's settings by dotted path, and facts about the
-model that a caller adds. Importing this module imports neither Megatron nor torch.
+Settings that are always rejected are listed in `fields`. A check can use three groups of values:
+the script's arguments or the settings of `TransformerConfig`, by name; this package's settings, by
+dotted path; and facts about the model that the caller adds. Importing this module imports neither
+Megatron nor torch.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ _VALUE, _REPR = "{}={{}}", "{}={{}!r}"
 
 
 def values_of(args: argparse.Namespace, settings: Mapping[str, Any], **facts: Any) -> Values:
-    """Return the values of a run.
+    """Return all settings and facts about a run that the checks need.
 
     Args:
-        args: arguments of the script. Not every loop defines all arguments.
-        settings: the settings of this package that the user gave, by dotted path.
-        facts: further values, which take precedence.
+        args: arguments of the script. Some training loops do not define all arguments.
+        settings: settings of this package that the user set, by dotted path.
+        facts: additional values. Facts take precedence over arguments and settings with the same
+            name.
     """
     run = flatten(to_dict(run_config(settings)))
     return Values({**vars(args), **run, **settings, **facts})
@@ -172,7 +175,10 @@ SWARM = Request("--swarm", (
 
 def _overlap(name: str, bound: Any, *accepted: Any, given: Any = True,
              fact: str = "") -> tuple[Any, ...]:
-    """Return a row of `OVERLAP`, with the accepted values or the name of a fact that refuses."""
+    """Return a row of `OVERLAP`, which rejects values of a setting. By default, all values except
+    those in `accepted` are rejected. If `fact` is given, the setting is rejected whenever this fact
+    is true.
+    """
     remedy = f"{name} must be {bound}, or turn the overlap off"
     if fact:
         return when(f"{name}={{{name}!r}}", lambda v: v[fact], remedy,

@@ -1,7 +1,7 @@
-"""Replicas of a run that can join and leave, managed by torchft.
+"""Replicas of a run that can join and leave at any time. torchft manages the replicas.
 
-The module checks the arguments, and provides the state that a run in Megatron's own loop exchanges
-with the other replicas.
+This module checks the arguments. In Megatron's own training loop, this module also provides the
+state that a run exchanges with other replicas.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check(args: argparse.Namespace) -> bool:
     """Return True if the run is one of several replicas.
 
     Raises:
-        ValueError: If an argument cannot be combined with replicas.
+        ValueError: If an argument cannot be used together with replicas.
     """
     return is_replica(args.moe_lighthouse, args.moe_replica, lambda: REPLICAS.refuse(
         values_of(args, settings_from_flags(vars(args)))))
@@ -39,14 +39,14 @@ def check(args: argparse.Namespace) -> bool:
 
 def place_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: Any,
              scheduler: Any, taken: dict[int, int]) -> ReplicaPlace | None:
-    """Return an object that represents the run among its replicas, or None if there are no
-    replicas.
+    """Return an object that gives the replicas access to the state of this run, or None if the run
+    has no replicas.
 
     Args:
-        models: model chunks of the current rank, without wrappers.
+        models: model chunks of the current rank, without their wrappers.
         optimizer: Megatron's outermost optimizer.
         scheduler: learning rate scheduler.
-        taken: see `Script`. This dictionary is modified by the function.
+        taken: see `Script`. This function modifies the dict.
     """
     if not args.moe_lighthouse:
         return None

@@ -1,7 +1,9 @@
-"""Support for `--moe-expert-parallel-at`, which changes the expert-parallel size between two steps.
+"""Support for `--moe-expert-parallel-at`, which changes the expert-parallel size between two steps
+of a run.
 
-Megatron's loop holds references to the process groups of dense layers, the optimizer, the model's
-wrapper and the scheduler. Therefore these objects are modified in place and not replaced.
+Megatron's training loop stores references to several objects: the process groups of dense layers,
+the optimizer, the model's wrapper and the scheduler. Because of these references, the objects are
+modified in place instead of being replaced.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from moe_plugin.training.resilience.resizing import ExpertParallelSteps, expert_
 
 
 def check(args: argparse.Namespace, run: RunConfig) -> None:
-    """Raise a `ValueError` if the expert-parallel size cannot be changed during the run.
+    """Raise a `ValueError` if the run does not support changing the expert-parallel size.
 
-    The error message contains the setting, the reason and the remedy.
+    The message contains the setting, the reason and what to change.
     """
     sizes = run.resize.expert_parallel_at
     if sizes:
@@ -34,8 +36,8 @@ def check(args: argparse.Namespace, run: RunConfig) -> None:
 
 
 def steps_of(run: RunConfig, chunks: list[Any], optimizer: Any) -> ExpertParallelSteps | None:
-    """Return the changes of the expert-parallel size that the run requests, or None if there are
-    none or if the run does not train.
+    """Return the feature that changes the expert-parallel size during the run. Return None if no
+    change is requested or if the run does not train.
 
     Args:
         chunks: model chunks with their wrappers.
@@ -60,7 +62,6 @@ def steps_of(run: RunConfig, chunks: list[Any], optimizer: Any) -> ExpertParalle
 
 
 def _change(chunk: Any, optimizer: Any, world: Comm) -> None:
-    """Move a model to the current process groups."""
     model, groups = bare(chunk), core.groups(None)
     layers = plugin_layers(model)
     experts = (p for layer in layers for p in layer.experts.parameters())

@@ -1,9 +1,9 @@
-"""Restrictions that prevent files which Megatron loads from executing code.
+"""Prevent files that Megatron loads from executing code.
 
-The restrictions apply unless the run was started with `--trust-checkpoint`. Megatron, torch and
-Transformer Engine open files in many places of their code, which differ between versions. All these
-places call `torch.load`, `pickle.load`, `pickle.loads` or `numpy.load`, so these four functions are
-restricted.
+The restrictions apply unless the user starts the run with `--trust-checkpoint`. Megatron, torch and
+Transformer Engine open files in many functions, which differ between versions. However, all of
+these functions call `torch.load`, `pickle.load`, `pickle.loads` or `numpy.load`. Restricting these
+four functions is therefore sufficient.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ refused: list[trust.UntrustedFile] = []
 
 
 def trusts_files() -> bool:
-    """Return True if the run may load files that could execute code.
+    """Return True if the user allows the run to load files that could execute code.
 
-    The command line is checked, too, because Megatron loads a checkpoint before all arguments are
-    parsed (some arguments are read from the checkpoint).
+    The function also searches the command line for the flag, because Megatron loads a checkpoint
+    before it has parsed all arguments. (Some arguments are read from the checkpoint.)
     """
     return trust.FLAG in sys.argv or bool(script_arguments().get("trust_checkpoint"))
 
 
 def restrict_loads() -> None:
-    """Allow only plain values and listed classes in loaded files for the rest of the process."""
+    """Until the process ends, restrict loaded files to plain values and known classes."""
     torch.load = torch.serialization.load = _torch_load
     pickle.load, pickle.loads = _limited(pickle.load), _limited(pickle.loads)
     numpy.load = _numpy_load(numpy.load)
@@ -93,9 +93,7 @@ def _is_unlimited() -> bool:
 
 
 def _limited(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `pickle.load` or `pickle.loads` so that modules that read files can load only listed
-    classes.
-    """
+    """Wrap a load function of `pickle` so that modules that read files load only known classes."""
     @functools.wraps(load)
     def call(source: Any, *args: Any, **options: Any) -> Any:
         if _is_unlimited():
@@ -108,9 +106,10 @@ def _limited(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _numpy_load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `numpy.load` so that Megatron's modules cannot load pickles.
+    """Wrap `numpy.load` so that Megatron's modules cannot load pickled objects.
 
-    The indexes of Megatron's datasets are arrays of numbers, so pickles are not needed.
+    The index files of Megatron's datasets contain arrays of numbers, so pickled objects are not
+    needed.
     """
     @functools.wraps(load)
     def call(file: Any, *args: Any, **options: Any) -> Any:
@@ -128,10 +127,11 @@ def _numpy_load(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _same_spec(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's function that reads arguments from a checkpoint.
+    """Wrap Megatron's function that reads arguments from a checkpoint, and check the argument
+    `--spec`.
 
-    The argument `--spec` names a module that is imported. A spec in the checkpoint is accepted only
-    if it equals the spec on the command line, or names a module of Megatron or of this package.
+    Megatron imports the module that `--spec` names. A spec from the checkpoint is accepted only if
+    it equals the spec on the command line, or if it names a module of Megatron or of this package.
     """
     @functools.wraps(read)
     def call(args: Any, *more: Any, **named: Any) -> Any:
@@ -148,10 +148,12 @@ def _same_spec(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _known_tokenizer(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's function that builds a tokenizer from the metadata in a JSON file.
+    """Wrap Megatron's function that builds a tokenizer from the metadata in a JSON file, and check
+    the metadata.
 
-    Some versions of Megatron import the module that the metadata name. A module is accepted only
-    if it belongs to Megatron or to this package. Metadata that a script passes are not checked.
+    Some versions of Megatron import the module that is named in the metadata. The module is
+    accepted only if it belongs to Megatron or to this package. Metadata that a script passes
+    directly are not checked.
     """
     @functools.wraps(build)
     def call(tokenizer_path: Any = None, metadata_path: Any = None, **options: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Replay of the expert choices recorded in rollouts by this package's layers in Megatron, in every
-parallel layout.
+"""Make this package's layers in Megatron replay the expert choices that were recorded during
+rollouts. All parallel layouts are supported.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from moe_plugin.routing.rollouts import replay_choices, tokens_of_rank
 @contextmanager
 def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
                     lengths: Sequence[int] | None = None) -> Iterator[None]:
-    """Make the layers of the current pipeline stage use the experts that were used to generate the
-    samples.
+    """Make the layers of the current pipeline stage select the same experts that were used to
+    generate the samples.
 
-    Enter this context around the call of the model in a script's `forward_step`. Recomputed layers
-    repeat the same choices, also after the context has ended.
+    In a script's `forward_step`, call the model inside this context. Recomputed layers repeat the
+    same choices, even after the context has ended.
 
-    Layers of multi-token prediction select experts themselves, because an inference engine records
-    no choices for these layers.
+    Layers of multi-token prediction still select experts themselves, because inference engines do
+    not record choices for these layers.
 
     Args:
         model: the model that is passed to `forward_step`.
-        ids_BSLK: expert ids of the whole micro-batch before it is split for context parallelism, as
-            returned by `padded` and `packed` of `moe_plugin.routing.rollouts`. Dimension L contains
-            either all layers of the model or only the MoE layers.
+        ids_BSLK: expert ids of the whole micro-batch, before the micro-batch is split for context
+            parallelism. To create this tensor, use `padded` or `packed` of
+            `moe_plugin.routing.rollouts`. Dimension L consists of either all layers of the model or
+            only the MoE layers.
         lengths: lengths of packed sequences. See `tokens_of_rank`.
     Raises:
         ValueError: see `moe_plugin.routing.rollouts.replay_rollouts`.
@@ -44,8 +45,9 @@ def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
         yield
         return
     if moe_layers[0].moe.token_entry.sharing is not None:
-        raise ValueError("parallel.replicas cannot be used with replay_rollouts, because ranks "
-                         "then share tokens in a different order. Leave it out.")
+        raise ValueError("parallel.replicas cannot be used with replay_rollouts, because it "
+                         "changes the order in which ranks share tokens. Leave out "
+                         "parallel.replicas.")
     context = ps.get_context_parallel_rank(), ps.get_context_parallel_world_size()
     ids_TLK = tokens_of_rank(ids_BSLK, context=context, lengths=lengths)
     ids_BSLK = ids_TLK.view(ids_BSLK.shape[0], -1, *ids_TLK.shape[1:])
@@ -61,8 +63,8 @@ def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
 
 
 def _place(layer: PluginMoELayer, layers: int) -> int:
-    """Return the index of a layer's choices in a tensor that contains either all layers or only the
-    MoE layers.
+    """Return the index of a layer's choices along dimension L, which consists of either all layers
+    or only the MoE layers.
     """
     number: Any = layer.layer_number
     count = layer.config.num_layers
@@ -72,6 +74,6 @@ def _place(layer: PluginMoELayer, layers: int) -> int:
         return int(number) - 1
     if layers == all_moe and before is not None:
         return before
-    raise ValueError(f"The routed experts were recorded for {layers} layers, but this model has "
-                     f"{count} layers, and {all_moe} layers with experts. Pass the choices of this "
-                     "model.")
+    raise ValueError(f"The expert choices were recorded for {layers} layers, but this model has "
+                     f"{count} layers, of which {all_moe} have experts. Pass choices that were "
+                     "recorded with this model.")

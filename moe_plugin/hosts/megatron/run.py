@@ -1,6 +1,4 @@
-"""Information that Megatron's training script passes to the features of a run
-(`moe_plugin.training.run`).
-"""
+"""Data that the features of a run (`moe_plugin.training.run`) need from Megatron's script."""
 
 from __future__ import annotations
 
@@ -19,7 +17,8 @@ from moe_plugin.training.resilience.overflow import StepStart
 def of_stage(config: ObserveConfig) -> ObserveConfig:
     """Return the `observe` settings for the current pipeline stage.
 
-    A file can have only one writer, so every stage except the first writes to a separate file.
+    Only one process may write to a file, so every stage except the first one writes to a separate
+    file.
     """
     stage = ps.get_pipeline_model_parallel_rank()
     return replace(config, jsonl=f"{config.jsonl}.stage{stage}") if (
@@ -28,14 +27,15 @@ def of_stage(config: ObserveConfig) -> ObserveConfig:
 
 def traced(config: ObserveConfig, args: Any,
            layers: Sequence[PluginMoELayer]) -> ObserveConfig:
-    """Return the `observe` settings, including the trace that `--moe-routing-trace-path` requests.
+    """Return the `observe` settings, with the routing trace that `--moe-routing-trace-path`
+    requests.
 
-    If Megatron's own router is used, the settings are not changed, because Megatron writes this
-    trace itself.
+    If Megatron's own router is used, return the settings unchanged, because Megatron then writes
+    the trace itself.
 
     Raises:
-        ValueError: If `observe.trace` is a different folder, or if Megatron's arguments request a
-            trace of more than the selected experts.
+        ValueError: If `observe.trace` names a different folder, or if Megatron's arguments request
+            a trace of anything other than the selected experts.
     """
     path = getattr(args, "moe_routing_trace_path", None)
     if not path or layers[0].plan.native_router:
@@ -53,12 +53,13 @@ def traced(config: ObserveConfig, args: Any,
 
 
 def named(layers: Sequence[PluginMoELayer]) -> dict[str, PluginMoELayer]:
-    """Return a dict that maps the names used in records to the layers."""
+    """Return a dict of the layers. The keys are the names of the layers in records."""
     return {f"layer{layer.layer_number}": layer for layer in layers}
 
 
 class MegatronStart(StepStart):
-    """A snapshot of the state that Megatron's passes change. It is used to repeat the passes.
+    """A snapshot of the state that Megatron's forward and backward passes change. The snapshot is
+    restored before the passes are repeated.
 
     The snapshot includes the random generators that Megatron uses in its parallel regions.
     """
@@ -69,6 +70,6 @@ class MegatronStart(StepStart):
         self._states = {name: state.clone() for name, state in self._tracker.get_states().items()}
 
     def restore(self) -> None:
-        """Restore the state saved in this snapshot."""
+        """Restore the state that was saved in this snapshot."""
         super().restore()
         self._tracker.set_states({name: state.clone() for name, state in self._states.items()})

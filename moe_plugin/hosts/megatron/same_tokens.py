@@ -1,7 +1,7 @@
-"""Settings for tensor-parallel ranks with identical tokens, and the process groups that these
-settings need.
+"""Settings for tensor-parallel ranks that have the same tokens, and the process groups that these
+settings require.
 
-Without sequence parallelism all N tensor-parallel ranks have the same tokens.
+Without sequence parallelism, all N tensor-parallel ranks have the same tokens.
 
 | setting | tokens that each rank routes | requirement |
 |---|---|---|
@@ -9,9 +9,10 @@ Without sequence parallelism all N tensor-parallel ranks have the same tokens.
 | `dispatch.name: index_slice` (PPMoE) | all tokens | expert ranks equal tensor-parallel ranks |
 | `parallel.replicas: N` (Parm) | S1: its part; S2: all tokens | experts on whole such groups |
 
-With sequence parallelism each rank has only a part of the tokens. PPMoE's all-reduce is then split
-into a reduce-scatter and an all-gather, as in a dense layer, and the dispatcher is `all_gather`.
-See `layer_config`. In this case Parm has no identical tokens to split.
+With sequence parallelism, each rank has only its own slice of the sequence. With sequence
+parallelism, PPMoE's all-reduce is split into a reduce-scatter and an all-gather, as in a dense
+layer. PPMoE then uses the dispatcher `all_gather`. See `layer_config`. With sequence parallelism,
+Parm has no effect, because no two ranks have the same tokens.
 """
 
 from __future__ import annotations
@@ -33,29 +34,29 @@ from moe_plugin.routing.call import hand_token_ids
 
 
 def give_token_ids(model: nn.Module) -> None:
-    """Pass the `input_ids` [B, S] of a GPT model to the MoE layers that need token ids.
+    """Pass the `input_ids` [B, S] of a GPT model to the MoE layers whose routers need token ids.
 
-    The ids are passed before each forward pass of the model chunk. This function must be called on
-    the model that the model provider returns. The model chunk must receive the tokens on every
-    pipeline stage, not only on the first stage.
+    The ids are passed before each forward pass of the model chunk. Call this function on the model
+    that the model provider returns. The model chunk must receive the token ids on every pipeline
+    stage, not only on the first stage.
     """
     hand_token_ids(model, "input_ids")
 
 
 def ids_of(x_SBD: Tensor, tokens_BS: Tensor | None, needs: frozenset[str], rank: int,
            sequence_parallel: bool = False) -> Tensor | None:
-    """Return the token ids of the current tensor-parallel rank's part of the sequence as an int64
+    """Return the token ids of the current tensor-parallel rank's slice of the sequence, as an int64
     tensor [s, B].
 
-    The result is None if the router does not need token ids.
+    Return None if the router does not need token ids.
 
     Args:
-        x_SBD: activations [s, B, D] of the part of the sequence with index `rank`.
-        tokens_BS: token ids of the whole sequence as an int64 tensor [B, S]. The shape is [1, B *
-            S] for packed sequences, which Megatron may pass to an MoE layer sample by sample.
+        x_SBD: activations [s, B, D] of the slice of the sequence with index `rank`.
+        tokens_BS: token ids of the whole sequence as an int64 tensor [B, S]. For packed sequences,
+            which Megatron may pass to an MoE layer sample by sample, the shape is [1, B * S].
         needs: names of the inputs that the router needs.
-        rank: index of this part of the sequence.
-        sequence_parallel: True if packed sequences were split over ranks before they were separated
+        rank: index of this slice of the sequence.
+        sequence_parallel: True if packed sequences were first split among ranks and then separated
             into samples.
     Raises:
         ValueError: If the router needs token ids but `tokens_BS` is None.
@@ -78,18 +79,19 @@ def ids_of(x_SBD: Tensor, tokens_BS: Tensor | None, needs: frozenset[str], rank:
 
 
 class StepClock:
-    """Detector of the first micro-batch of each step, based on Megatron's number of micro-batches.
+    """Detects the first micro-batch of each step, based on Megatron's number of micro-batches per
+    step.
 
-    Training loops other than Megatron's own do not set this number. In such a loop no step is
-    detected, and the loop must call `moe_plugin.routing.finish_step`.
+    Training loops other than Megatron's own do not set this number. Other training loops must call
+    `moe_plugin.routing.finish_step` after each step, because this class detects no steps in them.
     """
 
     def __init__(self) -> None:
         self.left: int | None = None
 
     def new_step(self, microbatches: int | None) -> bool:
-        """Return True if a step has ended before the current pass. This method must be called once
-        per training pass.
+        """Return True if the current pass is the first pass after the end of a step. Call this
+        method once per training pass.
 
         microbatches: number of micro-batches per step, or None if it is unknown.
         """
@@ -100,20 +102,21 @@ class StepClock:
         return ended
 
     def ended(self) -> bool:
-        """Return True if a step has ended that `new_step` has not reported yet, and mark this step
-        as reported.
+        """Return True if a step has ended and `new_step` has not reported its end yet. After this
+        call, the step counts as reported.
 
-        This method is called before a checkpoint is written.
+        Call this method before a checkpoint is written.
         """
         ended, self.left = self.left == 0, None if self.left == 0 else self.left
         return ended
 
 
 def layer_config(native: Any, asked: MoEConfig) -> MoEConfig:
-    """Return the requested settings, adapted to a `TransformerConfig`.
+    """Adapt the settings that the user requested to a `TransformerConfig`, and return the adapted
+    settings.
 
-    The settings are adapted to sequence parallelism and overlapped exchanges. The steps of
-    overlapped exchanges support only a single parallel layout.
+    Changes can be required by two features of Megatron: sequence parallelism and overlapped
+    exchanges. Overlapped exchanges are split into steps that support only one parallel layout.
     """
     if setting(native, "overlap_moe_expert_parallel_comm") and asked.parallel.mode is None:
         asked = dataclasses.replace(asked, parallel=dataclasses.replace(asked.parallel,
@@ -125,15 +128,16 @@ def layer_config(native: Any, asked: MoEConfig) -> MoEConfig:
 
 
 def shares_tokens(native: Any, plan: Translation, groups: MegatronGroups) -> bool:
-    """Return True if the layer itself processes all tokens that its tensor-parallel ranks share.
+    """Return True if the MoE layer receives all tokens that the tensor-parallel ranks share, and
+    divides the work itself.
 
     Args:
         native: `TransformerConfig`.
-        plan: result of the translation of the `TransformerConfig`.
-        groups: Megatron's process groups.
+        plan: return value of `translate` for the `TransformerConfig`.
+        groups: process groups created by Megatron.
     Raises:
-        ValueError: If a setting is not possible with these groups. The error message contains the
-            nearest possible setting.
+        ValueError: If a setting is not possible with these process groups. The message contains the
+            closest setting that is possible.
     """
     name, replicas = plan.config.dispatch.name, plan.config.parallel.replicas
     ranks = groups.tensor.size()

@@ -1,4 +1,4 @@
-"""Additions of the launcher to a run of Megatron's own training script, such as the features and
+"""Everything that the launcher adds to a run of Megatron's own training script: the features and
 the log of a run, token ids for routers that need them, torch's fused Adam, and pipeline schedules.
 """
 
@@ -47,11 +47,11 @@ _SEAM = "get_forward_backward_func"  # imported by name into Megatron's training
 
 
 def observe_script() -> Script:
-    """Connect the features of a run to Megatron's `pretrain` for the rest of the process.
+    """Connect the features of a run to Megatron's `pretrain` until the process ends.
 
-    The features are then called around Megatron's steps. The log, token ids for the layers,
-    `--moe-fused-adam` and `--pipeline-schedule` are connected, too. The returned object must be
-    closed at the end.
+    Megatron then calls the features before and after each step. This function also connects the
+    log, the token ids for the layers, `--moe-fused-adam` and `--pipeline-schedule`. The caller must
+    close the returned object at the end of the run.
     """
     script = Script()
     guard_all_optimizers(lambda: script.run)
@@ -90,13 +90,13 @@ def check_seam(settings: PipelineConfig) -> None:
 
 
 class Script:
-    """The features (`run`) and the report of a script's run. Both are created when the model is
-    created.
+    """The features (`run`) and the report of a run, which are created together with the model.
 
-    Attributes: stepped: True once a step has started.
-        passes: replacement for the result of Megatron's `get_forward_backward_func`, or None.
-        stages: pipeline stages with different layouts, or None if all layouts are equal.
-        taken: maps the iteration in which another replica's state was received to that state's.
+    Attributes:
+        stepped: True if at least one step has started.
+        passes: replacement for the function that runs the passes of a step, or None.
+        stages: pipeline stages with different layouts, or None if all stages have the same layout.
+        taken: dict from iterations that received another replica's state to that state's iteration.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class Script:
         self._end: Callable[[], None] | None = None  # tells other processes that this run has ended
 
     def prepare(self, args: argparse.Namespace) -> None:
-        """Determine the pipeline stages from the parsed arguments."""
+        """Create the pipeline stages from the parsed arguments."""
         from moe_plugin.hosts.megatron.script_stages import prepared
 
         self._divisor = getattr(args, "make_vocab_size_divisible_by", None)
@@ -126,7 +126,7 @@ class Script:
             script_arguments()["make_vocab_size_divisible_by"] = self._divisor
 
     def close(self) -> None:
-        """Close the files of the run and release the lock of its folder."""
+        """Close the files of the run, and release the lock on the run's folder."""
         self.run.close()
         if self._end is not None:
             self._end()
@@ -136,7 +136,7 @@ class Script:
             self._lock.release()
 
     def _hold_folder(self) -> None:
-        """Lock the folder of `--save` against other runs, on the first rank. Collective."""
+        """Lock the `--save` folder on the first rank. This is a collective operation."""
         args = script_arguments()
         save = args.get("save")
         if not save or "://" in save:
@@ -183,7 +183,7 @@ class Script:
         return built
 
     def in_place(self, get: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
-        """Return a function that returns `passes` if it is set, and calls `get` otherwise."""
+        """Return a function that returns `passes` if `passes` is set, and otherwise calls `get`."""
         return lambda *args, **kwargs: self.passes or get(*args, **kwargs)
 
     def around_model(self, build: Callable[..., Any]) -> Callable[..., Any]:
@@ -212,7 +212,6 @@ class Script:
         self.report.begin()
 
     def pipeline(self) -> PipelineConfig:
-        """Return the settings of the pipeline schedule."""
         return run_config(settings_from_flags(script_arguments())).pipeline
 
     def around_step(self, given: Mapping[str, Any], step: Callable[[], Any]) -> Any:
@@ -254,7 +253,7 @@ class Script:
         return done
 
     def _reached(self, iteration: int) -> int:
-        """Return the step of an iteration, which jumps when another replica's state is received."""
+        """Return the number of the step that an iteration computed. See `taken`."""
         return self.taken.get(iteration - 1, iteration - 1) + 1
 
     def around_evaluation(self, given: Mapping[str, Any], evaluate: Callable[[], Any]) -> Any:
@@ -308,7 +307,7 @@ class Script:
 
 def _seam(around: Callable[[Mapping[str, Any], Callable[[], Any]], Any]
           ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Wrap a Megatron function so that `around(arguments_by_name, call)` is called instead."""
+    """Wrap a Megatron function so that each call becomes `around(arguments_by_name, call)`."""
 
     def replaced(native: Callable[..., Any]) -> Callable[..., Any]:
         names = inspect.signature(native)
@@ -324,7 +323,7 @@ def _seam(around: Callable[[Mapping[str, Any], Callable[[], Any]], Any]
 
 
 def _in_collectives(what: str, native: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a Megatron function so that errors in its collective calls contain the name `what`."""
+    """Wrap a Megatron function so that errors in its collectives contain the description `what`."""
 
     @functools.wraps(native)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -341,7 +340,7 @@ def _named(what: str) -> Iterator[None]:
 
 
 def _check_arguments() -> None:
-    """Check the arguments before the model is built, because building takes minutes."""
+    """Check the arguments before the model is built, because building a model takes minutes."""
     # imported late: these modules import Megatron, which may be located next to the script
     from moe_plugin.hosts.megatron import resizing
     from moe_plugin.hosts.megatron.guards import guard_of
@@ -365,7 +364,7 @@ def _check_arguments() -> None:
 
 
 def _check_native(arguments: Mapping[str, Any]) -> None:
-    """With `--native-moe`, check like this package's layer and warn about unused settings."""
+    """With `--native-moe`, check the load balancing and warn about settings without effect."""
     if not (arguments.get("native_moe") and arguments.get("num_experts")):
         return
     refuse_unknown(script_config())
@@ -379,12 +378,13 @@ def _check_native(arguments: Mapping[str, Any]) -> None:
 
 
 def step_facts(number: int, done: tuple[Any, ...], left_out: SkipStep | None) -> StepFacts:
-    """Return a description of a step of the script's training loop.
+    """Return a `StepFacts` object that describes one step of the script's training loop.
 
     Args:
         number: 1-based number of the step.
-        done: result of `train_step`, starting with losses by name and True for a skipped step.
-        left_out: reason why the step changes no parameter, or None.
+        done: return value of `train_step`. The first element of `done` is a dict of losses by name,
+            and the second element is True if the step was skipped.
+        left_out: reason why the step did not change any parameters, or None if it did.
     """
     losses, skipped = done[:2]
     lost = left_out is not None and left_out.lost

@@ -1,9 +1,9 @@
-"""Checkpoints of Megatron's own training loop that are either complete or absent, and have
-checksums.
+"""Checkpoints of Megatron's own training loop. A checkpoint folder appears only when the checkpoint
+is complete, and the files have checksums.
 
-If the newest checkpoint is damaged, the previous checkpoint is loaded. This applies to synchronous
-checkpoints in the format `torch_dist` on a file system. All other checkpoints are written by
-Megatron without changes.
+If the newest checkpoint is damaged, the newest intact checkpoint is loaded instead. This module
+handles synchronous checkpoints in the format `torch_dist` that are stored in a file system.
+Megatron writes all other checkpoints without any changes.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _scheduler: ContextVar[tuple[Any, ...]] = ContextVar("scheduler", default=())
 
 
 def optimizer_state(source: Source) -> bool | None:
-    """Return True if a checkpoint has optimizer state, or None for a checkpoint of Megatron's own
-    training loop.
+    """Return whether a checkpoint contains optimizer state. Return None for a complete checkpoint
+    of Megatron's own training loop, which needs no preparation (see `loading`).
 
     Raises:
         CheckpointError: If only the ranks that wrote the optimizer state can read it.
@@ -74,7 +74,7 @@ def optimizer_state(source: Source) -> bool | None:
 @contextmanager
 def loading(path: str, has_optimizer: bool | None, arguments: MutableMapping[str, Any],
             scheduler: Any) -> Iterator[None]:
-    """Prepare Megatron's arguments and scheduler for a checkpoint that is loaded inside the block.
+    """Prepare Megatron's arguments and scheduler for loading a checkpoint inside the block.
 
     has_optimizer: see `optimizer_state`.
     """
@@ -96,7 +96,9 @@ def loading(path: str, has_optimizer: bool | None, arguments: MutableMapping[str
 
 
 def completed(state: Any, path: str) -> Any:
-    """Add the entries that Megatron's training loop expects to a foreign checkpoint's state."""
+    """Complete the state of a checkpoint that a different program wrote: add the values that
+    Megatron's training loop expects.
+    """
     given = _scheduler.get()
     if not isinstance(state, dict) or not _is_foreign(state) or not given:
         return state
@@ -128,7 +130,7 @@ _STEP = re.compile(r"iter_(\d{7,})\Z")
 
 
 def whole_saves(save: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Wrap `dist_checkpointing.save` so that checkpoints are either complete or absent."""
+    """Call `dist_checkpointing.save` so that only complete checkpoints have their final name."""
     final = str(given["checkpoint_dir"])
     step = _STEP.search(final)
     if step is None or "://" in final:
@@ -157,11 +159,12 @@ def _save_whole(save: Callable[..., Any], given: dict[str, Any], final: str, ste
 
 
 def begin_again(final: str) -> None:
-    """Delete the descriptions in a folder before its checkpoint is overwritten in place.
+    """Before the checkpoint in a folder is overwritten in place, delete the files that describe the
+    old checkpoint.
 
-    While the folder contains both old and new files, it must not look like a complete checkpoint.
-    The file `common.pt` is deleted as well, because Megatron versions that do not write this file
-    would read an old one.
+    A folder that contains both old and new files must not look like a complete checkpoint. The file
+    `common.pt` is also deleted. Megatron versions that do not write this file would otherwise read
+    the old file.
     """
     for name in (files.META, BACKEND, METADATA, COMMON) if dist.get_rank() == 0 else ():
         with contextlib.suppress(FileNotFoundError):
@@ -179,7 +182,7 @@ def _description(step: int) -> dict[str, Any]:
 
 
 def refuse_broken(chunks: list[Any], optimizer: Any) -> None:
-    """Check that the weights are finite before a checkpoint is saved. See
+    """Raise an error if a weight is not finite, before a checkpoint is saved. See
     `checkpoint_files.refuse_not_finite`.
     """
     arguments = script_arguments()
@@ -188,10 +191,10 @@ def refuse_broken(chunks: list[Any], optimizer: Any) -> None:
 
 
 def loads_whole(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's `load_checkpoint` so that it loads the newest intact checkpoint.
+    """Wrap Megatron's `load_checkpoint` so that the newest intact checkpoint is loaded.
 
-    If the newest checkpoint is damaged, an older checkpoint is loaded. If the file that records the
-    newest checkpoint is missing, the newest folder is loaded.
+    If the newest checkpoint is damaged, an earlier checkpoint is loaded. If the file that records
+    the newest checkpoint is missing, the checkpoint with the highest iteration is loaded.
     """
     signature = inspect.signature(load)
 
@@ -212,13 +215,13 @@ def loads_whole(load: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
                   scheduler: Any) -> Iterator[None]:
-    """Inside the block, set Megatron's argument for the iteration to load to that of an intact
-    checkpoint.
+    """Inside the block, make Megatron load an intact checkpoint, by setting the argument that
+    selects the iteration.
 
     scheduler: learning rate scheduler, or None if the run only evaluates.
     Raises:
-        CheckpointError: If checkpoints exist, but none is intact. The error is raised on every
-            rank.
+        CheckpointError: If there are checkpoints but none of them is intact. The error is raised on
+            every rank.
         ValueError: If there is no checkpoint to evaluate.
     """
     asked = arguments.get("ckpt_step")
@@ -248,8 +251,8 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
 
 
 def _compared(path: str, arguments: Mapping[str, Any]) -> bool | None:
-    """Return the `optimizer_state` of a checkpoint after checking that the checkpoint is safe to
-    load and that its settings match (`model_settings.check_settings`).
+    """Check that a checkpoint is safe to load and that its settings match the run (see
+    `model_settings.check_settings`). Return the `optimizer_state` of the checkpoint.
     """
     newer, trusted = "layernorm_epsilon", bool(arguments.get("trust_checkpoint"))
     current = {**({"norm_epsilon": arguments[newer]} if newer in arguments else {}), **arguments}
@@ -269,8 +272,8 @@ def _compared(path: str, arguments: Mapping[str, Any]) -> bool | None:
 
 
 def readable_loads(load: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Wrap a load function of `dist_checkpointing` so that its error messages contain the
-    checkpoint and a remedy.
+    """Call a load function of `dist_checkpointing`. If loading fails, the error message contains
+    the checkpoint and states what to do.
     """
     path = str(given["checkpoint_dir"])
     with files.readable(path), collectives_named("a collective of a checkpoint's loading"):
@@ -278,10 +281,11 @@ def readable_loads(load: Callable[..., Any], given: dict[str, Any]) -> Any:
 
 
 def latest_iteration(root: str) -> int | None:
-    """Return the iteration of the newest checkpoint, or None if Megatron must find it in a
-    different way.
+    """Return the iteration of the newest checkpoint. Return None if Megatron must search for the
+    checkpoint itself.
 
-    The result is also None if there is no checkpoint. This is a collective call.
+    The return value is also None if there is no checkpoint. This is a collective operation, so all
+    ranks must call this function.
     """
     text = files.gather(files.tracked(root))[0]
     if text:
@@ -299,16 +303,15 @@ def latest_iteration(root: str) -> int | None:
 
 
 def _newest_number(root: str, iteration: int) -> int:
-    """Return the iteration of the newest intact checkpoint. See `checkpoint_files.newest_whole`."""
     path, _ = files.newest_whole(root, iteration, verified)
     return int(os.path.basename(path).removeprefix("iter_"))
 
 
 def _track(root: str, newest: int | None) -> None:
-    """Write the iteration of the newest checkpoint to the file that records it, or delete the file
-    if the iteration is None.
+    """Write the iteration of the newest checkpoint to the file that records it. If the iteration is
+    None, delete this file.
 
-    The file is written only by the first rank.
+    Only the first rank writes or deletes the file.
     """
     path = os.path.join(root, files.LATEST)
     if dist.get_rank() != 0:
@@ -320,8 +323,8 @@ def _track(root: str, newest: int | None) -> None:
 
 
 def verified(path: str) -> dict[str, Any]:
-    """Return the description of a checkpoint, or {} if it was written by Megatron and has no
-    description of this package.
+    """Return the description of a checkpoint after verifying its files. Return an empty dict for a
+    checkpoint that Megatron wrote without a description.
     """
     if files.of_megatron_alone(path) or files.of_another_format(path):
         return {}

@@ -1,4 +1,4 @@
-"""Features of a run in Megatron's own training loop."""
+"""The features of a run in Megatron's own training loop."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ from moe_plugin.training.run_features import HostSeams, make_run
 # set_up and save replace Megatron's functions under `--weights-on host`.
 def set_up(given: Mapping[str, Any], run: Callable[[], Run]
            ) -> tuple[list[StreamedModel], StreamedOptimizer | None, Any]:
-    """Return the model, optimizer and learning rate scheduler, as Megatron's
-    `setup_model_and_optimizer` does.
+    """Build the model, optimizer and learning rate scheduler, and return them like Megatron's
+    `setup_model_and_optimizer`.
 
     Args:
-        given: dict of the arguments of `setup_model_and_optimizer` by name.
+        given: dict of the arguments of `setup_model_and_optimizer`, by name.
         run: function that returns the current run object.
     """
     arguments = script_arguments()
@@ -81,10 +81,9 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run]
 
 
 def stages_of(given: Mapping[str, Any]) -> MakePart:
-    """Return the function that builds a pipeline stage of the script's model.
+    """Return the function that builds one pipeline stage of the script's model.
 
-    This function is the script's model provider, or the builder that newer scripts pass to
-    Megatron.
+    Older scripts pass a model provider to Megatron. Newer scripts pass a builder.
     """
     groups = given.get("pg_collection")
     described = getattr(given.get("cfg_container"), "model", None)
@@ -96,7 +95,7 @@ def stages_of(given: Mapping[str, Any]) -> MakePart:
 
 
 def resume(arguments: dict[str, Any], progress: Mapping[str, Any], scheduler: Any) -> None:
-    """Make the script's training loop continue from the progress stored in a checkpoint."""
+    """Make the script's training loop continue from the progress in a checkpoint."""
     arguments["iteration"] = progress["iteration"]
     arguments["consumed_train_samples"] = progress["consumed_samples"]
     for name in ("consumed_valid_samples", "num_floating_point_operations_so_far"):
@@ -113,7 +112,7 @@ def resume(arguments: dict[str, Any], progress: Mapping[str, Any], scheduler: An
 def save(given: Mapping[str, Any]) -> None:
     """Write a checkpoint. This function replaces Megatron's `save_checkpoint`.
 
-    given: dict of the arguments of `save_checkpoint` by name.
+    given: dict of the arguments of `save_checkpoint`, by name.
     """
     arguments, [model] = script_arguments(), given["model"]
     progress = {
@@ -128,15 +127,15 @@ def save(given: Mapping[str, Any]) -> None:
 
 def activations_of(settings: OffloadConfig, config: Any,
                    chunks: Sequence[nn.Module]) -> Activations | None:
-    """Return the transformer layers of the current pipeline stage whose activations are managed, or
-    None if all activations are kept.
+    """Return the object that offloads or recomputes the activations of the transformer layers on
+    the current pipeline stage. Return None if all activations are kept.
 
     Args:
-        settings: the `offload` settings.
+        settings: the `offload` section of the settings.
         config: Megatron's `TransformerConfig`.
         chunks: model chunks in the order of the virtual pipeline stages.
     Raises:
-        ValueError: If a setting of Megatron cannot be combined with these settings.
+        ValueError: If one of Megatron's settings cannot be used together with these settings.
     """
     if settings.activations == "keep":
         return None
@@ -157,8 +156,8 @@ def activations_of(settings: OffloadConfig, config: Any,
 
 
 def _random_states() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two contexts for two passes, which start from the same random states of Megatron's
-    tracker.
+    """Return two contexts for two passes. The two contexts start with the same random states of
+    Megatron's tracker.
     """
     tracker, states = get_cuda_rng_tracker(), []
 
@@ -184,14 +183,14 @@ logger = logging.getLogger(__name__)
 
 def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, int]
            ) -> tuple[Run, StatsRecorder]:
-    """Return the run object of a script with these model chunks, and the recorder for its log.
-    Collective.
+    """Return the run object for a script with these model chunks, and the recorder for the run's
+    log. This is a collective operation.
 
     Args:
-        chunks: chunks of the model.
+        chunks: model chunks of the current pipeline stage.
         optimizer: Megatron's optimizer, or None if the run only evaluates.
         scheduler: learning-rate scheduler.
-        taken: dict that is modified by replicas. See `Script`.
+        taken: see `Script`. The replicas of a run modify this dict. See `Script`.
     """
     args = argparse.Namespace(**script_arguments())
     settings = settings_from_flags(vars(args))
@@ -237,7 +236,7 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
 
 
 def say_native(chunks: list[Any]) -> None:
-    """Log a warning on the first rank if the MoE layers of the model are Megatron's own."""
+    """On the first rank, log a warning if the model contains Megatron's own MoE layers."""
     if dist.get_rank() == 0 and core.has_native_layers(chunks) and not plugin_layers(*chunks):
         logger.warning(
             "this model's MoE layers are Megatron's own, so moe-plugin's layers and their flags "
@@ -247,9 +246,6 @@ def say_native(chunks: list[Any]) -> None:
 
 def _traced(observe: ObserveConfig, args: argparse.Namespace,
             layers: list[PluginMoELayer]) -> ObserveConfig:
-    """Return the result of `run.traced` for the layers of the current stage. An error on any stage
-    is raised on all stages.
-    """
     if not getattr(args, "moe_routing_trace_path", None):
         return observe
     with refused_together("the check of the stages' routing traces"):
@@ -258,7 +254,9 @@ def _traced(observe: ObserveConfig, args: argparse.Namespace,
 
 
 def with_heads(provider: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a script's model provider so that its models have the requested ensemble of heads."""
+    """Wrap a script's model provider so that the models it builds have the requested ensemble of
+    prediction heads.
+    """
 
     @functools.wraps(provider)
     def provide(*given: Any, **kwargs: Any) -> Any:
@@ -282,7 +280,7 @@ def _errors(args: argparse.Namespace, chunks: list[Any]) -> EnsembleErrors | Non
     if not any(gather_objects(errors.has_heads, "the stages with heads")):
         raise ValueError(
             f"ensemble_heads={args.ensemble_heads} cannot be used with this script, because it "
-            "passes a model config to Megatron and not a function that builds the model. Use "
+            "passes Megatron a model config instead of a function that builds the model. Use "
             "pretrain_gpt_moe, or leave it out.")
     return errors
 

@@ -1,7 +1,8 @@
-"""Reports of a run in Megatron's own training loop, in addition to Megatron's log.
+"""Reports of a run in Megatron's own training loop, in addition to the log that Megatron writes.
 
-The reports are the iteration from which the run continues, one JSON object per logged iteration,
-the path of the JSON file at the end, and the way to continue a stopped run.
+The reports are: the iteration from which the run continues, one JSON object per logged iteration,
+the path of the JSON file at the end of the run, and instructions for continuing a run that was
+stopped.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ logger = logging.getLogger("moe_plugin.megatron")
 
 
 class ScriptReport:
-    """The reports of a run. See the documentation of the module.
+    """Writes the reports of a run. The module documentation lists the reports.
 
     Args:
-        args: dict of the script's arguments, which the training loop modifies.
-        changed: dict that maps the flags of arguments that differ from their defaults to pairs
-            (text as written, default).
+        args: dict of the script's arguments. The training loop modifies this dict.
+        changed: dict of the arguments that differ from their defaults. The keys are flags, and the
+            values are pairs (text as written, default).
         run: the run object with its features.
         recorder: object that collects the statistics of the layers.
 
     Attributes:
-        evaluates: Megatron's name of the current evaluation and its iteration, as a tuple.
+        evaluates: tuple with Megatron's name for the current evaluation, and the iteration of this
+            evaluation.
         done: number of completed steps.
     """
 
@@ -61,10 +63,10 @@ class ScriptReport:
         self._forget(args.get("consumed_train_samples") or 0)
 
     def begin(self) -> None:
-        """Log the iteration at which the run starts, and prepare the message that is shown if the
+        """Log the iteration at which the run starts, and prepare the message that is printed if the
         run is stopped.
 
-        This method must be called after the model has been loaded.
+        Call this method after the model has been loaded.
         """
         args, done = self.args, self.args.get("iteration") or 0
         self.done = self._begun = done
@@ -86,19 +88,19 @@ class ScriptReport:
         self._aux = dict[str, aux_losses.LoggedLoss]()
 
     def before_step(self) -> None:
-        """Start measuring the time of the first record, after data has been read."""
+        """Start the timer for the first record, once data has been read."""
         if not self._timed:
             self._since = time.perf_counter()
             self._timed = True
 
     def after_step(self, number: int, losses: Mapping[str, torch.Tensor], counts: bool) -> None:
-        """Record the losses of a step before Megatron's log is cleared.
+        """Record the losses of a step before Megatron clears its log.
 
         Args:
-            number: 1-based number of the step.
-            losses: dict of losses averaged over all ranks. Only the ranks of the last pipeline
-                stage have these values.
-            counts: True if the step was made and not skipped.
+            number: number of the step, starting at 1.
+            losses: dict of losses, averaged over all ranks. Only ranks of the last pipeline stage
+                have these losses.
+            counts: True if the step was completed and not skipped.
         """
         self.done = number
         if counts and "lm loss" in losses:
@@ -112,8 +114,8 @@ class ScriptReport:
 
     def after_log(self, iteration: int, rate: float | None, scale: float,
                   norm: float | None) -> None:
-        """Write a record every `--log-interval` iterations and at the end. This is a collective
-        call.
+        """Write a record every `--log-interval` iterations and after the last iteration. This is a
+        collective operation.
         """
         args = self.args
         if iteration % args["log_interval"] and iteration != self.total:
@@ -142,10 +144,10 @@ class ScriptReport:
         self._forget(samples)
 
     def after_evaluation(self, losses: Mapping[str, torch.Tensor]) -> None:
-        """Record the loss of an evaluation on the validation set. This is a collective call.
+        """Record the loss of an evaluation on the validation set. This is a collective operation.
 
-        losses: dict of losses averaged over all ranks. Only the ranks of the last pipeline stage
-            have these values.
+        losses: dict of losses, averaged over all ranks. Only ranks of the last pipeline stage have
+            these losses.
         """
         loss, evaluated = losses.get("lm loss"), self.run.evaluated()
         value = of_last_stage(None if loss is None else float(loss))
@@ -158,7 +160,7 @@ class ScriptReport:
         RUN.saved = iteration
 
     def close(self) -> None:
-        """Log that all steps are done, and close the log file."""
+        """Log that all steps are complete, and close the log file."""
         if self.done == self.total > self._begun:
             logger.info("all %d iterations are done%s", self.total,
                         f"; losses and balance: {path}" if (path := log_path(self.args)) else "")
@@ -166,24 +168,22 @@ class ScriptReport:
 
 
 def of_last_stage(value: float | None) -> float | None:
-    """Return a number that only the ranks of the last pipeline stage have, or None if no rank has
-    it.
-    """
+    """Return a number from the last pipeline stage, or None if no rank has the number."""
     by_stage = gather_objects(value, "the loss", ps.get_pipeline_model_parallel_group())
     return next((each for each in reversed(by_stage) if each is not None), None)
 
 
 def reduced(here: Mapping[str, aux_losses.LoggedLoss], microbatches: int) -> dict[str, list[float]]:
-    """Return a dict from the names of auxiliary losses to their values per layer, averaged over
-    micro-batches and all ranks.
+    """Average auxiliary losses over micro-batches and all ranks. Return a dict that maps the name
+    of each loss to a list with one value per layer.
 
-    This is a collective call. All ranks first agree on the names, because a pipeline stage may have
-    no losses. A loss that is zero in all layers, for example because its weight is zero, is left
-    out.
+    This is a collective operation, so all ranks must call this method. The ranks first exchange the
+    names of their losses, because a pipeline stage may have no losses. A loss that is zero in all
+    layers is left out, for example a loss whose weight is zero.
 
     Args:
-        here: sums over the micro-batches on the current rank.
-        microbatches: number of micro-batches in these sums.
+        here: sums of the losses over the micro-batches on the current rank.
+        microbatches: number of micro-batches in each sum.
     """
     names = gather_objects({name: entry.values.numel() for name, entry in here.items()},
                            "the auxiliary losses' names")
@@ -204,10 +204,10 @@ def reduced(here: Mapping[str, aux_losses.LoggedLoss], microbatches: int) -> dic
 
 
 def skipped(run: Run) -> dict[str, int]:
-    """Return the numbers of skipped steps as a dict.
+    """Return a dict with the numbers of skipped steps.
 
-    "skipped_steps" is the number of all steps skipped so far. "not_finite" is the number of steps
-    since the last record that were skipped without a reduction of the loss scale.
+    "skipped_steps" counts all steps that have been skipped so far. "not_finite" counts the steps
+    since the last record that were skipped without reducing the loss scale.
     """
     finite = run.find(FiniteSteps)
     assert finite is not None
@@ -215,8 +215,8 @@ def skipped(run: Run) -> dict[str, int]:
 
 
 def log_path(args: Mapping[str, Any]) -> str | None:
-    """Return the path of the log given by the arguments `log_file` and `save`, or None if there is
-    no log.
+    """Return the path of the log, which depends on the arguments `log_file` and `save`, or None if
+    no log is written.
     """
     save = args.get("save")
     return args.get("log_file") or (os.path.join(save, "log.jsonl") if save else None)
@@ -224,10 +224,10 @@ def log_path(args: Mapping[str, Any]) -> str | None:
 
 def layer_records(recorder: StatsRecorder, iteration: int,
                   finds: bool = True) -> dict[str, Any]:
-    """Return a dict of the layers' records since the last call, for the layers of all pipeline
-    stages. A collective call.
+    """Return a dict of the records of all layers on all pipeline stages, since the last call. This
+    is a collective operation.
 
-    finds: True to look for problems in the records and log them.
+    finds: True to search the records for problems and log these problems.
     """
     sums = recorder.reduce()
     recorder.write(iteration, sums)
@@ -239,19 +239,20 @@ def layer_records(recorder: StatsRecorder, iteration: int,
 
 
 def balance(records: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return those metrics of the layers' records that are written to a line of the log."""
+    """Return the metrics of the layers' records that each log line contains."""
     return {layer: {key: row[key] for key in ("max_over_mean", "drop_fraction", "unused_experts",
                                               "entropy")} for layer, row in records.items()}
 
 
 class RunLog:
-    """Writer of the JSONL log file. Only rank 0 writes.
+    """Writes the JSONL log file. Only rank 0 writes.
 
     Args:
         take_over: see `JsonlSink`.
-        settings: dict of the settings of the run. It is written to `settings.json` next to the log,
-            from which the report reads it.
-        changed: dict from the settings that the user chose to pairs (text as written, default).
+        settings: dict of the settings of the run. The settings are written to `settings.json` in
+            the same folder. The report reads this file.
+        changed: dict of the settings that the user chose. The values are pairs (text as written,
+            default).
     """
 
     def __init__(self, path: str | None, take_over: bool = False,
@@ -267,7 +268,7 @@ class RunLog:
                     json.dumps(row, default=str) + "\n")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one line. The line is on disk when this method returns."""
+        """Append one line. When this method returns, the line has been written to disk."""
         if self._sink is not None:
             self._sink.write(record)
 

@@ -1,7 +1,7 @@
 """Support for `--stage-layouts` in Megatron's own training loop.
 
-The module sets the arguments for the stage of each rank, builds the process groups of all layouts,
-and makes checkpoints store the tensors of each layer separately.
+This module sets the arguments for the pipeline stage of each rank and builds the process groups of
+all layouts. Checkpoints then store the tensors of each layer separately.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _APART = "non_homogeneous_layers"
 
 
 def prepared(args: argparse.Namespace) -> StageLayouts | None:
-    """Return the pipeline stages that the parsed arguments describe, and set the arguments for the
-    current rank's stage.
+    """Return the pipeline stages that the parsed arguments describe. The arguments for the stage of
+    the current rank are set in `args`.
 
     Raises:
         ValueError: see `stages_of`.
@@ -55,7 +55,9 @@ def prepared(args: argparse.Namespace) -> StageLayouts | None:
 
 
 def passes_of(stages: StageLayouts, chunks: list[Any], optimizer: Any) -> Callable[..., Any]:
-    """Return the function that runs a step's passes. See `unequal_passes`. A collective call."""
+    """Return the function that runs the forward and backward passes of a step. See
+    `unequal_passes`. This is a collective operation.
+    """
     unequal = unequal_passes(stages, argparse.Namespace(**script_arguments()),
                              get_model_config(chunks[0]), optimizer)
     # Megatron's model-parallel group, in which ranks agree whether to make a step, would differ
@@ -68,11 +70,11 @@ def passes_of(stages: StageLayouts, chunks: list[Any], optimizer: Any) -> Callab
 
 
 def follow(stages: Callable[[], StageLayouts | None]) -> None:
-    """Make Megatron use the stages' process groups and a matching checkpoint format for the rest of
-    the process.
+    """Until the process ends, make Megatron use the process groups of the stages and a matching
+    checkpoint format.
 
-    stages: function that returns the stages of the run once its arguments have been parsed, or None
-        if all stages have the same layout.
+    stages: function that returns the stages of the run, or None if all stages have the same layout.
+        `stages` is called after the script has parsed its arguments.
     """
     make = ps.initialize_model_parallel
     signature = inspect.signature(make)

@@ -1,5 +1,5 @@
-"""Functions that put this package's MoE layer into a model. `swap_moe` is called in code, and the
-layer specs are used with `--spec`.
+"""Functions that put this package's MoE layer into a model. Call `swap_moe` in your own program, or
+select one of the layer specs with `--spec`.
 
 Usage in code, with any spec that Megatron's functions build:
 
@@ -11,11 +11,11 @@ Usage on the command line of Megatron's training script:
     otherwise Megatron's own layers
     --spec moe_plugin.hosts.megatron.spec moe_layer_local    Megatron's own layers
 
-Both specs use the script's arguments for attention (`--qk-layernorm`, `--multi-latent-attention`,
-`--qk-l2-norm`), normalization, `--moe-layer-freq` and multi-token prediction. With
-`--hybrid-layer-pattern` both specs return the layer stack of a `HybridModel`. The settings come
-from the launcher (`python -m moe_plugin.hosts.megatron.launch pretrain_gpt.py ...`), which adds
-this package's arguments. Without the launcher, write a module with
+Both specs follow the script's arguments for attention (`--qk-layernorm`,
+`--multi-latent-attention`, `--qk-l2-norm`), normalization, `--moe-layer-freq` and multi-token
+prediction. With `--hybrid-layer-pattern`, both specs return the layer stack of a `HybridModel`. The
+settings come from the launcher (`python -m moe_plugin.hosts.megatron.launch pretrain_gpt.py ...`),
+which adds this package's arguments to the script. Without the launcher, write a module with
 `spec = script_spec("settings.yaml")` and pass `--spec your_module spec`.
 """
 
@@ -45,18 +45,18 @@ from moe_plugin.utils.messages import short
 
 def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
              allow_none: bool = False) -> Any:
-    """Return a copy of a Megatron layer or block spec in which every MoE layer is replaced with
-    this package's layer.
+    """Return a copy of a Megatron layer or block spec in which this package's layer replaces every
+    MoE layer.
 
     Args:
-        spec: transformer layer spec, `TransformerBlockSubmodules`, or the layer stack of a
+        spec: spec of a transformer layer, `TransformerBlockSubmodules`, or the layer stack of a
             `HybridModel`. The given spec is not modified.
-        settings: settings of this package, as a mapping from dotted paths to values or as the path
-            of a YAML file. A file that contains `imports` is rejected (see
-            `moe_plugin.config.settings_from_yaml`). Defaults to the launcher's arguments, or
-            without the launcher to this package's default settings.
-        allow_none: True to accept a spec without MoE layers, such as that of a pipeline stage that
-            has only dense layers.
+        settings: settings of this package. `settings` can be a mapping from dotted paths to values,
+            or the path of a YAML file. A file with `imports` is rejected (see
+            `moe_plugin.config.settings_from_yaml`). By default, the settings passed to the launcher
+            are used, or this package's defaults if the launcher is not used.
+        allow_none: True to accept a spec without MoE layers, for example the spec of a pipeline
+            stage that has only dense layers.
     Raises:
         ValueError: If the spec has no MoE layer, or if a setting is invalid.
     """
@@ -71,7 +71,7 @@ def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
 
 
 def _checked(settings: Mapping[str, Any] | str | None) -> Mapping[str, Any] | None:
-    """Return settings by dotted path after checking their names, types and bounds.
+    """Check the names, types and bounds of settings, and return the settings by dotted path.
 
     Values that depend on Megatron's own settings, such as the number of experts, are checked when
     a layer is built.
@@ -84,9 +84,10 @@ def _checked(settings: Mapping[str, Any] | str | None) -> Mapping[str, Any] | No
 
 
 def swap_attention(spec: Any) -> Any:
-    """Return a copy of a Megatron layer or block spec whose attention supports slices of sequences.
+    """Return a copy of a Megatron layer or block spec whose attention modules support slices of
+    sequences.
 
-    This attention is needed by `pipeline.schedule=terapipe`. Attention over whole sequences is
+    `pipeline.schedule=terapipe` requires these attention modules. Whole sequences are still
     computed by Megatron's `DotProductAttention`.
     """
     # imported here: it imports Megatron's layers, which other schedules may not have
@@ -97,15 +98,15 @@ def swap_attention(spec: Any) -> Any:
 
 def script_spec(settings: Mapping[str, Any] | str | None = None, *,
                 transformer_engine: bool | None = None) -> Any:
-    """Return an object for `--spec` that builds the layers described by the script's arguments with
-    this package's MoE layer.
+    """Return an object for `--spec`. The object builds the layers that the script's arguments
+    describe, with this package's MoE layer.
 
-    If the arguments and process groups do not exist yet, the result is a function that the script's
-    model builder calls later.
+    If the arguments and process groups do not exist yet, the object is a function, which the
+    script's model builder calls later.
 
     Raises:
-        ValueError: If an argument requests layers other than Megatron's standard layers. The error
-            message contains the flag.
+        ValueError: If an argument requests layers that are not Megatron's standard layers. The
+            message contains the flag of this argument.
     """
     arguments, settings = script_arguments(), _checked(settings)
     SPEC.refuse(arguments)
@@ -150,7 +151,6 @@ def _block(settings: Mapping[str, Any] | None, transformer_engine: bool | None) 
 
 def _all_layers(config: Any, settings: Mapping[str, Any] | None,
                 transformer_engine: bool | None) -> Any:
-    """Return a spec of the layers of all pipeline stages."""
     return _swapped(core.gpt_block_spec(in_one_stage(config), transformer_engine), settings)
 
 

@@ -1,12 +1,13 @@
-"""Pipeline stages with different layouts, given by `--stage-layouts tp=2 tp=1,ep=2`.
+"""Pipeline stages with different parallel layouts, which the user sets with
+`--stage-layouts tp=2 tp=1,ep=2`.
 
-Megatron uses the same parallel sizes for all stages. It builds one set of process groups, and ranks
-with the same index in neighbouring stages exchange messages. This module builds process groups for
-every layout that is used, and each rank keeps the groups of its own stage. Activations and their
-gradients are converted from the layout of one stage to the layout of the next stage by
+Megatron uses the same parallel sizes for all stages. Megatron creates one set of process groups.
+Each rank exchanges messages with the ranks that have the same index in the neighbouring stages.
+This module creates process groups for every layout, and each rank uses the groups of its own stage.
+Activations and their gradients are converted between the layouts of neighbouring stages by
 `comm.resharding` (AlpaComm, arXiv 2211.05322), which replaces Megatron's communicator between
-stages. Every stage has the same number of ranks. A stage with a smaller tensor-parallel size has
-more replicas, and each replica processes fewer samples of a micro-batch.
+stages. All stages have the same number of ranks. A stage with a smaller tensor-parallel size has
+more replicas, so each replica processes fewer samples of a micro-batch.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class StageLayout:
     Attributes:
         tp: tensor-parallel size.
         ep: expert-parallel size.
-        etp: expert-tensor-parallel size. The default is the value of `tp`, as in Megatron.
+        etp: expert-tensor-parallel size. By default, `etp` equals `tp`, as in Megatron.
     """
 
     tp: int = 1
@@ -65,10 +66,10 @@ class StageLayout:
 
 
 def parse(entries: Sequence[str]) -> list[StageLayout]:
-    """Return one layout per stage, parsed from entries such as "tp=2,ep=4".
+    """Parse entries such as "tp=2,ep=4", and return one layout per stage.
 
     Raises:
-        ValueError: If an entry does not have this form.
+        ValueError: If an entry is not a list of sizes such as "tp=2,ep=4".
     """
     return [_parse(entry) for entry in entries]
 
@@ -90,8 +91,8 @@ class StageLayouts:
     Attributes:
         layouts: tuple with one layout per stage.
         ranks: number of ranks per stage.
-        samples: number of samples of a micro-batch, summed over all replicas of a stage.
-        split: True if stages with tensor parallelism use sequence parallelism.
+        samples: number of samples in a micro-batch, summed over all replicas of a stage.
+        split: True if sequence parallelism is used in stages that have tensor parallelism.
     """
 
     layouts: tuple[StageLayout, ...]
@@ -104,12 +105,11 @@ class StageLayouts:
         return self.ranks // self.layouts[stage].tp
 
     def stage_of(self, rank: int) -> int:
-        """Return the index of the stage of a global rank. Each stage consists of consecutive ranks.
-        """
+        """Return the stage of a global rank. Each stage consists of consecutive ranks."""
         return rank // self.ranks
 
     def arguments(self, args: argparse.Namespace, stage: int) -> argparse.Namespace:
-        """Return a copy of `args` with the parallel sizes from which a stage is built."""
+        """Return a copy of `args` with the parallel sizes of one stage."""
         layout, made = self.layouts[stage], copy.copy(args)
         made.tensor_model_parallel_size, made.expert_model_parallel_size = layout.tp, layout.ep
         made.expert_tensor_parallel_size = layout.etp
@@ -120,8 +120,8 @@ class StageLayouts:
         return made
 
     def activation(self, stage: int, length: int, width: int) -> TensorLayout:
-        """Return the layout of a micro-batch tensor [sequence, batch, width] on the ranks of a
-        stage, which are numbered from 0.
+        """Return how a micro-batch tensor [sequence, batch, width] is distributed over the ranks of
+        a stage. The ranks are numbered from 0.
         """
         tp = self.layouts[stage].tp
         mesh = {"data": self.replicas(stage), "tensor": tp}
@@ -130,12 +130,13 @@ class StageLayouts:
 
 
 def stages_of(args: argparse.Namespace, world: int) -> StageLayouts | None:
-    """Return the stages that `--stage-layouts` describes, or None if this argument is not given.
+    """Return the stages that `--stage-layouts` describes, or None if this argument is not set.
 
-    `--micro-batch-size` applies to the stage with the most replicas.
+    `--micro-batch-size` is the micro-batch size of the stage that has the most replicas.
 
     Raises:
-        ValueError: If the layouts are not possible with these processes or another argument.
+        ValueError: If the layouts are not possible with this number of processes or with another
+            argument.
     """
     if not args.stage_layouts:
         return None
@@ -155,20 +156,22 @@ def stages_of(args: argparse.Namespace, world: int) -> StageLayouts | None:
     args.global_batch_size = args.global_batch_size or samples
     for layout in layouts:
         if samples % (ranks // layout.tp):
-            raise ValueError(f"micro_batch_size={args.micro_batch_size} makes {samples} samples on "
-                             f"{most} replicas, which is not a multiple of the "
+            raise ValueError(f"micro_batch_size={args.micro_batch_size} on {most} replicas gives "
+                             f"{samples} samples. This number must be a multiple of the "
                              f"{ranks // layout.tp} replicas of the stage with layout {layout}. "
                              "Use another micro-batch size.")
     return StageLayouts(tuple(layouts), ranks, samples, args.sequence_parallel)
 
 
 def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
-    """Build process groups for every layout, and keep the groups of the current rank's stage.
+    """Create process groups for every layout, and select the groups of the current rank's stage.
 
-    Process groups that connect ranks of the same index in different stages always come from the
-    first layout. This is a collective call.
+    Process groups that span several stages are always those of the first layout. Groups that span
+    several stages connect the ranks that have the same index in each stage. This is a collective
+    operation, so all ranks must call this function.
 
-    groups: Megatron's `initialize_model_parallel`, which is called with the sizes of each layout.
+    groups: Megatron's `initialize_model_parallel`. `groups` is called once for each layout, with
+    the parallel sizes of the layout.
     """
     stage = stages.stage_of(torch.distributed.get_rank())
     before, made = _state(ps), {}
@@ -182,7 +185,9 @@ def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
 
 
 def _state(module: Any) -> dict[str, Any]:
-    """Return the variables of a module. Containers are copied, because Megatron appends to them."""
+    """Return the global variables of a module that describe parallel groups. Lists and dicts are
+    copied, because Megatron appends to them.
+    """
     return {name: copy.copy(value) if isinstance(value, (list, dict)) else value
             for name, value in vars(module).items()
             if re.fullmatch(r"_[A-Z_]+|_global_process_group_list", name)}
@@ -195,12 +200,12 @@ def _restore(module: Any, state: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Boundary:
-    """The exchange of messages between two neighbouring stages.
+    """The exchange of activations and gradients between two neighbouring stages.
 
     Attributes:
-        forward: resharding that sends activations to the next stage.
-        backward: resharding that sends gradients to the previous stage.
-        scale: factor by which the gradients are multiplied.
+        forward: resharding of the activations that are sent to the next stage.
+        backward: resharding of the gradients that are sent to the previous stage.
+        scale: factor by which the gradients are multiplied before they are sent.
     """
 
     forward: Resharding
@@ -210,12 +215,14 @@ class _Boundary:
 
 def boundaries(stages: StageLayouts, world: Comm,
                args: argparse.Namespace) -> list[_Boundary | None]:
-    """Return the boundaries between stages, with None for those that do not involve this rank.
+    """Return a list with one boundary for each pair of neighbouring stages. The element is None if
+    the current rank belongs to neither stage.
 
-    The gradients of a replica belong to the mean loss of this replica, and Megatron averages over
-    replicas. Therefore the gradients are multiplied by the ratio of the replica counts of the two
-    stages, except with `--calculate-per-token-loss`, where the loss is a sum over tokens. This is a
-    collective call of all ranks.
+    The gradients on a replica are those of the replica's mean loss, and Megatron averages gradients
+    over replicas. To correct for this, the gradients are multiplied by the ratio of the replica
+    counts of the two stages. With `--calculate-per-token-loss` the gradients are not multiplied,
+    because the loss is a sum over tokens. This is a collective operation, so all ranks must call
+    this function.
     """
     between: list[_Boundary | None] = []
     for stage in range(len(stages.layouts) - 1):
@@ -238,15 +245,16 @@ def boundaries(stages: StageLayouts, world: Comm,
 
 def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
                    optimizer: Any) -> Callable[..., Any]:
-    """Return Megatron's 1F1B schedule with messages between stages of different parallel layouts.
+    """Return Megatron's 1F1B schedule for stages with different parallel layouts.
 
-    The returned schedule clips by the gradient norm over all stages. This is a collective call.
+    The schedule clips gradients by their norm over all stages. This is a collective operation.
 
     Args:
         config: Megatron's `TransformerConfig`.
         optimizer: Megatron's optimizer, or None if the model is only evaluated.
     Raises:
-        ValueError: If the installed Megatron does not accept a communicator between stages.
+        ValueError: If the installed Megatron does not accept a replacement for its communicator
+            between stages.
     """
     native = get_forward_backward_func()
     if "p2p_communicator" not in inspect.signature(native).parameters:
@@ -304,12 +312,12 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
 
 
 def _agree_over_all_stages(optimizer: Any) -> None:
-    """Make gradient clipping and the loss scaler use the gradients of all stages.
+    """Make gradient clipping and the loss scaler take the gradients of all stages into account.
 
-    If all stages have the same layout, Megatron's process groups for the gradient norm contain
-    every parameter once. With different layouts the contribution of each rank is weighted by the
-    number of these groups under the layout of the rank's own stage (one group with the distributed
-    optimizer).
+    If all stages have the same layout, each of Megatron's process groups for the gradient norm
+    contains every parameter exactly once. With different layouts, the sum over all ranks would
+    count parameters several times. Therefore, the contribution of each rank is multiplied by the
+    size of its process group for the gradient norm, and divided by the number of all ranks.
     """
     world, chain = comm_of(), parts(optimizer)
     shares = [torch.distributed.get_world_size(part.get_grad_stats_parallel_group()) / world.size
@@ -327,10 +335,11 @@ def _agree_over_all_stages(optimizer: Any) -> None:
 
 
 def _count_tokens_of_all(config: Any, last: bool) -> None:
-    """Divide the gradients by the number of tokens of all replicas of the last stage.
+    """Divide the gradients by the number of tokens on all replicas of the last stage.
 
-    This is done if losses are summed over tokens. Megatron itself would sum the counts of the last
-    stage's ranks over the replicas of each other stage, whose number may differ.
+    This function is used if the loss is a sum over tokens. Megatron itself would sum the token
+    counts of the last stage's ranks over the replicas of each stage. This sum would be wrong for a
+    stage whose number of replicas differs from that of the last stage.
 
     last: True if the current rank belongs to the last stage.
     """

@@ -1,14 +1,14 @@
-"""This package's layer, split into the steps of Megatron's schedule that overlaps two
+"""The layer of this package, split into the steps of Megatron's schedule that overlaps two
 micro-batches.
 
-With `overlap_moe_expert_parallel_comm` Megatron runs the forward pass of one micro-batch together
-with the backward pass of a different micro-batch.
+With `overlap_moe_expert_parallel_comm`, Megatron runs the forward pass of one micro-batch at the
+same time as the backward pass of another micro-batch.
 
-Megatron splits the autograd graph between these steps. Each step receives detached tensors and runs
-its own backward pass, and the memory of its inputs is freed when the step is done. Therefore every
-tensor with a gradient (tokens, rows, gate weights) is passed from step to step as an argument, and
-a step copies the tensors that it must keep. A layer processes one call at a time. Backward passes
-in between do not change the state of the call.
+Megatron splits the autograd graph between the steps. Each step receives detached tensors and runs
+its own backward pass. The memory of a step's inputs is released when the step is done. Every tensor
+with a gradient (tokens, rows, gate weights) must therefore be passed from step to step as an
+argument. A step copies the tensors that it needs later. A layer processes only one call at a time.
+Backward passes that run between the steps of a call do not change the state of the call.
 
 | Megatron's step | steps of this package's layer |
 |---|---|
@@ -46,7 +46,7 @@ from moe_plugin.records import DispatchPlan, ExpertRows, KeptRouting, RowPlan, T
 
 @dataclass
 class _Call:
-    """State of the current call that later steps need in addition to their input tensors."""
+    """State of the current call that later steps need, in addition to the tensors they receive."""
 
     tokens: Tokens
     kept: KeptRouting
@@ -58,12 +58,12 @@ class _Call:
 
 
 class Stages:
-    """The steps of `PluginMoELayer` for Megatron's overlapping schedule."""
+    """The steps of `PluginMoELayer` that Megatron's overlapping schedule calls."""
 
     _call: _Call | None = None
 
     def shared_experts_compute(self: Any, hidden_states: Tensor) -> Tensor | None:
-        """Return the shared expert's outputs [s, b, h], or None if there is no shared expert."""
+        """Return the shared expert's output [s, b, h], or None if there is no shared expert."""
         if self.shared_experts is None:
             return None
         if self.shared_experts_recompute:
@@ -72,9 +72,10 @@ class Stages:
 
     def route(self: Any, hidden_states: Tensor,
               padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the gate weights [T, K] and int64 expert ids [T, K] for `hidden_states` [s, b, h].
+        """Route the tokens in `hidden_states` [s, b, h]. Return the gate weights [T, K] and the
+        int64 expert ids [T, K].
 
-        padding_mask: bool tensor [b, s] that is True for padding.
+        padding_mask: bool tensor [b, s] that is True for padding tokens.
         """
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
         info, moe = self._before_routing(hidden_states), self.moe
@@ -95,8 +96,8 @@ class Stages:
                    routing_map: Tensor) -> tuple[Tensor, Tensor]:
         """Plan the dispatch of the tokens, and attach the auxiliary losses.
 
-        Returns: the tokens [T, h] (or [T, latent width]), and the gate weights in the order of the
-            dispatch plan.
+        Returns: the tokens [T, h] (or [T, latent width]), and the gate weights in the order that
+            the dispatch plan uses.
         """
         call = self._call
         call.plan = call.layout.dispatcher.plan(call.kept)
@@ -111,7 +112,7 @@ class Stages:
         return x_TD, plan.weights_TK.clone()
 
     def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send the tokens to their experts. Return the rows [R, h] for the current rank's experts,
+        """Send the tokens to their experts. Return the rows [R, h] of the current rank's experts,
         and the gate weights.
         """
         call = self._call
@@ -131,7 +132,9 @@ class Stages:
 
     def routed_experts_compute(self: Any, hidden_states: Tensor,
                                probs: Tensor) -> tuple[Tensor, None]:
-        """Return the outputs of the experts [R, h], and None because there is no separate bias."""
+        """Return a tuple (outputs of the experts [R, h], None). The second element is None because
+        the experts have no separate bias.
+        """
         call = self._call
         call.plan = _with_weights(call.plan, probs)
         rows = call.work.rows
@@ -141,15 +144,15 @@ class Stages:
         return self.experts(work), None
 
     def combine(self: Any, output: Tensor) -> Tensor:
-        """Return the weighted sum [T, h] of the expert outputs for each token."""
+        """Return the weighted sum of the expert outputs for each token, with shape [T, h]."""
         call = self._call
         call.traffic.go_on()
         call.sent.put_back(output)
         return call.layout.dispatcher.combine(call.sent, call.plan)
 
     def postprocess(self: Any, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """Return the outputs of the layer [s, b, h], including the output of the shared expert, and
-        end the call.
+        """Return the output of the layer [s, b, h], including the output of the shared expert. The
+        call of the layer ends with this step.
         """
         call, self._call, moe = self._call, None, self.moe
         if moe.latent is not None:
@@ -177,14 +180,16 @@ class Stages:
 
 
 def delay(layer: Any) -> None:
-    """Postpone the weight gradients of a `PluginMoELayer` until `backward_dw` is called.
+    """Postpone the computation of a `PluginMoELayer`'s weight gradients until `backward_dw` is
+    called.
 
-    The strategies `fused` and `kernels` compute weight gradients in `backward_dw`. Other strategies
-    compute them in the backward pass. In both cases Megatron reduces the gradients in
-    `backward_dw`. For each module with a method `register_wgrad_accumulation_and_reduce_hooks`, the
-    data-parallel wrapper passes the reduction hooks of the module's parameters to this method. The
-    method is added to the routed experts and not to the whole layer, because the layer also
-    contains the shared expert, whose modules call the hooks of their own parameters.
+    The compute strategies `fused` and `kernels` compute the weight gradients in `backward_dw`.
+    Other strategies still compute the weight gradients in the backward pass. With all strategies,
+    Megatron reduces the gradients in `backward_dw`. Megatron's data-parallel wrapper searches for
+    modules with a method `register_wgrad_accumulation_and_reduce_hooks`. The wrapper passes the
+    reduction hooks of the module's parameters to this method. The method is added to the routed
+    experts instead of the whole layer. The layer also contains the shared expert, whose modules
+    call their hooks themselves.
     """
     layer._gradient_hooks = []
     layer.experts.register_wgrad_accumulation_and_reduce_hooks = functools.partial(
@@ -196,9 +201,7 @@ def delay(layer: Any) -> None:
 
 
 def check(layer: Any) -> None:
-    """Raise a `ValueError` if a setting prevents a `PluginMoELayer` from being split into these
-    steps.
-    """
+    """Raise a `ValueError` if a setting prevents splitting a `PluginMoELayer` into steps."""
     config, native = layer.moe.config, layer.config
     traits = layer.moe.routed_experts.layouts.traits
     OVERLAP.refuse({

@@ -1,27 +1,26 @@
-"""The state of the layer in checkpoints, which consists of plain state dicts and the results of the
-layout tuner.
+"""The state of a layer in checkpoints: plain state dicts, and the measurements of the layout tuner.
 
 The keys of a state dict are Megatron's parameter names (`router.*`, `experts.*`). The parameters
-also belong to `moe`, the `MoELayer` that runs them. The keys under `moe` are left out, because they
-refer to the same parameters. The description of the current rank's experts is left out as well,
-because Megatron's sharded tensors store experts by global index, so a checkpoint can be loaded at
-any expert-parallel size.
+are also registered in `moe`, the `MoELayer` that runs the router and the experts. The keys that
+begin with `moe` are left out, because they refer to the same parameters. The description of the
+current rank's experts is also left out. Megatron's sharded tensors store experts by their global
+index, so that a checkpoint can be loaded with any expert-parallel size.
 
-The tuner state (of `parallel: auto`) is optional. The tuner state is stored as one object per layer
-under the global number of the layer. Every pipeline stage saves the objects of its own layers. If
-replicas of the experts have learned different layouts, the state of the first replica is saved.
-Tuner results for a different number of ranks are left out.
+The tuner state (with `parallel: auto`) is optional. Each layer's tuner state is stored as one
+object, under the global number of the layer. Every pipeline stage saves the objects of its own
+layers. If the replicas of the experts have learned different layouts, only the state of the first
+replica is saved. Tuner state for a different number of ranks is left out.
 
-If `load_without_missing` is active, the state of a predicted layout is stored in the same way.
-Without this function Megatron raises an error for a checkpoint that lacks a requested object, and
-checkpoints of a different layer or of fixed layouts lack the tuner state.
+If `load_without_missing` is active, the state of a predicted layout is saved and loaded in the same
+way. Without `load_without_missing`, Megatron raises an error if a checkpoint lacks a requested
+object. For example, checkpoints of other layers or of fixed layouts lack the tuner state.
 
-Checkpoints of Megatron's own experts can be loaded into this package's layers, and checkpoints of
-this package's experts into Megatron's own layers. The parameter names and the order of their
-dimensions are defined in `checkpoint.formats.megatron.experts`. If the checkpoint does not contain
-a sharded tensor under its name, the tensor is replaced with a factory that requests the other
-layout's name and converts the loaded values. Optimizer state is converted in the same way as its
-parameter.
+Checkpoints of Megatron's own experts can be loaded into this package's layers. Checkpoints of this
+package's experts can be loaded into Megatron's own layers. `checkpoint.formats.megatron.experts`
+defines how the parameter names and the order of dimensions correspond. If a checkpoint does not
+contain a sharded tensor with the requested name, the tensor is replaced with a factory. The factory
+requests the tensor by its name in the other format, and converts the loaded values. Optimizer state
+is converted in the same way as the corresponding parameter.
 """
 
 from __future__ import annotations
@@ -72,13 +71,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def tuner_state(moe: MoELayer) -> dict[str, Any] | None:
-    """Return the results of the layer's tuner, or None if the layer has no tuner."""
+    """Return the state of the layer's tuner, or None if the layer has no tuner."""
     return moe.get_extra_state().get(TUNER)
 
 
 def drop_repeated(layer: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Hook that runs after `state_dict`, removes the keys that `layer.moe` repeats, and adds the
-    tuner's state.
+    """Hook that runs after `state_dict`. The hook removes the duplicate keys of `layer.moe`, and
+    adds the tuner state.
     """
     for key in [key for key in state if key.startswith(f"{prefix}moe.")]:
         del state[key]
@@ -88,9 +87,11 @@ def drop_repeated(layer: Any, state: dict[str, Any], prefix: str, _metadata: Any
 
 
 def add_repeated(layer: Any, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
-    """Hook that runs before `load_state_dict` and reverses the changes made by `drop_repeated`.
+    """Hook that runs before `load_state_dict`. The hook reverses the changes made by
+    `drop_repeated`.
 
-    Tuner state in the state dict is optional. It is ignored if the layer has no tuner.
+    The state dict may lack the tuner state. If the layer has no tuner, tuner state in the state
+    dict is ignored.
     """
     saved = state.pop(prefix + TUNER, None)
     extra_state = layer.moe.get_extra_state()
@@ -106,10 +107,11 @@ def add_repeated(layer: Any, state: dict[str, Any], prefix: str, *_rest: Any) ->
 
 
 def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Wrap `dist_checkpointing.load` so that it accepts checkpoints with either layout of experts.
+    """Call `dist_checkpointing.load` so that it accepts checkpoints of Megatron's own experts as
+    well as checkpoints of this package's experts.
 
-    Tuner state that the checkpoint does not contain is not requested. The wrapper also works in
-    Megatron's own training script.
+    If the checkpoint does not contain the tuner state of a layer, this state is not requested. This
+    function also works in Megatron's own training script.
     """
     # the models are under `model`, or `model0`, `model1`, ...
     without_missing((part for key, part in given["sharded_state_dict"].items()
@@ -120,9 +122,10 @@ def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any
 
 def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
                  offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
-    """Return the entry of the tuner for a distributed checkpoint, or {} if there is no tuner.
+    """Return the object that stores the tuner state in a distributed checkpoint, as a dict with one
+    key. The dict is empty if there is no tuner.
 
-    offsets: leading axes that Megatron adds, such as the layer axis.
+    offsets: leading axes that Megatron adds to the tensors, for example the layer axis.
     """
     tuner = tuner_state(moe)
     if tuner is None or not (moe.config.parallel.mode == "auto" or is_wrapped(
@@ -133,9 +136,7 @@ def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
 
 
 def without_missing(models: Iterable[dict[str, Any]], path: str) -> None:
-    """Remove tuner states that the checkpoint at `path` does not contain from the state dicts to be
-    loaded.
-    """
+    """Remove tuner states from state dicts if the checkpoint at `path` does not contain them."""
     wanted = [(model, key, entry) for model in models for key, entry in model.items()
               if isinstance(entry, ShardedObject) and key.endswith(f".{TUNER}")]
     known = dist_checkpointing.serialization.load_sharded_metadata(path) if wanted else {}
@@ -147,18 +148,18 @@ def without_missing(models: Iterable[dict[str, Any]], path: str) -> None:
 
 
 def load_either_layout(original: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call `megatron.core.dist_checkpointing.load` for a checkpoint in which the experts have
-    either layout.
+    """Call `megatron.core.dist_checkpointing.load`. The experts in the checkpoint may have
+    Megatron's format or this package's format.
 
     Args:
         original: Megatron's `load`.
-        given: arguments of `dist_checkpointing.load`. If the optimizers and parameter groups of
+        given: arguments of `dist_checkpointing.load`. If the optimizers and parameter groups under
             "optimizer" in the sharded state dict differ from those in the checkpoint's common
-            state, the common state is adapted.
+            state, the common state is adapted to the sharded state dict.
     Raises:
-        CheckpointError: If the experts have the other layout, and optimizer state that is stored by
-            buckets is requested. In the other layout the parameters have different positions in the
-            buckets.
+        CheckpointError: If the experts must be converted, and the requested optimizer state is
+            stored by buckets. Optimizer state in buckets cannot be converted, because the
+            parameters have different positions in the buckets of the other format.
     """
     state, path = given["sharded_state_dict"], given["checkpoint_dir"]
     if not (Path(path) / METADATA).is_file():  # not written by torch's backend
@@ -179,8 +180,8 @@ def load_either_layout(original: Callable[..., Any], given: dict[str, Any]) -> A
     state = dict_list_map_outplace(replaced, state)
     if other and buckets:
         raise CheckpointError(
-            "The checkpoint's experts have the other layout (the checkpoint does not contain "
-            f"{short(min(other))}), and its optimizer state is stored by buckets (dp_reshardable), "
+            "The checkpoint's experts must be converted, because the checkpoint does not contain "
+            f"{short(min(other))}. Its optimizer state is stored by buckets (dp_reshardable), "
             "which cannot be converted. Load it with --no-load-optim, or save it again with "
             "--dist-ckpt-optim-fully-reshardable in the run that wrote it.")
     with_strategy = given.get("common_strategy") is not None
@@ -189,9 +190,7 @@ def load_either_layout(original: Callable[..., Any], given: dict[str, Any]) -> A
 
 
 def _with_optimizer(wanted: Any, common: dict[str, Any]) -> dict[str, Any]:
-    """Return the common state, in which the optimizers and parameter groups are those of the
-    current run.
-    """
+    """Return the common state with the optimizers and parameter groups of the current run."""
     # state stored as objects (dp_reshardable) can be read only by the ranks that wrote it, with
     # the same optimizers, so it needs no adaptation
     whole = not any(isinstance(value, ShardedObject) for part in optimizer_parts(wanted)
@@ -221,7 +220,7 @@ def _replaced(leaf: Any, known: set[str], shapes: Shapes) -> Any:
 
 def _as_native(leaf: ShardedTensor, name: str, other: str,
                shape: tuple[int, ...]) -> ShardedTensorFactory:
-    """Return a factory that requests this package's tensor in Megatron's layout."""
+    """Return a factory that loads this package's tensor from Megatron's format."""
     (theirs, swap), ahead = _THEIRS[name], leaf.prepend_axis_num
     order = _swapped if swap else tuple
     whole, offset, parts = (list(order(values)) for values in (
@@ -243,7 +242,7 @@ def _as_native(leaf: ShardedTensor, name: str, other: str,
 
 def _as_ours(leaf: ShardedTensor | ShardedTensorFactory, prefix: str, name: str,
              known: set[str]) -> ShardedTensorFactory:
-    """Return a factory that requests Megatron's tensor in this package's layout."""
+    """Return a factory that loads Megatron's tensor from this package's format."""
     names, swap = PAIRS[name]  # the gate is the first of two
     gated = len(names) == 2 and prefix + names[0] in known
 

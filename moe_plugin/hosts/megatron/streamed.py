@@ -1,12 +1,13 @@
-"""Support for `--weights-on host`, which streams the weights of Megatron's model through one
-device.
+"""Support for `--weights-on host`, which trains a Megatron model on one device while its weights
+are stored in host memory.
 
-The module works in any training loop that has the form of Megatron's loop. The model is built in
-parts, as Megatron builds pipeline stages. The parts are the embedding, each transformer layer, and
-the output layer. Each part is a block of a `StreamedTrainer`, in which the parts compute all
-micro-batches of a step one after the other. To the loop they appear as a single model, a single
-optimizer and a single function that runs the passes. The arguments with which the forward step
-calls the model are recorded for each micro-batch, and every part is called with these arguments.
+This module can be used in any training loop that is structured like Megatron's loop. The model is
+built in parts, in the same way as Megatron builds pipeline stages. The parts are the embedding,
+each transformer layer, and the output layer. Each part is a block of a `StreamedTrainer`. In each
+step, the parts run one after another, and each part computes all micro-batches of the step. The
+training loop sees a single model, a single optimizer, and a single function that runs the forward
+and backward passes. For each micro-batch, the arguments with which the forward step calls the model
+are recorded. Every part is then called with these arguments.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class _Calls:
     """Recorded calls of the model.
 
     Attributes:
-        given: list with the arguments of the call for each micro-batch.
+        given: list with the recorded arguments of each micro-batch.
         now: index of the current micro-batch.
     """
 
@@ -64,7 +65,7 @@ class _Calls:
 class ModelPart(nn.Module):
     """A part of Megatron's GPT model.
 
-    The output has shape [T, B, D]. The last part returns losses [B, T].
+    The output of a part has shape [T, B, D]. The last part returns the losses [B, T] instead.
     """
 
     def __init__(self, part: Any, calls: _Calls) -> None:
@@ -73,7 +74,7 @@ class ModelPart(nn.Module):
         self.calls = calls
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the output of the part for `x` [T, B, D]. The first part ignores `x`."""
+        """Return the output of this part for `x` [T, B, D]. The first part ignores `x`."""
         given = self.calls.given[self.calls.now]
         if self.part.pre_process:
             return self.part(**given)
@@ -94,7 +95,7 @@ class MegatronTrainer(StreamedTrainer):
 
     @contextmanager
     def randomness(self, micro_batch: int, block: int) -> Iterator[None]:
-        """Set the random states for a micro-batch and block. See `StreamedTrainer`."""
+        """Set the random states for one micro-batch and one block. See `StreamedTrainer`."""
         self.calls.now = micro_batch
         with super().randomness(micro_batch, block), own_randomness():
             yield
@@ -102,9 +103,9 @@ class MegatronTrainer(StreamedTrainer):
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
-    """Inside the block, use separate random states in Megatron's tracker.
+    """Inside the block, Megatron's tracker uses separate random states.
 
-    The separate states are drawn from torch's generator.
+    The separate states are seeded with random numbers from torch's generator.
     """
     tracker = get_cuda_rng_tracker()
     before, cuda_states = tracker.get_states(), {}
@@ -123,16 +124,16 @@ def own_randomness() -> Iterator[None]:
 
 
 class StreamedModel(nn.Module):
-    """The parts of a model, presented to Megatron as the only chunk of the model.
+    """All parts of a model, with the interface of a single Megatron model chunk.
 
     Attributes:
         module: the parts.
-        trainer: the `StreamedTrainer` of the parts.
+        trainer: the `StreamedTrainer` that runs the parts.
         config: Megatron's `TransformerConfig`.
-        norm: gradient norm of the latest passes.
-        scaler: loss scaler, or None if the loss is not scaled.
-        peers: peers that average their weights with the current process.
-        loaded: folder of the checkpoint that was loaded.
+        norm: gradient norm of the most recent step.
+        scaler: loss scaler, or None if losses are not scaled.
+        peers: peers whose weights are averaged with the weights of this process, or None.
+        loaded: folder of the checkpoint that was loaded, or None.
     """
 
     vp_stage, pre_process, post_process = None, True, True
@@ -166,8 +167,8 @@ class StreamedModel(nn.Module):
         self._signature, self.norm = inspect.signature(first.forward), 0.0
 
     def _part(self, make: MakePart, number: int) -> nn.Module:
-        """Build part `number`. Part 0 is the embedding, followed by the layers and the output
-        layer.
+        """Build part `number`. Part 0 is the embedding. The following parts are the transformer
+        layers, and the last part is the output layer.
         """
         args = self._args
         first, last = number == 0, number == args.num_layers + 1
@@ -189,10 +190,9 @@ class StreamedModel(nn.Module):
         return ModelPart(part, self._calls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Record the arguments with which the forward step calls the model, and return a
-        placeholder.
+        """Record the arguments with which the forward step calls the model. Return an empty tensor.
 
-        The model is computed later, in `passes`.
+        The actual computation happens later, in `passes`.
         """
         self._calls.given.append(self._signature.bind(*args, **kwargs).arguments)
         return torch.zeros(0)
@@ -200,10 +200,10 @@ class StreamedModel(nn.Module):
     def passes(self, *, forward_step_func: Callable[..., Any], data_iterator: Any,
                num_microbatches: int, forward_only: bool = False, **_: Any
                ) -> list[dict[str, Tensor]]:
-        """Run the passes of a step. This method replaces the function returned by Megatron's
-        `get_forward_backward_func`.
+        """Run the forward and backward passes of a step. This method replaces the function that
+        Megatron's `get_forward_backward_func` returns.
 
-        The arguments are the same as those of the replaced function.
+        The replaced function accepts the same arguments.
         """
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         self._logged, self._count, left = [], num_microbatches, num_microbatches
@@ -237,8 +237,8 @@ class StreamedModel(nn.Module):
         return loss
 
     def _loss(self, output: Tensor, loss: Callable[[Tensor], Any]) -> Tensor:
-        """Return the contribution of this micro-batch to the loss of the step, as Megatron's
-        schedules do.
+        """Return the contribution of this micro-batch to the loss of the step. The contribution is
+        defined as in Megatron's schedules.
         """
         total, *tokens, logged = loss(output)
         self._logged.append(logged)
@@ -255,18 +255,18 @@ class StreamedModel(nn.Module):
 
 def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
           ) -> tuple[StreamedModel, StreamedOptimizer]:
-    """Build the model in parts, and its optimizer. Megatron's process groups must have been
+    """Build all parts of the model and their optimizer. Megatron's process groups must already be
     initialised.
 
     Args:
-        make: function that builds a pipeline stage. It may be called to build only some of the
-            layers.
-        args: parsed arguments of a training script.
+        make: function that builds a pipeline stage of the model. `make` is called once for each
+            part, and returns a stage that contains only the layer of this part.
+        args: parsed arguments of the training script.
         settings: settings of this package by dotted path.
     Raises:
-        ValueError: If a setting cannot be combined with streamed weights. The error message
-            contains the remedy.
-        TierError: If the storage tier is too small for the weights.
+        ValueError: If a setting cannot be used together with streamed weights. The message states
+            what to change.
+        TierError: If the storage tier is too small for the weights of the model.
     """
     offload = run_config(settings).offload
     STREAMED.refuse(values_of(args, settings))
@@ -287,13 +287,13 @@ def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
 
 
 def micro_batches(args: argparse.Namespace) -> int:
-    """Return the number of micro-batches per step on each rank."""
+    """Return the number of micro-batches that each rank computes per step."""
     return args.global_batch_size // (args.micro_batch_size * ps.get_data_parallel_world_size())
 
 
 def numbered(spec: Any, number: int) -> Any:
-    """Return the spec of a layer that has its number in the whole model, although its part contains
-    no other layer.
+    """Return a layer spec that contains the layer's number in the whole model. Without this spec,
+    Megatron would assign number 1 to the layer, because it is the only layer of its part.
     """
 
     class Layer(spec.module):  # type: ignore[misc,name-defined]

@@ -1,6 +1,6 @@
-"""Checkpoints of a model whose weights are streamed.
+"""Checkpoints of a model with streamed weights.
 
-A checkpoint folder such as `ROOT/iter_0000100` contains one safetensors file for each part of the
+A checkpoint folder, such as `ROOT/iter_0000100`, contains one safetensors file per part of the
 model, and the progress of the run.
 """
 
@@ -37,12 +37,13 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
 
     Args:
         root: path of the folder that contains the checkpoints.
-        settings: settings of the model. See `model_settings`.
-        progress: dict of JSON values by name. It must contain "iteration" and "consumed_samples".
+        settings: settings of the model, as returned by `model_settings`. See `model_settings`.
+        progress: progress of the run, as a dict of JSON values by name. The dict must contain
+            "iteration" and "consumed_samples".
     Raises:
-        ValueError: If the checkpoint cannot be written. Older checkpoints are not changed.
+        ValueError: If the checkpoint cannot be written. Earlier checkpoints are not changed.
         FloatingPointError: If a weight or an optimizer state is not finite on any rank. All ranks
-            raise the error, and the checkpoint does not become the newest one.
+            raise this error. The incomplete checkpoint does not become the newest checkpoint.
     """
     folder = files.folder(root, progress["iteration"])
     if (scaler := model.scaler) is not None:
@@ -68,17 +69,18 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
 
 def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
          settings: Mapping[str, Any], iteration: int | None = None) -> dict[str, Any]:
-    """Load a checkpoint written by `save`, and return its progress.
+    """Load a checkpoint that `save` has written, and return the progress of the run.
 
-    If `root` contains no checkpoint, a training run logs a warning and the result is an empty
-    dictionary.
+    If `root` contains no checkpoint, a training run logs a warning and this function returns an
+    empty dict.
 
     Args:
-        optimizer: the optimizer whose state is loaded, or None if the model is only evaluated.
-        iteration: iteration of the checkpoint to load. The default is the newest iteration.
+        optimizer: the optimizer into which the saved state is loaded, or None if the model is only
+            evaluated.
+        iteration: iteration of the checkpoint to load. By default, the newest checkpoint is loaded.
     Raises:
         ValueError: If the checkpoint belongs to a different model, is damaged, or does not contain
-            streamed weights, or if there is no checkpoint to evaluate.
+            streamed weights. A missing checkpoint is also an error if the run only evaluates.
     """
     iteration = iteration or files.latest(root)
     if iteration is None:
@@ -113,14 +115,13 @@ def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
 
 
 def _own(folder: str) -> str:
-    """Return the path of the folder that contains the current rank's files."""
     return folder if dist.get_world_size() == 1 else os.path.join(
         folder, f"rank_{dist.get_rank():05d}")
 
 
 def _ranks() -> list[int]:
-    """Return a list of the number of ranks and, if there are several ranks, the sizes of the
-    parallel groups.
+    """Return a list that starts with the number of ranks. If there is more than one rank, the list
+    continues with the sizes of the parallel groups.
     """
     if dist.get_world_size() == 1:
         return [1]

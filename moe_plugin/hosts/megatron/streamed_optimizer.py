@@ -1,6 +1,6 @@
-"""Optimizers of a Megatron model whose weights are streamed.
+"""Optimizers for a Megatron model with streamed weights.
 
-Each part of the model has its own optimizer. To the training loop they appear as one optimizer.
+Each part of the model has a separate optimizer. The training loop sees a single optimizer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("moe_plugin.megatron")
 
 
 class StreamedOptimizer:
-    """The optimizers of all parts of a model, with the interface of Megatron's optimizer."""
+    """The optimizers of all parts of a model, with the interface of a single Megatron optimizer."""
 
     optimizer = None  # the gradients of all parts never exist in memory at the same time
     is_stub_optimizer = False
@@ -40,13 +40,13 @@ class StreamedOptimizer:
 
     @property
     def kind(self) -> str:
-        """Name of the optimizer class of the parts."""
+        """Name of the optimizer class that the parts use."""
         return next((type(block.optimizer).__name__ for block in self.trainer.blocks
                      if block.optimizer is not None), "none")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all parts."""
+        """The parameter groups of the optimizers of all parts."""
         return self.trainer.param_groups
 
     def get_loss_scale(self) -> Tensor:
@@ -54,21 +54,22 @@ class StreamedOptimizer:
         return torch.ones(1) if self.grad_scaler is None else self.grad_scaler.scale
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Return the loss unchanged, because `StreamedModel` scales the loss."""
+        """Return the loss unchanged. `StreamedModel` has already scaled the loss."""
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing, because the gradients are cleared by `StreamedModel.zero_grad_buffer`."""
+        """Do nothing, because `StreamedModel.zero_grad_buffer` clears the gradients."""
 
     def prepare_grads(self) -> bool:
         """Return True if the step must be skipped."""
         return not math.isfinite(self.model.norm)
 
     def step(self) -> tuple[bool, float | None, None]:
-        """Clip the gradients and make an optimizer step.
+        """Clip the gradients and run an optimizer step.
 
-        Returns: True if the step was made, the gradient norm, and None in place of the number of
-            zeros.
+        Returns: three values. The first value is True if the step was made and False if it was
+            skipped. The second value is the gradient norm. The third value, in Megatron the number
+            of zeros in the gradients, is None.
         """
         skip = self.prepare_grads()
         self.trainer.update(skip)
@@ -79,13 +80,13 @@ class StreamedOptimizer:
 
 
 class RankGradients:
-    """Reduction of the gradients of a model part over the ranks of a peer.
+    """Reduces the gradients of one part of a model over the ranks.
 
-    The arithmetic is the same as in Megatron's `DistributedDataParallel` and
-    `finalize_model_grads`. The gradients are divided by the data-parallel size and summed over the
-    ranks that store the parameter. If tensor-parallel ranks use a parameter with different tokens,
-    its gradients are also summed over these ranks. Megatron's process groups must have been
-    initialised.
+    The gradients are reduced with the same arithmetic as in Megatron's `DistributedDataParallel`
+    and `finalize_model_grads`. First, the gradients are divided by the data-parallel size and
+    summed over all ranks that store the parameter. If tensor-parallel ranks apply a parameter to
+    different tokens, its gradient is also summed over these ranks. Megatron's process groups must
+    already be initialised.
     """
 
     def __init__(self) -> None:
@@ -103,7 +104,9 @@ class RankGradients:
                     "q_layernorm" in name or "k_layernorm" in name)
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Reduce the gradients of these parameters. This is a collective call."""
+        """Reduce the gradients of these parameters over the ranks. This is a collective operation,
+        so all ranks must call this method.
+        """
         trained: list[Any] = [p for p in parameters if p.requires_grad]
         for p in trained:
             if p.grad is None:  # the other ranks may have a gradient and wait in the collective
@@ -128,20 +131,20 @@ def _sum(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 class StreamedNorm:
-    """Gradient clipping (a `memory.weights.streamed.Clip`) whose results are bitwise identical to
-    those of Megatron's own clipping.
+    """Gradient clipping (a `memory.weights.streamed.Clip`) that gives bitwise the same gradients as
+    Megatron's own clipping.
 
-    The results are equal if neither Apex nor Transformer Engine is installed. Like Megatron, the
-    class computes the norm of the norms of all tensors, separately for dense parameters and for
-    experts. The tensors are processed in the order of the optimizer, with the matrices of the whole
-    model before the vectors. The norms are then reduced over the ranks that store different
-    parameters.
+    The gradients are bitwise equal only if neither Apex nor Transformer Engine is installed. Like
+    Megatron, this class first computes the norm of each tensor, and then the norm of these norms.
+    Dense parameters and experts are processed separately. The tensors are processed in the order of
+    the optimizer: the matrices of the whole model precede the vectors. Finally, the norms are
+    reduced over the ranks that store different parameters.
 
     Args:
-        max_norm: upper bound for the norm of all gradients. 0 disables clipping.
-        scaler: loss scaler by whose scale the gradients are divided. None if the loss is not
-            scaled.
-        ranks: object that reduces the gradients over ranks before the norm is computed, or None if
+        max_norm: upper bound for the norm of all gradients together. 0 disables clipping.
+        scaler: loss scaler. The gradients are divided by the scale of the loss scaler. If None,
+            losses are not scaled.
+        ranks: object that reduces the gradients over ranks before the norm is computed. If None,
             there is only one rank.
     """
 
@@ -155,7 +158,7 @@ class StreamedNorm:
 
     @torch.no_grad()
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Add the gradients of the model part with index `place` to the norm."""
+        """Include the gradients of the model part with index `place` in the norm."""
         if self.ranks is not None:
             self.ranks(parameters)
         for parameter in parameters:
@@ -168,8 +171,8 @@ class StreamedNorm:
                 norms.append(torch.norm(parameter.grad))
 
     def norm(self) -> Tensor:
-        """Return the norm of all gradients added since the last call, as a 0-dim float64 tensor.
-        Collective.
+        """Return the norm of all gradients that were added since the last call, as a float64 scalar
+        tensor. This is a collective operation.
         """
         norms = [self._norm_of(expert) for expert in (False, True)]
         kinds = [norm for norm in norms if norm is not None]
@@ -183,6 +186,8 @@ class StreamedNorm:
         if not keys:
             return None
         norms = [float(norm) for key in keys for norm in self._norms[key]]
+        # the norm of the norms, in float32 and in this order, as in Megatron: any other way of
+        # adding up would change the last bits
         squared = torch.norm(torch.tensor(norms, dtype=torch.float32))**2.0
         if (group := self.groups.get(expert)) is not None and group.size() > 1:
             squared = squared.to(device_of_parts())
@@ -191,18 +196,18 @@ class StreamedNorm:
         return float(squared)**0.5
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Scale the gradients down if the norm exceeds `max_norm`."""
+        """If the norm exceeds `max_norm`, scale the gradients down."""
         if self._factor < 1:
             for gradient in gradients:
                 gradient.mul_(self._factor)
 
     def forget(self) -> None:
-        """Discard the norms that have been added."""
+        """Discard the norms of all gradients that were added."""
         self._norms = {}
 
 
 def device_of_parts() -> torch.device:
-    """Return the device on which the parts are computed."""
+    """Return the device that computes the parts of the model."""
     if torch.cuda.is_available() and not cpu.enabled():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -210,9 +215,9 @@ def device_of_parts() -> torch.device:
 
 def torch_optimizer(args: argparse.Namespace, params: Sequence[nn.Parameter]
                     ) -> torch.optim.Optimizer:
-    """Return a torch optimizer with the options and parameter groups that Megatron would use.
+    """Create a torch optimizer with the same options and parameter groups that Megatron would use.
 
-    Vectors have no weight decay.
+    Vectors have a separate parameter group without weight decay.
     """
     kinds = [(1.0, [p for p in params if not is_vector(p)]),
              (0.0, [p for p in params if is_vector(p)])]

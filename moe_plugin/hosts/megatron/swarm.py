@@ -1,10 +1,11 @@
-"""Support for `--swarm`, with which peers that can join and leave serve the pipeline stages of a
-GPT model in Megatron's own training loop.
+"""Support for `--swarm` in Megatron's own training loop. The pipeline stages of a GPT model are
+computed by peers, which can join and leave at any time.
 
-Trainers run the training loop. They read data, set learning rates, write logs and checkpoints, and
-have no weights. A peer runs the same command with `--swarm peer`. A peer builds the layers of one
-stage as Megatron builds a pipeline stage, and computes them with the script's own forward step,
-which receives the micro-batch that a trainer has read.
+Trainers are the processes that run the training loop. A trainer reads data, sets learning rates,
+and writes logs and checkpoints. A trainer stores no weights. To start a peer, run the same command
+with `--swarm peer`. A peer builds the layers of one stage in the same way as Megatron builds a
+pipeline stage. The peer computes these layers with the script's own forward step, on micro-batches
+that a trainer has read.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ ForwardStep = Callable[..., tuple[Tensor, Callable[[Tensor], Any]]]
 
 
 class SwarmStage(nn.Module):
-    """A stage of the model that applies the script's forward step to the layers of the stage.
+    """A pipeline stage on a peer. The stage applies the script's forward step to its layers.
 
     Args:
-        part: pipeline stage built by Megatron.
-        forward_step: forward step function of the script.
+        part: pipeline stage that Megatron has built.
+        forward_step: the script's forward step function.
     """
 
     def __init__(self, part: nn.Module, forward_step: ForwardStep) -> None:
@@ -66,7 +67,7 @@ class SwarmStage(nn.Module):
         """Compute the stage.
 
         x: output [T, B, D] of the previous stage. The first stage ignores `x`.
-        Returns: a tensor [T, B, D], or on the last stage the input of the script's loss function.
+        Returns: a tensor [T, B, D]. The last stage returns the input of the script's loss function.
         """
         if not self.part.pre_process:
             self.part.set_input_tensor(x)
@@ -79,7 +80,7 @@ class SwarmStage(nn.Module):
 
 
 class MegatronPeer(StagePeer):
-    """A peer that handles each request in a separate thread on the device of the process."""
+    """A peer that processes each request in a separate thread, on the device of this process."""
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any] | None:
         # `cpu.building`, which maps "cuda" to "cpu", applies only to the thread that enters it
@@ -89,7 +90,7 @@ class MegatronPeer(StagePeer):
 
 def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_step: ForwardStep
           ) -> None:
-    """Serve a stage until the trainer has ended or cannot be reached any more."""
+    """Serve requests for one stage until the trainer ends or can no longer be reached."""
     count = args.global_batch_size // args.micro_batch_size
     made: list[SwarmStage] = []
 
@@ -128,7 +129,7 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
 
 @contextlib.contextmanager
 def states(cpu_state: Tensor, tracked: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside the block, use these states in torch's random generator and in Megatron's tracker."""
+    """Inside the block, use these random states in torch's generator and Megatron's tracker."""
     tracker = get_cuda_rng_tracker()
     before = torch.get_rng_state(), tracker.get_states()
     torch.set_rng_state(cpu_state)
@@ -142,7 +143,7 @@ def states(cpu_state: Tensor, tracked: Mapping[str, Tensor]) -> Iterator[None]:
 
 def stage_of(make: MakePart, number: int, stages: int, layers: int, forward_step: ForwardStep
              ) -> SwarmStage:
-    """Return stage `number`. The layers are divided evenly over the stages."""
+    """Return stage `number`. The layers are divided evenly among the stages."""
     begin, end = (layers * n // stages for n in (number, number + 1))
 
     def chosen(specs: list[Any]) -> list[Any]:
@@ -154,8 +155,8 @@ def stage_of(make: MakePart, number: int, stages: int, layers: int, forward_step
 
 
 class SwarmModel(nn.Module):
-    """The only chunk of a trainer's model, which has no weights, and the function that runs its
-    passes on the peers.
+    """The only model chunk of a trainer. A trainer's model has no weights. The model runs the
+    forward and backward passes on the peers.
     """
 
     vp_stage, pre_process, post_process = None, True, True
@@ -168,7 +169,7 @@ class SwarmModel(nn.Module):
         self.trainer, self.norm = trainer, 0.0
 
     def close(self) -> None:
-        """Inform the other processes that this trainer has ended."""
+        """Notify the other processes that this trainer has ended."""
         if isinstance(self.trainer, Swarm):
             self.trainer.close()
         else:
@@ -176,10 +177,10 @@ class SwarmModel(nn.Module):
 
     def passes(self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False,
                **_: Any) -> list[dict[str, Tensor]]:
-        """Run the passes of a step. This method replaces the function returned by Megatron's
-        `get_forward_backward_func`.
+        """Run the forward and backward passes of a step. This method replaces the function that
+        Megatron's `get_forward_backward_func` returns.
 
-        The arguments are the same as those of the replaced function.
+        The replaced function accepts the same arguments.
         """
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         batches = (next(iterator) for _ in range(num_microbatches))
@@ -196,13 +197,11 @@ class SwarmModel(nn.Module):
         return list(result.logged if leads else result["logged"])
 
     def zero_grad_buffer(self) -> None:
-        """Do nothing, because the peers clear the gradients."""
+        """Do nothing, because the peers clear their gradients."""
 
 
 class SwarmOptimizer(StreamedOptimizer):
-    """The optimizers of the peers, with the interface that Megatron's training loop and
-    `FiniteSteps` expect.
-    """
+    """The optimizers of all peers, with the interface of a single Megatron optimizer."""
 
     param_groups: list[dict[str, Any]] = []  # noqa: RUF012 - every instance sets its own list
 
@@ -212,7 +211,7 @@ class SwarmOptimizer(StreamedOptimizer):
         self.param_groups = torch_optimizer(args, some).param_groups
 
     def step(self) -> tuple[bool, float | None, None]:
-        """Make the peers clip gradients and run an optimizer step. See `StreamedOptimizer.step`."""
+        """Make all peers run an optimizer step. See `StreamedOptimizer.step`."""
         skip = self.prepare_grads()
         if isinstance(self.model.trainer, Swarm):
             self.model.trainer.update(skip, [
@@ -223,12 +222,13 @@ class SwarmOptimizer(StreamedOptimizer):
 
 def set_up(given: Mapping[str, Any], run: Callable[[], Run], forward_step: ForwardStep
            ) -> tuple[list[SwarmModel], SwarmOptimizer | None, Any]:
-    """Return the model, optimizer and scheduler, as Megatron's `setup_model_and_optimizer` does.
+    """Build the model, optimizer and scheduler, and return them like Megatron's
+    `setup_model_and_optimizer`.
 
-    If the process is a peer, this function serves the trainer and then exits the process.
+    If this process is a peer, serve requests instead, and then exit the process.
 
     Args:
-        given: dict of the arguments of `setup_model_and_optimizer` by name.
+        given: dict of the arguments of `setup_model_and_optimizer`, by name.
         run: function that returns the current run object.
         forward_step: forward step function of the script.
     """
@@ -279,8 +279,8 @@ def _trainer(swarm: SwarmConfig, args: argparse.Namespace, folder: Path | None
 def save(given: Mapping[str, Any]) -> None:
     """Write a checkpoint of all stages. This function replaces Megatron's `save_checkpoint`.
 
-    The checkpoint is written only by the leading trainer. `given` contains the arguments of
-    `save_checkpoint` by name.
+    Only the leading trainer writes the checkpoint. `given` is a dict of the arguments of
+    `save_checkpoint`, by name.
     """
     arguments, [model] = script_arguments(), given["model"]
     if not isinstance(model.trainer, Swarm):
@@ -297,8 +297,8 @@ def save(given: Mapping[str, Any]) -> None:
 
 def _saved(root: str, settings: Mapping[str, Any], iteration: int | None
            ) -> tuple[dict[str, Any], Path | None]:
-    """Return the progress and folder of a checkpoint written by `save`, or ({}, None) if there is
-    none.
+    """Return the progress and the folder of a checkpoint that `save` has written. Return ({}, None)
+    if there is no checkpoint.
     """
     iteration = iteration or files.latest(root)
     if iteration is None:
@@ -315,7 +315,7 @@ def _saved(root: str, settings: Mapping[str, Any], iteration: int | None
 
 
 def address_of(swarm: SwarmConfig) -> tuple[str, int]:
-    """Return the host and port of the leading trainer."""
+    """Return the host name and port of the leading trainer."""
     host, _, port = swarm.address.rpartition(":")
     return host, int(port)
 

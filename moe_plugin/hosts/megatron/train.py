@@ -1,11 +1,12 @@
-"""Train a GPT language model with this package's MoE layer. This is the package's short script in
-Megatron's own training loop.
+"""Train a GPT language model with this package's MoE layer. This module runs the package's example
+script in Megatron's own training loop.
 
     torchrun --nproc_per_node 2 -m moe_plugin.hosts.megatron.train --data-path data/corpus
     --num-layers 4 ...
 
-This command is the same as `python -m moe_plugin.hosts.megatron.launch pretrain_gpt_moe`. The
-option `--cpu` is equivalent to the launcher's `--moe-cpu`. See docs/megatron.md.
+The command above is equivalent to `python -m moe_plugin.hosts.megatron.launch
+pretrain_gpt_moe`. The option `--cpu` is equivalent to the launcher's `--moe-cpu`. See
+docs/megatron.md.
 """
 
 from __future__ import annotations

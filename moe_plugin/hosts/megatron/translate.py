@@ -1,10 +1,10 @@
-"""Translation of Megatron's settings to settings of this package.
+"""Translate Megatron's settings to settings of this package.
 
-Megatron's MoE arguments keep their meaning. If this package's router computes the same results, it
-is used. If only Megatron's router supports a setting, Megatron's router is built and this package's
-layer uses its decisions. A setting that neither router supports raises a `ValueError`. Settings
-that only select an implementation in Megatron (dispatcher type, fusions) have no effect on the
-results and are logged.
+Megatron's MoE arguments keep their meaning. If the router of this package gives the same results as
+Megatron's router, the router of this package is used. If only Megatron's router supports a setting,
+the layer of this package uses Megatron's router. If neither router supports a setting, a
+`ValueError` is raised. Settings that only select an implementation in Megatron (dispatcher type,
+fusions) do not change the results, so they are logged and otherwise ignored.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ LOSS_NAMES = {"switch": "load_balancing_loss", "z": "z_loss"}  # our name: name 
 
 @dataclass(frozen=True)
 class Translation:
-    """The settings of a layer, translated to settings of this package.
+    """The settings of a Megatron layer after translation to settings of this package.
 
     Attributes:
         config: settings of the layer.
-        run: settings that concern the whole run.
-        native_router: list of reasons why Megatron's router is needed. It is empty if this
-            package's router is used.
-        notices: log lines about settings without effect.
+        run: settings of the whole run.
+        native_router: list of the reasons why Megatron's router must be used. The list is empty if
+            the router of this package is used.
+        notices: log lines about settings that have no effect.
         native_balance: True if Megatron's router balances the load.
-        follows_recipe: True if `experts.precision` comes from Megatron's recipe, which may exclude
-            some layers.
+        follows_recipe: True if `experts.precision` is derived from Megatron's precision recipe. A
+            recipe may exclude some layers.
     """
 
     config: MoEConfig
@@ -103,15 +103,12 @@ class Translation:
 
 
 def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings given by `--moe-config` and the generated flags, by dotted path.
-
-    Flags override the file.
-    """
+    """Return the settings in the `--moe-config` file and in flags, which override the file."""
     return {**flags.file_settings(values), **flags.settings_from_flags(values, NATIVE_ARGUMENTS)}
 
 
 def timeout_of(settings: Mapping[str, Any]) -> float:
-    """Return the value of `comm.timeout_s` in settings by dotted path, in seconds.
+    """Return the setting `comm.timeout_s`. `settings` is a dict of settings by dotted path.
 
     Raises:
         ValueError: If the timeout is out of bounds.
@@ -122,16 +119,18 @@ def timeout_of(settings: Mapping[str, Any]) -> float:
 
 def translate(native: Any, settings: Mapping[str, Any], *,
               injected_router: bool = False) -> Translation:
-    """Return this package's config for a Megatron `TransformerConfig`.
+    """Return the `MoEConfig` and the other settings of this package that correspond to a Megatron
+    `TransformerConfig`.
 
     Args:
-        native: `TransformerConfig` of any supported Megatron version.
-        settings: the settings of this package that the user gave, as a mapping from dotted paths to
+        native: `TransformerConfig` of any supported version of Megatron.
+        settings: settings of this package that the user set, as a mapping from dotted paths to
             values.
-        injected_router: True if the layer spec contains its own router class.
+        injected_router: True if the layer spec defines a custom router class.
     Raises:
-        ValueError: If this package's layer does not support a Megatron setting, if a setting of
-            this package contradicts a Megatron setting, or if a value is invalid.
+        ValueError: If the layer of this package does not support one of Megatron's settings, if a
+            setting of this package contradicts one of Megatron's settings, or if a value is
+            invalid.
     """
     import_user_modules(settings.get("imports"))  # may register the score function
     refuse_unsupported(with_known_names(native))
@@ -163,10 +162,10 @@ def translate(native: Any, settings: Mapping[str, Any], *,
 
 
 def native_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Megatron arguments, by attribute name, that are equivalent to these settings of
-    this package.
+    """Return the arguments of Megatron that correspond to the given settings of this package, by
+    attribute name.
 
-    Settings without an equivalent argument are left out.
+    Settings that have no corresponding argument are left out.
     """
     settings = _without_open(settings)
     arguments = {name: settings[path] for path, name in _ATTRIBUTES.items()
@@ -203,7 +202,7 @@ _ATTRIBUTES = {
 
 
 def _without_open(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without those whose value leaves the choice to the host."""
+    """Remove all settings that leave the choice to the host, and return the remaining settings."""
     open_values = {"model_dim": 0, "experts.hidden_dim": 0, "router.normalize": "auto",
                    "experts.init_std": None}
     return {path: value for path, value in settings.items()
@@ -211,12 +210,12 @@ def _without_open(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(native: Any, settings: Mapping[str, Any], whole: bool) -> dict[str, Any]:
-    """Return Megatron's settings, translated to settings of this package, after checking that they
-    do not contradict the user's settings of this package.
+    """Translate Megatron's settings to settings of this package, after checking that they do not
+    contradict the settings that the user set in this package.
 
-    whole: True if the settings of this package describe whole layers. In this case this package's
-        value is used if only this package's layer supports it and Megatron's setting has its
-        default value.
+    whole: True if the user's settings describe complete layers. In this case, if Megatron's setting
+        has its default value and only the layer of this package supports the user's value, the
+        user's value is used.
     """
     known = _native_values(native)
     said = {**known, "experts.init_std": setting(native, "init_method_std"),
@@ -326,10 +325,11 @@ def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str
 
 
 def refuse_unsupported(native: Any) -> None:
-    """Raise a `ValueError` for the first Megatron setting that this package's layer cannot honour.
+    """Raise a `ValueError` for the first of Megatron's settings that the layer of this package does
+    not support.
 
-    These are settings that change the results or the order of computation, and that the layer would
-    have to ignore.
+    Such a setting would change the results or the order of computation. Without an error, the layer
+    would silently ignore them.
     """
     if not native.num_moe_experts:
         raise ValueError(
@@ -345,11 +345,11 @@ def refuse_unsupported(native: Any) -> None:
 
 
 def refuse_arguments() -> None:
-    """Raise a `ValueError` for the first argument of Megatron's training script that is not
-    supported.
+    """Raise a `ValueError` for the first argument of Megatron's training script that this package
+    does not support.
 
-    Arguments that are part of `TransformerConfig` are not checked here. An unknown expert-related
-    argument also raises an error.
+    This function does not check arguments that are fields of `TransformerConfig`. An expert-related
+    argument that this package does not know also raises an error.
     """
     given = script_arguments()
     fields.refuse_by_row(SimpleNamespace(**given), fields.ARGUMENTS)
@@ -390,7 +390,7 @@ def _notices(native: Any) -> Iterable[str]:
 
 
 def announce(plan: Translation) -> None:
-    """Log on rank 0 why layers use Megatron's own router, and the plan's notices about settings."""
+    """On rank 0, log why layers use Megatron's own router, and log the notices in `plan`."""
     if dist.is_initialized() and dist.get_rank():
         return
     if plan.native_router:

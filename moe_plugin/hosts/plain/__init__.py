@@ -1,1 +1,1 @@
-"""MoE layers for plain PyTorch, with blocks, data parallelism and the steps of a training loop."""
+"""MoE layers for plain PyTorch: blocks, data parallelism, and the steps of a training loop."""

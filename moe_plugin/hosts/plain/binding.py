@@ -1,12 +1,14 @@
-"""Binding of a rank to the processors of its GPU's NUMA node.
+"""Bind each rank to the processors of the NUMA node that contains its GPU.
 
-After binding, copies between host and GPU and NCCL's own threads do not cross CPU sockets. Usage:
+Copies between host and GPU then do not cross CPU sockets, and NCCL's own threads run on the same
+socket. Usage:
 
     torchrun --nproc-per-node 8 -m moe_plugin.hosts.plain.binding python train.py ...
 
-This command logs the selected processors and the reason, and then replaces itself with the training
-command. The launch scripts do the same with `NUMA=/sys`. Memory is allocated on the same NUMA node
-as the processors, because Linux allocates each page on the node that accesses the page first.
+The command above logs which processors it selected and why. Then the command replaces itself with
+the training command. The launch scripts bind processes in the same way if the environment variable
+`NUMA=/sys` is set. Linux allocates each page of memory on the NUMA node that first accesses the
+page. Memory is therefore on the same node as the processors.
 """
 
 from __future__ import annotations
@@ -29,12 +31,12 @@ _PLACES = (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("SLURM_LOCALID", "SLURM_NTASKS_P
 
 @dataclass(frozen=True)
 class Binding:
-    """The processors to which one rank is bound.
+    """The processors to which a rank is bound.
 
     Attributes:
         cpus: tuple of processor numbers.
         node: number of the NUMA node, or None if the machine does not report NUMA nodes.
-        why: readable explanation of the choice, for the log.
+        why: explanation of the choice, for the log.
     """
 
     cpus: tuple[int, ...]
@@ -43,15 +45,15 @@ class Binding:
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """Parse a CPU list in the format of sysfs, for example `0-3,8`."""
+    """Parse a CPU list in the format that sysfs uses, for example `0-3,8`."""
     spans = [part.split("-") for part in text.strip().split(",") if part]
     return [cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1)]
 
 
 def numa_nodes(sysfs: Path, allowed: set[int]) -> dict[int, list[int]]:
-    """Return a dict from each NUMA node to its allowed processors.
+    """Return a dict that maps each NUMA node to the processors of the node that may be used.
 
-    If the machine reports no NUMA nodes, all processors belong to node 0.
+    If the machine does not report NUMA nodes, node 0 contains all processors.
     """
     nodes = {}
     for folder in sorted((sysfs / "devices/system/node").glob("node[0-9]*"),
@@ -63,9 +65,7 @@ def numa_nodes(sysfs: Path, allowed: set[int]) -> dict[int, list[int]]:
 
 
 def gpu_node(sysfs: Path, bus_id: str) -> int | None:
-    """Return the NUMA node of a PCI device (`0000:3b:00.0`), or None if sysfs has no entry for the
-    device.
-    """
+    """Return the NUMA node of a PCI device (`0000:3b:00.0`), or None if sysfs does not list it."""
     try:
         node = int((sysfs / "bus/pci/devices" / bus_id.lower() / "numa_node").read_text())
     except (OSError, ValueError):
@@ -77,15 +77,15 @@ def plan(rank: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] |
          sysfs: Path = Path("/sys")) -> Binding:
     """Select the processors for one rank on this machine.
 
-    The processors of a NUMA node are divided among its ranks without overlap.
+    The ranks of a NUMA node divide its processors among themselves without overlap.
 
     Args:
-        rank: 0-based local rank.
+        rank: local rank, starting at 0.
         count: number of ranks on this machine.
-        bus_ids: PCI addresses of the GPUs of all local ranks, in the order of ranks. If the list is
-            empty, the ranks are distributed evenly over the NUMA nodes.
-        allowed: numbers of the processors that may be used. Optional. Defaults to the processors
-            that the current process may use.
+        bus_ids: PCI addresses of the GPUs of all local ranks, ordered by rank. If this list is
+            empty, the ranks are distributed evenly over all NUMA nodes.
+        allowed: numbers of the processors that may be used. Optional. Defaults to the processors on
+            which the current process is allowed to run.
         sysfs: path of the root folder of sysfs.
     Raises:
         ValueError: If the local rank is not between 0 and `count - 1`.
@@ -114,11 +114,11 @@ def plan(rank: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] |
 
 
 def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return the local rank and the number of local ranks, read from the launcher's environment
-    variables.
+    """Return the local rank and the number of local ranks. Both numbers are read from environment
+    variables that the launcher sets.
 
     Raises:
-        ValueError: If these environment variables are not set.
+        ValueError: If the launcher has not set these environment variables.
     """
     for rank, size in _PLACES:
         if rank in environment and size in environment:
@@ -130,9 +130,10 @@ def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def gpu_bus_ids() -> list[str]:
-    """Return the PCI addresses of the visible GPUs in torch's order.
+    """Return the PCI addresses of the visible GPUs, in the order that torch uses.
 
-    The list is empty if there is no GPU, or if the installed torch does not report PCI addresses.
+    The list is empty if there is no GPU, or if the installed version of torch does not report PCI
+    addresses.
     """
     import torch
 
@@ -147,16 +148,16 @@ def gpu_bus_ids() -> list[str]:
 
 def bind(rank: int, count: int, sysfs: Path = Path("/sys"), first: int = 0,
          total: int = 0) -> Binding:
-    """Bind the current process to processors, and log the processors and the reason.
+    """Bind the current process to processors. Log the processors and the reason for the choice.
 
     Args:
         rank: 0-based local rank.
-        count: number of ranks that this launcher started on this machine.
+        count: number of ranks that this launcher has started on this machine.
         sysfs: path of the root folder of sysfs.
-        first: number of ranks that earlier launchers started on the same machine. This number is
-            used only if the ranks of this launcher do not have one GPU each.
-        total: number of ranks that all launchers started on the same machine. The default 0 means
-            that there is no other launcher.
+        first: number of ranks that earlier launchers have started on this machine. `first` is
+            ignored if each rank of this launcher has its own GPU.
+        total: number of ranks that all launchers together have started on this machine. The default
+            0 means that there is only one launcher.
     Raises:
         ValueError: If `sysfs` is not a sysfs folder, or if the local rank is out of range.
     """
@@ -174,7 +175,7 @@ def bind(rank: int, count: int, sysfs: Path = Path("/sys"), first: int = 0,
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Bind the current process to processors, then replace it with the given command."""
+    """Bind the current process to processors, and then replace it with the given command."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     p = argparse.ArgumentParser(
         usage="torchrun --nproc-per-node N -m moe_plugin.hosts.plain.binding [--sysfs DIR] "

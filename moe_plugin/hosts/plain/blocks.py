@@ -1,7 +1,7 @@
 """MoE layers as blocks of a plain PyTorch model.
 
-A block is called like a feed-forward module. It maps a tensor to a tensor, so it can be used in
-`nn.Sequential`.
+A block has the same interface as a feed-forward module. Both the input and the output of a block
+are tensors, so a block can be used in `nn.Sequential`.
 
     model = nn.Sequential(nn.Linear(32, 64), MoEBlock(64, num_experts=8), nn.Linear(64, 10))
     loss = criterion(model(x), y) + auxiliary_loss(model)
@@ -26,23 +26,23 @@ from moe_plugin.utils.machine import inside_backward
 
 
 class MoEBlock(nn.Module):
-    """An `nn.Module` that calls a `MoELayer` and returns only the layer's output tensor.
+    """An `nn.Module` that calls a `MoELayer` and returns only the output tensor of the layer.
 
-    The losses and statistics of the latest call are stored in `last` until the next call.
+    The losses and statistics of the most recent call are available in `last` until the next call.
 
     Args:
-        moe: a `MoELayer`, or the arguments from which a layer is built, as in
+        moe: a `MoELayer`, or the first argument for building a layer, as in
             `MoEBlock(64, num_experts=8, router="switch")`.
     Raises:
-        ValueError: If `moe` is already a layer, but layer arguments are also passed.
+        ValueError: If `moe` is a layer but arguments for building a layer are also passed.
 
     Attributes:
         moe: the layer.
-        last: output of the latest call, with losses and statistics. It is None before the first
-            call and in copies of the block.
-        after: module that is applied to the output of the experts.
-        masks: token masks read from the surrounding model (`use_model_masks`), or None if the
-            caller passes the masks.
+        last: complete output of the most recent call, including losses and statistics. `last` is
+            None before the first call, and in copies of the block.
+        after: module that is applied to the output of the layer.
+        masks: token masks that are read from the surrounding model (see `use_model_masks`), or None
+            if the caller passes token masks.
     """
 
     def __init__(self, moe: MoELayer | Any, *args: Any, after: nn.Module | None = None,
@@ -60,12 +60,12 @@ class MoEBlock(nn.Module):
         self._begin_pass(None)
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
-        """Apply the layer. The output has the shape [..., D] and the dtype of the input.
+        """Apply the layer. The output has shape [..., D] and the same dtype as the input.
 
         Args:
-            x: input tokens of shape [..., D].
-            token_mask: bool tensor of shape [...] that is True for real tokens. Optional. Defaults
-                to the mask of the surrounding model.
+            x: input tokens with shape [..., D].
+            token_mask: bool tensor with shape [...] that is True for real tokens. Optional.
+                Defaults to the token mask of the surrounding model.
         """
         if token_mask is None and self.masks is not None:
             token_mask = self.masks.of(x)
@@ -83,17 +83,17 @@ class MoEBlock(nn.Module):
         return y
 
     def losses(self) -> list[dict[str, Tensor]]:
-        """Return the losses of each call in the latest forward pass.
+        """Return a list with the losses of each call in the most recent forward pass.
 
-        The list has several entries if several layers of the model share this block.
+        The list has several elements if the model uses this block in several layers.
         """
         return self._earlier if self.last is None else [*self._earlier, self.last.losses]
 
     def _begin_pass(self, owner: _NewPass | None) -> None:
-        """Discard the losses of earlier calls.
+        """Discard the losses of all earlier calls.
 
-        owner: hook that marks the beginning and the end of the forward pass, or None if there is no
-            such hook.
+        owner: hook that detects where the forward pass begins and ends, or None if there is no
+            hook.
         """
         self.last, self._owner = None, owner
         self._earlier: list[dict[str, Tensor]] = []
@@ -109,14 +109,17 @@ class MoEBlock(nn.Module):
 
 
 def blocks_in(model: nn.Module) -> Iterator[tuple[str, MoEBlock]]:
-    """Return the names and modules of all blocks in a model, in the order of the model's modules.
+    """Return an iterator over the names and modules of all blocks in a model, in the order of
+    `model.named_modules()`.
     """
     return ((name, module) for name, module in model.named_modules()
             if isinstance(module, MoEBlock))
 
 
 def use_model_masks(model: nn.Module) -> None:
-    """Make the blocks of an unmodified model detect its forward passes and read its token masks."""
+    """Make the blocks of a model detect when a forward pass begins, and make the blocks read the
+    model's token masks. The model's own code is not changed.
+    """
     follow_passes(model)
     blocks = [block for _, block in blocks_in(model)]
     masks = follow_masks(model, blocks)
@@ -128,8 +131,7 @@ def use_model_masks(model: nn.Module) -> None:
 class _NewPass:
     """A forward pre-hook that makes all blocks discard the losses of the previous forward pass.
 
-    If a submodule is called during a forward pass of the whole model, this is not treated as a new
-    pass.
+    Calling a submodule during a forward pass of the whole model does not begin a new pass.
     """
 
     def __call__(self, model: nn.Module, args: Any) -> None:
@@ -138,9 +140,7 @@ class _NewPass:
                 block._begin_pass(self)
 
     def ends(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Mark the end of the forward pass. This method is also called if the pass fails with an
-        error.
-        """
+        """Mark the end of the forward pass, which may have failed with an error."""
         for _, block in blocks_in(model):
             if block._owner is self:
                 block._owner = None
@@ -149,8 +149,8 @@ class _NewPass:
 def follow_passes(model: nn.Module) -> None:
     """Register hooks that detect the forward passes of a model.
 
-    After this call, a block that is skipped in a later forward pass (layer drop) adds nothing to
-    the losses of that pass. A second call for the same model has no effect.
+    After this call, a block that is skipped in a forward pass (layer drop) contributes no losses to
+    this pass. A second call for the same model has no effect.
     """
     if not any(isinstance(hook, _NewPass) for hook in model._forward_pre_hooks.values()):
         hook = _NewPass()
@@ -159,24 +159,25 @@ def follow_passes(model: nn.Module) -> None:
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """Return the sum of the routers' losses in the latest forward pass. Add the result to the loss
+    """Return the sum of all router losses in the most recent forward pass. Add this sum to the loss
     of the model.
 
-    For each block the result contains the sum of `weight * loss` over the names in `losses`. If the
-    model calls a block several times, the losses of all calls are added. If a block that was
-    inserted by hand is shared, only its last call is included in the first pass, unless
-    `follow_passes(model)` was called before that pass.
+    For each block, the sum contains `weight * loss` for every name in the setting `losses`. If the
+    model calls a block several times, the sum includes the losses of all calls. However, if you
+    inserted the block by hand, the first pass includes only the block's last call. To include all
+    calls, call `follow_passes(model)` before the first pass.
 
-    A block that was not called in the latest pass adds nothing. A pass begins when the model that
-    was passed to this function or to `replace_ffn` is called. The model must be called as a whole.
-    If its parts are called separately, a part that is skipped adds the losses of its last call.
+    A block that was not called in the most recent pass contributes nothing. A pass begins when the
+    model that was passed to this function or to `replace_ffn` is called. Always call this model as
+    a whole. If submodules are called separately, a submodule that is skipped contributes the losses
+    of its last call.
 
-    Returns: a differentiable float32 scalar. It is 0 before the first forward pass, and if no loss
-        is set.
+    Returns: a differentiable float32 scalar. The scalar is 0 before the first forward pass, and if
+        no losses are set.
     Raises:
-        ValueError: If the model has no block, if a `MoELayer` with losses is outside of any block
-            (only its caller receives the losses), or if the losses of a block in training mode have
-            no gradient although gradients are now enabled.
+        ValueError: If the model has no block, if a `MoELayer` with losses is not part of a block
+            (only the caller of such a layer receives its losses), or if a block in training mode
+            has losses without gradients although gradients are enabled.
     """
     _check_blocks(model)
     follow_passes(model)
@@ -199,7 +200,6 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
 
 
 def _check_blocks(model: nn.Module) -> None:
-    """Raise a `ValueError` if the losses of some MoE layers would be missing from the sum."""
     inside = {id(block.moe) for _, block in blocks_in(model)}
     for name, layer in named_layers_in(model).items():
         if id(layer) not in inside:
@@ -223,20 +223,21 @@ def _has_weight(block: MoEBlock) -> bool:
 
 def optimizer_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.0,
                      expert_lr: float | None = None) -> list[dict[str, Any]]:
-    """Return parameter groups for any torch optimizer, in which experts have separate groups.
+    """Return parameter groups for a torch optimizer. Experts and dense parameters have separate
+    groups.
 
-    Vectors (biases and the weights of norms) have no weight decay. The bias of an expert is treated
-    as a vector, although it is stored as a row of a matrix.
+    Vectors (biases and the weights of norms) are not subject to weight decay. Expert biases count
+    as vectors, although they are stored as the rows of a matrix.
 
     Args:
         model: the model.
         lr: learning rate.
         expert_lr: learning rate of the experts. Optional. Defaults to `lr`.
         weight_decay: weight decay of all matrices.
-    Returns: a list of all non-empty parameter groups, each with `name`, `params`, `lr` and
-        `weight_decay`.
+    Returns: a list of all parameter groups that are not empty. Each group has the keys `name`,
+        `params`, `lr` and `weight_decay`.
     Raises:
-        ValueError: If `expert_lr` is set, but no expert of the model is trainable.
+        ValueError: If `expert_lr` is set but the model has no trainable experts.
     """
     stacks, groups = stacked(model), dict[str, dict[str, Any]]()
     for parameter in model.parameters():

@@ -1,9 +1,10 @@
-"""Detection of feed-forward modules in an unknown model by running them.
+"""Detect feed-forward modules in an unknown model by running its modules.
 
-A module is a feed-forward module if it has two linear layers (D to F and back) or three linear
-layers (two of them D to F), and if one of the supported activations, with the linear layers in one
-of the possible orders, reproduces the output of the module for random tokens and random weights.
-The names of modules are not used.
+A module is recognised as a feed-forward module if it meets two conditions. First, the module must
+have two linear layers (D to F and back) or three linear layers (two of them D to F). Second, there
+must be a feed-forward function that computes the same output as the module for random tokens and
+random weights. This function uses the linear layers in any order, and one of the supported
+activation functions. The names of modules do not matter.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ TRAINED = 8  # number of calls in training mode
 
 @dataclass(frozen=True)
 class FeedForward:
-    """The function that a feed-forward module computes, with its weights.
+    """The function that a feed-forward module computes, together with its weights.
 
-    Without a gate the function is `y = act(x @ w_in + b_in) @ w_out + b_out`. With a gate it is
-    `y = (act(x @ w_gate + b_gate) * (x @ w_in + b_in)) @ w_out + b_out`.
+    Without a gate, the function is `y = act(x @ w_in + b_in) @ w_out + b_out`. With a gate, the
+    function is `y = (act(x @ w_gate + b_gate) * (x @ w_in + b_in)) @ w_out + b_out`.
 
     Attributes:
-        weights: dict of those weights among `w_in_DF`, `w_out_FD`, `w_gate_DF`, `b_in_F`,
-            `b_gate_F` and `b_out_D` that exist, as views of the module's parameters.
-        activation: name of the activation function in `experts.activation`.
-        dropout: probability of the dropout after the activation (and the gate).
-        after: probability of the dropout after the last linear layer.
-        frozen: names of the weights that are not trained.
+        weights: dict of the module's weights, which are views of its parameters. The possible keys
+            are `w_in_DF`, `w_out_FD`, `w_gate_DF`, `b_in_F`, `b_gate_F` and `b_out_D`.
+        activation: name of the activation function, as in `experts.activation`.
+        dropout: dropout probability after the activation function (and the gate).
+        after: dropout probability after the last linear layer.
+        frozen: names of the weights that are not trainable.
     """
 
     weights: dict[str, Tensor]
@@ -64,13 +65,14 @@ class FeedForward:
 
 
 def read_feed_forward(module: nn.Module) -> FeedForward | None:
-    """Return the function that a module computes. The result is None if the module is not a
+    """Return the feed-forward function that a module computes. Return None if the module is not a
     feed-forward module.
 
-    The test runs a copy of the module in float32 with random weights, because the module's own
-    weights may be zeros, which would hide the activation. The copy is run once in evaluation mode,
-    and again for each dropout module with only this dropout active. The copy is then run a few
-    times in training mode, to check that only dropout behaves differently in training.
+    The test runs a copy of the module in float32 with random weights. The module's own weights
+    could be zero and would then hide the activation function. First, the copy is run in evaluation
+    mode. Then the copy is run again for each dropout module, with only this dropout active.
+    Finally, the copy is run several times in training mode. The runs in training mode check that
+    only dropout behaves differently during training.
     """
     maps = _linear_maps(module)
     known = {id(p) for part in maps for p in part.parameters(recurse=False)}
@@ -98,8 +100,8 @@ def _draw_weights(twin: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Ran:
-    """The record of one call of a module. parts: list of the linear and dropout modules, in the
-    order in which they were run.
+    """A record of one call of a module. parts: list of the linear and dropout modules, in the order
+    in which they were called.
     """
 
     x_TD: Tensor
@@ -108,10 +110,9 @@ class _Ran:
 
 
 def _run(twin: nn.Module, width: int) -> _Ran | None:
-    """Call the module with random tokens.
+    """Call a module with random tokens.
 
-    Returns None if the module raises an error for the tokens or returns a tensor of a different
-    shape.
+    Return None if the module raises an error, or if it returns a tensor with a different shape.
     """
     parts: list[Any] = []
     watched = [*_linear_maps(twin), *(p for p in twin.modules() if isinstance(p, nn.Dropout))]
@@ -132,11 +133,11 @@ def _run(twin: nn.Module, width: int) -> _Ran | None:
 
 
 def _trains_alike(twin: nn.Module, ran: _Ran) -> bool:
-    """Return True if the results in training and evaluation mode are equal when dropouts are
-    disabled.
+    """Return True if the module computes the same output in training mode as in evaluation mode
+    when all dropouts are disabled.
 
-    A module that fails this test drops or normalizes values in a different way. The call changes
-    the dropout modules of `twin`, so the caller must discard `twin`.
+    A module fails this test if it drops or normalizes values by other means than `nn.Dropout`. This
+    function changes the dropout modules of `twin`, so `twin` must not be used afterwards.
     """
     for part in ran.parts:
         if isinstance(part, nn.Dropout):
@@ -155,7 +156,6 @@ def _trains_alike(twin: nn.Module, ran: _Ran) -> bool:
 
 
 def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | None:
-    """Return the feed-forward function that reproduces a call, or None if there is none."""
     twins = _linear_maps(twin)
     order = [twins.index(part) for part in ran.parts if not isinstance(part, nn.Dropout)]
     if sorted(order) != list(range(len(maps))):
@@ -182,13 +182,13 @@ def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | Non
 
 
 def _place(ffn: FeedForward, twin: nn.Module, number: int, x_TD: Tensor) -> str | None:
-    """Determine which dropout of a `FeedForward` corresponds to a dropout of the module.
+    """Determine the position of a dropout module in a `FeedForward`.
 
-    The dropout is forced to drop random values, and the results for the two possible positions are
-    compared with the output. Returns "dropout" or "after", or None if neither position reproduces
-    the output.
+    The dropout is forced to drop random values. The resulting output is compared with the output of
+    the `FeedForward` for each of the two possible positions. Return "dropout" or "after", or None
+    if neither position reproduces the output.
 
-    number: 0-based index of the dropout among all dropout calls.
+    number: index of the dropout among all calls of dropout modules, starting at 0.
     """
     calls, kept = itertools.count(), torch.ones(())
 
@@ -216,13 +216,13 @@ def _place(ffn: FeedForward, twin: nn.Module, number: int, x_TD: Tensor) -> str 
 
 
 def compute(ffn: FeedForward, x_TD: Tensor, kept_TF: Tensor | None = None) -> Tensor:
-    """Compute the feed-forward function from its formula, without dropout, in the dtype of `x_TD`.
+    """Compute the formula of a feed-forward function in the dtype of `x_TD`, without dropout.
 
     Args:
         ffn: the function.
-        x_TD: tokens of shape [T, D].
-        kept_TF: factors of shape [T, F] that are applied to the inner values, for example to
-            emulate a dropout. Optional. Defaults to 1.
+        x_TD: tokens with shape [T, D].
+        kept_TF: factors with shape [T, F] by which the inner values are multiplied, for example to
+            emulate dropout. Optional. Defaults to 1.
     """
     w = {name: value.to(x_TD.dtype) for name, value in ffn.weights.items()}
     act = ACTIVATIONS[ffn.activation].value
@@ -241,7 +241,9 @@ def _distance(ffn: FeedForward, x_TD: Tensor, y_TD: Tensor,
 
 
 def _off(y: Tensor, wanted: Tensor) -> float:
-    """Return the largest absolute difference, divided by the largest absolute value of `wanted`."""
+    """Return the largest absolute difference between two tensors, divided by the largest absolute
+    value of `wanted`.
+    """
     off = (y - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)
     return float(off.nan_to_num(float("inf")))
 

@@ -1,4 +1,4 @@
-"""Replacement of the MoE blocks in a Hugging Face `transformers` model with MoE layers of this
+"""Replace the MoE blocks in a Hugging Face `transformers` model with the MoE layers of this
 package.
 
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -54,11 +54,11 @@ _BLOCK_SETTINGS = dict.fromkeys(("router_jitter_noise", "input_jitter_noise"),
 
 
 class SwappedBlock(MoEBlock):
-    """A block with the call signature of the MoE block in a `transformers` model.
+    """A block that is called in the same way as the MoE block in a `transformers` model.
 
     Attributes:
-        original: the model's own block on the meta device, which `restore_moe_blocks` uses.
-        family: description of how models of this family name and store the parameters of the block.
+        original: the model's own block on the meta device. `restore_moe_blocks` uses this block.
+        family: describes the names and formats of the block's parameters in this model family.
     """
 
     def __init__(self, moe: MoELayer, block: nn.Module, family: Block) -> None:
@@ -70,16 +70,17 @@ class SwappedBlock(MoEBlock):
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]  # transformers passes no mask
         """Apply the MoE layer to `x`.
 
-        Returns a tensor, or (tensor, None) if the model's own block also returns router logits.
+        Return a tensor, or a tuple (tensor, None) if the model's own block also returns router
+        logits.
         """
         y = super().forward(x)
         return (y, None) if self.family.pair else y
 
     def train(self, mode: bool = True) -> SwappedBlock:
-        """Set training or evaluation mode, like `nn.Module.train`.
+        """Set training or evaluation mode, as in `nn.Module.train`.
 
-        In training the load of the experts must be balanced. If the block is set to training mode
-        but no setting balances the load, a warning is logged.
+        During training, the load of the experts should be balanced. If the block is set to training
+        mode and no setting balances the load, a warning is logged.
         """
         if mode and not self.training:
             check_balance(self.moe.router, self.moe.config, self.moe.comm, HostContext())
@@ -89,29 +90,30 @@ class SwappedBlock(MoEBlock):
 @replaces_parameters
 def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
                     settings: Mapping[str, Any] | None = None) -> list[str]:
-    """Replace every MoE block of a model with this package's layer, which has the same weights.
-    Collective.
+    """Replace every MoE block of a model with a layer of this package that has the same weights.
+    This is a collective operation.
 
-    The model computes the same results up to rounding errors. Frozen parameters stay frozen, and
-    routers that `transformers` keeps in float32 stay in float32 (`router.fp32`). Each rank of
-    `comm` stores a subset of the experts. `save_pretrained`, which is then also a collective call,
-    writes the model's own format with all experts, and `load_state_dict` accepts the saved names.
-    Tokens that the model's `attention_mask` masks are not routed, and the blocks return zeros for
-    them. Until `restore_moe_blocks` is called, calls with `output_router_logits=True` raise a
+    The outputs of the model stay the same up to rounding errors. Frozen parameters stay frozen.
+    Routers that `transformers` keeps in float32 also stay in float32 (`router.fp32`). Each rank of
+    `comm` stores a subset of the experts. After the replacement, `save_pretrained` is a collective
+    operation. `save_pretrained` writes the model's own format with all experts, and
+    `load_state_dict` accepts the names in this format. Tokens that are masked by the model's
+    `attention_mask` are not routed. The blocks return zeros for these tokens. Until
+    `restore_moe_blocks` is called, calling the model with `output_router_logits=True` raises a
     `ValueError`.
 
     Args:
         model: a `transformers` decoder of a supported family (docs/huggingface.md), with or without
-            a head. The weights must be equal on all ranks.
+            a head. The weights must be identical on all ranks.
         comm: communicator of the expert-parallel group. Optional. Defaults to the default process
-            group, or to the current rank alone if there is no default process group.
-        settings: additional settings of the layers (losses, dispatch, parallel) by dotted path,
-            which are added to the settings derived from the model's configuration.
-    Returns: names of the new modules.
+            group. If there is no default process group, each process stores all experts.
+        settings: additional settings of the layers (losses, dispatch, parallel), by dotted path.
+            These settings are added to the settings that follow from the model's configuration.
+    Returns: the names of the new modules.
     Raises:
-        ValueError: If the model is not supported, has already been swapped, has quantized weights,
-            or has a setting that this package's layer does not support. The error message contains
-            the setting.
+        ValueError: If the model is not supported, if its blocks were replaced before, if its
+            weights are quantized, or if it has a setting that this package's layer does not
+            support. The message contains the setting.
     """
     config = _checked(model)
     comm = default_comm() if comm is None else comm
@@ -157,22 +159,23 @@ def _refuse_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             "auxiliary_loss(model) to the loss, or call restore_moe_blocks(model) first")
 
 class _SaveTheirs:
-    """A `save_pretrained` method for models with this package's layers that writes the model's own
-    format.
+    """A `save_pretrained` method for models that use the layers of this package. The method writes
+    the model's own format.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Save like `PreTrainedModel.save_pretrained`. This must be called on all ranks. The files
-        are written by rank 0.
+        """Save like `PreTrainedModel.save_pretrained`. Call this method on all ranks. Rank 0 writes
+        the files.
 
-        The file also contains the adapters (`add_lora`) under this package's names, which
-        `load_state_dict` accepts.
+        If the experts have adapters (`add_lora`), the file also contains these adapters. The
+        adapters have the names of this package, which `load_state_dict` accepts.
 
         Raises:
-            ValueError: If a `Trainer` calls this function on only the first of several ranks.
+            ValueError: If there are several ranks and a `Trainer` calls this method only on the
+                first rank.
         """
         model = cast(Any, self.model)
         ranks = max(swapped.moe.comm.size for _, swapped in swapped_blocks(model))
@@ -198,10 +201,10 @@ class _SaveTheirs:
 
 
 def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Load tensors that have `transformers` names into this package's layers, before
-    `load_state_dict` runs.
+    """Convert tensors with `transformers` names to tensors of this package's layers. This function
+    is a hook that runs before `load_state_dict`.
 
-    The function accepts both the names used in the model and the names used in its files.
+    The tensors can have either the names in the model or the names in its files.
     """
     (start, decoder), config = _decoder_in(model), _config_of(model)
     start, block = prefix + start, block_of(config)
@@ -228,13 +231,13 @@ def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: objec
 
 def _carry_frozen(block: nn.Module, moe: MoELayer, state: Mapping[str, Tensor],
                   config: dict[str, Any], index: int) -> None:
-    """Make each parameter of this package's layer trainable exactly if the corresponding parameter
-    of the replaced block is trainable.
+    """Make each parameter of the new layer trainable if the corresponding parameter of the replaced
+    block is trainable, and freeze it otherwise.
 
     Args:
         block: the `transformers` block that was replaced.
-        moe: this package's layer.
-        state: dict of the tensors of the block, by their names in a whole checkpoint.
+        moe: the layer of this package.
+        state: dict of the block's tensors, by their names in a complete checkpoint.
         config: configuration of the model.
         index: index of the decoder layer.
     """
@@ -277,10 +280,11 @@ def _checked(model: nn.Module) -> dict[str, Any]:
 
 
 def _decoder_in(model: nn.Module) -> tuple[str, Any]:
-    """Return the module that contains the decoder layers, and the prefix of its parameter names.
+    """Return the module that contains the decoder layers, and the prefix of this module's parameter
+    names.
 
     Raises:
-        AttributeError: If the model has no `transformers` decoder.
+        AttributeError: If the model contains no `transformers` decoder.
     """
     whole = cast(Any, model).get_decoder()
     decoder = next((module for module in whole.modules()
@@ -292,8 +296,8 @@ def _decoder_in(model: nn.Module) -> tuple[str, Any]:
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration of the decoder. A multimodal model has a configuration for each of
-    its parts.
+    """Return the configuration of the model's decoder. A multimodal model has several
+    configurations, one of which is that of the decoder.
     """
     config: dict[str, Any] = _decoder_in(model)[1].config.to_dict()
     return config
@@ -304,19 +308,21 @@ def _kinds() -> list[str]:
 
 
 def swapped_blocks(model: nn.Module) -> Iterator[tuple[str, SwappedBlock]]:
-    """Return the names and modules of the blocks that `swap_moe_blocks` inserted into a model."""
+    """Return an iterator over the names and modules of all blocks that `swap_moe_blocks` has
+    inserted into a model.
+    """
     return ((name, module) for name, module in model.named_modules()
             if isinstance(module, SwappedBlock))
 
 
 @replaces_parameters
 def restore_moe_blocks(model: nn.Module) -> None:
-    """Put the model's own MoE blocks back, with the current weights of this package's layers.
-    Collective.
+    """Undo `swap_moe_blocks`: put the model's own MoE blocks back, with the current weights of this
+    package's layers. This is a collective operation.
 
-    The weights have the dtype and device of this package's layers, and frozen weights stay frozen.
-    Afterwards `model` is an ordinary `transformers` model, and `save_pretrained` and `generate` can
-    be used. Every rank receives all experts.
+    The restored weights have the same dtype and device as those of this package's layers. Frozen
+    weights stay frozen. Afterwards, `model` is an ordinary `transformers` model that can be used
+    with `save_pretrained` and `generate`. After this call, every rank stores all experts.
     """
     config = _config_of(model)
     for name, swapped in swapped_blocks(model):

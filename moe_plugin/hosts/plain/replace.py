@@ -1,4 +1,4 @@
-"""Replacement of the feed-forward modules in any PyTorch model with MoE blocks.
+"""Replace the feed-forward modules in any PyTorch model with MoE blocks.
 
     names = moe_plugin.replace_ffn(model, num_experts=8, every=2)
     loss = criterion(model(x), y) + moe_plugin.auxiliary_loss(model)
@@ -35,8 +35,6 @@ _FFN_NAMES = {"w_in_LDF": "w_in_DF", "bias_in_LF": "b_in_F", "w_gate_LDF": "w_ga
 
 @dataclass(frozen=True)
 class _Place:
-    """A feed-forward module, its name, and the function that replaces it with a block."""
-
     name: str
     module: nn.Module
     ffn: FeedForward
@@ -49,36 +47,37 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
                 **settings: Any) -> list[str]:
     """Replace feed-forward modules of a model with MoE blocks. Collective over `comm`.
 
-    Feed-forward modules are found by running each module (`read_feed_forward`). A feed-forward
-    module has two linear layers and an activation, or three linear layers with a gate. The
-    activation and the last linear layer may each be followed by `nn.Dropout`. Nothing else may
-    behave differently in training. The feed-forward parts of `nn.TransformerEncoderLayer` and
-    `nn.TransformerDecoderLayer` are found as well.
+    To find feed-forward modules, this function runs each module of the model (see
+    `read_feed_forward`). A feed-forward module has two linear layers and an activation, or three
+    linear layers with a gate. The activation function and the last linear layer may each be
+    followed by `nn.Dropout`. Apart from dropout, the module must behave identically in training and
+    evaluation mode. The feed-forward networks of `nn.TransformerEncoderLayer` and
+    `nn.TransformerDecoderLayer` are also found.
 
-    The block has the same width, inner width, activation, biases and dropouts as the module. Every
-    expert starts as a copy of the module (Sparse Upcycling, Komatsuzaki et al., 2023). Therefore,
-    if `top_k` > 1 and no tokens are dropped, the model computes the same result as before the
-    replacement. Copies of frozen weights are frozen. Padding that is marked by the model's own
-    masks (`routing.model_masks`) is not routed.
+    Each block has the same width, inner width, activation function, biases and dropouts as the
+    module it replaces. Every expert starts as a copy of the replaced module (Sparse Upcycling,
+    Komatsuzaki et al., 2023). As a result, the outputs of the model stay the same if `top_k` > 1
+    and no tokens are dropped. Copies of frozen weights are also frozen. Padding tokens that are
+    marked in the model's own masks (see `routing.model_masks`) are not routed.
 
     Args:
-        model: the model, which is modified in place. The weights must be equal on all ranks.
-        num_experts: total number of experts in the expert-parallel group.
-        every: distance between replaced modules. Every n-th feed-forward module is replaced,
-            beginning with the n-th. The default 1 replaces all modules.
-        match: selects the modules to replace. This is a regular expression that must match the
-            whole name, or a function `f(name, module) -> bool`. Optional. By default all modules
-            are selected.
-        upcycle: True to initialize all experts as copies of the module. If it is False, the experts
-            are initialized with random weights.
+        model: the model, which is modified in place. The weights must be identical on all ranks.
+        num_experts: total number of experts on all ranks of the expert-parallel group.
+        every: interval between replaced modules. Every n-th feed-forward module is replaced,
+            starting with the n-th. The default 1 replaces all feed-forward modules.
+        match: regular expression or function that selects the modules to replace. A regular
+            expression must match the complete name of a module. A function has the signature
+            `f(name, module) -> bool`. Optional. By default, all feed-forward modules are selected.
+        upcycle: True to initialize all experts as copies of the replaced module. If False, the
+            experts are initialized with random weights.
         comm: communicator of the expert-parallel group. Optional. Defaults to the default process
-            group, or to the current rank alone if there is no default process group.
-        settings: settings of the layers. See `moe_plugin.config.named.named_config`.
-    Returns: names of the replaced modules, in the order of the model. A module that has several
-        names is counted once, is replaced under all of its names, and is listed under its first
-        name.
+            group. If there is no default process group, each process stores all experts.
+        settings: settings of the MoE layers. See `moe_plugin.config.named.named_config`.
+    Returns: the names of the replaced modules, in the order of the model. A module that has several
+        names is replaced under all of its names. A module that has several names counts once, and
+        is listed with its first name.
     Raises:
-        ValueError: If no module matches, if a module selected by `match` is not a feed-forward
+        ValueError: If no module matches, if `match` selects a module that is not a feed-forward
             module, if two modules share parameters, or if a setting is not possible.
     """
     if every < 1:
@@ -108,10 +107,11 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
 
 
 def _leave_out_of_files(model: Any) -> None:
-    """Exclude the extra state of the layers from `save_pretrained` of `transformers`.
+    """Make `save_pretrained` of `transformers` skip the extra state of the layers.
 
-    The extra state is not a tensor and would make `save_pretrained` fail. If there are several
-    ranks, this failure is intended, because the file would contain the experts of only one rank.
+    The extra state is not a tensor, so `save_pretrained` would fail. This function is not called if
+    there are several ranks: `save_pretrained` should then fail, because the file would contain the
+    experts of only one rank.
     """
     if hasattr(model, "save_pretrained"):
         model._keys_to_ignore_on_save = {
@@ -120,7 +120,7 @@ def _leave_out_of_files(model: Any) -> None:
 
 
 def _refuse_tied(places: list[_Place]) -> None:
-    """Raise a `ValueError` for modules that share parameters, because their MoE blocks would not
+    """Raise a `ValueError` if several modules share parameters, because their MoE blocks would not
     share parameters.
     """
     seen: dict[tuple[int, int], str] = {}
@@ -191,9 +191,9 @@ def _matches(match: Match, name: str, module: nn.Module) -> bool:
 
 
 class _FFNPart(nn.Module):
-    """The feed-forward part of an `nn.Transformer` layer as a module.
+    """The feed-forward network of an `nn.Transformer` layer as a separate module.
 
-    In torch this part is a method of the layer.
+    In torch, this network is a method of the layer.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -211,7 +211,9 @@ def _of_transformer(layer: Any) -> FeedForward | None:
 
 
 def _put_at(model: nn.Module, names: list[str]) -> Callable[[MoEBlock], None]:
-    """Return a function that inserts a block under all names of a module to preserve sharing."""
+    """Return a function that inserts a block in place of a module. If the module has several names,
+    the block is inserted under all of them.
+    """
     ends = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name in names]
 
@@ -240,7 +242,7 @@ def _block(site: _Place, number: int, num_experts: int, settings: dict[str, Any]
     if upcycle:
         if moe.latent is not None:
             raise ValueError(f"experts.latent_dim={moe.config.experts.latent_dim} cannot be used "
-                             f"for module {site.name!r}, because its weights become those of the "
+                             f"for module {site.name!r}, because its weights are copied to the "
                              "experts. Set experts.latent_dim to 0, or use upcycle=False")
         if moe.config.router.top_k == 1 and number == 0:
             logger.info("router.top_k=1 multiplies each expert's output by its score, so the "

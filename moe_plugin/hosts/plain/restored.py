@@ -1,6 +1,6 @@
-"""Conversion of this package's layer back to the `transformers` MoE block of a model.
+"""Convert a layer of this package back to the `transformers` MoE block that it has replaced.
 
-The module also contains helper functions that both directions of the conversion use.
+This file also contains helper functions that both directions of the conversion use.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ def block_of(config: Mapping[str, Any]) -> Block:
 
 
 def below_block(name: str, config: Mapping[str, Any]) -> str:
-    """Convert the name of a tensor in a whole checkpoint to its name within its MoE block."""
+    """Convert the name of a tensor in a complete checkpoint to its name within the MoE block."""
     return name.split(f".{block_of(config).module}.", 1)[1]
 
 
 def of_experts(block: nn.Module) -> nn.Parameter:
-    """Return a parameter that belongs to the block's experts. The parameters of the router may have
-    a different dtype.
+    """Return a parameter of the experts in a block. Parameters of the router are not suitable,
+    because they may have a different dtype.
     """
     return next(cast(nn.Module, block.experts).parameters())
 
 
 def all_alike(source: nn.Module, target: nn.Module) -> bool:
-    """Copy `requires_grad` to `target` if it is the same for all parameters of `source`.
+    """If all parameters of `source` have the same `requires_grad`, set `requires_grad` of all
+    parameters of `target` to this value.
 
-    Returns True if it was the same.
+    Return True if all parameters of `source` have the same `requires_grad`.
     """
     flags = {parameter.requires_grad for parameter in source.parameters()}
     if len(flags) == 1:
@@ -55,11 +56,11 @@ def all_alike(source: nn.Module, target: nn.Module) -> bool:
 
 
 def restored(moe: MoELayer, original: nn.Module, config: dict[str, Any]) -> nn.Module:
-    """Return the model's own block with the weights of this package's layer, gathered from all
-    ranks. Collective.
+    """Return the model's own block with the weights of this package's layer. The weights are
+    gathered from all ranks. This is a collective operation.
 
     Args:
-        moe: this package's layer.
+        moe: the layer of this package.
         original: the model's own block on the meta device.
         config: configuration of the model.
     """
@@ -77,8 +78,8 @@ def restored(moe: MoELayer, original: nn.Module, config: dict[str, Any]) -> nn.M
 
 
 def _buffers(moe: MoELayer, block: nn.Module, config: dict[str, Any]) -> Iterator[nn.Parameter]:
-    """Yield the parameters of the block that are buffers in this package's layer and therefore have
-    no gradient.
+    """Yield the parameters of the block that correspond to buffers in this package's layer. These
+    parameters have no gradient.
     """
     parameters, names = dict(block.named_parameters()), block_of(config).names
     ours = {f"router.{name}" for name, _ in moe.router.named_buffers()}
@@ -87,9 +88,11 @@ def _buffers(moe: MoELayer, block: nn.Module, config: dict[str, Any]) -> Iterato
 
 
 def _allocate(block: nn.Module, view: Source, like: Tensor) -> None:
-    """Allocate memory for a block on the meta device, in the dtype and on the device of `like`.
+    """Allocate memory for a block that is on the meta device. The memory has the dtype and device
+    of `like`.
 
-    Tensors that `transformers` or `view` require in float32 are allocated in at least float32.
+    If `transformers` or `view` requires float32 for a tensor, the tensor is allocated in float32 or
+    in a more precise dtype.
     """
     usual = of_experts(block).dtype
     config = view.values["config"]
@@ -110,7 +113,6 @@ def _allocate(block: nn.Module, view: Source, like: Tensor) -> None:
 
 
 def _theirs(state: Mapping[str, Tensor], config: dict[str, Any]) -> Source:
-    """Rename the tensors of a layer to the names that `transformers` uses."""
     module = block_of(config).module
     neutral = to_neutral(state_source({f"model.layers.0.{module}.{SWAPPED}{name}": value
                                       for name, value in state.items()}, config))
@@ -119,10 +121,10 @@ def _theirs(state: Mapping[str, Tensor], config: dict[str, Any]) -> Source:
 
 def _carry_back(moe: MoELayer, block: nn.Module, state: Mapping[str, Tensor],
                 config: dict[str, Any]) -> None:
-    """Set `requires_grad` of the block's parameters to the values of the layer's parameters.
-    Inverse of `_carry_frozen`.
+    """Make each parameter of the block trainable if the corresponding parameter of the layer is
+    trainable, and freeze it otherwise. Inverse of `_carry_frozen`.
 
-    state: dict of the tensors of the layer, with all experts.
+    state: dict of the layer's tensors, with all experts.
     """
     if all_alike(moe, block):
         return

@@ -1,6 +1,4 @@
-"""The class `TrainingSteps`, which performs the steps of a user's own training loop with all
-features of a run.
-"""
+"""The class `TrainingSteps`, which runs the steps of a user's own training loop."""
 
 from __future__ import annotations
 
@@ -46,53 +44,58 @@ Result = TypeVar("Result")
 
 
 class TrainingSteps:
-    """The training steps of a model and its optimizer, with the features of a run. Collective.
+    """Runs the steps of a training loop for a model and its optimizer, with the features of a run.
+
+    All ranks must create this object, because its constructor runs collectives.
 
         steps = TrainingSteps(model, optimizer, lambda model, batch: model(batch).loss, clip=1.0)
         for batch in batches:
             loss = steps(batch)
 
-    If a gradient is not finite on any rank, all ranks skip the step. If routed rows exceed the
-    bound of the dispatcher, the step is repeated with a larger bound. Routers are updated at the
-    end of each step.
+    If a gradient is not finite on any rank, all ranks skip the step. If routed rows do not fit into
+    the buffers of the dispatcher, the step is repeated with larger buffers. Routers are updated at
+    the end of each step.
 
     Args:
-        model: model with MoE layers. Its gradients must be reduced by `ddp_model` or
-            `fully_shard_model`. With `guard.votes`, pass the model without a wrapper, because its
-            gradients are reduced by voting.
+        model: model with MoE layers. The model's gradients must be reduced by `ddp_model` or
+            `fully_shard_model`. With `guard.votes`, pass the model without a wrapper, because the
+            votes reduce its gradients.
         optimizer: optimizer of the model's parameters.
-        loss_of: function that is called with a model and a batch and returns a scalar loss,
-            including the routers' losses.
-        settings: settings of the run (records, twin checks, votes, activations). Optional. Defaults
-            to `RunConfig()`.
+        loss_of: function that receives the model and a batch, and returns a scalar loss. The loss
+            must include the losses of the routers.
+        settings: settings of the run (records, comparisons of twins, votes, activations). Optional.
+            Defaults to `RunConfig()`.
         clip: upper bound for the gradient norm over all ranks. By default, gradients are not
             clipped.
-        done: number of steps that an earlier run has completed.
+        done: number of steps that earlier runs have completed.
         total: number of steps in the whole run. Optional. Defaults to unknown.
         world: communicator of all data-parallel ranks. Optional. Defaults to the default process
             group.
-        layers: dict of MoE layers by the names used in records. Optional. Defaults to all MoE
-            layers of the model, by their module names.
-        has_log: True if the loop writes its own log, from which the report is made.
-        blocks: modules whose activations `offload.activations` manages, in the order of the forward
-            pass. Optional. Defaults to the entries of the model's `nn.ModuleList`s.
-        tokens_of: function that returns the number of tokens of a batch on all ranks, for the log
-            line after the first step. Optional. Without this function the line is not logged.
-        lighthouse: address of the lighthouse if this loop is one of several replicas. See
+        layers: dict of the MoE layers. The keys are the names of the layers in records. Optional.
+            Defaults to all MoE layers of the model, with their module names as keys.
+        has_log: True if the training loop writes its own log. The report is drawn from this log.
+        blocks: modules whose activations are managed according to `offload.activations`, in the
+            order in which the forward pass calls them. Optional. Defaults to the elements of the
+            model's `nn.ModuleList`s.
+        tokens_of: function that returns the number of tokens in a batch, summed over all ranks. The
+            number is used for the log line after the first step. Optional. Without this function,
+            the line is not logged.
+        lighthouse: address of the lighthouse, if this training loop is one of several replicas. See
             `ElasticReplica`.
         replica: number of this replica. See `ElasticReplica`.
-        folder: path of the folder for the loop's checkpoints and logs. Until `close` is called, any
-            other run with the same folder raises an error. See `moe_plugin.utils.folder_lock`.
-        features: additional run features defined by the user.
+        folder: path of the folder for checkpoints and logs of this training loop. Until `close` is
+            called, any other run that uses the same folder raises an error. See
+            `moe_plugin.utils.folder_lock`.
+        features: additional run features that the user has defined.
 
     Attributes:
         run: object that contains the features of the run.
-        norm: gradient norm of the latest step before clipping.
-        done: number of completed steps. If this replica has loaded the state of a different
-            replica, it includes the steps of that replica.
+        norm: gradient norm of the most recent step, before clipping.
+        done: number of completed steps. If this replica has loaded the state of another replica,
+            the number includes the steps of that replica.
     Raises:
-        ValueError: If the settings contradict each other or need more than this loop provides, or
-            if another run uses the folder.
+        ValueError: If the settings contradict each other, if they require data that this training
+            loop does not have, or if another run uses the folder.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer,
@@ -164,15 +167,17 @@ class TrainingSteps:
         return StepVotes(ballots_of(guard, self.bare, self.world), [self.bare], group=group)
 
     def __call__(self, batch: Any) -> Tensor | None:
-        """Run one training step and return its loss as a detached tensor.
+        """Run one training step. Return the loss of the step as a detached tensor.
 
-        The loss is that of the current rank. If votes are used, the loss is the mean over all
-        ranks. The result is None if no parameter was changed on any rank.
+        Without votes, the loss is that of the current rank's batch. With votes, the loss is the
+        mean over all ranks. Return None if the step was skipped on all ranks, so that no parameter
+        changed.
 
         Raises:
-            FloatingPointError: If too many consecutive steps were not finite.
-            RowsOverflow: see `RowsFit`. The error is raised on all ranks.
-            WrongResultError: see `TwinCheck`. The error is raised on all ranks.
+            FloatingPointError: On all ranks, if the gradients of too many consecutive steps were
+                not finite.
+            RowsOverflow: see `RowsFit`.
+            WrongResultError: see `TwinCheck`.
         """
         begins = StepInput(self.done + 1, lambda: batch,
                            lambda batch: self.loss_of(self.bare, batch), self.total)
@@ -186,9 +191,10 @@ class TrainingSteps:
         return loss if left_out is None else None
 
     def evaluate(self, compute: Callable[[], Result]) -> Result:
-        """Call `compute()` in evaluation mode without gradients, and return its result. Collective.
+        """Call `compute()` in evaluation mode and without gradients. Return its result. This is a
+        collective operation.
 
-        The call is repeated if routed rows exceeded the bound of the dispatcher.
+        If routed rows do not fit into the buffers of the dispatcher, the call is repeated.
         """
         def passes() -> Result:
             result = compute()
@@ -218,9 +224,7 @@ class TrainingSteps:
         return loss.detach()
 
     def _voted(self, votes: StepVotes) -> Tensor:
-        """Compute the mean loss of the batches of all ranks. The ranks agree on the loss and the
-        gradients by vote.
-        """
+        """Return the mean loss over all ranks. The ranks vote on the loss and the gradients."""
         start = StepStart([])
         torch.manual_seed(votes.step)  # workers of the same file must draw the same random numbers
         losses = []
@@ -265,7 +269,7 @@ class TrainingSteps:
                          loss=mean)
 
     def close(self) -> None:
-        """Close all files, leave the group of replicas, and release the folder."""
+        """Close all files, leave the group of replicas, and release the lock on the folder."""
         self.run.close()
         if self._lock is not None:
             self._lock.release()

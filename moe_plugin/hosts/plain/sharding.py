@@ -1,4 +1,4 @@
-"""Data parallelism with torch's own wrappers (FSDP2 and DDP) for models with expert parallelism."""
+"""Data parallelism for models with expert parallelism, with torch's own wrappers FSDP2 and DDP."""
 
 from __future__ import annotations
 
@@ -22,38 +22,41 @@ from moe_plugin.training.gradients.sync import exclude_experts, mark_adapters, r
 
 def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = None,
                       mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
-    """Shard all parameters except the experts over all data-parallel ranks (FSDP2, ZeRO stage 3).
+    """Shard all parameters except those of experts over all data-parallel ranks (FSDP2, ZeRO stage
+    3).
 
-    Each expert stays on the ranks to which expert parallelism has assigned it. If several ranks
-    store the same experts, the gradients are averaged in buckets after the backward pass. When
-    `backward` returns, every gradient is that of the mean of all ranks' losses, so no further call
-    is needed. Gradients can be clipped with `moe_plugin.training.gradients.sync.clip_grad_norm_` or
-    with torch's own function (`part_gradients`). The gradients of experts are divided by the value
-    that was passed to `set_gradient_divide_factor` of the innermost FSDP unit around their layer.
-    Collective.
+    Experts are not moved: each expert stays on the ranks to which expert parallelism has assigned
+    it. If several ranks store the same experts, their gradients are averaged in buckets after the
+    backward pass. When `backward` returns, all gradients are those of the mean loss over all ranks,
+    so no further call is needed. To clip gradients, use
+    `moe_plugin.training.gradients.sync.clip_grad_norm_` or torch's own function (see
+    `part_gradients`). If `set_gradient_divide_factor` was called on the innermost FSDP unit around
+    a layer, the gradients of the experts in this layer are divided by the same value. This is a
+    collective operation.
 
     Args:
-        model: the model on its device. Shared parameters and buffers are set to the values of
-            rank 0.
-        units: modules that are FSDP units. The parameters of each unit are gathered together and
-            freed after use. The rest of the model is one additional unit. Optional. Defaults to the
-            entries of the outermost `nn.ModuleList`s. Routers that stay in float32 (`router.fp32`)
-            are separate units. See `shard_routers`.
-        mesh: device mesh of all data-parallel ranks, which has one dimension or the two dimensions
-            (replicate, shard). Optional. Defaults to a mesh of all ranks.
-        options: keyword arguments of `torch.distributed.fsdp.fully_shard`. If `mp_policy` is given,
+        model: the model, which must already be on its device. Parameters and buffers that all ranks
+            share are set to the values of rank 0.
+        units: modules to use as FSDP units. The parameters of a unit are gathered together, and are
+            freed after use. All other parameters of the model form an additional unit. Optional.
+            Defaults to the elements of the outermost `nn.ModuleList`s. Routers that stay in float32
+            (`router.fp32`) are separate units. See `shard_routers`.
+        mesh: device mesh that contains all data-parallel ranks. The mesh has either one dimension,
+            or the two dimensions (replicate, shard). Optional. Defaults to a one-dimensional mesh
+            of all ranks.
+        options: keyword arguments of `torch.distributed.fsdp.fully_shard`. If `mp_policy` is set,
             the experts must have the dtype `mp_policy.param_dtype`.
-    Returns: the model itself.
+    Returns: the same model.
     Raises:
-        ValueError: If `units` contains a module that is not in the model. For more conditions see
-            `reduce_experts`.
+        ValueError: If `units` contains a module that is not in the model. `reduce_experts` lists
+            further conditions.
     """
     units = list(blocks_of(model) if units is None else units)
     inside = set(model.modules())
     for unit in units:
         if unit not in inside:
             raise ValueError(f"units contains a {type(unit).__name__} that is not in the model. "
-                             "Pass modules that model.modules() returns now")
+                             "Pass only modules that model.modules() returns")
     device = next(model.parameters()).device.type
     if mesh is None:
         device = "cuda" if device == "meta" and torch.cuda.is_available() else device
@@ -75,19 +78,19 @@ def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = N
 
 
 def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Wrap a model with experts in `DistributedDataParallel`. Collective.
+    """Wrap a model with experts in `DistributedDataParallel`. This is a collective operation.
 
-    When `backward` returns, every gradient is that of the mean of all ranks' losses. See
+    When `backward` returns, all gradients are those of the mean loss over all ranks. See
     `fully_shard_model`. A custom communication hook must also average the gradients, and must have
-    the attribute `averages = True`. With any other hook the first training call raises a
-    `ValueError`.
+    the attribute `averages = True`. With any other communication hook, the first training call
+    raises a `ValueError`.
 
     Args:
         model: the model on its device.
         options: keyword arguments of `DistributedDataParallel`. `process_group` must contain all
             data-parallel ranks.
     Raises:
-        ValueError: If only experts are trainable. For more conditions see `reduce_experts`.
+        ValueError: If only experts are trainable. `reduce_experts` lists further conditions.
     """
     world = TorchComm(options.get("process_group"))
     mark_adapters(model)
@@ -102,8 +105,8 @@ def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the entries of a model's outermost `nn.ModuleList`s in order. Lists inside MoE layers
-    are skipped.
+    """Yield the elements of a model's outermost `nn.ModuleList`s, in order. Module lists inside MoE
+    layers are skipped.
     """
     for child in () if isinstance(model, MoELayer) else model.children():
         if isinstance(child, nn.ModuleList):
@@ -113,9 +116,10 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _divisor_in(units: list[nn.Module]) -> Callable[[MoELayer], float | None]:
-    """Return a function that finds the gradient divisor of the innermost FSDP unit around a layer.
+    """Return a function that returns the gradient divisor of the innermost FSDP unit around a
+    layer.
 
-    The divisor is the value passed to `set_gradient_divide_factor`.
+    The divisor is the value that was passed to `set_gradient_divide_factor`.
     """
     around = dict[MoELayer, list[Any]]()
     for unit in units:

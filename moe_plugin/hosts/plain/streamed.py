@@ -1,6 +1,4 @@
-"""Construction of a trainer that stores the weights on the device or on the host
-(`offload.weights`).
-"""
+"""Create a trainer that stores a model's weights on the device or host (`offload.weights`)."""
 
 from __future__ import annotations
 
@@ -28,25 +26,25 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
                      loss: Loss, optimizer: MakeOptimizer, *, device: torch.device | str = "cpu",
                      clip_norm: float | None = None, world: Comm | None = None,
                      **arguments: Any) -> StreamedTrainer:
-    """Return a trainer for a sequence of blocks that stores the weights according to
-    `offload.weights`.
+    """Create a trainer for a sequence of blocks. `offload.weights` selects where the weights are
+    stored.
 
-    Losses and weights are bit-identical for both values of `offload.weights`. Each rank has its own
-    batches, and all ranks must have the same number of batches. The gradients are those of the mean
-    of all ranks' losses. The ranks may share experts (if the blocks' `MoELayer`s have a `comm`),
-    and each rank may choose separately where its weights are stored.
+    The losses and weights are bitwise identical for weights on the device and weights on the host.
+    Each rank has its own batches. All ranks must have the same number of batches. The gradients are
+    those of the mean loss over all ranks. Ranks can share experts, if the `MoELayer`s in the blocks
+    have a `comm`. Each rank can choose separately where its weights are stored.
 
     Args:
-        settings: offload settings. They contain `weights`, `path` for weights in files, and
-            `weights_memory`, which becomes the `limit` of `StreamedTrainer`.
+        settings: offload settings. The offload settings contain `weights`, `path` (for weights in
+            files) and `weights_memory`, which becomes the argument `limit` of `StreamedTrainer`.
         blocks: see `StreamedTrainer`.
         loss: see `StreamedTrainer`.
         optimizer: see `StreamedTrainer`.
         device: see `StreamedTrainer`.
-        clip_norm: upper bound for the gradient norm over all parameters of all ranks, in which each
-            expert is included once (`moe_plugin.training.gradients.sync`). Optional. By default,
-            gradients are not clipped.
-        world: communicator of all data-parallel ranks, which must start with equal weights.
+        clip_norm: upper bound for the gradient norm over all parameters on all ranks. Each expert
+            counts once (see `moe_plugin.training.gradients.sync`). Optional. By default, gradients
+            are not clipped.
+        world: communicator of all data-parallel ranks. All ranks must start with identical weights.
             Optional. Defaults to the default process group.
         arguments: additional keyword arguments of `StreamedTrainer`.
     Raises:
@@ -57,7 +55,7 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
         raise ValueError(
             f"offload.activations={short(settings.activations)} cannot be used with "
             "streamed_trainer, which stores the input of each block and recomputes the block in "
-            "backward. Leave offload.activations out")
+            "the backward pass. Leave offload.activations out")
     world = default_comm() if world is None else world
     if world.size > 1:
         if arguments.get("main_weights"):
@@ -94,11 +92,13 @@ class BlockGradients:
         self._replicas: dict[str, Comm | None] = {}  # by the name of the expert-parallel group
 
     def __call__(self, block: nn.Module) -> None:
-        """Reduce the gradients of a block to those of the mean of all ranks' losses. Collective.
+        """Reduce the gradients of a block, so that they are the gradients of the mean loss over all
+        ranks. This is a collective operation.
 
         Raises:
             ValueError: If the layers of the block have different expert-parallel groups, if these
-                groups do not cover all ranks, or if ranks of a group have the same tokens.
+                groups together do not contain all ranks, or if ranks of one group have the same
+                tokens.
         """
         layers = layers_in(block)
         groups = {layer.comm.name: layer.comm for layer in layers}

@@ -1,4 +1,4 @@
-"""The arguments of the vision training script, with checks that they can be combined."""
+"""Define the arguments of the vision training script, and check which of them can be combined."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ENSEMBLE = (
 
 
 def parser(description: str | None = None) -> argparse.ArgumentParser:
-    """Build the argument parser. The options of the MoE layers have the same flags as in other
-    hosts.
+    """Build the argument parser of the training script. Options of MoE layers have the same flags
+    as in the other hosts.
     """
     p = Parser(prog="python -m moe_plugin.hosts.timm.train", description=description,
                formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -75,7 +75,7 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
 
 
 def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
-    """Return the settings of the ensemble, or None for a model with a single output.
+    """Return the settings of the ensemble, or None if the model has a single output.
 
     Raises:
         ValueError: If an argument is out of bounds or has no effect.
@@ -96,14 +96,14 @@ def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
 
 
 def run_settings_of(given: Mapping[str, Any], stats: Path) -> RunConfig:
-    """Return the settings of the run, which write its records to `stats`.
+    """Return the settings of the run. The run writes its records to the file `stats`.
 
     Args:
         given: dict of the settings by dotted path.
         stats: path of the file for the records.
     Raises:
-        ValueError: If the training script does not support a setting, or has a separate argument
-            for it. The error message contains the setting and the remedy.
+        ValueError: If the training script does not support a setting, or if the script has its own
+            argument for this setting. The message contains the setting and what to change.
     """
     for name, remedy in (("jsonl", "read stats.jsonl in --out"), ("interval", "use --log-every")):
         default = getattr(ObserveConfig(), name)
@@ -116,10 +116,10 @@ def run_settings_of(given: Mapping[str, Any], stats: Path) -> RunConfig:
 
 
 def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` if an argument is out of bounds or cannot be used for a model without
-    experts.
+    """Raise a `ValueError` if an argument is out of bounds, or if it requires experts but the model
+    has no experts.
 
-    given: dict of the settings of the layers by dotted path.
+    given: dict of the layers' settings, by dotted path.
     """
     for name, ok, bound, remedy in (
             ("image", args.image >= 0, ">= 0", "use 0 for the preset's"),
@@ -147,10 +147,10 @@ def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
 
 
 def smoothing_of(args: argparse.Namespace) -> float:
-    """Return the label smoothing given by the arguments.
+    """Return the label smoothing that the arguments set.
 
     Raises:
-        ValueError: If the label smoothing is outside of [0, 1).
+        ValueError: If the label smoothing is not in [0, 1).
     """
     given = SMOOTHING if args.label_smoothing is None else args.label_smoothing
     if not 0 <= given < 1:

@@ -1,5 +1,5 @@
-"""Access to parts of timm and torchvision that the vision models need, which are imported on first
-use.
+"""Classes and functions of timm and torchvision that the vision models need. timm and torchvision
+are imported on first use.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ def optional(module: str) -> Any:
     """Import and return a module of timm or torchvision.
 
     Raises:
-        ValueError: If the module is not installed. The error message contains the package to
-            install.
+        ValueError: If the package is not installed. The message states which package to install.
     """
     try:
         with _apart():
@@ -51,10 +50,10 @@ def optional(module: str) -> Any:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Add the torchvision folder of scripts/setup.sh to the import path inside the context.
+    """Inside the context, the torchvision folder created by scripts/setup.sh is on the import path.
 
-    The folder is removed afterwards, because child processes inherit the path, and transformers
-    would then import packages from it.
+    The folder is removed from the path afterwards. If the folder stayed on the path, child
+    processes would inherit the path, and transformers would import packages from the folder.
     """
     sys.path.append(str(Path(sys.prefix, "torchvision")))
     try:
@@ -66,8 +65,9 @@ def _apart() -> Iterator[None]:
 def _declare(error: RuntimeError) -> None:
     """Import torchvision even if its operators cannot be loaded.
 
-    Loading fails, for example, if torchvision was built for CUDA but torch for CPUs. Reading images
-    and timm's models use none of these operators, so they are declared without an implementation.
+    For example, the operators cannot be loaded if torchvision was built for CUDA but torch was
+    built for CPUs. The operators are needed neither for reading images nor for timm's models. The
+    operators are therefore declared without an implementation.
     """
     if not _declared:
         logger.info("torchvision's operators cannot be loaded with this version of torch (%s); "
@@ -81,13 +81,14 @@ def _declare(error: RuntimeError) -> None:
 
 @functools.cache
 def distance_attention() -> Any:
-    """Return the class of the window attention that the released Swin-MoE weights use.
+    """Return the class of window attention for which the released Swin-MoE weights were trained.
 
-    The formula is `attention = softmax(q @ k.T / sqrt(d) + bias)`, with biases for q, k and v. A
-    small network (`cpb_mlp`) computes the bias of each head from the vertical and horizontal
-    distance of two patches, on a logarithmic scale. Swin V2 has the same network, but uses cosine
-    similarities instead of dot products, and a sigmoid after the network. Source: Swin-Transformer,
-    `models/swin_transformer_moe.py`.
+    The attention weights are `attention = softmax(q @ k.T / sqrt(d) + bias)`. The projections of q,
+    k and v have biases. For each head, a small network (`cpb_mlp`) computes the bias from the
+    vertical and horizontal distance between two patches, on a logarithmic scale. Swin V2 uses the
+    same network, but with cosine similarities instead of dot products and with a sigmoid after the
+    network.
+    Source: Swin-Transformer, `models/swin_transformer_moe.py`.
     """
     swin: Any = optional("timm.models.swin_transformer")
 
@@ -111,14 +112,14 @@ def distance_attention() -> Any:
 
 
 def released_swin(std: float, **sizes: Any) -> nn.Module:
-    """Return the backbone that belongs to the released Swin-MoE weights.
+    """Return the backbone for which the released Swin-MoE weights were trained.
 
-    The backbone is the first Swin Transformer of timm (with norms before attention and MLP) with
-    `distance_attention`.
+    The backbone is the first version of timm's Swin Transformer, with norms before attention and
+    MLP, and with `distance_attention`.
 
     Args:
-        std: standard deviation of the initial weights of linear layers.
-        sizes: keyword arguments of timm's `SwinTransformer`.
+        std: standard deviation of the initial weights in linear layers.
+        sizes: keyword arguments for timm's `SwinTransformer`.
     """
     swin = optional("timm.models.swin_transformer")
     model = swin.SwinTransformer(**sizes)
@@ -131,9 +132,7 @@ def released_swin(std: float, **sizes: Any) -> nn.Module:
 
 
 def draw_linear(model: nn.Module, std: float = 0.02) -> None:
-    """Draw the weights of all linear layers from a truncated normal distribution, and set biases to
-    zero.
-    """
+    """Draw linear weights from a truncated normal distribution, and set biases to zero."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=std)

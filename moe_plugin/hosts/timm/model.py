@@ -1,4 +1,4 @@
-"""SwinV2-MoE, which are Swin Transformer V2 models in which some blocks have experts."""
+"""SwinV2-MoE: Swin Transformer V2 models in which some blocks have experts."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ class SwinMoE:
     """The sizes of a SwinV2-MoE model.
 
     Attributes:
-        image: length of each side of an image in pixels.
-        window: length of each side of an attention window in patches.
-        width: feature width of the first stage. Each later stage is twice as wide as the previous
-            stage.
+        image: height and width of an image, in pixels.
+        window: height and width of an attention window, in patches.
+        width: number of features in the first stage. Each later stage has twice as many features as
+            the stage before it.
         depths: number of blocks in each stage.
         heads: number of attention heads in each stage.
-        moe_blocks: for each stage, the indices of the blocks that have experts.
-        patch: length of each side of a patch in pixels.
+        moe_blocks: for each stage, a tuple with the indices of the blocks that have experts.
+        patch: height and width of a patch, in pixels.
         experts: number of experts in each MoE layer.
-        drop_path: drop-path rate of the last block. The rates increase linearly, starting from 0 in
-            the first block.
-        released: True to use the backbone of the released Swin-MoE weights (`released_swin`), whose
-            MLPs and experts have no output bias, instead of a Swin Transformer V2.
+        drop_path: drop-path rate of the last block. The rates of the blocks increase linearly,
+            starting with 0 in the first block.
+        released: True to use the backbone of the released Swin-MoE weights (`released_swin`)
+            instead of a Swin Transformer V2. In the released backbone, MLPs and experts have no
+            output bias.
         settings: settings of the MoE layers by dotted path.
     """
 
@@ -92,22 +93,21 @@ def build(size: SwinMoE, classes: int, *, dense: bool = False, widen: int = 1,
           comm: Comm | None = None, settings: Mapping[str, Any] | None = None) -> nn.Module:
     """Build a model with random initial weights. Collective over `comm`.
 
-    The model is timm's `SwinTransformerV2` or `released_swin`. In the blocks listed in
-    `size.moe_blocks` the MLP is replaced with an `MoEBlock`.
+    The model is timm's `SwinTransformerV2`, or `released_swin`. In the blocks listed in
+    `size.moe_blocks`, an `MoEBlock` replaces the MLP.
 
     Args:
-        size: sizes of the model, such as one of the `PRESETS`.
+        size: sizes of the model, for example one of the `PRESETS`.
         classes: number of outputs of the model.
-        dense: True to build the model without experts. With `top_k` 1 the dense model has the same
-            active FLOPs as the model with experts.
-        widen: for a dense model, the factor by which the inner width of the MLPs in
-            `size.moe_blocks` is multiplied. With E as the factor, each of these MLPs is as large as
-            E experts.
+        dense: True to build the model without experts. With `top_k` 1, the dense model has the same
+            number of active FLOPs as the model with experts.
+        widen: factor by which the inner width of the MLPs in `size.moe_blocks` is multiplied, for
+            dense models. If the factor is E, each of these MLPs has the size of E experts combined.
         comm: communicator of the expert-parallel group.
-        settings: additional settings of the MoE layers by dotted path, which are added to
+        settings: additional settings of the MoE layers, by dotted path. These settings are added to
             `size.settings`.
     Raises:
-        ValueError: If timm is not installed, or if sizes or settings cannot be combined.
+        ValueError: If timm is not installed, or if the sizes or settings cannot be combined.
     """
     _check(size, classes)
     sizes = {"img_size": size.image, "patch_size": size.patch, "num_classes": classes,
@@ -137,22 +137,24 @@ def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD
                    settings: Mapping[str, Any] | None = None) -> SwinEnsemble:
     """Build an ensemble with random initial weights.
 
-    The output of the model has shape [B, M, C], or [B, S, S, M, C] if the model segments images.
+    The output has shape [B, M, C]. If the model segments images, the output has shape [B, S, S, M,
+    C].
 
     Args:
         size: see `build`.
         classes: see `build`.
-        heads: number M of members. With one member the result is a single model.
-        begin: name of the first module that is separate for each member (see `SwinEnsemble`).
-        share_after: name of the module after which features of other members are added.
-        sharing: probability that a feature of a different member is added.
-        hidden: width of the separate hidden layer of each head.
+        heads: number of members, M. With M = 1, the ensemble consists of a single model.
+        begin: name of the first module of which each member has its own copy (see `SwinEnsemble`).
+        share_after: name of the module after which each member adds features of other members to
+            its own features.
+        sharing: probability with which each feature of another member is added.
+        hidden: width of an additional hidden layer that each head has.
         segments: True if the model predicts a class for each pixel.
         dense: see `build`.
         comm: see `build`.
         settings: see `build`.
     Raises:
-        ValueError: If one of the conditions in `build`, `SwinEnsemble` or `EnsembleHeads` is met.
+        ValueError: In the same cases as `build`, `SwinEnsemble` and `EnsembleHeads`.
     """
     models = [build(size, classes, dense=dense, comm=comm, settings=settings)
               for _ in range(1 if begin == HEAD else heads)]
@@ -165,8 +167,7 @@ def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD
 
 
 def _without_output_biases(model: nn.Module) -> None:
-    """Remove the output biases of MLPs. Experts keep their output biases, but these biases stay 0.
-    """
+    """Remove the output biases of all MLPs, and freeze those of experts at 0."""
     for name, module in model.named_modules():
         if name.endswith(".mlp.fc2"):
             module.register_parameter("bias", None)
@@ -175,7 +176,6 @@ def _without_output_biases(model: nn.Module) -> None:
 
 
 def _widen(model: nn.Module, mlp_name: str, factor: int) -> None:
-    """Replace the MLP at `mlp_name` with an MLP whose inner width is `factor` times as large."""
     mlp: Any = model.get_submodule(mlp_name)
     wide = type(mlp)(mlp.fc1.in_features, factor * mlp.fc1.out_features, act_layer=type(mlp.act))
     draw_linear(wide)
@@ -183,9 +183,6 @@ def _widen(model: nn.Module, mlp_name: str, factor: int) -> None:
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert dotted paths to nested dicts. For example, `dispatch.name` becomes `name` in
-    `dispatch`.
-    """
     tree: dict[str, Any] = {}
     for path, value in settings.items():
         *above, name = path.split(".")
@@ -215,9 +212,10 @@ def _check(size: SwinMoE, classes: int) -> None:
 
 
 def freeze_experts(model: nn.Module) -> int:
-    """Freeze all experts, for fine-tuning on little data (Hwang et al., 2022, section 5.3).
+    """Freeze all experts. Freezing experts is useful when fine-tuning on little data (Hwang et al.,
+    2022, section 5.3).
 
-    Returns: the number of parameters that were frozen.
+    Returns: the number of frozen parameters.
     Raises:
         ValueError: If the model has no experts.
     """
@@ -231,18 +229,18 @@ def freeze_experts(model: nn.Module) -> int:
 def head_of_other_classes(model: nn.Module, classes: Sequence[str],
                           shapes: Mapping[str, tuple[int, ...]],
                           extra: Mapping[str, Any]) -> list[str]:
-    """Return the names of the head's parameters if a checkpoint contains a head for different
-    classes.
+    """If a checkpoint contains a head for different classes, return the names of the head's
+    parameters.
 
-    The classes may differ in their number or in their names. The list is empty if the classes are
-    equal, or if the checkpoint belongs to a different model, because reading such a checkpoint
-    raises an error.
+    The classes can differ in their number or in their names. Return an empty list if the classes
+    are the same. A checkpoint of a different model also gives an empty list, because loading this
+    checkpoint raises an error later.
 
     Args:
         model: the model.
-        classes: names of the model's classes.
-        shapes: dict of the tensor shapes in the checkpoint. See `checkpoint.load`.
-        extra: dict of the extra values in the checkpoint. See `checkpoint.load`.
+        classes: list of the class names of the model.
+        shapes: dict of the shapes of all tensors in the checkpoint. See `checkpoint.load`.
+        extra: dict of the additional values in the checkpoint. See `checkpoint.load`.
     """
     ours = {name: tuple(p.shape) for name, p in model.named_parameters() if name in _CLASS_AXES}
 

@@ -1,14 +1,14 @@
-"""Reading and writing of models in the format of the published Swin-MoE checkpoints.
+"""Read and write models in the format of the published Swin-MoE checkpoints.
 
-Each rank has one file, named `PATH.rank0`, `PATH.rank1` and so on. Each file contains all
-parameters that are not experts, and the rank's experts under Tutel's names. If there is a file
-`PATH.master`, it contains the parameters that are not experts, and the files of the ranks contain
-only experts. A dense model is stored in one file, `PATH.global`.
+Each rank has one file: `PATH.rank0`, `PATH.rank1` and so on. Each file contains all parameters that
+do not belong to experts, and the experts of the rank with the names that Tutel uses. If the file
+`PATH.master` exists, it contains the parameters that do not belong to experts. The files of the
+ranks then contain only experts. A dense model is stored in a single file, `PATH.global`.
 
-If there are more ranks than experts, consecutive ranks store slices of one expert, which is split
-along its inner width. The weights published in the Swin-Transformer repository belong to the
-presets `swin_moe_s` and `swin_moe_b`, with `--experts 8`, `16` or `32`. Source: `utils_moe.py` in
-the Swin-Transformer repository.
+If there are more ranks than experts, each expert is split along its inner width, and consecutive
+ranks store the slices of one expert. The weights that are published in the Swin-Transformer
+repository can be loaded into the presets `swin_moe_s` and `swin_moe_b`, with `--experts 8`, `16` or
+`32`. Source of the format: `utils_moe.py` in the Swin-Transformer repository.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ _BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_
 
 
 def published_name(name: str) -> str:
-    """Return the published name of a parameter outside of the MoE layers.
+    """Return the published name of a parameter that does not belong to an MoE layer.
 
-    In published files a stage ends with the layer that halves the resolution, whereas in timm a
-    stage begins with this layer. The published head has no submodules.
+    In published files, the layer that halves the resolution is the last layer of a stage. In timm,
+    the layer that halves the resolution is the first layer of the following stage. The head in
+    published files has no submodules.
     """
     name = re.sub(r"^layers\.(\d+)\.downsample\.",
                   lambda found: f"layers.{int(found[1]) - 1}.downsample.", name)
@@ -48,12 +49,12 @@ def published_name(name: str) -> str:
 
 
 def write_published(model: nn.Module, path: Path, comm: Comm | None = None) -> Path:
-    """Write the current rank's file `PATH.rankN` and return its path.
+    """Write the file `PATH.rankN` of the current rank, and return its path.
 
-    The file gets this name only when it is complete.
+    The file is renamed to this name only when it is complete.
 
     Raises:
-        CheckpointError: If a layer has parameters without a published name.
+        CheckpointError: If a layer has a parameter for which there is no published name.
     """
     comm = LocalComm() if comm is None else comm
     state = {published_name(name): value.detach().clone()
@@ -76,15 +77,16 @@ def write_published(model: nn.Module, path: Path, comm: Comm | None = None) -> P
 
 @torch.no_grad()
 def read_published(model: nn.Module, path: Path, leave: Leave | None = None) -> None:
-    """Read the files of any number of ranks into a model. The model is changed only if all files
-    match it.
+    """Read a published checkpoint, written by any number of ranks, into a model. The model is
+    changed only if all files match the model.
 
     Args:
-        model: model built by `moe_plugin.hosts.timm.model`.
-        path: path of the files without the suffix `.rankN`.
-        leave: see `checkpoint.load`. This applies to parameters outside of the MoE layers.
+        model: model created by `moe_plugin.hosts.timm.model`.
+        path: path of the files, without the suffix `.rankN`.
+        leave: see `checkpoint.load`. `leave` is called only for parameters that do not belong to
+            MoE layers.
     Raises:
-        CheckpointError: If files are missing or cannot be read, or if names or shapes differ.
+        CheckpointError: If files are missing or unreadable, or if names or shapes do not match.
     """
     files = published_files(path)
     if not files:
@@ -149,15 +151,12 @@ def _of_layer(states: list[dict[str, Tensor]], name: str, ours: str, block: MoEB
 
 
 def published_files(path: Path) -> list[Path]:
-    """Return the files of `PATH` in the order of their ranks. The list is empty if there are no
-    files.
-    """
+    """Return the files of the checkpoint `PATH`, ordered by rank."""
     dense = path.with_name(path.name + ".global")
     return rank_files(path.with_name(path.name + ".rank{rank}")) or [dense] * dense.is_file()
 
 
 def _others(model: nn.Module) -> Mapping[str, Tensor]:
-    """Return the parameters that are outside of the MoE blocks."""
     inside = tuple(f"{name}." for name, _ in blocks_in(model))
     return {name: p for name, p in model.named_parameters()
             if not (inside and name.startswith(inside))}
@@ -168,7 +167,6 @@ def _parameters(block: MoEBlock) -> dict[str, Tensor]:
 
 
 def _read(file: Path, part: str = "") -> dict[str, Tensor]:
-    """Read the tensors of a file whose names contain `part`."""
     try:
         state: Any = trust.load(file, (), f"checkpoint file {str(file)!r}", map_location="cpu")
         return {name: value for name, value in state["model"].items()

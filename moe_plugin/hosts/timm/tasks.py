@@ -1,7 +1,8 @@
-"""Image tasks, which compute the loss of a model and the counts of an evaluation.
+"""Image tasks: compute the loss of a model during training, and the counts for an evaluation.
 
-In the shapes, B is the number of images, T the number of positions with a class (1 in
-classification, all pixels in segmentation), M the number of members, and C the number of classes.
+In tensor shapes, B is the number of images, T is the number of positions that have a class (1 for
+classification, all pixels for segmentation), M is the number of members, and C is the number of
+classes.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ _SUMS = "images", "loss", "top1", "oracle", "member", "both", "either"
 
 @dataclass(frozen=True)
 class VisionTask:
-    """The losses and counts for a model's outputs [B, ..., C], or [B, ..., M, C] for an ensemble.
+    """Computes losses and counts from the outputs of a model. The outputs have shape [B, ..., C],
+    or [B, ..., M, C] for an ensemble.
 
     Attributes:
-        ensemble: settings of the ensemble, or None for a model with a single output.
-        smoothing: fraction of the label that is distributed over all classes. It is used only
-            without an ensemble.
-        segments: True if each pixel is classified as background or foreground (class 1).
+        ensemble: settings of the ensemble, or None if the model has a single output.
+        smoothing: amount of label smoothing, that is, the fraction of each label that is
+            distributed over all classes. Label smoothing is used only without an ensemble.
+        segments: True to classify each pixel as background or foreground (class 1).
     """
 
     ensemble: EnsembleSettings | None = None
@@ -41,19 +43,18 @@ class VisionTask:
     segments: bool = False
 
     def _shaped(self, outputs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Reshape the outputs to [B, T, M, C], and the targets to [B, T]."""
         logits = outputs if self.ensemble else outputs.unsqueeze(-2)
         target_BT = target.reshape(len(target), -1)
         return logits.reshape(*target_BT.shape, *logits.shape[-2:]), target_BT
 
     def losses(self, outputs: Tensor, target: Tensor, *, training: bool) -> Tensor:
-        """Return the loss of each image [B], averaged over the positions of the image.
+        """Return the loss of each image, averaged over the positions of the image, with shape [B].
 
-        In evaluation the labels are not smoothed.
+        During evaluation, labels are not smoothed.
 
         Args:
             outputs: outputs of the model.
-            target: int64 tensor [B] or [B, ...] with the class of each position.
+            target: int64 tensor [B] or [B, ...] that contains the class of each position.
             training: True to compute the training loss.
         """
         logits_BTMC, target_BT = self._shaped(outputs, target)
@@ -73,7 +74,7 @@ class VisionTask:
                                by_sequence=e.by_sequence)
 
     def counts(self, outputs: Tensor, target: Tensor, real_B: Tensor) -> Tensor:
-        """Return the sums over all real images that `results` needs, as a float64 tensor [V]."""
+        """Return the sums for `results` over all real images of a batch (float64 [V])."""
         logits_BTMC, target_BT = self._shaped(outputs, target)
         errors = sequence_errors(logits_BTMC, target_BT,
                                  self.ensemble is None or self.ensemble.by_sequence)
@@ -92,12 +93,14 @@ class VisionTask:
         return torch.cat([sums, *(sure[name] for name in HISTOGRAMS)])
 
     def results(self, sums: Tensor) -> dict[str, Any]:
-        """Convert `counts`, summed over all batches and ranks, to a dict of named results.
+        """Convert sums to a dict of named metrics. The sums are those returned by `counts`, added
+        up over all batches and ranks.
 
-        The results are the loss and the accuracy. In segmentation the accuracy is the fraction of
-        correct pixels, and the intersection over union of the foreground is added. For an ensemble,
-        errors and histograms of confidences are added. A histogram counts distributions by their
-        largest probability, in bins of equal width between 0 and 1.
+        The dict contains the loss and the accuracy. For segmentation, the accuracy is the fraction
+        of correct pixels. For segmentation, the dict also contains the intersection over union of
+        the foreground. For an ensemble, the dict also contains error rates and histograms of the
+        members' confidence. Each histogram counts predicted distributions by their largest
+        probability, in bins of equal width between 0 and 1.
         """
         images, loss, top1, oracle, member, both, either = sums[:len(_SUMS)].tolist()
         values = {"valid_loss": loss / images, "accuracy": 1 - top1 / images}

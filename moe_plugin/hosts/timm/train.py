@@ -1,12 +1,12 @@
-"""Train a SwinV2-MoE model, or its dense counterpart, on a folder of images.
+"""Train a SwinV2-MoE model or its dense counterpart on a folder of images.
 
     python -m moe_plugin.hosts.timm.train --example digits --data IMAGES --out RUN
     torchrun --standalone --nproc_per_node 2 -m moe_plugin.hosts.timm.train --data IMAGES \\
         --out RUN --preset swin_s --moe-eval-capacity-factor 0.5
 
-If the folder already contains a run, the command continues this run. The number of ranks may be
-changed if the new number is possible for the number of experts. `moe-plugin report RUN` writes a
-report of the run.
+If the output folder already contains a run, the command continues that run. The number of ranks can
+change, as long as the experts can be divided among the new number of ranks. `moe-plugin report RUN`
+creates a report about the run.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ BLOCKS = "SwinTransformerV2Block", "SwinTransformerBlock"
 
 
 class Trainer:
-    """One training run, with its model, data, optimizer and progress.
+    """A training run, with its model, data, optimizer and progress.
 
     Attributes:
-        steps: `TrainingSteps` object that performs the training steps.
-        accuracy: accuracy in the latest evaluation, between 0 and 1.
+        steps: the `TrainingSteps` object that runs the training steps.
+        accuracy: accuracy in the most recent evaluation, between 0 and 1.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -121,7 +121,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Number of completed optimizer steps."""
+        """Number of optimizer steps that have been completed."""
         return self.steps.done
 
     def _model(self, size: SwinMoE, given: dict[str, Any]) -> nn.Module:
@@ -139,12 +139,12 @@ class Trainer:
 
     @property
     def folder(self) -> Path:
-        """Path of the folder that contains the checkpoint."""
+        """Path of the checkpoint folder."""
         return self.args.out / "checkpoint"
 
     def run(self) -> None:
-        """Train from the last checkpoint or the initial weights to the last epoch, or only evaluate
-        once.
+        """Train until the last epoch, starting from the last checkpoint or from the initial
+        weights. With `--evaluate`, only evaluate once.
         """
         if self.args.evaluate:
             return self.report_evaluation()
@@ -169,19 +169,19 @@ class Trainer:
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes, in the order of the outputs."""
+        """Names of the classes, in the order of the model's outputs."""
         return self.train_set.classes
 
     def there(self, path: Path) -> bool:
-        """Return True on all ranks if the folder exists on any rank. All ranks must behave in the
-        same way.
+        """Return True on all ranks if the folder exists for at least one rank. All ranks therefore
+        make the same decision.
         """
         [exists] = self.comm.agree_max([float(path.exists())])
         return bool(exists)
 
     def begin_with(self, path: Path) -> None:
-        """Read initial weights. If the head belongs to different classes, it keeps its random
-        weights.
+        """Read initial weights. If the weights include a head for different classes, the model's
+        head keeps its random weights.
         """
         fresh: list[str] = []
 
@@ -195,14 +195,14 @@ class Trainer:
         self.say(f"starts with the weights of {path}{head}")
 
     def read_weights(self, path: Path, leave: Leave | None = None) -> Mapping[str, Any]:
-        """Read the weights of a run's checkpoint, or of published files.
+        """Read the weights from a checkpoint of a run, or from published files.
 
         Args:
-            path: path of the checkpoint folder, or of published files.
+            path: path of the checkpoint folder, or path of the published files without suffix.
             leave: see `checkpoint.load`.
-        Returns: the extra values in the checkpoint.
+        Returns: the additional values in the checkpoint.
         Raises:
-            ValueError: If neither a checkpoint nor published files exist there, or if they do not
+            ValueError: If neither a checkpoint nor published files are found, or if they do not
                 match the model.
         """
         if self.there(path):
@@ -215,9 +215,7 @@ class Trainer:
                          "PATH.global")
 
     def check_classes(self, source: Path, extra: Mapping[str, Any]) -> None:
-        """Raise a `ValueError` if a checkpoint was trained on classes that differ from those of
-        `--data`.
-        """
+        """Raise a `ValueError` if the classes of a checkpoint differ from those in `--data`."""
         theirs = extra.get("classes", self.classes)
         if theirs != self.classes:
             raise ValueError(
@@ -226,7 +224,7 @@ class Trainer:
                 "classes, pass this checkpoint to --init and use another --out")
 
     def report_evaluation(self) -> None:
-        """Evaluate the weights once, print the results and append them to `evaluations.jsonl`."""
+        """Evaluate the weights once, print the metrics, and append them to `evaluations.jsonl`."""
         source = self.args.init or self.folder
         self.check_classes(source, self.read_weights(source))
         results = self.evaluate()
@@ -234,7 +232,7 @@ class Trainer:
         self.say(f"{source} | {told(results)}")
 
     def train_epoch(self) -> None:
-        """Train on all images once, in an order that depends only on the seed and the epoch."""
+        """Train once on every image, in an order that depends only on the seed and the epoch."""
         args = self.args
         random = torch.Generator().manual_seed(1_000_003 * args.seed + self.epoch)
         order = torch.randperm(len(self.train_set), generator=random)
@@ -259,10 +257,10 @@ class Trainer:
                 begun, images, total = time.perf_counter(), 0, torch.zeros(2)
 
     def loss_of(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor, int]) -> Tensor:
-        """Return the current rank's loss of a step, and store the loss without router losses in
-        `loss`.
+        """Return the loss of the current rank in a step. Store the loss without router losses in
+        the attribute `loss`.
 
-        The mean of `loss` over all ranks is the mean loss of all images in the step.
+        Averaged over all ranks, `loss` is the mean loss of all images in the step.
         """
         x_BCSS, y, real_B, of_all = batch
         loss_B = self.task.losses(model(x_BCSS), y, training=True)
@@ -273,12 +271,12 @@ class Trainer:
         return loss + auxiliary_loss(self.model) if self.blocks else loss
 
     def set_rate(self, epochs: float) -> None:
-        """Set the learning rate, which increases linearly in the warm-up and then follows half a
-        cosine down to 1 % of its maximum.
+        """Set the learning rate. The learning rate increases linearly during warm-up, and then
+        follows half a cosine down to 1 % of its maximum.
 
         epochs: number of completed epochs, including the completed fraction of the current epoch.
-            The number of steps cannot be used, because it would be wrong for a run that continues
-            with a different batch size.
+            The number of completed steps is not used, because it would be wrong in a run that
+            continues with a different batch size.
         """
         args, steps = self.args, self.args.epochs * self.epoch_steps
         warm, step = max(1, round(args.warm_up * steps)), round(epochs * self.epoch_steps)
@@ -289,7 +287,7 @@ class Trainer:
             group["lr"] = args.lr * factor
 
     def evaluate(self) -> dict[str, Any]:
-        """Return `VisionTask.results` for all images of `val`. Each image is included once."""
+        """Return the metrics of `VisionTask.results` for all validation images."""
         return self.steps.evaluate(self._evaluated)
 
     def _evaluated(self) -> dict[str, Any]:
@@ -311,19 +309,19 @@ class Trainer:
         self.steps.run.after_log(StepFacts(self.step, logged=step_record(record)[0]))
 
     def write(self, record: dict[str, Any], file: str = "log.jsonl") -> None:
-        """Append a record to a file of the run. The file is written only by rank 0."""
+        """Append a record to a file in the folder of the run. Only rank 0 writes the file."""
         if self.comm.rank == 0:
             with open(self.args.out / file, "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(record) + "\n")
 
     def say(self, text: str) -> None:
-        """Print a line if the current rank is rank 0."""
+        """Print a line on rank 0."""
         if self.comm.rank == 0:
             print(text, flush=True)
 
 
 def told(values: dict[str, Any]) -> str:
-    """Format the results of an evaluation as one line."""
+    """Format the metrics of an evaluation as a single line."""
     named = {"accuracy": "accuracy", "oracle_error": "oracle error", "iou": "IoU",
              "drop_fraction": "dropped"}
     return " | ".join([f"valid loss {values['valid_loss']:.4f}", *(
@@ -331,7 +329,7 @@ def told(values: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line of the training script."""
+    """Run the training script with command-line arguments."""
     args = parser(__doc__).parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     gloo: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(seconds=args.timeout)}

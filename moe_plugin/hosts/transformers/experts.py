@@ -1,10 +1,11 @@
-"""Computation of the experts of a `transformers` module with this package's kernels, from the
+"""Compute the experts of a `transformers` module with the kernels of this package, using the
 parameters of the module.
 
-`transformers` stores the stacked experts in `gate_up_proj` (or `up_proj`) and `down_proj`. The
-output dimension comes first unless `is_transposed` is set. The gate and up weights are two halves
-of the stack. If `is_concatenated` is not set, they alternate (`integrations/moe.py` of transformers
-5).
+`transformers` stores the weights of all experts as stacks, in `gate_up_proj` (or `up_proj`) and
+`down_proj`. In each matrix, the output dimension comes first, unless `is_transposed` is set. If
+`is_concatenated` is set, the first half of `gate_up_proj` contains the gate weights, and the second
+half contains the up weights. If `is_concatenated` is not set, gate and up weights alternate (see
+`integrations/moe.py` in transformers 5).
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ _POINTS = torch.cat([torch.linspace(-6, 6, 97), _LARGE, -_LARGE])
 
 
 def activation_of(module: Any) -> str | None:
-    """Return the name (in `ACTIVATIONS`) of the activation that an experts module uses.
+    """Return the name of the activation function that an experts module uses, as listed in
+    `ACTIVATIONS`.
 
-    Returns None if the module computes anything else between its two matmuls, for example a clamped
-    gate.
+    Return None if the module computes anything else between its two matrix products, for example a
+    clamped gate.
     """
     if module.has_gate and has_its_own_gate(module) or module.has_post_expert_norm:
         return None
@@ -55,9 +57,10 @@ def activation_of(module: Any) -> str | None:
 
 
 def check_module(module: Any) -> None:
-    """Raise a `ValueError` unless an experts module declares how its weights are stored.
+    """Raise a `ValueError` if an experts module does not declare how its weights are stored.
 
-    The weights must be floating-point numbers of 16 bits or more that are used without scaling.
+    The weights must be floating-point numbers with at least 16 bits, and must be usable without
+    scaling factors.
     """
     dtype = None
     if of_transformers(module):
@@ -72,15 +75,15 @@ def check_module(module: Any) -> None:
 
 
 def experts_of(module: Any, config: MoEConfig, placement: Placement) -> Experts:
-    """Return the object that computes a module's experts on the current rank.
+    """Return the object that computes the experts of a module on the current rank.
 
-    Experts with a special activation or gate are computed by torch's grouped matmul, which supports
-    no layout that gathers or borrows parameters. This is reported in a log line once for each class
-    of modules.
+    Experts with a special activation function or gate are computed by torch's grouped matrix
+    product. The grouped matrix product does not support layouts that gather or borrow parameters. A
+    log line reports the use of torch's matrix product, once per module class.
 
     Raises:
-        ValueError: If the number of experts on the current rank differs from `placement`, or if a
-            setting applies only to this package's kernels.
+        ValueError: If the number of experts on the current rank differs from the number in
+            `placement`, or if a setting applies only to the kernels of this package.
     """
     name, stored = type(module).__name__, first_stack(module).shape[0]
     if stored != placement.local:
@@ -100,8 +103,8 @@ def experts_of(module: Any, config: MoEConfig, placement: Placement) -> Experts:
 
 
 class _Halves(torch.autograd.Function):
-    """Autograd function that splits a stack into views of gate and up. The backward pass writes the
-    gradient of the stack at once.
+    """Autograd function that splits a stack of weights into a view of the gate weights and a view
+    of the up weights. The backward pass writes the gradient of the whole stack at once.
     """
 
     @staticmethod
@@ -124,7 +127,6 @@ class _Halves(torch.autograd.Function):
 
 
 def _halves(both: Tensor, concatenated: bool) -> tuple[Tensor, Tensor]:
-    """Return (gate, up), which are split along the last dimension."""
     if concatenated:
         gate, up = both.chunk(2, -1)
         return gate, up
@@ -132,21 +134,21 @@ def _halves(both: Tensor, concatenated: bool) -> tuple[Tensor, Tensor]:
 
 
 def _input_first(module: Any, weight: Tensor) -> Tensor:
-    """Return a stack of a module's matrices with the shape [L, I, O]."""
     return weight if module.is_transposed else weight.transpose(1, 2)
 
 
 class ModuleExperts(FFNExperts):
-    """A subclass of `FFNExperts` that reads the parameters of a module in each call instead of
-    storing its own parameters.
+    """A subclass of `FFNExperts` without its own parameters. Each call reads the parameters of a
+    `transformers` module.
 
-    The parameters may be gathered from other ranks, or may be the current rank's part of a DTensor.
+    The module's parameters may have been gathered from other ranks, or may be the current rank's
+    shard of a DTensor.
 
     Args:
-        module: module that is decorated by `use_experts_implementation` and has one of the
-            activations in `ACTIVATIONS`.
+        module: module that is decorated with `use_experts_implementation` and has one of the
+            activation functions in `ACTIVATIONS`.
         config: settings of the layer.
-        placement: describes which experts the current rank stores.
+        placement: specifies which experts the current rank stores.
     """
 
     def __init__(self, module: Any, config: MoEConfig, placement: Placement) -> None:
@@ -163,15 +165,13 @@ class ModuleExperts(FFNExperts):
 
     @property
     def w_in_LDF(self) -> Tensor:  # type: ignore[override]
-        """Return a tensor that has the shape and dtype of the weights. The values of this tensor
-        must not be used in computations.
-        """
+        """Return a tensor that has only the shape and dtype of the weights."""
         module = self.module[0]
         stack = _input_first(module, first_stack(module).detach())
         return _halves(stack, True)[1] if module.has_gate else stack
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """Return views of the module's parameters. See `Experts`."""
+        """Return views of the parameters of the module. See `Experts`."""
         module, stacks = self.module[0], {}
         first = _input_first(module, first_stack(module))
         if module.has_gate:
@@ -190,9 +190,9 @@ class ModuleExperts(FFNExperts):
 
 
 class OwnFormExperts(Experts):
-    """Experts with a custom function between the two matmuls.
+    """Experts that have a custom function between the two matrix products.
 
-    The module defines this function in `_apply_gate`, `act_fn` and `post_expert_norm`.
+    The module implements this function in `_apply_gate`, `act_fn` and `post_expert_norm`.
     """
 
     def __init__(self, module: Any) -> None:
@@ -224,11 +224,11 @@ class OwnFormExperts(Experts):
 
 
 def stacks_read_once(module: Any) -> AbstractContextManager[None]:
-    """Compute parametrized stacks of weights (for example adapted by `peft`) only once per call, in
-    a fixed order.
+    """If stacks of weights are parametrized (for example by adapters of `peft`), compute each stack
+    only once per call, and in a fixed order.
 
-    The order is important because `torch.utils.checkpoint` compares the tensors that autograd saves
-    in the forward pass with those that it saves in the recomputation.
+    The order matters because `torch.utils.checkpoint` compares the tensors that autograd saves in
+    the forward pass with those saved in the recomputation.
     """
     parametrized: Any = module._modules.get("parametrizations")
     return nullcontext() if parametrized is None else _read_once(module, list(parametrized))

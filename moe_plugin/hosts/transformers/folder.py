@@ -1,4 +1,4 @@
-"""A `Trainer` callback that prevents two runs from using the same `output_dir`."""
+"""A `Trainer` callback that prevents two runs from using the same `output_dir` at the same time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moe_plugin.utils.folder_lock import FolderLock, hold_folder
 
 
 class FolderOfOneRun(TrainerCallback):
-    """A callback that allows only one run at a time to use `output_dir` for training.
+    """A callback that lets only one training run at a time use `output_dir`.
 
     See `moe_plugin.utils.folder_lock`.
 
     Args:
-        take_over: True to use the folder even if a different run seems to use it.
+        take_over: True to use the folder even if another run seems to be using it.
     """
 
     def __init__(self, take_over: bool = False) -> None:
@@ -29,7 +29,7 @@ class FolderOfOneRun(TrainerCallback):
         """Lock the folder.
 
         Raises:
-            ValueError: If a different run uses the folder. The error is raised on all ranks.
+            ValueError: On all ranks, if another run is using the folder.
         """
         several = dist.is_available() and dist.is_initialized()
         with refused_together("the folder of the run") if several else nullcontext():
@@ -37,7 +37,7 @@ class FolderOfOneRun(TrainerCallback):
                 self._lock = hold_folder(args.output_dir, self._take_over)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Release the folder. If a run fails, it releases the folder when its process exits."""
+        """Release the folder. After a failure, the folder is released when the process exits."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None

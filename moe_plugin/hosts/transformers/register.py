@@ -1,7 +1,7 @@
-"""Registration of implementations of experts and of expert parallelism in `transformers`.
+"""Register implementations of experts and of expert parallelism in `transformers`.
 
-`transformers` has one registry for functions that compute experts, and one for the exchange of
-tokens between ranks.
+`transformers` has two registries: one for functions that compute experts, and one for classes that
+exchange tokens between ranks.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ _OVER_RANKS = "_moe_plugin_ep"  # attribute of an experts module whose tokens ou
 
 
 def use(settings: Mapping[str, Any], name: str = NAME) -> None:
-    """Register an implementation with custom settings. This function must be called before the
-    model is built.
+    """Register an implementation with your own settings. Call this function before the model is
+    built.
 
-    After the call the name can be passed as `experts_implementation=name` and as
+    Afterwards, the name can be used in `experts_implementation=name` and in
     `DistributedConfig(ep_implementation=name)`.
 
     Args:
-        settings: dict from dotted paths to values, such as `{"parallel.mode": "auto"}`, or nested
-            dictionaries.
-        name: name under which the implementation is registered.
+        settings: dict that maps dotted paths to values, such as `{"parallel.mode": "auto"}`. Nested
+            dicts are also accepted.
+        name: name of the implementation in the registries of `transformers`.
     Raises:
-        ValueError: If a setting is unknown, or has no effect in a model that has its own router and
-            experts.
+        ValueError: If a setting is unknown, or if it has no effect because the model has its own
+            router and experts.
     """
     _check(settings)
     settings = dict(settings)
@@ -71,13 +71,13 @@ def use(settings: Mapping[str, Any], name: str = NAME) -> None:
 
 
 def check(model: nn.Module) -> list[str]:
-    """Return the names of the modules whose experts this package computes.
+    """Return the names of all modules whose experts are computed by this package.
 
-    `transformers` accepts any implementation name for any model. If the model or its quantization
-    computes the experts in its own way, the implementation name has no effect.
+    `transformers` accepts any implementation name for any model, without checking it. If the model
+    or its quantization method computes the experts itself, the implementation name has no effect.
 
     Raises:
-        ValueError: If this package computes no experts of the model.
+        ValueError: If this package does not compute any experts of the model.
     """
     names = [name for name, module in model.named_modules() if _is_ours(module)]
     if not names:
@@ -122,9 +122,10 @@ def _check(settings: Mapping[str, Any]) -> None:
 
 
 class _Kept:
-    """State that the calls of an experts module share. A copy of the module builds its own state.
+    """The shared state of all calls of an experts module. Copying the module does not copy this
+    state. The copy builds its own state.
 
-    key: the settings and the module for which the state was built.
+    key: the settings and the module for which this state was built.
     """
 
     def __init__(self, key: Any = None, routed: RoutedExperts | None = None) -> None:
@@ -136,14 +137,15 @@ class _Kept:
 
 def _experts_forward(settings: Mapping[str, Any], self: Any, hidden_states: Tensor,
                      top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute the experts that the current rank stores. Called through `ALL_EXPERTS_FUNCTIONS`.
+    """Compute the experts that are stored on the current rank. Called through
+    `ALL_EXPERTS_FUNCTIONS`.
 
     Args:
-        settings: settings with which the implementation was registered.
+        settings: settings of the implementation, as passed to `use`.
         self: the experts module.
-        hidden_states: tokens of shape [T, D].
-        top_k_index: indices [T, K] of the experts selected for each token. The value `num_experts`
-            stands for an expert of a different rank.
+        hidden_states: tokens with shape [T, D].
+        top_k_index: indices [T, K] of the experts that each token selected. The index `num_experts`
+            stands for any expert on another rank.
         top_k_weights: weights [T, K] of the selected experts.
     """
     with stacks_read_once(self):
@@ -167,11 +169,12 @@ def _experts_read(settings: Mapping[str, Any], self: Any, hidden_states: Tensor,
 
 
 class PluginEP(EPImplementation):
-    """Expert parallelism with this package's exchange, layouts and kernels on the device mesh of
-    `transformers`.
+    """Expert parallelism on the device mesh of `transformers`, with the exchange, layouts and
+    kernels of this package.
 
-    Ranks that have the same tokens (`tp_mesh`) process equal parts of them, as in `AllToAllEP`. The
-    experts are computed by this package's kernels for any value of `experts_implementation`.
+    If several ranks have the same tokens (`tp_mesh`), each of these ranks processes an equal share
+    of the tokens, as in `AllToAllEP`. The kernels of this package compute the experts, even if
+    `experts_implementation` names a different implementation.
     """
 
     def __init__(self, settings: Mapping[str, Any], experts: nn.Module, ep_mesh: Any,
@@ -189,9 +192,7 @@ class PluginEP(EPImplementation):
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor,
                  top_k_weights: Tensor) -> Tensor:
-        """Compute the experts for the tokens [T, D] of the current rank, and return the results [T,
-        D].
-        """
+        """Compute the outputs [T, D] of the experts for the tokens [T, D] on the current rank."""
         try:
             with stacks_read_once(self.experts[0]):
                 return self._through(hidden_states, top_k_index, top_k_weights)
@@ -216,7 +217,7 @@ class PluginEP(EPImplementation):
         return gather(_call(routed, module, *part), self.sharing)[:tokens]
 
     def _check(self, module: Any) -> None:
-        """Compare the experts of all ranks in some of the training calls. See `OverwriteCheck`."""
+        """In some training calls, compare the experts of all ranks. See `OverwriteCheck`."""
         if torch.compiler.is_compiling() or self.comm.size == 1 or not (
                 module.training and torch.is_grad_enabled()):
             return
@@ -229,7 +230,6 @@ class PluginEP(EPImplementation):
 
 def _part(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor,
           comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the current rank's part of the tokens, padded with tokens that have no expert."""
     missing = -x_TD.shape[0] % comm.size
     ids_TK = F.pad(ids_TK, (0, 0, 0, missing), value=-1).chunk(comm.size)[comm.rank]
     return split_tokens(x_TD, None, comm)[0], ids_TK, split_tokens(weights_TK, None, comm)[0]
@@ -246,7 +246,6 @@ def _call(routed: RoutedExperts, module: Any, x_TD: Tensor, ids_TK: Tensor,
 
 def _routed(module: Any, settings: Mapping[str, Any], comm: Comm, experts: int,
             choices: int) -> RoutedExperts:
-    """Build the object that computes the calls of an experts module. Collective."""
     check_module(module)  # again, because the weights may be quantized after the model is built
     first = module.gate_up_proj if module.has_gate else module.up_proj
     width, inner = first.shape[1:] if module.is_transposed else reversed(first.shape[1:])

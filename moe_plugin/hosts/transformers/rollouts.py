@@ -1,8 +1,8 @@
-"""Replay of the routing of rollouts in `transformers` models with their own routers.
+"""Replay the expert choices of rollouts in `transformers` models that have their own routers.
 
-Every model family has its own router code, but each router selects the experts of a token by one
-call of `topk` on scores [T, E], and the values returned by this call become the weights. During a
-replay this call returns the experts of the rollout and their scores.
+The router code differs between model families. However, every router selects the experts of a token
+with one call of `topk` on scores [T, E], and uses the values returned by this call as weights.
+During a replay, the call of `topk` returns the experts of the rollout, and their scores.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from moe_plugin.routing.rollouts import check_tokens, choices_of_layers
 @contextmanager
 def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
                     layers: Sequence[int] | None = None) -> Iterator[None]:
-    """Make each MoE block use the experts that were used to generate the samples.
+    """Make each MoE block select the same experts that were used to generate the samples.
 
-    The recorded choices are replayed for any implementation of the experts. For the arguments and
-    other errors see `moe_plugin.routing.rollouts.replay_rollouts`. A balance loss that the model
-    itself computes (`output_router_logits`) is based on the router's own choices.
+    The choices can be replayed with any implementation of the experts. The arguments and further
+    errors are described in `moe_plugin.routing.rollouts.replay_rollouts`. A balance loss that the
+    model itself computes (`output_router_logits`) is still based on the choices of the model's
+    routers.
 
     Raises:
-        ValueError: If the model already replays a rollout, if a router selects experts in a
-            different way (raised at the end of the block's pass), or if a block was not called
-            (raised when the context closes).
+        ValueError: If another replay is active for the model, if a router selects experts in a
+            different way (raised at the end of the block's forward pass), or if a block was not
+            called (raised when the context exits).
     """
     blocks = [(block, part) for block in model.modules() for part in block.children()
               if of_transformers(part)]
@@ -72,7 +73,7 @@ def _hooks(block: nn.Module, ids_TK: Tensor, experts: int,
 
 class _Begin:
     """A hook that runs before each forward pass of an MoE block. modes: torch function modes of all
-    passes in progress.
+    forward passes that are in progress.
     """
 
     def __init__(self, ids_TK: Tensor, experts: int, passed: set[nn.Module]) -> None:
@@ -86,8 +87,8 @@ class _Begin:
 
 
 class _TopK(TorchFunctionMode):
-    """A torch function mode in which one call of `topk` over the scores of all experts returns
-    `ids_TK`.
+    """A torch function mode that replaces the output of one call of `topk` with `ids_TK`. The
+    replaced call is the one that selects from the scores of all experts.
     """
 
     def __init__(self, ids_TK: Tensor, experts: int) -> None:
@@ -114,7 +115,7 @@ class _TopK(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, ids), ids))
 
     def check(self, block: nn.Module) -> None:
-        """Raise a `ValueError` unless exactly one call of `topk` was replaced."""
+        """Raise a `ValueError` if the number of replaced `topk` calls is not exactly one."""
         if self.chosen == 1:
             return
         if not self.chosen and self.seen:

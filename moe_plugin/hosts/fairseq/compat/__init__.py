@@ -1,22 +1,23 @@
-"""Patches that make fairseq 0.12.2 run on current versions of Python, torch, numpy and hydra.
+"""Patches for fairseq 0.12.2. With these patches, fairseq runs on current versions of Python,
+torch, numpy and hydra.
 
-With the patches, fairseq also runs without CUDA. All patches for fairseq are in this package. Each
-patch is a function, whose docstring contains the range of fairseq versions and the reason. The
-patches replace names only inside fairseq's own modules. For all other code, numpy, torch and hydra
-are unchanged.
+The patches also let fairseq run without CUDA. This package contains all patches for fairseq. Each
+patch is a function. The docstring of a patch states which versions of fairseq need the patch, and
+why. The patches replace names only in the modules of fairseq. Other code still sees the original
+numpy, torch and hydra.
 
-`install` is called once, right after `import fairseq`. The top-level module
-`moe_plugin_fairseq_compat` calls `install`, and also makes `import fairseq` succeed on Python >=
-3.11.
+Call `install` once, directly after `import fairseq`. The top-level module
+`moe_plugin_fairseq_compat` calls `install`. This top-level module also makes `import fairseq`
+succeed on Python >= 3.11.
 """
 
 from __future__ import annotations
 
 
 def install() -> None:
-    """Apply every patch to the imported fairseq 0.12.
+    """Apply all patches to fairseq 0.12, which must already be imported.
 
-    The function does nothing if it has already been called, or if the version of fairseq is not
+    This function does nothing if it was called before, or if the installed fairseq is not version
     0.12.
     """
     import fairseq

@@ -1,6 +1,7 @@
-"""Checkpoints of fairseq, with checksums, complete copies, and one file per rank.
+"""Changes to fairseq's checkpoints: they get checksums, are never left incomplete, and can consist
+of one file per rank.
 
-The module also adds the checkpoint flags of fairseq's `moe` branch.
+This module also adds the checkpoint flags of fairseq's `moe` branch.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ FLAGS = {
 
 @patch
 def saving_flags() -> None:
-    """Add the flags of fairseq's `moe` branch listed in `FLAGS`, which fairseq <= 0.12.3 does not
-    have.
+    """Add the flags in `FLAGS`, which come from fairseq's `moe` branch. fairseq <= 0.12.3 does not
+    define these flags.
     """
     from fairseq.dataclass.configs import CheckpointConfig
 
@@ -46,11 +47,11 @@ def saving_flags() -> None:
 @replaces("checkpoint_utils.save_checkpoint")
 def whole_copies(original: Callable[..., None], cfg: Any, trainer: Any, epoch_itr: Any,
                  val_loss: float | None) -> None:
-    """Make fairseq write `checkpoint_last.pt` either completely or not at all, and implement the
-    flags in `FLAGS`.
+    """Make fairseq write `checkpoint_last.pt` either completely or not at all. The flags in `FLAGS`
+    are also implemented.
 
-    fairseq <= 0.12.3 copies the file in place, so a process that is killed during the copy leaves a
-    truncated file.
+    fairseq <= 0.12.3 copies the file in place. If the process is killed during the copy, a
+    truncated file remains.
     """
     from fairseq import checkpoint_utils
 
@@ -108,11 +109,11 @@ def _is_last(trainer: Any, epoch_itr: Any) -> bool:
 @replaces("checkpoint_utils.load_checkpoint")
 def runs_say_where_they_are(original: Callable[..., Any], cfg: Any, trainer: Any,
                             **kwargs: Any) -> Any:
-    """Report that a run is already finished instead of training another step, and record where a
-    run resumes.
+    """If a run is already finished, report this instead of training another step. Also record the
+    point at which a stopped run can resume.
 
-    If a finished run is started again, fairseq <= 0.12.3 trains one step too many. If a run is
-    stopped, fairseq <= 0.12.3 ends every rank with a traceback.
+    If a finished run is started again, fairseq <= 0.12.3 trains one more step. If a run is stopped,
+    every rank of fairseq <= 0.12.3 prints a traceback.
     """
     extra_state, epoch_itr = original(cfg, trainer, **kwargs)
     done, limits = trainer.get_num_updates(), trainer.cfg.optimization
@@ -132,10 +133,10 @@ def runs_say_where_they_are(original: Callable[..., Any], cfg: Any, trainer: Any
 @replaces("checkpoint_utils.torch_persistent_save")
 def checksums(original: Callable[..., None], obj: Any, filename: str,
               async_write: bool = False) -> None:
-    """Make fairseq write checkpoints with checksums.
+    """Make fairseq store checksums in its checkpoints.
 
-    fairseq <= 0.12.3 writes files without checksums, and after an error writes to the same
-    incomplete file again.
+    fairseq <= 0.12.3 writes files without checksums. After an error, fairseq <= 0.12.3 writes to
+    the same incomplete file again.
     """
     from fairseq.file_io import PathManager
 
@@ -150,12 +151,12 @@ def checksums(original: Callable[..., None], obj: Any, filename: str,
 @replaces("checkpoint_utils.load_checkpoint")
 def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: Any,
                              **kwargs: Any) -> Any:
-    """Make every training flag that names a checkpoint accept `X.pt` or one of the files
+    """Make every training flag that names a checkpoint accept either `X.pt` or one of the files
     `X-rank-0.pt`, `X-rank-1.pt`, ...
 
-    fairseq <= 0.12.3 inserts the rank only into the value of `--restore-file`. Each rank also
-    checks whether its own `checkpoint_last` exists to decide whether a run begins. If the files
-    were written by a different number of ranks, the ranks could decide differently.
+    fairseq <= 0.12.3 inserts the rank only into the path of `--restore-file`. In fairseq <= 0.12.3,
+    each rank checks whether its own `checkpoint_last` exists to decide whether the run is new. If a
+    different number of ranks wrote the files, the ranks could come to different decisions.
     """
     names = _names(cfg)
     wanted = names.get("restore_file", cfg.restore_file)
@@ -170,7 +171,8 @@ def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: An
 
 
 def _names(cfg: Any) -> dict[str, str | None]:
-    """Return the settings that name checkpoints, in the form that fairseq needs.
+    """Return those settings that contain checkpoint names, with the names in the form that fairseq
+    requires.
 
     Raises:
         ValueError: If a named checkpoint does not exist.
@@ -195,8 +197,8 @@ def _names(cfg: Any) -> dict[str, str | None]:
 
 
 def _existing(path: str) -> str | None:
-    """Return the path of the file or of its first rank's file, or None if neither exists. Remote
-    files are assumed to exist.
+    """Return the path of a checkpoint file, or the path of the first rank's file. Return None if
+    neither file exists. Remote files are assumed to exist.
     """
     from fairseq.file_io import PathManager
 
@@ -217,11 +219,12 @@ def _missing(flag: str, path: str) -> ValueError:
 @replaces("checkpoint_utils.load_model_ensemble_and_task")
 def evaluation_from_rank_files(original: Callable[..., Any], filenames: Any,
                                arg_overrides: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Make `--path X.pt` also accept a checkpoint that consists of `X-rank-0.pt`, `X-rank-1.pt`,
-    ... in evaluation.
+    """Make `--path X.pt` also accept a checkpoint that consists of the files `X-rank-0.pt`,
+    `X-rank-1.pt`, ... in evaluation.
 
-    fairseq <= 0.12.3 evaluates only from a single file. With this patch each process reads only its
-    part of the experts (see `Evaluation`). A single process reads all experts.
+    fairseq <= 0.12.3 can evaluate only a checkpoint that consists of a single file. With this
+    patch, each process reads only its own share of the experts (see `Evaluation`). A single process
+    reads all experts.
     """
     from moe_plugin.hosts.fairseq.groups import evaluating
 
@@ -232,7 +235,7 @@ def evaluation_from_rank_files(original: Callable[..., Any], filenames: Any,
 
 @replaces("checkpoint_utils.get_maybe_sharded_checkpoint_filename")
 def existing_file(original: Callable[..., str], filename: str, *args: Any, **kwargs: Any) -> str:
-    """Return the file of a checkpoint. See `evaluation_from_rank_files`."""
+    """Return the existing file of a checkpoint. See `evaluation_from_rank_files`."""
     name = original(filename, *args, **kwargs)
     existing = _existing(name)
     if existing is None:
@@ -242,7 +245,9 @@ def existing_file(original: Callable[..., str], filename: str, *args: Any, **kwa
 
 @replaces("checkpoint_utils.load_checkpoint_to_cpu")
 def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
-    """Load the current rank's part of the experts. See `evaluation_from_rank_files`."""
+    """Load the state of a checkpoint, with only the current rank's share of the experts. See
+    `evaluation_from_rank_files`.
+    """
     from moe_plugin.checkpoint.formats.fairseq import files
     from moe_plugin.hosts.fairseq.compat.flags import place_experts
     from moe_plugin.hosts.fairseq.groups import current_evaluation
@@ -266,7 +271,9 @@ def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwarg
 
 @contextmanager
 def giving(state: dict[str, Any]) -> Iterator[None]:
-    """Make `Trainer.load_checkpoint` of fairseq <= 0.12.3 use this state instead of a file."""
+    """Inside the block, make `Trainer.load_checkpoint` of fairseq <= 0.12.3 use `state` instead of
+    reading a file.
+    """
     import torch
     from fairseq import checkpoint_utils
 
@@ -279,8 +286,8 @@ def giving(state: dict[str, Any]) -> Iterator[None]:
 
 
 def _refuse_imports(path: str, state: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Raise `UntrustedFile` if building the model of a checkpoint would import modules that the
-    checkpoint names.
+    """Raise `UntrustedFile` if the settings in a checkpoint name modules that would be imported
+    when the model is built.
     """
     from moe_plugin.checkpoint import trust
 
@@ -304,10 +311,10 @@ def _names_of_settings() -> set[str]:
 
 
 def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for `moe_...` settings that are defined neither by this package nor by
-    the checkpoint.
+    """Raise a `ValueError` for `moe_...` settings that neither this package nor the checkpoint
+    defines.
 
-    fairseq <= 0.12.3 accepts such settings without any effect.
+    fairseq <= 0.12.3 silently ignores such settings.
     """
     groups = [written.get("args"), *(dict(written.get("cfg") or {}).values())]
     known = _names_of_settings()
@@ -320,7 +327,7 @@ def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) ->
 
 
 def _names_in(overrides: Mapping[str, Any]) -> Iterator[str]:
-    """Yield all names in a nested dict, including those inside groups such as
+    """Yield all names in a nested dict. Names inside groups are included, for example those in
     `{'model': {'moe_dispatch': ...}}`.
     """
     for name, value in overrides.items():
@@ -330,9 +337,9 @@ def _names_in(overrides: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _add_overrides(path: str, state: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Add settings that a checkpoint written by an older release does not contain.
+    """Add settings that an older release of this package did not write to its checkpoints.
 
-    fairseq <= 0.12.3 can override only settings that a checkpoint contains.
+    fairseq <= 0.12.3 can override only settings that the checkpoint contains.
     """
     from omegaconf import open_dict
 

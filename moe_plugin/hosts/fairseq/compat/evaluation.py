@@ -1,12 +1,11 @@
-"""Functions that run `fairseq-validate`, `fairseq-eval-lm` and `fairseq-generate` with one or
-several processes.
+"""Run `fairseq-validate`, `fairseq-eval-lm` and `fairseq-generate` with one or several processes.
 
-If there are several processes, the batches and the experts are divided among them. The module also
-adds the flags of `eval_lm` in fairseq's `moe` branch.
+Several processes divide the batches and the experts among themselves. This module also adds the
+`eval_lm` flags of fairseq's `moe` branch.
 
-fairseq <= 0.12.3 assigns every N-th batch to each process, but combines the results only in
-`fairseq-validate`, which fails if a process has no batch. For generation fairseq <= 0.12.3 starts
-only one process.
+fairseq <= 0.12.3 assigns every N-th batch to each process, but only `fairseq-validate` combines the
+results of the processes. `fairseq-validate` fails if a process has no batch. For generation,
+fairseq <= 0.12.3 starts only one process.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Command:
-    """Wrapper of the `main` function of a command, which is run as one process of an `Evaluation`.
-    Can be pickled.
+    """Wrapper around the `main` function of a command. The wrapper runs `main` as one process of an
+    `Evaluation`. Can be pickled.
     """
 
     main: Callable[..., Any]
 
     def __call__(self, cfg: Any, **kwargs: Any) -> Any:
-        """Run the evaluation and return the result of `main`."""
+        """Run the evaluation and return the value that `main` returns."""
         ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         with evaluating(ranks) as evaluation:
             result = self.run(cfg, evaluation, kwargs)
@@ -56,21 +55,20 @@ class _Command:
         return result
 
     def run(self, cfg: Any, evaluation: Evaluation, kwargs: dict[str, Any]) -> Any:
-        """Call `main` while some names of its module are replaced."""
+        """Call `main` while some names in the module of `main` are replaced."""
         with _replaced(self.main.__globals__, **self.names(cfg, evaluation)):
             return self.main(cfg, **kwargs)
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Return a dict from names to their replacements."""
+        """Return a dict that maps the names to be replaced to their replacements."""
         raise NotImplementedError
 
 
 class Validate(_Command):
-    """Wrapper of the `main` function of `fairseq-validate`."""
+    """Wrapper around the `main` function of `fairseq-validate`."""
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Return replacements that make all ranks finish together and permit ranks without a batch.
-        """
+        """Return replacements with which all ranks finish together, even without a batch."""
         checkpoints = self.main.__globals__["checkpoint_utils"]
         load = checkpoints.load_model_ensemble_and_task
 
@@ -89,14 +87,12 @@ class Validate(_Command):
 
 
 class EvalLM(_Command):
-    """Wrapper of the `main` function of `fairseq-eval-lm` that supports `--max-valid-steps` and
-    `--stats-path`.
+    """Wrapper around the `main` function of `fairseq-eval-lm`. This wrapper supports
+    `--max-valid-steps` and `--stats-path`.
     """
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Return replacements that make all ranks finish together and compute the scores over all
-        ranks.
-        """
+        """Return replacements with which all ranks finish together and share the scores."""
         names, counts = self.main.__globals__, [0]
         evaluate, steps = names["eval_lm"], cfg.dataset.max_valid_steps
         if steps is not None:  # the limit counts batches of all ranks, which get them in turns
@@ -111,7 +107,7 @@ class EvalLM(_Command):
         return {"eval_lm": eval_lm, "SequenceScorer": names["SequenceScorer"]}
 
     def run(self, cfg: Any, evaluation: Evaluation, kwargs: dict[str, Any]) -> Any:
-        """Run the evaluation and write the results to `--stats-path`."""
+        """Run the evaluation and write its results to the `--stats-path` file."""
         began = time.time()
         results = super().run(cfg, evaluation, kwargs)
         if cfg.eval_lm.stats_path and evaluation.rank == 0:
@@ -121,11 +117,11 @@ class EvalLM(_Command):
 
 
 class Generate(_Command):
-    """Wrapper of the `main` function of `fairseq-generate`."""
+    """Wrapper around the `main` function of `fairseq-generate`."""
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Return replacements that make all ranks finish together, with one score over all ranks
-        and one result file per rank.
+        """Return replacements with which all ranks finish at the same time. The score includes all
+        ranks, and each rank writes its own result file.
         """
         names = self.main.__globals__
         if evaluation.ranks == 1:
@@ -156,21 +152,21 @@ class Generate(_Command):
 
 
 def re_ranked(path: str, rank: int) -> str:
-    """Insert the rank into a file name, for example `generate-test-rank-N.txt` for
-    `generate-test.txt`.
+    """Insert the number of a rank into a file name. For example, `generate-test.txt` becomes
+    `generate-test-rank-N.txt`.
     """
     stem, suffix = os.path.splitext(path)
     return f"{stem}-rank-{rank}{suffix}"
 
 
 def _counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> Any:
-    """Return a subclass of fairseq's `SequenceScorer` that counts the words by whose number
-    `eval_lm` divides.
+    """Return a subclass of fairseq's `SequenceScorer` that counts words. `eval_lm` divides the loss
+    by the same number of words.
 
     Args:
         scorer: the class.
-        counts: list with one entry, to which the number of words is added.
-        settings: arguments of `eval_lm`.
+        counts: list with a single element, to which the number of words is added.
+        settings: arguments with which `eval_lm` was called.
     """
     words, mark = settings["source_dictionary"], (settings.get("post_process") or "").rstrip()
     # word pieces that are continued by another piece do not count as words
@@ -190,7 +186,8 @@ def _counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> An
 
 
 def _over_ranks(logged: Mapping[str, Any], count: int, evaluation: Evaluation) -> Any:
-    """Return the loss (in bits per word) and perplexity of `eval_lm` over the words of all ranks.
+    """Return the loss (in bits per word) and the perplexity that `eval_lm` computes, averaged over
+    the words of all ranks.
 
     count: number of words on the current rank.
     """
@@ -203,7 +200,7 @@ def _over_ranks(logged: Mapping[str, Any], count: int, evaluation: Evaluation) -
 
 
 class _SharedScorer:
-    """A fairseq scorer that includes the hypotheses of all ranks once `share` has been called."""
+    """A fairseq scorer that receives the hypotheses of all ranks when `share` is called."""
 
     def __init__(self, scorer: Any) -> None:
         self._scorer = scorer
@@ -221,7 +218,9 @@ class _SharedScorer:
         return add
 
     def share(self) -> None:
-        """Add the hypotheses of all other ranks to this scorer. Collective."""
+        """Send this rank's hypotheses to all ranks, and add the hypotheses of all other ranks to
+        this scorer. This is a collective operation.
+        """
         everyone = gather_objects(self._given, "hypotheses to be scored")
         for rank, given in enumerate(everyone):
             for name, args in given if rank != dist.get_rank() else ():
@@ -229,8 +228,8 @@ class _SharedScorer:
 
 
 def _stopwatch() -> Any:
-    """Return a subclass of fairseq's `StopwatchMeter` that reports a speed of 0 instead of raising
-    an error if nothing was measured.
+    """Return a subclass of fairseq's `StopwatchMeter` that reports a speed of 0 if nothing was
+    measured. fairseq's own class raises an error if nothing was measured.
     """
     from fairseq.logging.meters import StopwatchMeter
 
@@ -279,7 +278,7 @@ def _end(evaluation: Evaluation) -> None:
 
 
 class _Batches:
-    """A progress bar that calls a function after its last batch."""
+    """A progress bar that calls a function after the last batch."""
 
     def __init__(self, bar: Any, at_end: Callable[[], None]) -> None:
         self._bar, self._at_end = bar, at_end
@@ -310,10 +309,11 @@ def _write(path: Path, subset: str, results: dict[str, Any]) -> None:
 
 @patch
 def eval_lm_flags() -> None:
-    """Add the flag `--stats-path` of fairseq's `moe` branch, which fairseq <= 0.12.3 does not
-    define.
+    """Add the flag `--stats-path`, which is defined in fairseq's `moe` branch but not in fairseq <=
+    0.12.3.
 
-    `--max-valid-steps` exists in fairseq <= 0.12.3, but `fairseq-eval-lm` ignores it. See `EvalLM`.
+    fairseq <= 0.12.3 defines `--max-valid-steps`, but `fairseq-eval-lm` ignores this flag. See
+    `EvalLM`.
     """
     from fairseq.dataclass.configs import EvalLMConfig
 
@@ -325,16 +325,16 @@ def eval_lm_flags() -> None:
 @replaces("distributed.utils.call_main")
 def evaluation_together(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
                         **kwargs: Any) -> Any:
-    """Run evaluation commands as processes of an `Evaluation`. See the module's documentation."""
+    """Run the evaluation commands as processes of an `Evaluation`."""
     return original(cfg, _command_of(main), **kwargs)
 
 
 @replaces("options.get_generation_parser")
 def generation_by_several(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make it possible to run `fairseq-generate` with several processes, like the other commands.
+    """Allow `fairseq-generate` to run with several processes, like the other evaluation commands.
 
-    The processes are started by torchrun or by `--distributed-world-size N`. With
-    `--distributed-rank` the current process computes only its own part, as in fairseq.
+    torchrun or `--distributed-world-size N` starts the processes. With `--distributed-rank`, the
+    current process computes only its own share, as in fairseq.
     """
     for name in ("fairseq_cli.generate", "__main__"):  # the command imports fairseq.options earlier
         module: Any = sys.modules.get(name)
@@ -346,7 +346,7 @@ def generation_by_several(original: Callable[..., Any], *args: Any, **kwargs: An
 
 @dataclass(frozen=True)
 class _Start:
-    """A replacement for `main` that is called by the command line."""
+    """A replacement for `main` that the command line calls."""
 
     module: Any
     main: Callable[..., Any]

@@ -1,8 +1,9 @@
-"""Additional flags and short error messages for the command lines of fairseq.
+"""Additional flags and short error messages for fairseq's command lines.
 
-The additional flags are for checkpoints, the placement of experts, and launch scripts written for
-fairseq's `moe` branch, which run unchanged. Error messages are one line long, are printed once per
-node, and contain the remedy. Errors in MoE settings are reported before anything is built.
+The additional flags concern checkpoints and the placement of experts. The flags of fairseq's `moe`
+branch are also added, so that launch scripts written for the branch run unchanged. Each error
+message is one line long, states what to do, and is printed once per node. Errors in MoE settings
+are reported before any object is built.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ WITHOUT_EFFECT = {
 
 
 class _WithoutEffect(argparse.Action):
-    """An argparse action for a flag without effect, which logs a warning."""
+    """An argparse action that logs a warning, for a flag that has no effect."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any,
                  option_string: str | None = None) -> None:
@@ -72,9 +73,9 @@ def _for_evaluation(parser: Any) -> None:
 
 
 def _adding(add: Callable[[Any], None]) -> Callable[..., Any]:
-    """Wrap a function that builds a parser so that it also adds flags.
+    """Wrap a function that builds a parser so that the parser gets additional flags.
 
-    fairseq <= 0.12.3 provides no other way to add flags to a command.
+    fairseq <= 0.12.3 has no other way to add flags to a command.
     """
     def make(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         parser = original(*args, **kwargs)
@@ -86,10 +87,10 @@ def _adding(add: Callable[[Any], None]) -> Callable[..., Any]:
 
 @patch
 def more_flags() -> None:
-    """Add flags to fairseq's commands. See `_adding`.
+    """Add flags to the commands of fairseq. See `_adding`.
 
-    In an evaluation fairseq reads the settings of a model from the checkpoint. The placement of
-    experts depends on the machine, so it is set by flags.
+    During evaluation, fairseq reads the model's settings from the checkpoint. The placement of
+    experts depends on the machine. Flags of the evaluation command therefore set the placement.
     """
     for name, add in (("get_parser", _for_all), ("get_training_parser", _for_training),
                       ("get_validation_parser", _for_training),
@@ -101,9 +102,9 @@ def more_flags() -> None:
 
 
 def place_experts(state: dict[str, Any]) -> str | None:
-    """Write the placement flags of the current command to the model settings of a checkpoint.
+    """Copy the placement flags of the current command into the model settings of a checkpoint.
 
-    Returns: the value of `--moe-experts-on`, or None if it is not given.
+    Returns: the value of `--moe-experts-on`, or None if the flag is not used.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _for_evaluation(parser)
@@ -121,14 +122,14 @@ def place_experts(state: dict[str, Any]) -> str | None:
 
 
 class CommandParser(Parser):
-    """A parser whose error messages mention `--user-dir` if it is missing."""
+    """A parser whose error messages tell the user if `--user-dir` is missing."""
 
     def flags(self) -> set[str]:
-        """Return all flags, including those that the user directory would add."""
+        """Return all flags, including the flags that the user directory would add."""
         return super().flags() | self._brought()
 
     def remedies(self, message: str) -> list[str]:
-        """Return the remedies for an error message. See `Parser`."""
+        """Return advice for an error message. See `Parser`."""
         brought, known = self._brought(), super().flags()
         if brought and (_OURS in message or any(
                 name in brought or (set(similar_names(name, brought))
@@ -151,10 +152,10 @@ class CommandParser(Parser):
 
 @patch
 def short_errors() -> None:
-    """Replace fairseq's parser with a parser that prints short error messages.
+    """Replace fairseq's argument parser with a parser that prints short error messages.
 
-    fairseq <= 0.12.3 prints 300 lines of usage before the message, on every rank, and suggests no
-    similar flag.
+    Before each error message, fairseq <= 0.12.3 prints 300 lines of usage on every rank.
+    Furthermore, fairseq <= 0.12.3 does not suggest flags with similar names.
     """
     from fairseq import options
 
@@ -163,19 +164,19 @@ def short_errors() -> None:
 
 @replaces("options.get_parser")
 def short_errors_of_user_dirs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Report errors of the user directory in one line. fairseq <= 0.12.3 imports the user directory
-    in the function that is replaced here.
+    """Report errors in the user directory in one line. In fairseq <= 0.12.3, the replaced function
+    imports the user directory.
     """
     with errors_of_use_in_one_line():
         return original(*args, **kwargs)
 
 
 def _in_file(words: list[str]) -> list[str]:
-    """Return fairseq's arguments in the file of `--moe-config` as command-line words for fairseq's
-    parser.
+    """Convert fairseq's arguments in the `--moe-config` file to command-line arguments for
+    fairseq's parser.
 
-    The arguments are the width of the layers (`model_dim`) and the entries of the section
-    `fairseq`, which maps names to values.
+    fairseq's arguments in this file are the width of the layers (`model_dim`), and all names in the
+    section `fairseq`, which maps names to values.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument(CONFIG_FLAG.flag)
@@ -204,7 +205,6 @@ def _in_file(words: list[str]) -> list[str]:
 
 
 def _translates(arch: str | None) -> bool:
-    """Return True if an architecture has an encoder."""
     from fairseq.models import ARCH_MODEL_REGISTRY
     from fairseq.models.transformer import TransformerModel
 
@@ -214,10 +214,10 @@ def _translates(arch: str | None) -> bool:
 @replaces("options.parse_args_and_arch")
 def settings_checked_when_parsed(original: Callable[..., Any], parser: Any, *args: Any,
                                  **kwargs: Any) -> Any:
-    """Check MoE settings when the command line is parsed, before fairseq's log begins.
+    """Check MoE settings when the command line is parsed, before fairseq starts to log.
 
-    fairseq <= 0.12.3 parses MoE settings as strings without checking them. The file of
-    `--moe-config` may also contain fairseq's arguments (see `_in_file`).
+    fairseq <= 0.12.3 parses MoE settings as strings and does not check them. The `--moe-config`
+    file can also contain arguments of fairseq (see `_in_file`).
     """
     given = args[0] if args else kwargs.get("input_args")
     given = list(sys.argv[1:] if given is None else given)

@@ -1,5 +1,5 @@
-"""Changes to `fairseq-hydra-train` that find the bundled settings from any folder and report errors
-in one line.
+"""Changes to `fairseq-hydra-train`. The command finds the bundled settings from any folder, and
+reports errors in one line.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _FULL = "HYDRA_FULL_ERROR"
 
 @patch
 def hydra_sees_fields() -> None:
-    """Register fairseq's dataclasses with Hydra again, because fields have been added to them.
+    """Register fairseq's dataclasses with Hydra again, because this package has added fields to
+    them.
 
-    fairseq registers its dataclasses when it is imported.
+    fairseq registers its dataclasses when it is imported, before the fields are added.
     """
     from fairseq.dataclass.initialize import hydra_init
 
@@ -35,11 +36,11 @@ def hydra_sees_fields() -> None:
 
 @patch
 def settings_by_hydra() -> None:
-    """Report invalid settings in one line, and make `--config-dir configs/fairseq` work in any
-    folder.
+    """Report invalid settings in one line. Make `--config-dir configs/fairseq` work in any folder.
 
-    If settings are invalid, fairseq <= 0.12.3 ends with status 1 and either hydra's own message or
-    a traceback. It looks for `configs/fairseq` only in the current folder.
+    If settings are invalid, fairseq <= 0.12.3 exits with status 1 and prints either a message of
+    hydra or a traceback. fairseq <= 0.12.3 searches for `configs/fairseq` only in the current
+    folder.
     """
     from fairseq.dataclass import initialize
 
@@ -57,9 +58,7 @@ def settings_by_hydra() -> None:
 
 
 def _with_bundled(words: list[str]) -> list[str]:
-    """Replace the path of a settings folder that does not exist with the path of the installed
-    folder.
-    """
+    """If a settings folder does not exist, replace its path with that of the installed folder."""
     replaced = list(words)
     for i, word in enumerate(words):
         flag, _, value = word.partition("=")
@@ -71,8 +70,8 @@ def _with_bundled(words: list[str]) -> list[str]:
 
 
 def _check_name(name: str) -> None:
-    """Raise a `ValueError` if the settings folder contains no file with this name. Without this
-    check fairseq would silently train with its defaults.
+    """Raise a `ValueError` if the settings folder has no file with this name. Without this check,
+    fairseq would silently train with its default settings.
     """
     import fairseq
     from hydra._internal.utils import get_args
@@ -84,7 +83,8 @@ def _check_name(name: str) -> None:
                for folder in here if folder):
         known = [file for _, file in files]
         raise ValueError(f"--config-name {short(name)} is not in {', '.join(filter(None, here))}; "
-                         f"{did_you_mean(similar_names(name, known))}use the name of a file there")
+                         f"{did_you_mean(similar_names(name, known))}use the name of a file in "
+                         "this folder")
 
 
 def _short(main: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -145,9 +145,7 @@ def _text(error: BaseException) -> str:
 
 
 def _near(text: str) -> str:
-    """Return this package's message about a key that hydra does not find in the tree of MoE
-    settings.
-    """
+    """Return this package's error message for an MoE setting that hydra does not know."""
     from moe_plugin.config.tree import unread
 
     match = re.search(r"full_key: moe\.([\w.]+)", text)

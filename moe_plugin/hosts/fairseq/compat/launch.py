@@ -1,6 +1,6 @@
-"""Start of several fairseq processes without CUDA, either as processes of torchrun or by spawning.
+"""Start several fairseq processes without CUDA, either with torchrun or by spawning them.
 
-The module also sets how long processes wait for each other, and how they end.
+This module also sets timeouts between processes and defines how processes end.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ def _has_rank() -> bool:
 
 
 def started_by_torchrun() -> bool:
-    """Return True if torchrun has started the current process as one of several."""
+    """Return True if torchrun has started the current process and at least one other process."""
     return _has_rank() and int(os.environ["WORLD_SIZE"]) > 1
 
 
 @replaces("distributed.utils.call_main")
 def call_main_without_cuda(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
                            **kwargs: Any) -> Any:
-    """Start the configured number of processes without CUDA.
+    """Start the configured number of processes on a machine without CUDA.
 
-    fairseq <= 0.12.3 derives the number of processes from the number of CUDA devices, and uses
-    NCCL. On CPU fairseq fails with an assertion error, or spawns no process and trains nothing.
+    fairseq <= 0.12.3 computes the number of processes from the number of CUDA devices, and uses
+    NCCL. On CPU, fairseq <= 0.12.3 fails with an assertion error, or it starts no process and
+    trains nothing.
     """
     settings = cfg.distributed_training
     if cfg.common.tpu or (torch.cuda.is_available() and not cfg.common.cpu):
@@ -63,10 +64,10 @@ def call_main_without_cuda(original: Callable[..., Any], cfg: Any, main: Callabl
 @replaces("distributed.utils.distributed_main")
 def close_groups_at_the_end(original: Callable[..., None], index: int, main: Callable[..., Any],
                             cfg: Any, kwargs: dict[str, Any]) -> None:
-    """Destroy the process groups at the end of `main`.
+    """Destroy the process groups when `main` ends.
 
-    fairseq <= 0.12.3 never destroys the process groups. The threads of these groups then abort a
-    process that exits before them (observed with gloo in torch 2.13).
+    fairseq <= 0.12.3 never destroys the process groups. If a process exits without destroying its
+    groups, the threads of these groups abort the process (observed with gloo in torch 2.13).
     """
     with stops_in_one_line(), errors_of_use_in_one_line(cfg), says_why():
         original(index, main, cfg, kwargs)
@@ -77,11 +78,11 @@ def close_groups_at_the_end(original: Callable[..., None], index: int, main: Cal
 @replaces("distributed.utils.call_main")
 def end_errors_of_use(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
                       **kwargs: Any) -> Any:
-    """If settings are invalid, end a command with a one-line message and exit status 2.
+    """If settings are invalid, exit with a one-line message and status 2.
 
-    fairseq <= 0.12.3 prints a traceback for every error of `main`. With `LOGLEVEL=DEBUG`, a
-    variable that fairseq reads, the traceback is logged. In spawned processes `distributed_main`
-    ends in the same way.
+    fairseq <= 0.12.3 prints a traceback for every error in `main`. The traceback is logged only
+    with `LOGLEVEL=DEBUG`, an environment variable that fairseq reads. For spawned processes,
+    `distributed_main` handles errors in the same way.
     """
     with stops_in_one_line(), errors_of_use_in_one_line(cfg):
         _check_common(cfg.common)
@@ -97,9 +98,7 @@ STATUS_OF_USE = 2
 
 
 def _check_common(common: Any) -> None:
-    """Create the folder of `--log-file`, and raise an error for settings that need fairseq's
-    submodules.
-    """
+    """Create the folder of `--log-file`, and reject settings that need fairseq's submodules."""
     log_file, size = getattr(common, "log_file", None), getattr(common, "model_parallel_size", 1)
     if log_file is not None:
         try:
@@ -120,9 +119,10 @@ def _check_common(common: Any) -> None:
 
 @contextmanager
 def errors_of_use_in_one_line(cfg: Any = None) -> Iterator[None]:
-    """Exit with a one-line message if this package raises an error. See `end_errors_of_use`.
+    """If this package raises an error inside the block, exit with a one-line message. See
+    `end_errors_of_use`.
 
-    cfg: all fairseq settings, or None if they are not known yet.
+    cfg: all settings of fairseq, or None if they are not known yet.
     """
     try:
         yield
@@ -165,9 +165,7 @@ def _spawn(cfg: Any, main: Callable[..., Any], kwargs: dict[str, Any]) -> None:
 
 
 def spawned(index: int, main: Callable[..., Any], cfg: Any, kwargs: dict[str, Any]) -> None:
-    """Run `main` in a spawned process. This is a module-level function because it must be
-    picklable.
-    """
+    """Run `main` in a spawned process. Only module-level functions can be pickled."""
     from fairseq import utils
     from fairseq.distributed import utils as distributed
 
@@ -182,14 +180,14 @@ def _free_port() -> int:
 
 
 def shorten_timeouts(timeout_s: float) -> None:
-    """Limit the timeouts of all process groups that fairseq uses.
+    """Limit the timeout of every process group that fairseq uses.
 
     All ranks must call this function after the default process group has been initialized.
 
-    fairseq <= 0.12.3 has no setting for the timeout. fairseq passes no timeout to
-    `init_process_group` or to the `new_group` in which it reduces gradients, so torch's default of
-    30 minutes is used (10 minutes with NCCL). In torch 2.6 to 2.13, `_set_pg_timeout` is the only
-    way to change the timeout of an existing group.
+    fairseq <= 0.12.3 has no setting for timeouts. fairseq passes no timeout when it creates the
+    default group with `init_process_group`, and the group for gradients with `new_group`. Both
+    groups therefore have torch's default timeout of 30 minutes (10 minutes with NCCL). In torch 2.6
+    to 2.13, the timeout of an existing group can be changed only with `_set_pg_timeout`.
     """
     from fairseq.distributed import utils
 

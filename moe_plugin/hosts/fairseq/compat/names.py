@@ -1,9 +1,10 @@
-"""Names of fairseq that move between versions, imported on first use.
+"""fairseq symbols whose import path may differ between versions. Each symbol is imported when it is
+first used.
 
-The table lists the modules in which fairseq 0.12.2 defines these names. If a name moves, only this
-table must be changed. Other modules may import only `fairseq.dataclass`, `fairseq.metrics` and the
-functions that register models and criteria directly (checked by
-`tests/packaging/test_host_names.py`).
+The table lists the module in which fairseq 0.12.2 defines each symbol. If a symbol moves, only this
+table has to change. All other modules may import only `fairseq.dataclass`, `fairseq.metrics` and
+the functions that register models and criteria directly from fairseq.
+`tests/packaging/test_host_names.py` checks this rule.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-"""Replacement of the `MOELayer` in fairseq's own `moe` branch. The rest of the branch is not
-changed.
+"""Replace the `MOELayer` of fairseq's own `moe` branch. All other code of the branch remains
+unchanged.
 
-The module assumes the following interface of the branch (fairseq `moe`, since December 2021):
+This module relies on the following interface of the branch (fairseq `moe`, since December 2021):
 `fairseq.modules.moe.MOELayer(gate, experts, args, group=None, all2all_group=None)`. `gate.wg` is
-the linear layer that computes the logits of the experts. `experts` contains the current rank's
-modules, which map [rows, D] to [rows, D]. `forward(x, input_padding_mask=None)` returns
-`(output, l_aux)`, or, in versions that also have a `CMRLayer`,
-`(output, {"moe_gate_loss": l_aux})`. The criterion reads the dict `metadata` of every `MOELayer`.
-This version of fairseq imports only the package of a user directory (`moe_plugin.__init__`).
+the linear layer that computes the logits of the experts. `experts` contains the expert modules of
+the current rank. Each expert module maps [rows, D] to [rows, D].
+`forward(x, input_padding_mask=None)` returns `(output, l_aux)`. Versions that also have a
+`CMRLayer` return `(output, {"moe_gate_loss": l_aux})` instead. The criterion reads the dict
+`metadata` of every `MOELayer`. The branch imports only `moe_plugin.__init__`, the package of the
+user directory.
 
-The module also adds fused Adam and multi-tensor gradient functions to fairseq's optimizers.
+In addition, this module adds fused Adam and multi-tensor gradient functions to fairseq's
+optimizers.
 """
 
 from __future__ import annotations
@@ -50,9 +52,10 @@ logger = logging.getLogger(__name__)
 
 @patch
 def fused_adam_flag() -> None:
-    """Add `--moe-fused-adam`, which makes fairseq's Adam use torch's fused kernels on CPU and GPU.
+    """Add the flag `--moe-fused-adam`, which makes fairseq's Adam use torch's fused kernels on CPU
+    and GPU.
 
-    fairseq <= 0.12.3 has a fused Adam only for CUDA devices with apex.
+    In fairseq <= 0.12.3, fused Adam requires CUDA and apex.
     """
     from fairseq.optim.adam import FairseqAdamConfig
 
@@ -63,7 +66,7 @@ def fused_adam_flag() -> None:
 
 @replaces("optim.adam.FairseqAdam.__init__")
 def fused_adam(original: Callable[..., None], self: Any, cfg: Any, params: Any) -> None:
-    """Select fairseq's own Adam or the fused Adam. See `fused_adam_flag`."""
+    """Select either fairseq's own Adam or this package's fused Adam. See `fused_adam_flag`."""
     from fairseq.optim import FairseqOptimizer
 
     params = list(params)
@@ -83,7 +86,6 @@ def fused_adam(original: Callable[..., None], self: Any, cfg: Any, params: Any) 
 
 
 def _dtypes(params: list[Any]) -> set[torch.dtype]:
-    """Return the set of dtypes in a list of parameters or parameter groups."""
     groups = [p["params"] if isinstance(p, dict) else [p] for p in params]
     return {parameter.dtype for group in groups for parameter in group}
 
@@ -91,9 +93,9 @@ def _dtypes(params: list[Any]) -> set[torch.dtype]:
 @replaces("utils.clip_grad_norm_")
 def clip_all_at_once(original: Callable[..., Tensor], params: Any, max_norm: float,
                      aggregate_norm_fn: Any = None) -> Tensor:
-    """Clip all gradients at once. If no clipping is needed, the gradients are not modified.
+    """Clip all gradients in one operation. If no clipping is needed, the gradients are not changed.
 
-    fairseq <= 0.12.3 launches one kernel per parameter, even if the factor is 1.
+    fairseq <= 0.12.3 launches one kernel for each parameter, even if the factor is 1.
     """
     params = [params] if isinstance(params, Tensor) else list(params)
     norm = original(params, 0, aggregate_norm_fn)
@@ -108,7 +110,7 @@ def clip_all_at_once(original: Callable[..., Tensor], params: Any, max_norm: flo
 
 @replaces("optim.FairseqOptimizer.multiply_grads")
 def scale_all_at_once(_: Any, self: Any, c: float | Tensor) -> None:
-    """Scale all gradients at once. fairseq <= 0.12.3 launches one kernel per parameter."""
+    """Scale all gradients at once. fairseq <= 0.12.3 launches one kernel for each parameter."""
     multi_tensor.scale_([p.grad for p in self.params if p.grad is not None], c)
 
 
@@ -117,8 +119,8 @@ _DROPS = {"tok_dropout": "--moe-eom", "moe_local_drop": "--moe-local-drop"}
 
 
 def native_module() -> ModuleType | None:
-    """Return the module `fairseq.modules.moe` of the branch, or None if the installed fairseq does
-    not have it.
+    """Return the module `fairseq.modules.moe` of the `moe` branch, or None if the installed fairseq
+    does not contain this module.
     """
     if "fairseq.modules.moe" in sys.modules:
         return sys.modules["fairseq.modules.moe"]
@@ -128,12 +130,12 @@ def native_module() -> ModuleType | None:
 
 
 def swap_native(module: ModuleType) -> type:
-    """Replace `MOELayer` in the module of the branch and in all fairseq modules that imported it by
-    name.
+    """Replace `MOELayer` in the `moe` branch, and in all fairseq modules that have imported the
+    class by name.
 
     This function is needed only for fairseq's `moe` branch, which has no registry for layers. The
-    replacement is a subclass, so `isinstance` checks still succeed. The replacement is reported in
-    a log line.
+    new class is a subclass of the original class, so that `isinstance` checks still pass. A log
+    line reports the replacement.
 
     Returns: the class that replaces `MOELayer`.
     """
@@ -156,9 +158,10 @@ def swap_native(module: ModuleType) -> type:
 
 
 def add_flags() -> None:
-    """Add a flag for each setting of this package to the branch's models with experts.
+    """Add a flag for each setting of this package to the models of the `moe` branch that have
+    experts.
 
-    Flags that the branch defines itself keep their meaning.
+    Flags that the branch itself defines keep their meaning.
     """
     from fairseq import models
 
@@ -185,9 +188,11 @@ def _add_to_parser(model: Any) -> None:
 
 
 class _SwappedLayer(nn.Module):
-    """A replacement for the branch's layer that uses this package's computation.
+    """A replacement for the layer of the `moe` branch that computes its output with this package's
+    layer.
 
-    The class has the same arguments as the branch's layer, and its parameters have the same names.
+    The constructor has the same arguments as the original class, and the parameters have the same
+    names.
     """
 
     _loss_by_name = False
@@ -219,8 +224,8 @@ class _SwappedLayer(nn.Module):
 
     def forward(self, *inputs: Tensor, input_padding_mask: Tensor | None = None,
                 **_: Any) -> tuple[Tensor, Any]:
-        """Map the input [B, T, D] to a tuple of the output [B, T, D] and the gate loss.
-        input_padding_mask: bool tensor [B, T] that is True for padding.
+        """Return a tuple of the output [B, T, D] and the gate loss.
+        input_padding_mask: bool tensor [B, T] that is True for padding tokens.
         """
         layer = self.layer
         assert isinstance(layer, MoELayer)

@@ -1,5 +1,5 @@
-"""Helper functions that replace functions in fairseq, run patches once, add settings, and overlay
-modules.
+"""Helper functions for patches: replace functions in fairseq, run each patch once, add settings,
+and overlay modules.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _PATCHES: dict[str, list[Callable[[], None]]] = defaultdict(list)  # by name of 
 
 
 def patch(function: _Function) -> _Function:
-    """Decorator that registers a function to be run once when the patches of its module are
-    applied.
+    """Decorator that registers a function as a patch. The function runs once, when the patches of
+    its module are applied.
     """
     _PATCHES[function.__module__].append(function)
     return function
 
 
 def replaces(*places: str) -> Callable[[_Function], _Function]:
-    """Decorator that registers a function as the replacement of functions in fairseq.
+    """Decorator that registers a function as the replacement for one or more functions in fairseq.
 
     The replacement receives the original function as its first argument.
 
@@ -47,9 +47,10 @@ def replaces(*places: str) -> Callable[[_Function], _Function]:
 
 
 def replace(path_of_name: str, function: Callable[..., Any]) -> None:
-    """Replace one function in fairseq. See `replaces`.
+    """Replace a single function in fairseq. See `replaces`.
 
-    `fairseq_cli.train` may have imported the function by name, so the name is replaced there, too.
+    `fairseq_cli.train` may have imported the function by name, so the function is also replaced
+    there.
     """
     path, _, name = path_of_name.rpartition(".")
     owner = resolve_name(f"fairseq.{path}")
@@ -66,9 +67,7 @@ def replace(path_of_name: str, function: Callable[..., Any]) -> None:
 
 
 def set_name(owner: Any, name: str, value: Any) -> None:
-    """Set a name in a fairseq module, and also in `fairseq_cli.train` if the name was imported
-    there.
-    """
+    """Set a name in a fairseq module, and in `fairseq_cli.train` if the name is imported there."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     train = sys.modules.get("fairseq_cli.train")
@@ -77,7 +76,7 @@ def set_name(owner: Any, name: str, value: Any) -> None:
 
 
 def apply(module: ModuleType) -> None:
-    """Apply all patches of a module in `compat` in the order of their registration."""
+    """Apply all patches of a module in `compat`, in the order in which they were registered."""
     for apply_patch in _PATCHES[module.__name__]:
         apply_patch()
 
@@ -85,7 +84,7 @@ def apply(module: ModuleType) -> None:
 class Overlay(ModuleType):
     """A copy of a module or object in which some names are replaced.
 
-    Code that uses the overlay sees the replaced names. The original does not change.
+    Code that uses the overlay sees the replacements. The original module or object does not change.
     """
 
     def __init__(self, module: Any, **names: Any) -> None:
@@ -98,16 +97,16 @@ class Overlay(ModuleType):
 
 
 def flag_metadata(spec: FlagSpec) -> dict[str, str]:
-    """Return the field metadata from which fairseq builds the flag of the setting `spec`."""
+    """Return the metadata from which fairseq creates a flag for the setting `spec`."""
     const = {"argparse_const": "true"} if spec.kind is bool else {}
     return {"help": spec.help.replace("%", "%%"), **const}
 
 
 def add_field(settings: type, name: str, value_type: Any, default: Any, help: str,
               **metadata: Any) -> None:
-    """Add a field, and thus a flag, to one of fairseq's dataclasses.
+    """Add a field to one of fairseq's dataclasses. fairseq creates a flag for the field.
 
-    Existing instances have the default value of the new field. If the dataclass already has the
+    In existing instances, the new field has its default value. If the dataclass already has this
     field, nothing is changed.
 
     Args:
@@ -116,7 +115,7 @@ def add_field(settings: type, name: str, value_type: Any, default: Any, help: st
         value_type: type of the new field.
         default: default value.
         help: help text of the flag.
-        metadata: additional metadata that fairseq reads, such as `argparse_const`.
+        metadata: additional metadata that fairseq reads, for example `argparse_const`.
     """
     if name in settings.__dataclass_fields__:  # type: ignore[attr-defined]
         return
@@ -129,7 +128,7 @@ def add_field(settings: type, name: str, value_type: Any, default: Any, help: st
 
 
 def store_in_hydra(group: str, name: str, settings: type) -> None:
-    """Register a fairseq dataclass with its current fields in Hydra."""
+    """Register a fairseq dataclass in Hydra, including fields that were added to it."""
     from hydra.core.config_store import ConfigStore
 
     node: Any = settings()
@@ -139,12 +138,12 @@ def store_in_hydra(group: str, name: str, settings: type) -> None:
 
 # Replace fairseq's models and trainer by ours, after the user directory is loaded.
 def stand_for(name: str, model: type, dataclass: type | None) -> None:
-    """Make fairseq build `model` for the name and architectures of a standard model. `model` must
-    be a subclass of the standard model.
+    """Make fairseq build `model` whenever the name or an architecture of a standard model is
+    requested. `model` must be a subclass of the standard model.
 
-    fairseq 0.12.2 cannot add flags to a registered model, but launch scripts written for its `moe`
-    branch use `--arch transformer_lm_gpt --moe-freq 2`. Without MoE flags the subclass builds
-    exactly the standard model.
+    Registered models cannot be given additional flags in fairseq 0.12.2. Launch scripts for
+    fairseq's `moe` branch, however, use `--arch transformer_lm_gpt --moe-freq 2`. Without MoE
+    flags, the subclass builds exactly the same model as the standard class.
     """
     from fairseq import models
 
@@ -164,7 +163,7 @@ def stand_for(name: str, model: type, dataclass: type | None) -> None:
 
 
 def use_trainer(trainer: type) -> None:
-    """Make fairseq use a different trainer class. fairseq 0.12.2 refers to its trainer class in
+    """Make fairseq use a different trainer class. fairseq 0.12.2 looks up its trainer class in
     `fairseq_cli.train`.
     """
     import fairseq.trainer
@@ -173,9 +172,10 @@ def use_trainer(trainer: type) -> None:
 
 
 def tell_of_validations() -> None:
-    """Call the trainer's method `validated` with the results of each validation.
+    """After each validation, call the trainer's method `validated` with the results of the
+    validation.
 
-    fairseq 0.12.2 passes the batches of a validation to the trainer, but not the results.
+    fairseq 0.12.2 passes only the batches of a validation to the trainer, not the results.
     """
     train = sys.modules.get("fairseq_cli.train")
     stats_of = getattr(train, "get_valid_stats", None)
@@ -191,10 +191,11 @@ def tell_of_validations() -> None:
 
 
 def sharding_without_fairscale() -> None:
-    """Remove fairseq's requirement of fairscale for sharding, which `MoETrainer` does not need.
+    """Remove fairseq's check that fairscale is installed when sharding is used. `MoETrainer` shards
+    without fairscale.
 
-    fairseq 0.12.2 imports fairscale before it builds a model with `--ddp-backend fully_sharded`,
-    and when it builds an optimizer with `--zero-sharding os`.
+    fairseq 0.12.2 imports fairscale in two cases: before it builds a model with
+    `--ddp-backend fully_sharded`, and when it builds an optimizer with `--zero-sharding os`.
     """
     import fairseq.distributed
     import fairseq.trainer

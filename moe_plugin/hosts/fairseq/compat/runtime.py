@@ -1,4 +1,4 @@
-"""Patches that make fairseq run on CPUs and with current versions of numpy, torch and hydra."""
+"""Patches that make fairseq run on CPUs, and with current versions of numpy, torch and hydra."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FUSED_PATH_COPIES = ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_p
 
 @patch
 def numpy_names() -> None:
-    """Restore numpy names that fairseq's modules use and that numpy has removed.
+    """Restore names that fairseq's modules use but that newer numpy versions have removed.
 
     fairseq <= 0.12.3 uses `np.int` and `np.float`, which numpy >= 1.24 does not define, and
     `np.compat`, which numpy >= 2 does not define.
@@ -44,10 +44,11 @@ def numpy_names() -> None:
 
 @patch
 def full_checkpoints() -> None:
-    """Load the config objects in fairseq's checkpoints and broadcasts.
+    """Make fairseq load checkpoints and broadcasts that contain config objects.
 
-    By default torch >= 2.6 loads only weights. Checkpoints also contain fairseq's settings. The
-    broadcasts, which come from ranks of the same run, contain such settings, too.
+    By default, torch >= 2.6 loads only tensors and plain values. fairseq's checkpoints also contain
+    settings. Broadcasts contain settings too. Loading settings from broadcasts is safe, because
+    broadcasts come only from ranks of the same run.
     """
     from fairseq import checkpoint_utils
     from fairseq.distributed import utils
@@ -69,11 +70,11 @@ def full_checkpoints() -> None:
 
 @patch
 def hydra_of_its_time() -> None:
-    """Set hydra's `version_base` to 1.1 while fairseq composes its settings.
+    """While fairseq composes its settings, set hydra's `version_base` to 1.1.
 
-    fairseq <= 0.12.3 uses the module `hydra.experimental`. hydra >= 1.2 rejects this module if any
-    code in the process has started hydra with a `version_base` of 1.2 or more. The previous value
-    is restored afterwards.
+    fairseq <= 0.12.3 imports the module `hydra.experimental`. If any code in the process has
+    started hydra with a `version_base` of 1.2 or more, hydra >= 1.2 rejects `hydra.experimental`.
+    The previous `version_base` is restored afterwards.
     """
     from fairseq.dataclass import utils
     from hydra import initialize_config_dir
@@ -96,9 +97,9 @@ def hydra_of_its_time() -> None:
 
 @patch
 def loaders_that_end() -> None:
-    """End a run with an error if the processes of `--num-workers` cannot pass on a batch.
+    """End the run with an error if a worker process of `--num-workers` cannot deliver a batch.
 
-    torch 2.6 to 2.13 waits forever for such a batch.
+    torch 2.6 to 2.13 would wait forever for this batch.
     """
     report_lost_batches()
 
@@ -108,7 +109,7 @@ def gather_lists_without_cuda(original: Callable[..., Any], data: Any, group: An
                               max_size: int = 16384) -> list[Any]:
     """Gather Python objects from all ranks without CUDA.
 
-    fairseq <= 0.12.3 uses `torch.cuda.ByteTensor` for this purpose.
+    For this purpose, fairseq <= 0.12.3 uses `torch.cuda.ByteTensor`.
     """
     from fairseq.distributed import utils
 
@@ -121,11 +122,12 @@ def gather_lists_without_cuda(original: Callable[..., Any], data: Any, group: An
 @replaces("models.distributed_fairseq_model.DistributedDataParallel")
 def ddp_wrapping(original: Callable[..., Any], module: torch.nn.Module, device_ids: Any = None,
                  output_device: Any = None, **options: Any) -> Any:
-    """Wrap models in torch's DDP without device ids on CPU, and without unused copies of weights.
+    """On CPU, wrap models in torch's DDP without device ids. Copies of weights that are not used
+    are also removed.
 
-    fairseq always passes `device_ids`, which DDP does not accept for CPU parameters. In each
-    encoder layer, fairseq 0.12.2 and 0.12.3 store copies of weights for torch's fused inference
-    path. These copies never get a gradient, so DDP would wait for them forever.
+    fairseq always passes `device_ids`, which DDP rejects for parameters on CPU. fairseq 0.12.2 and
+    0.12.3 store copies of weights in each encoder layer, for torch's fused inference path. These
+    copies of weights never receive a gradient, so DDP would wait forever.
     """
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
         device_ids = output_device = None
@@ -139,8 +141,8 @@ def ddp_wrapping(original: Callable[..., Any], module: torch.nn.Module, device_i
 def bf16_without_tpu(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Make `--bf16` run without torch_xla.
 
-    fairseq <= 0.12.3 treats `--bf16` as a request for a TPU (options.py) and fails with an import
-    error.
+    fairseq <= 0.12.3 interprets `--bf16` as a request for a TPU (in options.py), and then fails
+    with an import error.
     """
     parsed = original(*args, **kwargs)
     namespace = parsed[0] if isinstance(parsed, tuple) else parsed
@@ -152,37 +154,38 @@ def bf16_without_tpu(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 @replaces("modules.transformer_layer.TransformerEncoderLayerBase.__init__")
 def encoder_layers_by_their_own_code(original: Callable[..., None], self: Any, *args: Any,
                                      **kwargs: Any) -> None:
-    """Evaluate encoder layers with fairseq's own code instead of torch's fused operator.
+    """During evaluation, run encoder layers with fairseq's own code instead of torch's fused
+    operator.
 
-    fairseq 0.12 calls the fused operator without the type of the mask, which torch >= 1.13 requires
-    for batches with padding. The operator also changes the order of dimensions for all layers of an
-    encoder at once, which MoE layers do not support.
+    fairseq 0.12 calls the fused operator without the type of the mask. torch >= 1.13 requires the
+    type of the mask for batches with padding. In addition, the operator changes the order of
+    dimensions for all layers of an encoder at once, which MoE layers do not support.
     """
     original(self, *args, **kwargs)
     self.can_use_fastpath = False
 
 
 def fused_path_copies(layer: torch.nn.Module) -> list[str]:
-    """Return the names of the attributes of an encoder layer that are copies of parameters for the
+    """Return the names of an encoder layer's attributes that are copies of parameters for torch's
     fused inference path.
 
-    fairseq >= 0.12 has these copies.
+    fairseq >= 0.12 creates these copies.
     """
     return [name for name in FUSED_PATH_COPIES if hasattr(layer, name)]
 
 
 def drop_fused_path_copies(layer: torch.nn.Module) -> None:
-    """Delete the copies of parameters in a layer that does not use the fused inference path."""
+    """Delete the copies of parameters in a layer that does not use torch's fused inference."""
     for name in fused_path_copies(layer):
         delattr(layer, name)
 
 
 def fp32_copies(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return a list of pairs (parameter, fp32 copy) for an fp16 optimizer, or [] for any other
-    optimizer.
+    """Return a list of pairs (parameter, fp32 copy) for an fp16 optimizer. Return [] for all other
+    optimizers.
 
-    fairseq <= 0.12.3 stores the copies as a list only with `--fp16-no-flatten-grads`. Other
-    optimizers do not have this attribute.
+    fairseq <= 0.12.3 stores the fp32 copies as a list only with `--fp16-no-flatten-grads`. Other
+    optimizers do not have the attribute in which this list is stored.
     """
     copies = getattr(optimizer, "fp32_params", None)
     return list(zip(optimizer.fp16_params, copies, strict=True)) if isinstance(copies, list) else []
@@ -191,14 +194,14 @@ def fp32_copies(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def follow_parameters(wrapped: Any, optimizer: Any,
                       changed: Mapping[torch.Tensor, torch.nn.Parameter],
                       copies: Mapping[torch.Tensor, torch.Tensor]) -> None:
-    """Replace old parameters with new ones in the lists that fairseq keeps.
+    """Replace old parameters with new parameters in the lists that fairseq stores.
 
     Args:
-        wrapped: the model inside its data-parallel wrapper.
+        wrapped: the model with its data-parallel wrapper.
         optimizer: fairseq's optimizer.
-        changed: dict that maps old parameters to new parameters.
-        copies: fp32 copies of the new parameters (see `fp32_copies`). It is empty if the optimizer
-            has no copies.
+        changed: dict that maps each old parameter to its replacement.
+        copies: dict that maps new parameters to their fp32 copies (see `fp32_copies`). `copies` is
+            empty if the optimizer has no fp32 copies.
     """
     for params in getattr(wrapped, "per_device_params", ()):  # an attribute of `legacy_ddp`
         params[:] = [changed.get(p, p) for p in params]
@@ -208,9 +211,9 @@ def follow_parameters(wrapped: Any, optimizer: Any,
 
 
 def shards_optimizer_state(cfg: Any) -> bool:
-    """Return True if fairseq's settings shard the optimizer state.
+    """Return True if fairseq's settings request sharding of the optimizer state.
 
-    This is the case for `--ddp-backend fully_sharded` and for `--zero-sharding os`.
+    The optimizer state is sharded with `--ddp-backend fully_sharded` and with `--zero-sharding os`.
     """
     settings = cfg.distributed_training
     return settings.ddp_backend == "fully_sharded" or settings.zero_sharding == "os"
@@ -232,9 +235,10 @@ class _HostScalar(torch.Tensor):
 
 @patch
 def skipped_steps_without_cuda() -> None:
-    """Skip a step after a gradient overflow without using CUDA.
+    """After a gradient overflow, skip the step without using CUDA.
 
-    In this case fairseq <= 0.12.3 calls `torch.tensor(0.0).cuda()` on any machine.
+    After an overflow, fairseq <= 0.12.3 calls `torch.tensor(0.0).cuda()` even on machines without
+    CUDA.
     """
     from fairseq import trainer
 
@@ -246,11 +250,12 @@ def skipped_steps_without_cuda() -> None:
 @replaces("optim.FP16Optimizer.build_optimizer")
 def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, params: Any,
                          **kwargs: Any) -> Any:
-    """Enable `--fp16-no-flatten-grads` for models with experts, on CPU, and with sharding.
+    """Enable `--fp16-no-flatten-grads` in three cases: for models with experts, on CPU, and with
+    sharding.
 
-    fairseq <= 0.12.3 packs all fp32 main weights into one tensor on the current CUDA device. In the
-    packed tensor the boundaries of parameters and the attributes that mark expert parameters are
-    lost.
+    Without this flag, fairseq <= 0.12.3 packs all fp32 copies of the weights into a single tensor
+    on the current CUDA device. The packed tensor preserves neither the boundaries between
+    parameters nor the attributes that mark expert parameters.
     """
     from omegaconf import open_dict
 
@@ -268,16 +273,17 @@ def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, para
 @replaces("distributed.LegacyDistributedDataParallel.__init__")
 def gradients_in_their_own_dtype(original: Callable[..., None], self: Any, module: torch.nn.Module,
                                  *args: Any, **kwargs: Any) -> None:
-    """Reduce each gradient in its own dtype under `legacy_ddp`, without unused buffer space.
+    """With `legacy_ddp`, reduce each gradient in its own dtype, and do not allocate buffer space
+    that is not needed.
 
-    fairseq <= 0.12.3 copies all gradients into one buffer that has the dtype of the first
-    parameter. With `--fp16` and `--bf16` this lowers the precision of the gradients of parameters
-    that stay in float32 (`router.fp32`). Here the gradients of parameters with a different dtype
-    are reduced one by one, without the buffer.
+    fairseq <= 0.12.3 copies all gradients into one buffer, which has the dtype of the first
+    parameter. With `--fp16` and `--bf16`, the buffer therefore lowers the precision of the
+    gradients of parameters that stay in float32 (`router.fp32`). With this patch, gradients whose
+    dtype differs from the buffer's dtype are reduced one by one, without the buffer.
 
-    In fairseq the buffer is as large as all parameters (up to 2^28 elements) and is reduced as a
-    whole, although it contains no gradients of experts. Here the buffer is only as large as
-    necessary.
+    fairseq's buffer is as large as all parameters together (up to 2^28 elements). The buffer is
+    reduced as a whole, although it contains no gradients of experts. With this patch, the buffer is
+    only as large as the gradients in it.
     """
     original(self, module, *args, **kwargs)
     dtype, lists = next(module.parameters()).dtype, self.per_device_params
@@ -293,11 +299,12 @@ def gradients_in_their_own_dtype(original: Callable[..., None], self: Any, modul
 @replaces("tasks.FairseqTask.valid_step")
 def empty_validation_batches(original: Callable[..., Any], self: Any, sample: Any, model: Any,
                              criterion: Any, **kwargs: Any) -> Any:
-    """Support validation on ranks without data.
+    """Support validation if some ranks have no data.
 
-    With fairseq <= 0.12.3, `fairseq-validate` on several ranks passes an empty batch to such a rank
-    and fails with a `KeyError`. With this patch the rank runs one sentence that is not included in
-    the results, so that the collective calls inside the model match on all ranks.
+    If `fairseq-validate` of fairseq <= 0.12.3 runs on several ranks, ranks without data receive an
+    empty batch and fail with a `KeyError`. With this patch, a rank without data runs one sentence,
+    so that all ranks run the same collectives inside the model. The additional sentence does not
+    count in the results.
     """
     if sample:
         return original(self, sample, model, criterion, **kwargs)
@@ -309,12 +316,12 @@ def empty_validation_batches(original: Callable[..., Any], self: Any, sample: An
 @replaces("nan_detector.NanDetector.add_hooks")
 def records_have_gradients(original: Callable[..., None], self: Any,
                            module: torch.nn.Module) -> None:
-    """Let fairseq find the first module whose output contains non-finite values.
+    """Let fairseq find the first module whose output contains a non-finite value.
 
-    After a non-finite value was found, fairseq <= 0.12.3 repeats the step with torch's old hooks.
-    These hooks fail with a `TypeError` if a module returns a record (as routers and this package's
-    layers do), so the original error would be lost. This patch checks the tensors in the record one
-    by one.
+    After fairseq <= 0.12.3 has detected a non-finite value, it repeats the step with torch's old
+    hooks. If a module returns a record, as routers and this package's layers do, the old hooks fail
+    with a `TypeError`, which hides the original error. With this patch, each tensor in the record
+    is checked separately.
     """
     from moe_plugin.memory.activations.offload import tensors
     from moe_plugin.routing.contract import RouterModule
@@ -337,11 +344,10 @@ def records_have_gradients(original: Callable[..., None], self: Any,
 @replaces("models.ema.ema.EMA.__init__")
 def averages_of_floating_point(original: Callable[..., None], self: Any, model: torch.nn.Module,
                                config: Any, device: Any = None, skip_keys: Any = None) -> None:
-    """Make `--store-ema` able to average models whose state contains tensors that are not
-    floating-point.
+    """Make `--store-ema` work for models whose state contains integer tensors.
 
-    fairseq <= 0.12.3 multiplies integer tensors (such as a router's step count) by the decay, for
-    which torch raises an error. This patch copies integer tensors.
+    fairseq <= 0.12.3 multiplies integer tensors (such as a router's step count) by the decay
+    factor, and torch raises an error. This patch copies integer tensors instead.
     """
     integers = {name for name, value in model.state_dict().items()
                 if isinstance(value, torch.Tensor) and not value.is_floating_point()}
@@ -350,7 +356,7 @@ def averages_of_floating_point(original: Callable[..., None], self: Any, model: 
 
 @replaces("models.ema.ema.EMA.build_fp32_params")
 def averages_of_tensors(original: Callable[..., None], self: Any, state_dict: Any = None) -> None:
-    """Ignore state that is not a tensor, on which fairseq <= 0.12.3 fails under `--ema-fp32`."""
+    """Ignore state that is not a tensor, for which fairseq <= 0.12.3 fails with `--ema-fp32`."""
     state = self.model.state_dict() if state_dict is None else state_dict
     original(self, {name: value for name, value in state.items()
                     if isinstance(value, torch.Tensor)})

@@ -1,11 +1,11 @@
-"""Make the standard fairseq 0.12.2 importable on Python >= 3.11, and apply the patches after the
+"""Make unmodified fairseq 0.12 importable on Python >= 3.11, and apply the patches after the
 import.
 
-A `.pth` file of the same name calls `boot()` when Python starts. `boot` only adds one finder to
-`sys.meta_path` and imports nothing. The patches are applied when code imports `fairseq`, and only
-then. This file must be a top-level module, because importing a module of the package would import
-the package before fairseq's `--user-dir` does. For versions of fairseq other than 0.12, only the
-import is patched.
+A `.pth` file with the same name as this module calls `boot()` when Python starts. `boot` only adds
+a finder to `sys.meta_path`. It imports nothing. The patches are applied only when code imports
+`fairseq`. This file must be a top-level module. Importing a module from inside the package would
+import the whole package before fairseq's `--user-dir` imports it. For fairseq versions other than
+0.12, only the import is patched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _no_hint(record: logging.LogRecord) -> bool:
 
 
 class _Loader:
-    """fairseq's own loader, which does additional work before and after the import."""
+    """Wrapper around fairseq's own loader that does additional work before and after the import."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -60,8 +60,8 @@ class _Loader:
 
 
 class _Finder:
-    """A finder that waits for the first `import fairseq`. Looking up the spec without importing the
-    module has no effect.
+    """A module finder that waits for the first `import fairseq`. Looking up the module spec of
+    fairseq without importing it triggers nothing.
     """
 
     searching = False
@@ -83,12 +83,14 @@ class _Finder:
 
 
 def hashable_fairseq_dataclasses(original: Any) -> Any:
-    """Return a `dataclasses.dataclass` that gives `FairseqDataclass` subclasses an identity hash.
+    """Return a version of `dataclasses.dataclass` that adds an identity hash to subclasses of
+    `FairseqDataclass`.
 
-    Python >= 3.11 rejects fields of fairseq <= 0.12.3 such as
-    `common: CommonConfig = CommonConfig()`, because the default is not hashable. A class that
-    defines `__hash__` keeps it, so each subclass gets a `__hash__` when it is created. A
-    `default_factory` would not work, because fairseq reads `.default` of these fields.
+    fairseq <= 0.12.3 contains fields such as `common: CommonConfig = CommonConfig()`. Python >=
+    3.11 rejects these fields, because the default is not hashable. `dataclasses.dataclass` does not
+    replace a `__hash__` that a class already defines. Therefore, each subclass of
+    `FairseqDataclass` gets a `__hash__` when it is created. A `default_factory` cannot be used,
+    because fairseq reads the attribute `.default` of these fields.
     """
 
     def dataclass(cls: type | None = None, /, **options: Any) -> Any:
@@ -113,8 +115,8 @@ def _install() -> None:
 
 
 def boot() -> None:
-    """Install the finder that waits for fairseq. The `.pth` file calls this function when Python
-    starts.
+    """Install the module finder that waits for fairseq. The `.pth` file calls this function when
+    Python starts.
 
     Further calls have no effect.
     """

@@ -1,4 +1,4 @@
-"""Make `--user-dir` work with this package even if other code has already imported it."""
+"""Make `--user-dir` work with this package even if other code has already imported the package."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ _SETTINGS: ContextVar[Any] = ContextVar("all settings of the command", default=N
 @replaces("distributed.utils.call_main")
 def settings_are_known(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
                        **kwargs: Any) -> Any:
-    """Store the settings of the command for `folder_of_one_run`.
+    """Store the settings of the current command for `folder_of_one_run`.
 
-    fairseq <= 0.12.3 does not pass its settings to `verify_checkpoint_directory`.
+    `folder_of_one_run` needs the settings because fairseq <= 0.12.3 does not pass them to
+    `verify_checkpoint_directory`.
     """
     return original(cfg, functools.partial(_with_settings, main), **kwargs)
 
@@ -45,12 +46,12 @@ def _with_settings(main: Callable[..., Any], cfg: Any, **kwargs: Any) -> Any:
 
 @replaces("checkpoint_utils.verify_checkpoint_directory")
 def folder_of_one_run(original: Callable[..., None], save_dir: str) -> None:
-    """Allow only one run at a time to write to a folder.
+    """Ensure that only one run at a time writes to a folder.
 
-    fairseq <= 0.12.3 allows several runs to write to the same folder. To test that the folder is
-    writable, fairseq creates and removes a file with a fixed name, so runs that start at the same
-    time remove each other's file. The first rank calls this function before training, and locks the
-    folder until the command ends.
+    fairseq <= 0.12.3 allows several runs to write to the same folder. To test whether the folder is
+    writable, fairseq creates and removes a file with a fixed name. Runs that start at the same time
+    would therefore remove each other's file. The first rank calls this function before training.
+    The folder stays locked until the command ends.
     """
     from moe_plugin.config.flags import run_from_flags
     from moe_plugin.hosts.fairseq.translate import flag_values
@@ -72,13 +73,13 @@ _FREQUENCIES = ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")
 
 @replaces("utils.import_user_module")
 def own_user_dir(original: Callable[..., None], args: Any) -> None:
-    """Register the models of `--user-dir` even if the package has already been imported.
+    """Register the models in the `--user-dir` folder even if the package has already been imported.
 
-    fairseq <= 0.12.3 imports a user directory only if it has not been imported before. With this
-    patch, `--user-dir moe_plugin` and a path to the installed package both work, also in spawned
-    processes and in programs that have already imported the package. The bare name refers to the
-    installed package, even in a folder that contains a different copy. A path to a different copy
-    raises an error.
+    fairseq <= 0.12.3 imports a user directory only once. With this patch, both
+    `--user-dir moe_plugin` and the path of the installed package work. The name and the path also
+    work in spawned processes, and in programs that have already imported the package. The name
+    `moe_plugin` refers to the installed package, even if the current folder contains another copy
+    of the package. The path of another copy raises an error.
     """
     given = getattr(args, "user_dir", None)
     if given is None or os.path.basename(os.path.abspath(given)) != NAME:
@@ -110,12 +111,12 @@ def _checked_home(given: str) -> str:
 
 
 def take_moe_group(cfg: Any) -> None:
-    """Convert the Hydra config group `moe` to model flags. Flags that have already been set take
-    precedence.
+    """Convert the settings in the Hydra config group `moe` to model flags. Flags that are already
+    set take precedence over the group.
 
     Raises:
-        ValueError: If the group has unknown keys, wrong types or invalid values, or if the model
-            has no experts.
+        ValueError: If the group contains unknown keys, wrong types or invalid values, or if the
+            model has no experts.
     """
     from moe_plugin.config import flatten, from_dict, of_layer, of_run, run_from_dict
     from moe_plugin.config.flags import CONFIG_FLAG, flag_texts
@@ -161,9 +162,9 @@ def _check_data(cfg: Any) -> None:
 def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
     """Import the user directory before the default values of models are filled in.
 
-    `fairseq-hydra-train` (<= 0.12.3) fills in the default values before it imports the user
-    directory that defines the models. A layer width given in the file of `model.moe_config` is
-    treated as set by the user.
+    `fairseq-hydra-train` (<= 0.12.3) fills in default values before it imports the user directory,
+    which defines the models. If the `model.moe_config` file contains the width of the layers, this
+    width counts as set by the user.
     """
     from fairseq import utils
 
@@ -180,9 +181,10 @@ def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
 
 @patch
 def group_in_hydra() -> None:
-    """Register the group `moe` (node `base`) for `fairseq-hydra-train`.
+    """Register the Hydra config group `moe` (node `base`) for `fairseq-hydra-train`.
 
-    Hydra looks for the group before fairseq imports a user directory.
+    The group must be registered early, because Hydra searches for it before fairseq imports a user
+    directory.
     """
     from fairseq.dataclass.configs import FairseqConfig
 
@@ -195,10 +197,10 @@ def group_in_hydra() -> None:
 @replaces("models.build_model")
 def models_of_the_user_dir(original: Callable[..., Any], cfg: Any, *args: Any,
                            **kwargs: Any) -> Any:
-    """Raise an error for a model with experts, such as the model of a checkpoint, if the user
-    directory is missing.
+    """Raise an error if a model with experts is used without the user directory. The model may come
+    from a checkpoint.
 
-    Without this check fairseq 0.12.2 would end with a KeyError, or with a list of unexpected
+    Without this check, fairseq 0.12.2 would fail with a KeyError or print a list of unexpected
     parameters.
     """
     name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None) or ""

@@ -1,10 +1,11 @@
-"""All code that depends on the version of Megatron, and all patches of Megatron.
+"""All code that depends on the version of Megatron, and all code that patches Megatron.
 
-`names`: names of classes and functions whose module may change between versions. `core`: MoE
-layers, process groups, specs and losses. `optimizer`: optimizer state in checkpoints. `settings`:
+`names`: Megatron symbols whose import path may differ between versions. `core`: interfaces to
+Megatron's MoE layers, process groups and specs. `optimizer`: optimizer state in checkpoints.
+`settings`:
 settings and script arguments, including renamed settings. `fields`: table of Megatron's MoE
-settings, with the way in which each one is handled. `sequence_parts`: attention and norms without
-Transformer Engine. `finite`: skipped steps. `cpu`: Megatron-core without CUDA. `script_cpu`:
-Megatron's training code without CUDA. `writers`: checkpoint writer processes that terminate
-together with their rank.
+settings that states how each setting is handled. `sequence_parts`: attention and norms that do not
+need Transformer Engine. `finite`: skipped steps. `cpu`: patches that make Megatron-core run without
+CUDA. `script_cpu`: patches that make Megatron's training code run without CUDA. `writers`:
+processes that write checkpoints and exit when the rank that started them exits.
 """

@@ -1,7 +1,7 @@
-"""Megatron's auxiliary losses: the gradient scale that schedules set, and the log of the losses.
+"""Gradient scale and log of Megatron's auxiliary losses.
 
-The log is a dict in `moe_utils` in Megatron-core 0.15 to 0.17, and a `MoEMetricsTracker` from 0.18
-on.
+In Megatron-core 0.15 to 0.17, the log is a dict in `moe_utils`. From 0.18 on, it is a
+`MoEMetricsTracker`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ Group = dist.ProcessGroup
 
 
 def attach_loss(activation: Tensor, loss: Tensor) -> Tensor:
-    """Return the activation; its backward pass scales the gradient of `loss` as Megatron does."""
+    """Return `activation` unchanged. The backward pass scales the gradient of `loss` in the same
+    way as Megatron does.
+    """
     return moe_utils.MoEAuxLossAutoScaler.apply(activation, loss)
 
 
@@ -32,7 +34,7 @@ def scaled_losses(factor: float) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def auxiliary_scale(scale: Tensor | None) -> Iterator[None]:
-    """Set the gradient scale of auxiliary losses inside the block, as Megatron's schedules do."""
+    """Inside the block, set the gradient scale of auxiliary losses."""
     scaler = moe_utils.MoEAuxLossAutoScaler
     before = scaler.main_loss_backward_scale
     scaler.main_loss_backward_scale = scale  # `set_loss_scale` would overwrite `before` in place
@@ -44,9 +46,9 @@ def auxiliary_scale(scale: Tensor | None) -> Iterator[None]:
 
 def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
              part_of: Group | None) -> None:
-    """Add an unscaled loss to Megatron's log of auxiliary losses.
+    """Add an auxiliary loss to Megatron's log. The loss must not be multiplied by its coefficient.
 
-    When the log is read, the values are summed over the ranks in `part_of`.
+    When Megatron reads the log, it sums the values over the ranks in `part_of`.
     """
     layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
     # the log has one entry per prediction, but a hybrid model may have several layers in it
@@ -56,7 +58,7 @@ def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
 
 @dataclass(frozen=True)
 class LoggedLoss:
-    """The logged sums [layers] of a loss, and the way in which they are reduced over ranks."""
+    """The logged sums of one loss, with shape [layers], and how to reduce these sums over ranks."""
 
     values: Tensor
     reduce_group: Group | None
@@ -64,7 +66,9 @@ class LoggedLoss:
 
 
 def _loss_records() -> dict[str, Any]:
-    """Return Megatron's auxiliary loss records by name (dicts up to 0.17, objects from 0.18 on)."""
+    """Return Megatron's records of auxiliary losses, by name. A record is a dict up to Megatron
+    0.17, and an object from 0.18 on.
+    """
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:
@@ -73,7 +77,7 @@ def _loss_records() -> dict[str, Any]:
 
 
 def forget_losses() -> None:
-    """Delete all records of auxiliary losses and the gradient scale that schedules set."""
+    """Delete all records of auxiliary losses, and reset their gradient scale."""
     _loss_records().clear()
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
@@ -91,11 +95,11 @@ def _logged(record: Any) -> LoggedLoss:
 
 
 def losses_so_far() -> dict[str, Tensor]:
-    """Return a copy of the logged sums, which can be passed to `set_logged_losses`."""
+    """Return a copy of the logged sums of all losses. `set_logged_losses` restores the copy."""
     return {name: entry.values.clone() for name, entry in logged_losses().items()}
 
 
 def set_logged_losses(values: dict[str, Tensor]) -> None:
-    """Set the logged sums to `values`, and to zero for names that are not in `values`."""
+    """Set the logged sum of each loss to the sum in `values`, or else to zero."""
     for name, entry in logged_losses().items():
         entry.values.copy_(values.get(name, torch.zeros_like(entry.values)))

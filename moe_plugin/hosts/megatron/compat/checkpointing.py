@@ -13,13 +13,13 @@ Around = Callable[[Callable[..., Any], dict[str, Any]], Any]
 
 
 def wrap(name: str, around: Around) -> None:
-    """Replace a function with `around(original, given)` for the rest of the process.
+    """Replace a function with `around(original, given)` until the process ends.
 
     A second call with the same `around` has no effect.
 
     name: name of the function in `megatron.core.dist_checkpointing`.
-    around: function that is called with the original function and a dict of the call's arguments by
-        parameter name.
+    around: function that is called with the original function and a dict. The dict maps parameter
+        names to the arguments of the call.
     """
     original = getattr(dist_checkpointing, name)
     if is_wrapped(name, around):

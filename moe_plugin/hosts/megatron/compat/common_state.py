@@ -1,4 +1,4 @@
-"""Changes to the common state of a distributed checkpoint while Megatron loads the checkpoint."""
+"""Modify the common state of a distributed checkpoint while Megatron loads the checkpoint."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 @contextmanager
 def changed(change: Change, strategy_given: bool) -> Iterator[dict[str, Any]]:
-    """Make `dist_checkpointing.load` use the common state that `change` returns inside the block.
+    """Inside the block, make `dist_checkpointing.load` use the common state that `change` returns.
 
-    `load` must be called with the keyword arguments that the context yields.
+    `load` must be called with the keyword arguments that this context manager yields.
 
-    Up to Megatron 0.17 a strategy object loads the common state. From 0.18 on a function in the
-    module of `load` loads the common state. The function is `load_common` in 0.18 and
-    `load_common_state_dict` in 0.19.
+    Up to Megatron 0.17, a strategy object loads the common state. From Megatron 0.18 on, the common
+    state is loaded by a function in the module that defines `load`. The function is named
+    `load_common` in Megatron 0.18 and `load_common_state_dict` in Megatron 0.19.
 
-    strategy_given: True if the caller passes its own strategy to `load`. In this case the common
-        state is not changed up to Megatron 0.17.
+    strategy_given: True if the caller passes its own strategy to `load`. If True, `change` has no
+        effect up to Megatron 0.17.
     """
     common = importlib.import_module(f"{_PACKAGE}.strategies.common")
     base = getattr(common, "TorchCommonLoadStrategy", None)  # absent from 0.18 on

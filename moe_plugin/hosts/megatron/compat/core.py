@@ -45,7 +45,7 @@ Group = dist.ProcessGroup
 
 
 def check_version() -> None:
-    """Raise a `ValueError` if Megatron-core is too old. Warn once if its version is untested."""
+    """Raise a `ValueError` if Megatron-core is too old. Warn once about an untested version."""
     if NUMBER < OLDEST:
         raise ValueError(
             f"megatron-core {core_version} is too old. The version must be at least "
@@ -59,14 +59,14 @@ def check_version() -> None:
 
 @dataclass(frozen=True)
 class MegatronGroups:
-    """Megatron's process groups, under the names that this package uses.
+    """Megatron's process groups, with the names that this package uses.
 
     Attributes:
-        experts: process group of ranks that together store all experts (expert x tensor parallel).
+        experts: process group of the ranks that together store all experts.
         expert_replicas: process group of the ranks that store copies of the same experts.
         tensor: the tensor-parallel process group.
         context: the context-parallel process group.
-        tokens: process group whose ranks share the tokens of a batch (tensor x context parallel).
+        tokens: process group of the tensor- and context-parallel ranks, which share a batch.
         data: process group of the ranks that store copies of the same dense parameters.
     """
 
@@ -80,7 +80,7 @@ class MegatronGroups:
 
 
 def groups(collection: Any | None) -> MegatronGroups:
-    """Return the process groups passed by Megatron to a layer, or else Megatron's global groups."""
+    """Return the process groups passed by Megatron, or Megatron's global groups."""
     if collection is None or not hasattr(collection, "tp_ep") or not hasattr(collection, "tp_cp"):
         collection = moe_utils.get_default_pg_collection()
     context = _group(collection, "cp", parallel_state.get_context_parallel_group)
@@ -97,7 +97,7 @@ def _group(collection: Any, name: str, otherwise: Callable[[], Group]) -> Group:
 
 
 def all_data_group(collection: Any) -> Group:
-    """Return the tensor x context x data parallel group, whose ranks share the tokens of a step."""
+    """Return the process group of all ranks that share the tokens of a step."""
     return _group(collection, "tp_dp_cp",
                   lambda: parallel_state.get_tensor_and_data_parallel_group(
                       with_context_parallel=True))
@@ -109,12 +109,13 @@ def has_groups() -> bool:
 
 
 def destroy_groups() -> None:
-    """Destroy Megatron's process groups, including those that `destroy_model_parallel` of Megatron
-    0.15 to 0.19 forgets.
+    """Destroy Megatron's process groups, including the groups that `destroy_model_parallel` of
+    Megatron 0.15 to 0.19 leaves behind.
 
-    Some of the forgotten groups are referenced by the records of auxiliary losses. A child process
-    that is forked later and creates new groups would otherwise destroy the forgotten groups, and
-    would wait forever for threads that exist only in the parent.
+    Records of auxiliary losses still refer to some of the groups that are left behind. Without this
+    function, a child process that is forked later and creates new groups would destroy the groups
+    that are left behind. The child process would then wait forever for threads that exist only in
+    the parent process.
     """
     parallel_state.destroy_model_parallel()
     forget_losses()
@@ -147,7 +148,7 @@ def count_local_experts(layer: Any, groups_: MegatronGroups) -> None:
 
 def native_router(config: Any, submodules: Any, groups_: MegatronGroups,
                   is_mtp_layer: bool) -> torch.nn.Module:
-    """Build Megatron's own router, or the router that is given in the spec (from 0.16 on)."""
+    """Build the router defined in the spec (from Megatron 0.16 on), or Megatron's own router."""
     build = getattr(submodules, "router", None) or TopKRouter
     extra = {"is_mtp_layer": True} if is_mtp_layer else {}
     return build(config=config, pg_collection=groups_.collection, **extra)
@@ -164,7 +165,7 @@ def has_native_layers(chunks: Iterable[torch.nn.Module]) -> bool:
 
 
 def injects_router(submodules: Any) -> bool:
-    """Return True if the spec contains a router that is not Megatron's own."""
+    """Return True if the spec defines a router that is not Megatron's own."""
     return getattr(submodules, "router", TopKRouter) not in (None, TopKRouter)
 
 
@@ -189,7 +190,8 @@ def call_native_router(router: Any, x_SBD: Tensor, padding_SB: Tensor | None
 
     `undropped` is the routing decision before tokens are dropped, or None without a capacity.
 
-    padding_SB: True for padding. It is ignored if the installed router accepts no mask.
+    padding_SB: boolean mask that is True for padding tokens. If the installed router does not
+    accept a mask, `padding_SB` is ignored.
     """
     takes_mask = "padding_mask" in inspect.signature(router.forward).parameters
     given = {"padding_mask": padding_SB} if takes_mask and padding_SB is not None else {}
@@ -202,9 +204,11 @@ def call_native_router(router: Any, x_SBD: Tensor, padding_SB: Tensor | None
 
 @contextlib.contextmanager
 def _undropped() -> Iterator[list[Undropped]]:
-    """Yield a list that receives the selection of Megatron's router before tokens are dropped.
+    """Yield a list. When Megatron's router runs, the selection before tokens are dropped is added
+    to this list.
 
-    The router returns only the remaining selection, plus padding experts that no token selected.
+    The selection that Megatron's router returns is different, because tokens have been dropped and
+    experts have been padded to their capacity.
     """
     undropped, drop = list[Undropped](), router_module.apply_router_token_dropping
 
@@ -225,7 +229,8 @@ def _undropped() -> Iterator[list[Undropped]]:
 def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> torch.nn.Module:
     """Build Megatron's own shared expert from Megatron's spec.
 
-    The spec contains a ModuleSpec or class up to 0.17 and a functools.partial from 0.18 on.
+    The spec contains a ModuleSpec or a class up to Megatron 0.17, and a functools.partial from 0.18
+    on.
     """
     builder = getattr(submodules, "shared_experts", None)
     if builder is None:
@@ -246,12 +251,14 @@ def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> tor
 
 def module_shards(module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...],
                   metadata: Any) -> dict[str, Any]:
-    """Return the sharded state dict of a Megatron module or of any other torch module."""
+    """Return the sharded state dict of a torch module. The module need not be a Megatron module."""
     return sharded_state_dict_default(module, prefix, offsets, metadata)
 
 
 def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
-    """Return a copy of an `mlp` spec with MoELayer replaced. Return other values unchanged."""
+    """Return a copy of the `mlp` spec of a MoELayer in which the class is replaced. Return any
+    other `mlp` unchanged.
+    """
     if isinstance(mlp, functools.partial) and mlp.func is MoELayer:  # 0.18 on
         return functools.partial(replacement, *mlp.args, **mlp.keywords, **settings)
     if isinstance(mlp, ModuleSpec) and mlp.module is MoELayer:
@@ -277,7 +284,8 @@ def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[A
 
 
 def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Return a copy of a layer, block or hybrid stack spec with `change` applied to submodules.
+    """Return a copy of the spec of a layer, block or hybrid stack, after applying `change` to its
+    submodules.
 
     `change(name, value)` is called for each submodule of a layer and for the norm of a block.
     """
@@ -304,19 +312,18 @@ def _submodules(spec: Any) -> tuple[Any, bool]:
 
 
 def _is_stack(submodules: Any) -> bool:
-    """Return True if submodules belong to a hybrid model, which has one spec per kind of layer."""
     return hasattr(submodules, "moe_layer")
 
 
 def with_engine(wanted: bool | None) -> bool:
-    """Return `wanted`, or, if it is None, True if Megatron can import Transformer Engine."""
+    """Return `wanted`, or, if None, whether Megatron can import Transformer Engine."""
     return bool(getattr(gpt_layer_specs, "HAVE_TE", False)) if wanted is None else wanted
 
 
 def gpt_moe_layer_spec(transformer_engine: bool | None, grouped: bool = False) -> Any:
-    """Return Megatron's own GPT layer spec with an MoE layer, for any number of experts.
+    """Return Megatron's own spec of a GPT layer with MoE, for any number of experts.
 
-    grouped: True if the spec is built for `moe_grouped_gemm`.
+    grouped: True to build the spec for `moe_grouped_gemm`.
     """
     make = (gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
             if with_engine(transformer_engine) else gpt_layer_specs.get_gpt_layer_local_spec)
@@ -325,7 +332,7 @@ def gpt_moe_layer_spec(transformer_engine: bool | None, grouped: bool = False) -
 
 @contextlib.contextmanager
 def chosen_layers(choose: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
-    """Build transformer blocks inside this context from the layer specs that `choose` returns."""
+    """Inside the block, Megatron builds models from the layer specs that `choose` returns."""
     all_layers = transformer_block._get_block_submodules  # 0.15 to 0.19
 
     def chosen(*args: Any, **kwargs: Any) -> TransformerBlockSubmodules:
@@ -341,7 +348,7 @@ def chosen_layers(choose: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
 
 def gpt_block_spec(config: Any, transformer_engine: bool | None,
                    vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return Megatron's spec of the current stage's layers, as `config` describes them.
+    """Return Megatron's spec for the layers of the current pipeline stage, according to `config`.
 
     vp_stage: index of the virtual pipeline stage, or None if there are no virtual stages.
     """
@@ -353,13 +360,13 @@ def gpt_block_spec(config: Any, transformer_engine: bool | None,
 
 def predictions_spec(config: Any, layers: TransformerBlockSubmodules,
                      transformer_engine: bool | None, vp_stage: int | None) -> Any:
-    """Return Megatron's multi-token prediction spec, which uses the last of these layer specs."""
+    """Return Megatron's spec for multi-token prediction, based on the last layer spec."""
     return gpt_layer_specs.get_gpt_mtp_block_spec(
         config, layers, use_transformer_engine=with_engine(transformer_engine), vp_stage=vp_stage)
 
 
 def replace_attention(spec: Any, ours: type) -> Any:
-    """Return a copy of a spec in which the `core_attention` of self-attention is `ours`."""
+    """Return a copy of a spec in which `ours` replaces the `core_attention` module."""
 
     def change(name: str, value: Any) -> Any:
         if name == "self_attention":

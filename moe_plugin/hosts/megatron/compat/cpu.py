@@ -1,11 +1,11 @@
 """Optional support for running Megatron-core without CUDA, on CPU tensors and gloo. If CUDA is
 available, this module has no effect.
 
-Megatron-core uses the current CUDA device, CUDA streams and CUDA random states, and contains
-hard-coded `device="cuda"` arguments. Each patch below names the replaced functions, the
-Megatron-core versions that need the patch, and the reason. `enable()` applies all patches once, for
-the rest of the process, and must be called before any Megatron object is built. This package's own
-layer needs none of the patches.
+Megatron-core uses the current CUDA device, CUDA streams and CUDA random states. Megatron-core also
+contains hard-coded `device="cuda"` arguments. Each patch below lists the functions it replaces, the
+Megatron-core versions that need the patch, and the reason. `enable()` applies all patches until the
+process ends. Call `enable()` before any Megatron object is built. The MoE layer of this package
+needs none of the patches.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from moe_plugin.comm.host_collectives import comm_of
 
 @dataclass(frozen=True)
 class Patch:
-    """A patch, which replaces one or several functions.
+    """A patch that replaces one or more functions.
 
     Attributes:
         target: names of the replaced functions.
         versions: versions of Megatron-core that need the patch.
         reason: why the patch is needed.
-        apply: function that makes the replacements.
+        apply: function that applies the patch.
     """
 
     target: str
@@ -64,9 +64,11 @@ _patch = functools.partial(patch_in, PATCHES)
 def enable(force: bool = False) -> bool:
     """Apply all patches that make Megatron-core run on CPU.
 
-    Returns: True if the patches are active, and False if CUDA is available and nothing was changed.
+    Returns: True if the patches are active. If CUDA is available, no patch is applied and the
+    return value is False.
 
-    force: True to apply the patches even if CUDA is available, for a process that must stay on CPU.
+    force: True to apply the patches even if CUDA is available. Use this option for a process that
+    must run on CPU.
     """
     if torch.cuda.is_available() and not force:
         return False
@@ -83,17 +85,18 @@ def engine_installed() -> bool:
 
 
 def enabled() -> bool:
-    """Return True if `enable` has made the process run on CPU permanently."""
+    """Return True if `enable` has switched the process to CPU permanently."""
     return hasattr(torch.cuda, "_moe_plugin_literals")
 
 
 @contextlib.contextmanager
 def building() -> Iterator[None]:
-    """Build Megatron-core objects on CPU inside the block without changing the process permanently.
+    """Inside the block, Megatron-core objects are built on CPU. The process is not changed
+    permanently.
 
-    `enable` maps the device "cuda" to "cpu" in every torch call. This slows down each call and
-    changes the results of torch.compile. After a layer has been built, the mapping is no longer
-    necessary.
+    `enable` maps the device "cuda" to "cpu" in every torch call. This mapping slows down each call
+    and changes the results of torch.compile. After a layer has been built, the mapping is no longer
+    needed. This context manager therefore removes the mapping at the end of the block.
     """
     _replace()
     with _CudaMeansCpu():
@@ -108,7 +111,7 @@ def _replace() -> None:
 
 
 class _Stream:
-    """A replacement for a CUDA stream or event on which all work is already complete."""
+    """Replacement for a CUDA stream or event that reports all work as complete."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         pass
@@ -120,8 +123,8 @@ class _Stream:
         return None
 
     def wait(self, *_args: Any) -> None:
-        """Return at once. Do nothing. This method also implements `record`, `synchronize` and other
-        calls that only order work.
+        """Return at once. Do nothing. Do nothing. `record`, `synchronize` and other calls that only
+        order work are aliases of this method.
         """
 
     wait_stream = wait_event = synchronize = record = wait
@@ -135,7 +138,7 @@ class _Stream:
         return True
 
     def elapsed_time(self, _other: Any) -> float:
-        """Return 0 milliseconds as the time between two events."""
+        """Return 0, the time in milliseconds between two events."""
         return 0.0
 
 
@@ -212,8 +215,9 @@ def _on_cpu(device: Any) -> Any:
 class _CudaMeansCpu(TorchFunctionMode):
     """A torch function mode that maps "cuda" to "cpu" in every torch call made from Python.
 
-    The schedules, the optimizer, clip_grads and moe_utils of Megatron-core 0.12 to 0.19 contain
-    hard-coded devices and tensor types such as device='cuda', Tensor.cuda() and Tensor.type().
+    Megatron-core 0.12 to 0.19 contains hard-coded CUDA devices and tensor types, such as
+    `device='cuda'`, `Tensor.cuda()` and `Tensor.type()`, in its schedules, in the optimizer, in
+    clip_grads and in moe_utils.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

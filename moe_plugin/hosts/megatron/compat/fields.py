@@ -1,10 +1,9 @@
-"""Table with one row for each MoE setting of Megatron 0.15 to main (0.20), which says how the
-setting is handled.
+"""Table that states how each MoE setting of Megatron 0.15 to main (0.20) is handled.
 
-To change how a setting is handled, change its row in the table. `translate` implements the
-conversion of settings. A setting of a newer Megatron without a row is rejected unless it has its
-default value (`refuse_unknown`), and `tests/hosts/megatron/test_megatron_fields.py` fails until a
-row is added. Importing this module does not import Megatron.
+The table has one row per setting. To change how a setting is handled, change its row. `translate`
+converts the settings. A setting of a newer Megatron that is not in the table must have its default
+value. Otherwise, `refuse_unknown` raises an error. `tests/hosts/megatron/test_megatron_fields.py`
+fails until the setting is added to the table. Importing this module does not import Megatron.
 """
 
 from __future__ import annotations
@@ -39,15 +38,16 @@ class By(enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table, which says how one setting is handled.
+    """A row of the table, which states how one setting is handled.
 
     Attributes:
         by: the component that implements the setting.
-        taken: accepted values of the setting if `by` is REFUSED. If `by` is ROUTER, these are the
-            values for which this package's own router gives the same results. For a registry, they
-            are its names. None means that any value is accepted.
-        words: remedy in the error message if `by` is REFUSED. If `by` is ROUTER, an explanation of
-            the value for a setting whose name is not clear.
+        taken: accepted values of the setting if `by` is REFUSED. If `by` is ROUTER, `taken` lists
+            the values for which the router of this package gives the same results as Megatron's
+            router. If `taken` is a registry, the accepted values are the names in the registry. If
+            `taken` is None, any value is accepted.
+        words: what the user should do, for the error message, if `by` is REFUSED. If `by` is
+            ROUTER, an optional explanation of a setting whose name is not self-explanatory.
     """
 
     by: By
@@ -56,11 +56,11 @@ class Row:
 
     @property
     def accepted(self) -> tuple[Any, ...] | None:
-        """The accepted values, or None if any value is accepted."""
+        """Return the accepted values, or None if any value is accepted."""
         return tuple(self.taken.names()) if isinstance(self.taken, Registry) else self.taken
 
     def takes(self, value: Any) -> bool:
-        """Return True if a value, or each value of a list, is among the accepted values `taken`."""
+        """Return True if `value`, or every value in a list, is accepted."""
         accepted = self.accepted
         if accepted is None:
             return True
@@ -171,23 +171,25 @@ ARGUMENTS: dict[str, Row] = {
 
 
 def of_experts(name: str) -> bool:
-    """Return True if a setting concerns experts, according to its name."""
+    """Return True if the name of a setting indicates that the setting concerns experts."""
     return _OF_EXPERTS.search(name) is not None
 
 
 def names(by: By, rows: Mapping[str, Row] = FIELDS) -> list[str]:
-    """Return the names of the settings in one class, in the order of the table."""
+    """Return the names of all settings handled by one component, in the order of the table."""
     return [name for name, row in rows.items() if row.by is by]
 
 
 def without_row(settings: Iterable[str], rows: Mapping[str, Row] = FIELDS) -> list[str]:
-    """Return the names of expert-related settings without a row under a current or older name."""
+    """Return the names of expert-related settings that are missing from the table. A setting is not
+    missing if the table contains the setting under its older name.
+    """
     known = {*rows, *(RENAMED.get(name, name) for name in rows)}
     return sorted(name for name in settings if of_experts(name) and name not in known)
 
 
 def refuse_by_row(values: Any, rows: Mapping[str, Row] = FIELDS) -> None:
-    """Raise a `ValueError` for the first setting whose value is rejected by its row.
+    """Raise a `ValueError` for the first setting whose value is rejected by its row in the table.
 
     values: a `TransformerConfig`, or an object whose attributes are the script's arguments.
     """
@@ -199,9 +201,10 @@ def refuse_by_row(values: Any, rows: Mapping[str, Row] = FIELDS) -> None:
 
 
 def refuse_unknown(native: Any) -> None:
-    """Raise a `ValueError` if an expert-related setting has neither a row nor its default value.
+    """Raise a `ValueError` if an expert-related setting is missing from the table and does not have
+    its default value.
 
-    This package's layer would otherwise silently ignore the setting.
+    Without this check, the MoE layer of this package would silently ignore the setting.
     """
     by_name = {field.name: field for field in dataclasses.fields(native)}
     for name in without_row(by_name):
@@ -211,7 +214,6 @@ def refuse_unknown(native: Any) -> None:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """Return the default of a dataclass field, or `dataclasses.MISSING` if it has no default."""
     made = field.default_factory
     return field.default if made is dataclasses.MISSING else made()
 
@@ -220,7 +222,8 @@ def refuse_unknown_arguments(defaults: Mapping[str, Any], given: Mapping[str, An
     """Raise a `ValueError` for an unknown expert-related argument of Megatron's own script.
 
     Args:
-        defaults: dict that maps each argument whose value differs from its default to that default.
+        defaults: dict that maps each argument that differs from its default value to the default
+            value.
         given: dict of all arguments by name.
     """
     for name in without_row(defaults, {**FIELDS, **ARGUMENTS}):
@@ -234,7 +237,7 @@ def _unknown(name: str, value: Any, default: Any) -> ValueError:
 
 
 def router_reasons(native: Any) -> Iterable[str]:
-    """Yield the settings that only Megatron's own router supports, as "name=value" strings."""
+    """Yield the settings that require Megatron's own router, as "name=value" strings."""
     for name in names(By.ROUTER):
         value, row = setting(native, name), FIELDS[name]
         if value is not None and not row.takes(value):
@@ -252,9 +255,7 @@ def refuse_unknown_score(native: Any) -> None:
 
 
 def without_effect(native: Any) -> list[str]:
-    """Return the settings that have no effect although they differ from their defaults, as
-    "name=value" strings.
-    """
+    """Return all settings without effect that differ from their defaults, as "name=value"."""
     defaults = {field.name: _default(field) for field in dataclasses.fields(native)}
     return [f"{name}={value}" for name in names(By.NOTHING)
             if (value := setting(native, name)) not in (None, False, defaults.get(name))]

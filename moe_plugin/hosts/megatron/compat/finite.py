@@ -1,7 +1,7 @@
-"""Checks of the gradients that Megatron has prepared for a step, for versions 0.15 to 0.19.
+"""Check the gradients that Megatron 0.15 to 0.19 has prepared for an optimizer step.
 
-Megatron skips steps with non-finite gradients only in fp16, where the loss scaler checks the
-gradients. In fp32 and bf16 a single NaN would spread to the weights of every rank.
+Megatron skips steps with non-finite gradients only in fp16, because only the fp16 loss scaler
+checks the gradients. In fp32 and bf16, a single NaN would spread to the weights of all ranks.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ logger = logging.getLogger(__name__)
 
 
 class PreparedGradients:
-    """Replacement for the method `prepare_grads` of an optimizer.
+    """Replacement for an optimizer's method `prepare_grads`.
 
-    The replacement returns True if a feature of the run requests that the step be skipped.
+    The replacement returns True if a feature of the run requests that this step be skipped.
 
     Args:
-        optimizer: Megatron's outermost optimizer, whose `step` calls the replacement.
+        optimizer: Megatron's outermost optimizer. The `step` method of this optimizer calls the
+            replacement.
         run: function that returns the current run object.
 
     Attributes:
-        loss_is_finite: set to False before a step to skip that step.
+        loss_is_finite: set this attribute to False before a step to skip the step.
     """
 
     def __init__(self, optimizer: Any, run: Callable[[], Run]) -> None:
@@ -49,7 +50,7 @@ class PreparedGradients:
         self._update_scale = _share_scaler(optimizer)
 
     def __call__(self) -> bool:
-        """Prepare the gradients. This is a collective call of all ranks.
+        """Prepare the gradients. All ranks must call this method, because it runs collectives.
 
         Raises:
             FloatingPointError: see `FiniteSteps`.
@@ -74,7 +75,7 @@ class PreparedGradients:
         return False
 
     def gradients(self) -> Iterable[Tensor]:
-        """Yield the gradients that the rank's optimizers use in a step."""
+        """Yield the gradients that the optimizers of this rank use in a step."""
         for part in parts(self.optimizer):
             if part.optimizer is None:  # a rank without parameters of this kind
                 continue
@@ -88,13 +89,13 @@ class PreparedGradients:
 
 def _share_scaler(optimizer: Any) -> Callable[[bool], None]:
     """Make all optimizers of a chain share one loss scaler, and return the function that updates
-    it.
+    the loss scaler.
 
-    The returned function must be called once per step. In Megatron 0.15 to 0.19 each optimizer has
-    its own dynamic loss scaler, which is adjusted only by that optimizer's gradients. If only the
-    experts' gradients overflow, only the experts' scale is reduced, but the loss is still
-    multiplied by the first optimizer's scale. After that all gradients of experts are wrong by a
-    constant factor.
+    The returned function must be called once per step. In Megatron 0.15 to 0.19, each optimizer has
+    its own dynamic loss scaler. Each loss scaler is adjusted only by the gradients of its own
+    optimizer. If only the gradients of experts overflow, only the scale of the experts' optimizer
+    is reduced. The loss is still multiplied by the scale of the first optimizer. From then on, the
+    gradients of all experts are wrong by a constant factor.
     """
     scaled = [part for part in parts(optimizer) if getattr(part, "grad_scaler", None) is not None]
     if not scaled:
@@ -114,13 +115,13 @@ def _scale_falls(part: Any) -> bool:
 
 
 def guard_all_optimizers(run: Callable[[], Run] | None = None) -> None:
-    """Give every Megatron optimizer a `PreparedGradients` object at its first step, for the rest of
-    the process.
+    """Make every Megatron optimizer use `PreparedGradients` from its first step on. This change
+    applies to all optimizers until the process ends.
 
-    This also covers scripts that build their own optimizers.
+    Optimizers that a script builds itself are also changed.
 
-    run: function that returns the current run object. By default it returns a run that skips steps
-        with non-finite gradients.
+    run: function that returns the current run object. By default, the run skips steps with
+        non-finite gradients.
     """
     from megatron.core.optimizer import optimizer
 
@@ -142,7 +143,7 @@ def _guarded(step: Callable[[Any], Any], run: Callable[[], Run]) -> Callable[[An
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return True if every element of the floating-point tensors is finite. The function
+    """Return True if all elements of the floating-point tensors are finite. This function
     synchronizes with the device once.
     """
     values = [x.detach() for x in tensors if x.is_floating_point() and x.numel()]
@@ -156,7 +157,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def any_rank(here: bool, comm: Comm) -> bool:
-    """Return True on all ranks of `comm` if `here` is True on any of these ranks. A collective
-    call.
+    """Return True on every rank of `comm` if `here` is True on at least one rank of `comm`. This is
+    a collective operation.
     """
     return bool(comm.all_reduce(torch.tensor(float(here), device=comm.device), "max"))

@@ -1,8 +1,10 @@
-"""Replacement for the layer stack of Megatron's hybrid models (`HybridModel` in 0.18 and 0.19).
+"""Replacement for the layer stack of Megatron's hybrid models (`HybridModel` in Megatron 0.18 and
+0.19).
 
 A hybrid model has one layer for each symbol in `--hybrid-layer-pattern`. Megatron's own spec of a
-hybrid model needs Transformer Engine. Without Transformer Engine the stack is built from the
-modules of Megatron's local GPT layers, whose parameters have the same names.
+hybrid model needs Transformer Engine. Without Transformer Engine, the stack is built from the
+modules that Megatron uses in its local GPT layers. The parameter names are the same as with
+Transformer Engine.
 
 | symbol | layer | without Transformer Engine |
 |---|---|---|
@@ -45,11 +47,10 @@ def stack_spec(config: Any, pattern: str, transformer_engine: bool | None) -> Mo
     Args:
         config: `TransformerConfig`.
         pattern: string with one symbol for each layer.
-        transformer_engine: True to use Transformer Engine. By default it is used if it is
-            installed.
+        transformer_engine: True to use Transformer Engine. By default, Transformer Engine is used
+            if it is installed.
     Raises:
-        ValueError: If a layer in the pattern cannot be built. The error message contains the
-            remedy.
+        ValueError: If a layer in the pattern cannot be built. The message states what to change.
     """
     if "E" in pattern and not config.num_moe_experts:
         raise ValueError(f"hybrid_layer_pattern={pattern!r} contains layers of experts (E), but "
@@ -71,13 +72,14 @@ def stack_spec(config: Any, pattern: str, transformer_engine: bool | None) -> Mo
 
 
 def mend_loss_log() -> None:
-    """Make all pipeline stages log the same number of auxiliary losses, and divide by the number of
-    MoE layers.
+    """Make all pipeline stages log the same number of auxiliary losses, and make Megatron divide
+    the logged sums by the number of MoE layers.
 
-    In Megatron 0.18 and 0.19 a stage without experts logs one value per MoE layer, but every other
-    stage logs one value per layer. Because of the different sizes the sum over stages hangs or is
-    wrong. Megatron also divides by the number of MoE layers in `moe_layer_freq`, which a hybrid
-    model does not use, and counts multi-token predictions twice.
+    In Megatron 0.18 and 0.19, a stage without experts logs one value per MoE layer, whereas a stage
+    with experts logs one value per layer. Because these numbers differ between stages, summing the
+    logs over the stages hangs or gives a wrong sum. Megatron also divides by a wrong number of MoE
+    layers, because it computes this number from `moe_layer_freq`, which hybrid models do not use.
+    In addition, Megatron counts multi-token predictions twice.
     """
     original: Any = MoEMetricsTracker.ensure_initialized
     if hasattr(original, "__wrapped__"):

@@ -10,12 +10,11 @@ from typing import Any
 
 
 def refuse_empty_splits() -> None:
-    """Make Megatron raise a `ValueError` for a dataset without documents, for the rest of the
-    process.
+    """Until the process ends, make Megatron raise a `ValueError` for a dataset without documents.
 
-    If no sample is requested, the dataset may be empty and no error is raised. Without this change
-    Megatron 0.15 to 0.19 enters an endless loop that counts documents until there are enough
-    samples.
+    An empty dataset is still allowed if no samples are requested from it. For an empty dataset,
+    Megatron 0.15 to 0.19 would otherwise enter an endless loop: it repeats the documents until
+    there are enough samples.
     """
     datasets = importlib.import_module("megatron.core.datasets.gpt_dataset")
     native = datasets.GPTDataset._get_num_epochs
@@ -34,9 +33,10 @@ def refuse_empty_splits() -> None:
 
 
 def replace_tokenizer_builder(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function that builds a tokenizer from the metadata in a file.
+    """Replace the function that builds a tokenizer from a metadata file.
 
-    Megatron 0.15 has no such function, and nothing is replaced.
+    This function has no effect in Megatron 0.15, which cannot build a tokenizer from a metadata
+    file.
     """
     with suppress(ImportError):
         tokenizers = importlib.import_module("megatron.core.tokenizers.megatron_tokenizer")
@@ -45,18 +45,19 @@ def replace_tokenizer_builder(replace: Callable[[Callable[..., Any]], Callable[.
 
 
 def split_of(dataset: Any) -> str | None:
-    """Return the name of a dataset's split, or None if it has no name."""
+    """Return the name of the split to which a dataset belongs, or None if the split has no name."""
     split = getattr(dataset, "split", None) or getattr(dataset, "index_split", None)
     return getattr(split, "name", None)
 
 
 @contextmanager
 def of_all_ranks(build: Callable[..., Any], dataset: Any) -> Iterator[None]:
-    """Make `build_pretraining_data_loader` return the micro-batches of all ranks inside the block.
+    """Inside the block, make `build_pretraining_data_loader` return the micro-batches of all ranks.
 
-    Every rank receives the training micro-batches of all ranks. The order alternates between the
-    ranks. This is necessary in steps in which several ranks compute the same micro-batches.
-    Megatron 0.15 to 0.19 reads the rank and the number of ranks from `parallel_state`.
+    Every rank receives the training micro-batches of all ranks, in an order that alternates between
+    the ranks. Steps in which several ranks compute the same micro-batches need this. Megatron 0.15
+    to 0.19 reads the rank and the number of ranks from `parallel_state`. Inside the block, the rank
+    is 0 and the number of ranks is 1.
     """
     if split_of(dataset) not in (None, "train"):
         yield

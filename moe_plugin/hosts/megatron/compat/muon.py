@@ -1,10 +1,12 @@
-"""Support for stacks of expert weights in Megatron's Muon (`--optimizer muon`, `dist_muon`).
+"""Make Megatron's Muon optimizer (`--optimizer muon`, `dist_muon`) support expert weights that are
+stacks of matrices.
 
-The module supports Megatron 0.18 to main, and requires the package `emerging_optimizers`. Megatron
-orthogonalizes parameters that are matrices and uses Adam for all other parameters. Megatron's
-expert weights are matrices. This package's expert weights are stacks of matrices, which Megatron
-would not recognise. The function `prepare` changes Megatron so that Muon updates the matrix of each
-expert (`experts.matrices`). Biases, which are stacks of vectors, still use Adam.
+Megatron 0.18 to main is supported. The package `emerging_optimizers` is required. Megatron uses
+Muon for parameters that are matrices, and Adam for all other parameters. In Megatron's own experts,
+each weight is a matrix. In the experts of this package, each weight is a stack of matrices, which
+Megatron would not recognise as a matrix. The function `prepare` changes Megatron so that Muon
+updates the matrix of each expert separately (see `experts.matrices`). Expert biases are stacks of
+vectors and are still updated by Adam.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ _SINCE = "megatron-core 0.18 or newer"
 
 
 def prepare(experts: nn.Module, shards: int) -> None:
-    """Make Megatron's optimizers treat the weights of these experts like the weights of Megatron's
-    own experts.
+    """Make Megatron's optimizers treat the weights of these experts in the same way as the weights
+    of Megatron's own experts.
 
     shards: number of shards into which each expert is split.
     Raises:
-        ValueError: If the script's `--optimizer` is Muon, and the installed Megatron does not
-            include Muon or cannot be extended.
+        ValueError: If the script's `--optimizer` is Muon but the installed Megatron has no Muon or
+            cannot be extended.
     """
     mark_matrices(experts, shards)
     name = str(script_arguments().get("optimizer", ""))
@@ -58,7 +60,7 @@ def prepare(experts: nn.Module, shards: int) -> None:
 
 @functools.cache
 def _teach(module: ModuleType) -> None:
-    """Extend Megatron's optimizers, once per process, to support stacks of matrices."""
+    """Extend Megatron's optimizers to support stacks of matrices. Later calls have no effect."""
     core: Any = importlib.import_module("megatron.core.optimizer")
     layer_wise: Any = importlib.import_module("megatron.core.optimizer.layer_wise_optimizer")
     attributes = importlib.import_module("megatron.core.tensor_parallel.layers")
@@ -81,8 +83,8 @@ def _teach(module: ModuleType) -> None:
 
 
 def _with_stacks(key: Any) -> Any:
-    """Return a `ParamKey` that selects parameters that are not matrices, except this package's
-    stacks of matrices.
+    """Return a copy of a `ParamKey` that selects all parameters that Muon must not update, for
+    example vectors. The copy does not select stacks of matrices of this package's experts.
     """
 
     def added(predicate: Any) -> Any:
@@ -96,8 +98,6 @@ def _with_stacks(key: Any) -> Any:
 
 
 def _expert_muon(base: type[Any]) -> type[Any]:
-    """Return a subclass of Megatron's Muon that supports stacks of matrices."""
-
     class ExpertMuon(base):
 
         def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -113,7 +113,7 @@ def _expert_muon(base: type[Any]) -> type[Any]:
                     "experts as expert-parallel ranks.")
 
         def orthogonalize(self, p: Tensor, grad: Tensor, **group: Any) -> Tensor:
-            """Return the orthogonalized update of the expert weights `p` of shape [L, in, out]."""
+            """Return the orthogonalized update of the expert weights `p` [L, in, out]."""
             mark = part_of(p)
             if mark is None:
                 return super().orthogonalize(p, grad, **group)
@@ -133,21 +133,19 @@ def _expert_muon(base: type[Any]) -> type[Any]:
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:
-            """Make an optimizer step as in Megatron's Muon. All parts of a matrix must be in the
-            same optimizer.
+            """Make one optimizer step with Megatron's Muon. All parameters that together store one
+            matrix must belong to the same optimizer.
             """
             done = super().step(closure)
             if self._parts:
-                raise RuntimeError("Muon received only a part of an expert's matrix, because the "
-                                   "parameters of the matrix were assigned to different ranks")
+                raise RuntimeError("Muon needs all parameters of an expert's matrix on one rank, "
+                                   "but they were assigned to different ranks")
             return done
 
     return ExpertMuon
 
 
 class _Together:
-    """Several parameters that must be placed next to each other in a buffer."""
-
     def __init__(self, members: Sequence[Tensor], aligned: Callable[[int], int]) -> None:
         self.members, self.aligned = members, aligned
         *first, last = [each.numel() for each in members]
@@ -155,22 +153,19 @@ class _Together:
         self.data = SimpleNamespace(nelement=lambda: size)
 
     def dim(self) -> int:
-        """Return the number of dimensions of each parameter, which Megatron's main branch needs.
-        """
+        """Return the number of dimensions of each parameter, for Megatron's main branch."""
         return self.members[0].dim()
 
     def places(self, start: int, bucket: int) -> Iterable[tuple[Tensor, tuple[int, int, int]]]:
-        """Yield each parameter with its position in the buffer, as first index, end index and
-        bucket.
-        """
+        """Yield each parameter with its position in the buffer (start, end, bucket)."""
         for each in self.members:
             yield each, (start, start + each.numel(), bucket)
             start = self.aligned(start + each.numel())
 
 
 def _stacks_together(layout: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function that lays out parameters in a buffer so that all parts of a matrix are on the
-    same data-parallel rank.
+    """Wrap a function that assigns parameters to positions in a buffer, so that all parameters of
+    one matrix are assigned to the same data-parallel rank.
     """
     aligned = importlib.import_module("megatron.core.optimizer.param_layout").pad_param_start
 

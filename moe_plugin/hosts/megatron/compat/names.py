@@ -1,10 +1,11 @@
-"""Megatron-core symbols whose import path may differ between versions, imported on first use.
+"""Megatron-core symbols whose import path may differ between versions. Each symbol is imported when
+it is first used.
 
-If a symbol moves in a new version, only one line of this module must be changed. In Megatron 0.15
-to 0.19 each symbol is defined in the same module.
+If a symbol moves in a new Megatron version, only one line of this module has to change. In Megatron
+0.15 to 0.19, the import path of every symbol is the same.
 
-Other modules may import only `parallel_state`, `tensor_parallel` and `dist_checkpointing` directly
-from Megatron-core (checked by `tests/packaging/test_host_names.py`).
+All other modules may import only `parallel_state`, `tensor_parallel` and `dist_checkpointing`
+directly from Megatron-core. `tests/packaging/test_host_names.py` checks this rule.
 """
 
 from __future__ import annotations
@@ -43,5 +44,5 @@ def __getattr__(name: str) -> Any:
     if name in MODULES:
         return importlib.import_module(f"megatron.core.{MODULES[name]}")
     if name not in PLACE_OF:
-        raise AttributeError(f"Module {__name__} has no name {name!r}. Add it to the table there.")
+        raise AttributeError(f"Module {__name__} has no name {name!r}. Add the name to the table there.")
     return vars(importlib.import_module(f"megatron.core.{PLACE_OF[name]}"))[name]

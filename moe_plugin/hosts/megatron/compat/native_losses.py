@@ -1,15 +1,16 @@
-"""Correction of the weights of the router losses in Megatron's own router under
-`calculate_per_token_loss`.
+"""Correct the weights of the losses of Megatron's own router when `calculate_per_token_loss` is
+set.
 
-Megatron 0.15 to 0.19 weights these losses as follows:
+Megatron 0.15 to 0.19 multiplies each router loss by a number of tokens:
 
 | loss | 0.15 to 0.18 | 0.19 |
 |---|---|---|
 | any loss, if tensor- and context-parallel ranks share N tokens | by the rank's own tokens | by N |
 | sequence loss of B sequences | by the tokens of one sequence | by the tokens of all B |
 
-The correct result is that of a single rank with all tokens. There each loss is weighted by the
-number of all tokens of the micro-batch that are not padding.
+This module makes the weights the same as in a run in which a single rank has all tokens. In a run
+with a single rank, each loss is multiplied by the number of all tokens in the micro-batch,
+excluding padding.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ Count = int | Tensor
 
 @contextlib.contextmanager
 def logged_losses() -> Iterator[dict[str, Tensor]]:
-    """Yield a dict that receives the unscaled losses that Megatron's router logs inside the block.
+    """Yield a dict. While the block runs, the dict collects the losses that Megatron's router logs,
+    without their coefficients.
 
-    The keys of the dict are the names in Megatron's log. Megatron logs with a tracker object from
-    0.18 on, and with a function in earlier versions.
+    The keys of the dict are the names of the losses in Megatron's log. To log losses, Megatron uses
+    a tracker object from 0.18 on, and a function in earlier versions.
     """
     tracked = hasattr(router_module, "get_moe_metrics_tracker")
     seam = "get_moe_metrics_tracker" if tracked else "save_to_aux_losses_tracker"
@@ -51,15 +53,15 @@ def logged_losses() -> Iterator[dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def weighed_by_tokens(router: nn.Module, local: Count, every: Count, ranks: int) -> Iterator[None]:
-    """Weight the losses of this router by the number of all tokens inside the block, in every
-    Megatron version.
+    """Inside the block, multiply the losses of this router by the number of all tokens in the
+    micro-batch. This weighting is the same in every Megatron version.
 
-    The logged values are not changed.
+    The values in Megatron's log do not change.
 
     Args:
         router: Megatron's `TopKRouter`.
-        local: number of tokens on the current rank that are not padding.
-        every: number of tokens on all ranks that share the micro-batch.
+        local: number of tokens on the current rank, excluding padding.
+        every: number of tokens on all ranks that share the micro-batch, excluding padding.
         ranks: number of ranks that share the micro-batch.
     """
     local, every = (max(1, n) if isinstance(n, int) else n.clamp(min=1) for n in (local, every))

@@ -1,5 +1,5 @@
-"""Support for Megatron's optimizers, including torch's fused Adam and checkpoints, for versions
-0.15 to 0.19.
+"""Extend the optimizers of Megatron 0.15 to 0.19: torch's fused Adam, expert biases and the
+optimizer state in checkpoints.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ logger = logging.getLogger(__name__)
 def is_vector(parameter: Tensor) -> bool:
     """Return True if Megatron's optimizers must treat a parameter as a vector.
 
-    The biases of experts are stacks of vectors and are treated as vectors.
+    Expert biases are stacks of vectors, and are therefore treated as vectors.
     """
     return parameter.dim() == 1 or is_expert(parameter) and parameter.dim() == 2
 
 
 def counts_in_norm(parameter: Tensor) -> bool:
-    """Return True if the current rank's part of a parameter contributes to the gradient norm.
+    """Return True if the current rank's slice of a parameter contributes to the gradient norm.
 
-    A part that is stored on several tensor-parallel ranks contributes only on one of these ranks.
+    If several tensor-parallel ranks store the same slice, the slice contributes only on one of
+    these ranks.
     """
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
@@ -41,8 +42,8 @@ def counts_in_norm(parameter: Tensor) -> bool:
 
 
 def scaler_of(args: argparse.Namespace) -> Any:
-    """Return the loss scaler of a 16-bit run as Megatron creates it, or None if no loss scaler is
-    used.
+    """Create a loss scaler for a 16-bit run in the same way as Megatron. Return None if the run
+    needs no loss scaler.
     """
     from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 
@@ -55,9 +56,10 @@ def scaler_of(args: argparse.Namespace) -> Any:
 
 
 class _WithVectors:
-    """A model chunk in which vectors represent the biases of experts, as in Megatron's own experts.
+    """Wrapper around a model chunk in which each expert bias is replaced by a vector, because
+    Megatron's own expert biases are vectors.
 
-    stacks: dict that receives, for each vector, the bias that it represents.
+    stacks: dict to which this class adds each vector (key) with the bias that it replaces (value).
     """
 
     def __init__(self, chunk: Any, stacks: dict[Tensor, Tensor]) -> None:
@@ -83,10 +85,10 @@ def biases_are_vectors() -> None:
     """Make Megatron's optimizers treat the biases of this package's experts like those of
     Megatron's own experts.
 
-    This package's biases are stacks of vectors. After this call the biases have no weight decay,
-    and with `--use-mup` their learning rates do not depend on the width of the model. The change
-    lasts for the rest of the process. Megatron 0.15 to main chooses the options of a parameter by
-    its name and number of dimensions.
+    The expert biases of this package are stacks of vectors. After this call, expert biases have no
+    weight decay. With `--use-mup`, the learning rates of expert biases do not depend on the width
+    of the model. The change lasts until the process ends. This change is needed because Megatron
+    0.15 to main chooses the options of a parameter by its name and its number of dimensions.
     """
     core: Any = importlib.import_module("megatron.core.optimizer")
     original = core._get_param_groups
@@ -103,26 +105,29 @@ def biases_are_vectors() -> None:
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """Return the optimizers of a chain. Megatron 0.15 to 0.19 builds a chain only if there are
-    several optimizers.
+    """Return the list of all optimizers in a chain. For a single optimizer, return a list that
+    contains only this optimizer. Megatron 0.15 to 0.19 creates a chain only if there are several
+    optimizers.
     """
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def gradients_of_norm(part: Any) -> list[Tensor]:
-    """Return the current rank's gradients that contribute to the gradient norm. The method was
-    renamed in Megatron 0.19.
+    """Return the current rank's gradients that enter the gradient norm. Megatron 0.19 renamed the
+    method that returns these gradients.
     """
     get = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
     return list(get())
 
 
 def norm_of_all_ranks(optimizer: Any, norm: Callable[[], float]) -> None:
-    """Make an optimizer use `norm` as the gradient norm, and share overflows between all ranks.
+    """Make an optimizer use `norm` as the gradient norm. If gradients overflow on one rank, all
+    ranks are informed.
 
-    Megatron 0.19 would otherwise ask all ranks of a group whether they have parameters of
-    multi-token prediction, whose norm is separate. A model with multi-token prediction cannot have
-    pipeline stages with different parallel layouts.
+    Without this change, the ranks of a group in Megatron 0.19 would have to agree whether the model
+    has multi-token prediction, whose gradient norm is computed separately. The change is safe
+    because a model with multi-token prediction cannot have pipeline stages with different parallel
+    layouts.
     """
     optimizer.get_grad_norm = norm
     optimizer.has_grad_norm_group = lambda group: False
@@ -131,8 +136,8 @@ def norm_of_all_ranks(optimizer: Any, norm: Callable[[], float]) -> None:
 
 
 def checkpoint_metadata() -> dict[str, Any]:
-    """Return metadata that selects a layout of optimizer state in checkpoints that can be loaded at
-    any parallel sizes.
+    """Return metadata for Megatron's checkpoints. With these metadata, the saved optimizer state
+    can be loaded with any parallel sizes.
     """
     return {
         "distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
@@ -154,9 +159,9 @@ def use_fused_adam(optimizer: Any, fused: bool) -> None:
     """Enable or disable torch's fused kernels in the torch Adam optimizers inside Megatron's
     optimizer.
 
-    The choice is kept when a checkpoint that was saved with the opposite choice is loaded. Without
-    Apex and Transformer Engine, Megatron 0.15 to 0.19 uses torch's AdamW and never enables its
-    fused kernels.
+    This choice still applies after loading a checkpoint that was saved with the opposite choice.
+    Without Apex and Transformer Engine, Megatron 0.15 to 0.19 uses torch's AdamW without its fused
+    kernels.
 
     Raises:
         ValueError: If `fused` is True but the optimizer is not Adam.
@@ -195,12 +200,12 @@ def _match_strides(adam: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def float32_parameters_first() -> None:
-    """Make a distributed optimizer correctly save parameter groups that contain both float32 and
+    """Make a distributed optimizer save parameter groups correctly if they contain both float32 and
     16-bit parameters.
 
     Megatron 0.15 to 0.19 numbers the parameters of a group in the order of the gradient buffers,
-    but passes the float32 parameters to the optimizer first. As a result, the states of different
-    parameters are mixed up in the checkpoint. A second call has no effect.
+    but the group lists the float32 parameters first. As a result, the checkpoint would assign
+    optimizer states to the wrong parameters. A second call has no effect.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -220,12 +225,12 @@ def float32_parameters_first() -> None:
 
 
 def prepare_optimizer_for_load(optimizer: Any) -> None:
-    """Create the empty optimizer state into which the checkpoint of a distributed optimizer is
+    """Create the empty optimizer state into which a checkpoint of a distributed optimizer is
     loaded.
 
-    Without Apex and Transformer Engine, Megatron 0.15 to 0.19 reads the step number from this state
-    even before it loads the checkpoint. For SGD, Megatron 0.15 to 0.19 calls a function that does
-    not exist.
+     Without Apex and Transformer Engine, Megatron 0.15 to
+    0.19 reads the step number from the optimizer state before it loads the checkpoint. For SGD,
+    Megatron 0.15 to 0.19 calls a function that does not exist.
     """
     for part in parts(optimizer):
         if isinstance(part.optimizer, torch.optim.SGD) and getattr(part, "init_state_fn",
@@ -242,7 +247,6 @@ def prepare_optimizer_for_load(optimizer: Any) -> None:
 
 
 def _sgd_state(optimizer: torch.optim.SGD, config: Any = None) -> None:
-    """Create the empty optimizer state into which a checkpoint of SGD is loaded."""
     for group in optimizer.param_groups:
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -255,11 +259,11 @@ def _load(optimizer: Any, state: Any, load: Callable[[Any, Any], None]) -> None:
 
 
 def _complete_groups(optimizer: Any, state: Any) -> None:
-    """Add missing identifiers to the parameter groups of a checkpoint.
+    """Add missing identifiers to the parameter groups in a checkpoint.
 
-    Megatron 0.19 also identifies saved parameter groups by their learning rates. Parameter groups
-    saved by older versions or by other programs lack these values, so they are filled in from the
-    current run.
+    Megatron 0.19 identifies saved parameter groups by additional values, for example their learning
+    rates. Parameter groups that were saved by older versions or other programs lack these values.
+    The missing values are copied from the current run.
     """
     from megatron.core.optimizer import optimizer as core
 
@@ -276,8 +280,8 @@ def _complete_groups(optimizer: Any, state: Any) -> None:
 
 
 def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parameter groups in the state of an optimizer or of a chain of optimizers, at any
-    nesting depth.
+    """Yield all parameter groups in an optimizer's saved state. The optimizer may be a chain of
+    optimizers, at any nesting depth.
     """
     if isinstance(state, dict):
         for name, value in state.items():
@@ -292,12 +296,13 @@ def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _step_out_of_sight(optimizer: Any) -> Iterator[None]:
-    """Hide the step number from a distributed optimizer while it loads a checkpoint.
+    """Hide the step number from a distributed optimizer while the optimizer loads a checkpoint.
 
-    In Megatron 0.15 to 0.19 the optimizer sets the step number from the common state, and then also
-    expects it among the tensors of each parameter, where no checkpoint contains it. The optimizer
-    also assigns the same step tensor to all parameters, so torch's Adam would increment this tensor
-    once per parameter. Therefore every parameter gets its own step tensor.
+    In Megatron 0.15 to 0.19, the optimizer first reads the step number from the common state. The
+    optimizer then also expects a step number among the tensors of each parameter. No checkpoint
+    contains these step numbers. Furthermore, the optimizer assigns the same step tensor to all
+    parameters, so torch's Adam would increment the step once for each parameter. This function
+    therefore creates a separate step tensor for each parameter.
     """
     for part in _torch_adam_parts(optimizer):
         part._set_main_param_and_optimizer_states = functools.partial(_set_without_step, part)
@@ -312,10 +317,11 @@ def _step_out_of_sight(optimizer: Any) -> Iterator[None]:
 
 
 def mend_loading_of_all_optimizers() -> None:
-    """Correct the loading of checkpoints in all Megatron optimizers for the rest of the process.
+    """Until the process ends, correct how all Megatron optimizers load checkpoints.
 
-    Distributed optimizers call `prepare_optimizer_for_load` and keep the step number of torch's
-    Adam. All optimizers can then load parameter groups that were saved without identifiers.
+    Distributed optimizers call `prepare_optimizer_for_load` before they load a checkpoint, and keep
+    the step number of torch's Adam. In addition, all optimizers can load parameter groups that were
+    saved without identifiers.
     """
     from megatron.core.optimizer import optimizer as core
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer

@@ -1,11 +1,11 @@
 """Precision recipes for fp8 and fp4 (`--fp8-format`, `--fp8-recipe`, `--fp4-format`) of Megatron
 0.15 to main.
 
-Each recipe has one row, which lists the experts' matmul precisions that implement the recipe.
-Modules that Transformer Engine computes implement the recipe themselves. The definitions follow the
-source of Transformer Engine 2.0 to 2.9 (`Float8BlockScaling` and `MXFP8BlockScaling` in
-`common/recipe/__init__.py`, and the scales in `tests/pytorch/references/quantize_scale_calc.py`).
-Importing this module does not import Megatron.
+The module contains a table with one row for each recipe. Each row lists the matmul precisions with
+which this package's experts implement the recipe. Modules of Transformer Engine implement the
+recipes themselves. The recipes are defined by the source code of Transformer Engine 2.0 to 2.9
+(`Float8BlockScaling` and `MXFP8BlockScaling` in `common/recipe/__init__.py`, and the scales in
+`tests/pytorch/references/quantize_scale_calc.py`). Importing this module does not import Megatron.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from moe_plugin.utils.messages import short
 
 @dataclass(frozen=True)
 class Recipe:
-    """The behaviour of this package's experts under one recipe.
+    """How this package's experts behave under one precision recipe.
 
     Attributes:
-        products: dict that maps each format (`fp8` or `fp4` in `TransformerConfig`) to a value of
-            `experts.precision`.
-        why_not: reason for the error message, if the experts do not support the recipe.
-        variables: Transformer Engine's environment variables that modify the recipe, with the
-            values that leave it unmodified.
+        products: dict that maps each format (`fp8` or `fp4` in `TransformerConfig`) to the
+            corresponding value of `experts.precision`.
+        why_not: reason why the experts do not support the recipe, for the error message. An empty
+            string means that the experts support the recipe.
+        variables: dict of Transformer Engine's environment variables that modify the recipe. Each
+            variable is mapped to the values with which the recipe stays unmodified.
     """
 
     products: Mapping[str, str] = field(default_factory=dict)
@@ -54,7 +55,7 @@ WIRES = {"bf16": "none", "mxfp8": "mxfp8"}  # moe_dispatch_fwd_dtype -> `comm.wi
 
 
 def refuse_primary_weights(native: Any) -> None:
-    """Raise a `ValueError` if Megatron stores its weights in fp8 or fp4."""
+    """Raise a `ValueError` if Megatron stores weights in fp8 or fp4."""
     for bits in ("fp8", "fp4"):
         if setting(native, f"{bits}_param", False):
             raise ValueError(
@@ -63,18 +64,19 @@ def refuse_primary_weights(native: Any) -> None:
 
 
 def precision_settings(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of this package that make a layer use Megatron's precision recipe and its
+    """Return the plugin settings that make a layer use Megatron's precision recipe and Megatron's
     formats for sending rows.
 
-    The result is empty if Megatron uses no recipe.
+    Return an empty dict if Megatron uses no recipe.
 
     Args:
         native: `TransformerConfig`.
-        given: the user's settings by dotted path, which take precedence.
+        given: the user's settings by dotted path. The user's settings take precedence over
+            Megatron's recipe.
     Raises:
         ValueError: If the experts do not support the recipe, if weights are stored in fp8, or if
-            the formats for sending rows differ. The error message contains the setting and the
-            remedy.
+            Megatron's settings request different formats for sending rows. The message names the
+            setting and states how to change it.
     """
     refuse_primary_weights(native)
     settings = _wires(native, given)
@@ -114,8 +116,8 @@ def _products(bits: str, chosen: str, name: str) -> str:
 
 
 def in_bf16(native: Any, layer_number: int) -> bool:
-    """Return True if Megatron excludes a layer from its precision recipe. The layer number is
-    1-based, in the order of all layers of the model.
+    """Return True if Megatron computes this layer in bf16 instead of using the precision recipe.
+    layer_number is 1-based and counts all layers of the model.
     """
     if not setting(native, "first_last_layers_bf16", False):
         return False
@@ -125,11 +127,11 @@ def in_bf16(native: Any, layer_number: int) -> bool:
 
 def recomputed(function: Callable[..., Any], config: Any, tp_group: Any,
                *inputs: Any) -> Any:
-    """Return `function(*inputs)`, and compute it again in the backward pass instead of storing
-    intermediate results.
+    """Return `function(*inputs)` without storing intermediate results. The backward pass computes
+    the function again.
 
-    With fp8 or fp4 recipes Transformer Engine's own checkpoint function is used, because it saves
-    the state of the recipe.
+    With an fp8 or fp4 recipe, Transformer Engine's own checkpoint function is used, because it
+    saves the state of the recipe.
     """
     from megatron.core import tensor_parallel
 

@@ -1,7 +1,7 @@
-"""Changes of the expert-parallel size in existing process groups, optimizers and gradient buffers.
+"""Change the expert-parallel size of existing process groups, optimizers and gradient buffers.
 
-The module supports Megatron 0.15 to 0.19 without tensor, context and pipeline parallelism, and
-without a distributed optimizer.
+Megatron 0.15 to 0.19 is supported, without tensor, context and pipeline parallelism and without a
+distributed optimizer.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _OF_EXPERTS = re.compile(r"ep|expt_\w+|intra_expt_dp|tp_ep\w*")
 
 
 def expert_groups() -> dict[str, Any]:
-    """Return the current expert process groups and their sizes in `parallel_state` as a dict by
-    name.
+    """Return a dict of the current expert process groups and their sizes. The keys are the variable
+    names in `parallel_state`.
     """
     return {name: value for name, value in _state().items() if "EXPERT" in name}
 
 
 def use_expert_groups(groups: Mapping[str, Any]) -> None:
-    """Set these process groups in `parallel_state`. See `expert_groups`."""
+    """Store these process groups in `parallel_state`. See `expert_groups`."""
     vars(ps).update(groups)
 
 
 def make_expert_groups(size: int, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Create the `expert_groups` of a different size without changing the current groups.
-    Collective.
+    """Create expert process groups for a different expert-parallel size. The current groups do not
+    change. This is a collective operation.
 
     args: dict of the script's arguments.
     """
@@ -70,9 +70,9 @@ def _groups(values: Iterable[Any]) -> set[dist.ProcessGroup]:
 
 
 def follow_groups(model: nn.Module, collection: Any, size: int) -> None:
-    """Replace the expert process groups in all modules of a model with new groups.
+    """Replace the expert process groups in all modules of a model.
 
-    collection: Megatron's process group collection, with the new groups.
+    collection: Megatron's process group collection, which contains the new groups.
     size: the new expert-parallel size.
     """
     for module in model.modules():
@@ -85,10 +85,10 @@ def follow_groups(model: nn.Module, collection: Any, size: int) -> None:
 
 
 def rewrap(chunk: Any) -> None:
-    """Recreate the gradient buffers of a `DistributedDataParallel` for its current parameters and
-    groups.
+    """Recreate the gradient buffers of a `DistributedDataParallel` object for its current
+    parameters and groups.
 
-    The `DistributedDataParallel` object itself is kept.
+    The `DistributedDataParallel` object itself is not replaced.
     """
     chunk.grad_accs.clear()  # with their hooks
     new = type(chunk)(config=chunk.config, ddp_config=chunk.ddp_config, module=chunk.module)
@@ -99,15 +99,15 @@ def rewrap(chunk: Any) -> None:
 
 
 def part_of(optimizer: Any, parameters: Iterable[Tensor]) -> Any:
-    """Return the optimizer in a chain that updates these parameters, or float32 copies of them."""
+    """Return the optimizer in a chain that updates these parameters or their float32 copies."""
     wanted = set(parameters)
     return next(part for part in parts(optimizer) if part.optimizer is not None and not
                 wanted.isdisjoint({*main_copies(part), *part.get_parameters()}))
 
 
 def main_copies(part: Any) -> dict[Tensor, Tensor]:
-    """Return a dict that maps 16-bit parameters to their float32 copies, or {} if there are no
-    copies.
+    """Return a dict that maps each 16-bit parameter to its float32 copy, or an empty dict if there
+    are no copies.
     """
     pairs = zip(getattr(part, "float16_groups", ()), getattr(part, "fp32_from_float16_groups", ()),
                 strict=True)
@@ -116,12 +116,13 @@ def main_copies(part: Any) -> dict[Tensor, Tensor]:
 
 def follow_parameters(part: Any, changed: Mapping[Tensor, Tensor],
                       copies: Mapping[Tensor, Tensor]) -> None:
-    """Replace old parameters with new ones in the lists that an optimizer keeps.
+    """Replace old parameters with new parameters in the lists of an optimizer.
 
     Args:
         part: the optimizer.
-        changed: dict that maps old parameters to new parameters, which have Megatron's attributes.
-        copies: dict that maps the new parameters to their float32 copies (see `main_copies`).
+        changed: dict that maps each old parameter to its replacement, which must have Megatron's
+            attributes.
+        copies: dict that maps each new parameter to its float32 copy (see `main_copies`).
     """
     before = main_copies(part)
     new = {before[p]: copies[changed[p]] for p in changed if p in before}

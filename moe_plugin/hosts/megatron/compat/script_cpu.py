@@ -1,9 +1,9 @@
 """Optional support for running Megatron's own training code (`megatron.training`) without CUDA.
 
-This module extends `compat.cpu`. `compat.cpu` makes Megatron-core run, but `pretrain` also requires
-CUDA when it starts. Each patch names the replaced functions, the Megatron versions that need the
-patch, and the reason. `enable()` applies all patches once, for the rest of the process, and must be
-called before the script builds anything.
+This module builds on `compat.cpu`. `compat.cpu` is sufficient for Megatron-core, but the function
+`pretrain` of the training code also requires CUDA when it starts. Each patch lists the functions it
+replaces, the Megatron versions that need the patch, and the reason. `enable()` applies all patches
+until the process ends. Call `enable()` before the script builds any object.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def enable() -> None:
 
 
 def with_defaults(defaults: Mapping[str, Any], provider: Provider | None) -> Provider:
-    """Return an argument provider that also changes the defaults of Megatron's arguments."""
+    """Return an argument provider that also changes the defaults of some Megatron arguments."""
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = parser if provider is None else provider(parser)
@@ -76,8 +76,8 @@ def with_defaults(defaults: Mapping[str, Any], provider: Provider | None) -> Pro
 
 
 def leave_out(args: argparse.Namespace) -> None:
-    """Change arguments that select an implementation which does not exist without CUDA, and log the
-    names of these arguments.
+    """Change arguments that select an implementation that needs CUDA, and log the names of the
+    changed arguments.
     """
     left = []
     for name, (lacking, instead) in _IMPLEMENTATIONS.items():

@@ -1,12 +1,13 @@
 """Attention without Transformer Engine for context parallelism, packed sequences and multi-head
-latent attention.
+latent attention (MLA).
 
-Megatron-core's own `DotProductAttention` does not support these features, so they would not be
-available on CPU. Here each context-parallel rank gathers the keys and values of the whole sequence
-in token order, and computes attention with its local queries. The results equal those of a single
-rank with the whole sequence, but unlike ring attention this does not save memory. Packed sequences
-(THD) are processed as one sequence with a mask that prevents attention between different documents.
-In multi-head latent attention the values may have a different width than the keys.
+Megatron-core's own `DotProductAttention` does not support these features, so without this module
+they would not be available on CPU. Each context-parallel rank gathers the keys and values of the
+whole sequence in token order, and computes attention for the queries of its own tokens. The results
+equal those of a single rank that has the whole sequence. Unlike ring attention, this method does
+not save memory. Packed sequences (THD) are processed as a single sequence. A mask prevents
+attention between different documents. In multi-head latent attention, the values may have a
+different width than the keys.
 """
 
 from __future__ import annotations
@@ -46,35 +47,32 @@ _inside: ContextVar[bool] = ContextVar("moe_plugin_inside_mtp", default=False)
 
 
 def is_mtp_layer(extra: dict[str, Any]) -> bool:
-    """Return True if an MoE layer built with these arguments belongs to multi-token prediction.
+    """Return True if an MoE layer that is built with these arguments belongs to multi-token
+    prediction.
 
-    Some Megatron versions do not provide this information.
+    Some Megatron versions do not pass this information to layers.
     """
     return is_told(extra) or prediction_of(extra) is not None
 
 
 def is_told(extra: dict[str, Any]) -> bool:
-    """Return True if Megatron's own router would also be informed that it belongs to multi-token
-    prediction.
-    """
+    """Return True if Megatron would inform its own router about multi-token prediction."""
     return bool(extra.get("is_mtp_layer")) or _inside.get()
 
 
 def prediction_of(extra: dict[str, Any]) -> int | None:
-    """Return the 0-based index of the multi-token prediction to which an MoE layer of a hybrid
-    model belongs.
+    """Return the multi-token prediction to which an MoE layer of a hybrid model belongs, as a
+    0-based index.
 
-    The result is None for layers outside multi-token prediction. `extra` contains the arguments
-    with which the layer is built.
+    Return None if the layer does not belong to multi-token prediction. `extra` contains the
+    arguments that are passed to the layer's constructor.
     """
     match = _IN_STACK.search(extra.get("name") or "")
     return int(match[1]) - 1 if match else None
 
 
 def tell_layers() -> None:
-    """Make Megatron 0.17 pass the information about multi-token prediction to this package's layer
-    class, too.
-    """
+    """Make Megatron 0.17 also inform this package's layers about multi-token prediction."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as Layer
 
     original: Any = Layer.__init__
@@ -96,22 +94,23 @@ _KINDS = {"LayerNorm": (fused.LAYER_NORM, nn.LayerNorm), "RMSNorm": (fused.RMS_N
 
 
 class LocalNorm:
-    """Builder of norms: apex's fused `LayerNorm` or `RMSNorm`, or torch's norms if apex cannot be
-    used.
+    """Builder of norms. The norms are apex's fused `LayerNorm` or `RMSNorm`, or torch's norms if
+    apex cannot be used.
 
-    See `gradients.fused`. The norm is marked for Megatron's sequence parallelism.
+    See `gradients.fused`. Each norm is marked so that Megatron's sequence parallelism supports it.
 
-    Megatron-core's own norms (`FusedLayerNorm`, `WrappedTorchNorm`) need a GPU once apex is
-    installed, have no fused RMS norm, and raise an error for `sequence_parallel` without apex.
-    Sequence parallelism needs only the attribute that makes Megatron sum a replicated parameter's
-    gradient over the tensor-parallel group.
+    Megatron-core's own norms (`FusedLayerNorm`, `WrappedTorchNorm`) have three drawbacks: they need
+    a GPU if apex is installed, they include no fused RMS norm, and without apex they raise an error
+    for `sequence_parallel`. To support sequence parallelism, the parameters of a norm need only one
+    attribute. The attribute makes Megatron sum the gradient of a replicated parameter over the
+    tensor-parallel group.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: Any) -> nn.Module:  # type: ignore[misc]
-        """Return a norm over the last dimension, whose size is `hidden_size`.
+        """Return a norm over the last dimension, which has size `hidden_size`.
 
         Raises:
-            ValueError: If neither apex's nor torch's norms support a setting.
+            ValueError: If neither the norms of apex nor those of torch support a setting.
         """
         for name in ("layernorm_zero_centered_gamma", "persist_layer_norm"):
             if setting(config, name):
@@ -140,10 +139,10 @@ logger = logging.getLogger("moe_plugin.megatron")
 
 
 def extend() -> None:
-    """Extend Megatron's `DotProductAttention` for the rest of the process.
+    """Extend Megatron's `DotProductAttention` until the process ends.
 
-    After this call the attention supports parts of sequences, packed sequences, and values whose
-    width differs from that of the keys.
+    After this call, the attention supports sequences that are split among ranks, packed sequences,
+    and values whose width differs from the width of the keys.
     """
     build, attend = DotProductAttention.__init__, DotProductAttention.forward
     arguments, given_to = inspect.signature(build), inspect.signature(attend)
@@ -199,20 +198,18 @@ def _say_once(parts: int) -> None:
 
 
 def tokens_of_part(length: int, parts: int, part: int) -> Tensor:
-    """Return the token indices of a context-parallel rank as an int64 tensor [length / parts], in
-    the order in which the rank stores the tokens.
+    """Return the indices of the tokens on a context-parallel rank, in the order in which the rank
+    stores the tokens. The indices are an int64 tensor [length / parts].
 
-    The sequence is split into `2 * parts` pieces of equal length. Rank `i` has piece `i` counted
-    from the start, and piece `i` counted from the end.
+    The sequence is split into `2 * parts` chunks of equal length. Rank `i` stores two chunks: chunk
+    `i` counted from the start of the sequence, and chunk `i` counted from the end.
     """
     pieces_PN = torch.arange(length).view(2 * parts, -1)
     return pieces_PN[[part, -1 - part]].flatten()
 
 
 def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
-    """Replace the keys and values of a part of the sequence with those of the whole sequence, and
-    adapt the mask.
-    """
+    """Gather the keys and values of the whole sequence, and adapt the mask."""
     parts, rows = group.size(), given["query"].shape[0]
     length = rows * parts
     by_rank_S = torch.cat([tokens_of_part(length, parts, part) for part in range(parts)])
@@ -225,7 +222,8 @@ def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
         raise ValueError(
             f"attention_mask has shape {list(mask.shape)}, but must have shape [batch, 1, {rows}, "
             f"{length}] with context_parallel_size={parts}: one row per token of this rank, and "
-            "one column per token of the sequence. Split the rows like the tokens.")
+            "one column per token of the sequence. Split the rows of the mask among ranks in the "
+            "same way as the tokens.")
     if mask is None and causal:
         own_N = tokens_of_part(length, parts, group.rank()).to(order_S.device)
         seen_S = torch.arange(length, device=order_S.device)
@@ -233,10 +231,10 @@ def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
 
 
 def _packed(given: dict[str, Any], packed: Any, parts: int, causal: bool, window: Any) -> None:
-    """Convert packed sequences [t, heads, channels] to a batch that consists of one sequence [t, 1,
-    heads, channels].
+    """Convert packed sequences [t, heads, channels] to a batch that contains a single sequence,
+    with shape [t, 1, heads, channels].
 
-    A mask prevents attention between the documents.
+    A mask prevents attention between different documents.
     """
     if window is not None:  # Megatron would replace our mask by the window's mask
         raise ValueError(

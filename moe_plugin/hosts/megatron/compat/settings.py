@@ -43,14 +43,14 @@ UNEQUAL_STAGES, OVERLAPPED = "0.15.3 to 0.19", ">= 0.16"
 
 
 def setting(config: Any, name: str, default: Any = None) -> Any:
-    """Return a setting of `TransformerConfig`, or `default` if the installed version does not have
-    the setting.
-    """
+    """Return a setting of `TransformerConfig`, or `default` if the setting does not exist."""
     return getattr(config, RENAMED.get(name, name), None) or getattr(config, name, default)
 
 
 def with_known_names(config: Any) -> Any:
-    """Add the names that this package uses for renamed settings to a config, and return it."""
+    """Add attributes for settings that Megatron has renamed to a config, and return the config. The
+    additional attributes have the older names, which this package uses.
+    """
     for known, newer in RENAMED.items():
         if not hasattr(config, known) and hasattr(config, newer):
             setattr(config, known, getattr(config, newer))
@@ -58,39 +58,37 @@ def with_known_names(config: Any) -> Any:
 
 
 def newer_name(name: str, known: Container[str]) -> str:
-    """Return the name of a setting in the installed version, whose names are given in `known`."""
+    """Return the name that a setting has in the installed Megatron. `known` contains all names in
+    the installed Megatron.
+    """
     return RENAMED[name] if name not in known and RENAMED.get(name) in known else name
 
 
 def balance_kinds(config: Any) -> list[str]:
-    """Return the values of `moe_router_load_balancing_type` that the installed Megatron's router
-    supports.
-    """
+    """Return the load-balancing types that the router of the installed Megatron supports."""
     kinds = ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
     newest = hasattr(config, "moe_router_quantile_balancing_ema")  # from 0.19 on
     return [*kinds, "quantile_balancing"] if newest else kinds
 
 
 def plain_name(value: Any) -> str:
-    """Return the name of a choice, which is a string in older versions and an enum member in newer
-    versions.
+    """Return the name of a choice. The choice is a string in older versions and an enum member in
+    newer versions.
     """
     return str(getattr(value, "name", value))
 
 
 def cuda_graphs(config: Any) -> str | None:
-    """Return the CUDA graph implementation (`cuda_graph_impl`), or None if CUDA graphs are not
-    used.
-    """
+    """Return the setting `cuda_graph_impl`, or None if CUDA graphs are disabled."""
     name = plain_name(setting(config, "cuda_graph_impl")).lower()
     return None if name == "none" else name
 
 
 def script_arguments() -> dict[str, Any]:
-    """Return a dict of the parsed arguments of Megatron's own training script, or {} if no script
-    is running.
+    """Return a dict of the parsed arguments of Megatron's own training script, or an empty dict if
+    the script is not running.
 
-    The result is also {} if only megatron-core is installed.
+    The dict is also empty if only megatron-core is installed.
     """
     state = sys.modules.get("megatron.training.global_vars")
     arguments = getattr(state, "_GLOBAL_ARGS", None)
@@ -98,11 +96,11 @@ def script_arguments() -> dict[str, Any]:
 
 
 def vocabulary_sizes() -> list[int]:
-    """Return a list of the number of token ids of the script's tokenizer and the padded number of
-    embedding rows.
+    """Return a list of two sizes: the number of token ids of the script's tokenizer, and the number
+    of embedding rows after padding.
 
-    The padding depends on the tensor-parallel size. Sizes that are not known are left out, so the
-    list may be empty.
+    The padding depends on the tensor-parallel size. Unknown sizes are left out, so the list can
+    also contain one size or be empty.
     """
     state = sys.modules.get("megatron.training.global_vars")
     sizes = (getattr(getattr(state, "_GLOBAL_TOKENIZER", None), "vocab_size", None),
@@ -111,8 +109,8 @@ def vocabulary_sizes() -> list[int]:
 
 
 def tokens_of_call() -> int | None:
-    """Return the number of tokens of a micro-batch per rank, or None if the arguments do not
-    determine it.
+    """Return the number of tokens per micro-batch and rank, or None if the arguments do not
+    determine this number.
     """
     known = script_arguments()
     length, sequences = known.get("seq_length"), known.get("micro_batch_size")
@@ -122,9 +120,10 @@ def tokens_of_call() -> int | None:
 
 
 def parsed_defaults() -> dict[str, Any]:
-    """Return a dict that maps each argument whose value differs from its default to that default.
+    """Return a dict that maps each argument that differs from its default value to the default
+    value.
 
-    Defaults are known only for arguments that the script's parser defines.
+    Only arguments that the script's parser defines have known defaults.
     """
     values, changed = script_arguments(), dict[str, Any]()
     # `get_default` is avoided, because it searches a thousand arguments for each name
@@ -138,10 +137,10 @@ def parsed_defaults() -> dict[str, Any]:
 
 
 def given_settings() -> dict[str, tuple[str, str]]:
-    """Return the settings for which the user chose a value that differs from the script's default.
+    """Return the settings for which the user chose a value other than the script's default.
 
-    The values are pairs of strings: the value as the user wrote it, and the default. The keys are
-    flags, or dotted paths in the file of `--moe-config`.
+    Each value is a pair of strings: the setting as the user wrote it, and the default. The keys are
+    flags, or dotted paths for settings from the `--moe-config` file.
     """
     changed = parsed_defaults()
     known, several = dict[str, tuple[str, str]](), set[str]()
@@ -156,27 +155,25 @@ def given_settings() -> dict[str, tuple[str, str]]:
 
 
 def megatrons_own(names: Iterable[str]) -> list[str]:
-    """Return those of the given argument names that Megatron's own training code defines.
+    """Return the argument names in `names` that Megatron's own training code defines.
 
-    The result is empty if no parser created by Megatron was recorded.
+    The list is empty if no parser created by Megatron was recorded.
     """
     return [name for name in names if name in _own]
 
 
 def script_config() -> Any:
-    """Return the `TransformerConfig` that is built from the arguments of Megatron's own training
-    script.
-    """
+    """Build the `TransformerConfig` from the arguments of Megatron's own training script."""
     arguments = importlib.import_module("megatron.training.arguments")
     return with_known_names(
         arguments.core_transformer_config_from_args(argparse.Namespace(**script_arguments())))
 
 
 def training_module(name: str) -> ModuleType:
-    """Return the module `megatron.training.NAME`.
+    """Import the module `megatron.training.NAME` and return it.
 
     Raises:
-        ValueError: If the module, or a package that it needs, is missing. The error message
+        ValueError: If the module or a package that the module needs is missing. The message
             contains the installation command.
     """
     _older_python()
@@ -194,8 +191,8 @@ _MISSING = (
 
 
 def _older_python() -> None:
-    """Add `typing.override` to Python before 3.12, because the training code of Megatron 0.18 and
-    0.19 imports it.
+    """Add `typing.override` to Python versions before 3.12. The training code of Megatron 0.18 and
+    0.19 imports this name.
     """
     if sys.version_info >= (3, 12) or "override" in vars(typing):
         return
@@ -213,10 +210,11 @@ def _older_python() -> None:
 
 @functools.lru_cache(1)
 def _training_names(count: int) -> list[str]:
-    """Return the names of the imported modules of Megatron's training code.
+    """Return the names of all imported modules that belong to Megatron's training code.
 
-    count: number of all imported modules. A run replaces about 26 functions, and searches the
-        thousands of modules only after a further module was imported.
+    count: number of all imported modules. The result is cached until this number changes. The cache
+        is useful because a run replaces about 26 functions. Without the cache, each replacement
+        would search thousands of imported modules.
     """
     return [name for name in sys.modules if name.startswith("megatron.training")]
 
@@ -224,8 +222,8 @@ def _training_names(count: int) -> list[str]:
 def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace a function of Megatron's training code with `wrap(function)`.
 
-    The function is replaced in every module of the training code that has imported it. Versions
-    without the function are not changed.
+    The function is replaced in every module of the training code that imports it. If a Megatron
+    version does not have the function, nothing is changed.
     """
     training_module("training")  # imports all the others
     modules = [sys.modules[key] for key in _training_names(len(sys.modules)) if key in sys.modules]
@@ -238,22 +236,23 @@ def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..
 
 
 def mend_config_warning() -> None:
-    """Correct Megatron's warning about tensor and expert parallelism without sequence parallelism.
+    """Fix Megatron's warning about using tensor and expert parallelism without sequence
+    parallelism.
 
-    In Megatron 0.15 `model_parallel_config` calls `warnings.warn` without importing `warnings`, so
-    such a config raises an error.
+    In Megatron 0.15, `model_parallel_config` calls `warnings.warn` without importing `warnings`, so
+    such a config raises a `NameError` instead of printing the warning.
     """
     module = importlib.import_module("megatron.core.model_parallel_config")
     vars(module).setdefault("warnings", warnings)
 
 
 def keep_compiled_helpers() -> None:
-    """Prevent Megatron from compiling its dataset helpers again if the compiled module can be
-    imported.
+    """If Megatron's compiled dataset helpers can be imported, prevent Megatron from compiling them
+    again.
 
-    In Megatron 0.17 to 0.19 the training code runs `make` to compile the helpers. Wheels contain
-    the compiled module, but no Makefile. The Makefile of a source checkout takes the headers and
-    the suffix of the module from the first `python3` in PATH, which may be a different Python.
+    In Megatron 0.17 to 0.19, the training code always runs `make` to compile the helpers. Wheels
+    contain the compiled helpers but no Makefile. In a source checkout, the Makefile uses the
+    headers and the module suffix of the first `python3` in PATH, which may be a different Python.
     """
     datasets = importlib.import_module("megatron.core.datasets.utils")
     compiled: Callable[[], None] = functools.partial(
@@ -292,11 +291,11 @@ def compile_helpers(folder: Path) -> None:
 
 def extend_parse_args(ours: Callable[[Provider | None], Provider],
                       after: Callable[[argparse.Namespace], object] = lambda args: None) -> None:
-    """Make Megatron's `parse_args` use `ours(provider)` instead of the argument provider of a
-    script.
+    """Make Megatron's `parse_args` use the argument provider `ours(provider)` instead of the
+    script's own `provider`.
 
-    In Megatron 0.15 to 0.19 the provider is passed to `parse_args` by `pretrain`, or from 0.18 on
-    by the script.
+    In Megatron 0.15 to 0.19, the function `pretrain` passes the provider to `parse_args`. From
+    Megatron 0.18 on, the script may also pass the provider directly.
 
     after: function that is called with the parsed arguments.
     """
@@ -337,11 +336,11 @@ _ADDED = re.compile(r"( when instantiating \w+)+\Z")
 
 
 class SettingsError(ValueError):
-    """A `ValueError` whose message ends with a remedy.
+    """A `ValueError` whose message ends by telling the user what to do.
 
-    If a module of a spec cannot be built, Megatron 0.15 to 0.19 raises a new error of the same
-    class and appends " when instantiating CLASS" to the message, once per level of the spec. This
-    class removes the appended text.
+    If Megatron 0.15 to 0.19 cannot build a module of a spec, it raises a new error of the same
+    class, to whose message it appends " when instantiating CLASS". Megatron repeats this for each
+    level of the spec. `SettingsError` removes the appended text.
     """
 
     def __init__(self, words: str) -> None:
@@ -350,8 +349,8 @@ class SettingsError(ValueError):
 
 @contextlib.contextmanager
 def settings_errors() -> Iterator[None]:
-    """Convert a `ValueError` raised in the block to a `SettingsError` with the same message and
-    traceback.
+    """Convert a `ValueError` that is raised inside the block to a `SettingsError` with the same
+    message and traceback.
     """
     try:
         yield

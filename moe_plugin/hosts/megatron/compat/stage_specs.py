@@ -1,4 +1,4 @@
-"""Layer specs that depend on the virtual pipeline stage being built."""
+"""Layer specs that depend on which virtual pipeline stage is being built."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _STAGES = {"pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_s
 
 
 class StageSpecs(TransformerBlockSubmodules):  # type: ignore[misc]
-    """Block specs for each virtual pipeline stage, for scripts that pass only one spec to the model
-    builder.
+    """A block spec that contains a separate spec for each virtual pipeline stage. Use `StageSpecs`
+    with scripts that pass only one spec to the model builder.
 
     Attributes:
-        layer_specs: specs of all layers of the model. Multi-token prediction uses the last spec.
-        of_stage: function that receives the index of a virtual stage, or None if there are no
-            virtual stages, and returns the block spec of that stage.
+        layer_specs: layer specs of the whole model. Multi-token prediction uses the last of these
+            layer specs.
+        of_stage: function that returns the block spec of a virtual stage. The argument of this
+            function is the index of the virtual stage, or None if there are no virtual stages.
     """
 
     def __init__(self, whole: Any, of_stage: Callable[[int | None], Any]) -> None:
@@ -35,9 +36,11 @@ class StageSpecs(TransformerBlockSubmodules):  # type: ignore[misc]
 
 
 def _follow() -> None:
-    """Make a block that is built from `StageSpecs` use the layers of its virtual stage.
+    """Make each block that is built from `StageSpecs` use the layers of the virtual stage to which
+    the block belongs.
 
-    Megatron 0.15 to 0.19 calls `_get_block_submodules` to get the layers of a block.
+    Megatron 0.15 to 0.19 calls `_get_block_submodules` to get the layers of a block. This function
+    replaces `_get_block_submodules`.
     """
     ask = transformer_block._get_block_submodules
     if hasattr(ask, "asks_stages"):
@@ -57,7 +60,7 @@ def _follow() -> None:
 
 
 def in_one_stage(config: Any) -> Any:
-    """Return a copy of a `TransformerConfig` in which there is only one pipeline stage."""
+    """Return a copy of a `TransformerConfig` with all layers in a single pipeline stage."""
     whole = copy.copy(config)
     for name, value in _STAGES.items():
         if hasattr(whole, name):

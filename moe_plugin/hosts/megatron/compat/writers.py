@@ -1,12 +1,11 @@
-"""Writer processes for Megatron's checkpoints that terminate together with the rank that started
-them.
+"""Make the processes that write Megatron's checkpoints exit when the rank that started them exits.
 
-Megatron's writers pass their results through a queue that is served by a separate process. This
-process uses 280 MB of memory and waits for its rank without a time limit. If both the rank and the
-launcher are killed, this process is not terminated. (torchrun terminates the process if torchrun
-itself is still running.) A synchronous save does not need the process. In older versions (0.16) the
-files are written by forks of the rank. The forks are not terminated if they wait to send more data
-than fits into the buffer of a pipe.
+Megatron's writers pass their results through a queue, which is served by a separate process. The
+queue process uses 280 MB of memory, and waits for its rank without a timeout. If both the rank and
+the launcher are killed, the queue process keeps running. (torchrun terminates the process if
+torchrun itself is still running.) A synchronous save does not need the queue process. In older
+versions (0.16), forked copies of the rank write the files. Forked writers keep running if they wait
+to send more data than fits into the buffer of a pipe.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextlib.contextmanager
 def writers_end_with_us() -> Iterator[None]:
-    """Ensure that a synchronous save in the block starts no process that outlives the current
-    process.
+    """Ensure that all processes started by a synchronous save inside the block exit when the
+    current process exits.
     """
     kept = vars(filesystem_async).get(_QUEUE)
     setattr(filesystem_async, _QUEUE, queue.Queue())
@@ -54,10 +53,10 @@ def writers_end_with_us() -> Iterator[None]:
 
 
 def saves_whose_writers_end(save: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Wrap `dist_checkpointing.save` so that its writer processes terminate together with the
-    current process.
+    """Call `dist_checkpointing.save` so that its writer processes exit when the current process
+    exits.
 
-    Asynchronous saves (`--async-save`) are not changed.
+    Asynchronous saves (`--async-save`) are passed through unchanged.
     """
     if given.get("async_sharded_save"):
         return save(**given)
@@ -72,9 +71,9 @@ def saves_whose_writers_end(save: Callable[..., Any], given: dict[str, Any]) -> 
 
 @contextlib.contextmanager
 def _causes() -> Iterator[list[Exception]]:
-    """Yield a list that receives the errors raised by the writers of the current rank.
+    """Yield a list to which the errors of the current rank's writers are appended.
 
-    Megatron itself reports only the class of such an error.
+    Megatron itself reports only the class of each error.
     """
     writer, failed = filesystem_async.FileSystemWriterAsync, list[Exception]()
     write = writer.write_preloaded_data

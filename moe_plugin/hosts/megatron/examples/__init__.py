@@ -1,4 +1,5 @@
-"""Short scripts that use Megatron's own training loop. The launcher finds them by name.
+"""Short example scripts that use Megatron's own training loop. The launcher finds the scripts by
+name.
 
-Each script is an example that you can copy and extend. It imports nothing from this package.
+You can copy each script and extend it. The scripts import nothing from this package.
 """

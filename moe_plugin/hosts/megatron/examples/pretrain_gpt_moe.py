@@ -1,8 +1,8 @@
 r"""Train a GPT model with MoE layers on Megatron's training loop, `megatron.training.pretrain`.
 
 You can copy and extend this example. The script needs megatron-core 0.17 or newer, or a Megatron-LM
-checkout on PYTHONPATH, and imports nothing from moe_plugin. The layers are selected by `--spec`,
-which defaults to this package's layers, and the launcher adds this package's other flags.
+checkout on PYTHONPATH. The script imports nothing from moe_plugin. The flag `--spec` selects the
+layers, and defaults to this package's layers. The launcher adds all other flags of this package.
 
     torchrun --nproc_per_node 8 -m moe_plugin.hosts.megatron.launch pretrain_gpt_moe \
         --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 \
@@ -11,10 +11,10 @@ which defaults to this package's layers, and the launcher adds this package's ot
         --expert-model-parallel-size 8 --disable-bias-linear --data-path data/corpus \
         --eval-interval 1000 --save runs/first --load runs/first --save-interval 1000
 
-Without a GPU the script trains on the CPU. Use `--mock-data` instead of `--data-path` to train on
-generated tokens. `python -m moe_plugin.hosts.megatron.data` converts a text file to a dataset whose
-257 tokens are the bytes and an end-of-document token. For data encoded with a different tokenizer,
-pass its `--tokenizer-type`, or only its `--vocab-size`.
+Without a GPU, the script trains on the CPU. Use `--mock-data` instead of `--data-path` to train on
+generated tokens. `python -m moe_plugin.hosts.megatron.data` converts a text file to a dataset with
+257 tokens: the 256 byte values and an end-of-document token. If the data were encoded with a
+different tokenizer, pass the `--tokenizer-type` of this tokenizer, or only its `--vocab-size`.
 """
 
 import inspect
@@ -40,11 +40,11 @@ BYTES = 257 if NullTokenizer(257).eod == 256 else 256
 
 
 def own_defaults(parser):
-    """Change defaults of Megatron's arguments. Some of the new defaults depend on the given
-    arguments.
+    """Change the default values of some of Megatron's arguments. Some of the new defaults depend on
+    the arguments that the user passed.
 
-    A checkpoint can be resumed with different parallel sizes and a different `--train-iters`. A
-    step with a non-finite loss does not end the run, because the launcher skips the step.
+    With these defaults, a checkpoint can be resumed with different parallel sizes and a different
+    `--train-iters`. A non-finite loss does not end the run, because the launcher skips the step.
     """
     parser.set_defaults(tokenizer_type="NullTokenizer", log_interval=10, eval_interval=None,
                         eval_iters=None, make_vocab_size_divisible_by=None,
@@ -69,10 +69,10 @@ def own_defaults(parser):
 
 
 def what_follows(args):
-    """Return the defaults that depend on the given arguments.
+    """Return the default values that depend on the arguments that the user passed.
 
-    Evaluation runs only on request, a checkpoint is written at the end, and sizes are derived from
-    the data.
+    With these defaults, evaluation runs only if the user requests it, a checkpoint is written at
+    the end of the run, and sizes are derived from the data.
     """
     evaluates, tensor = args.eval_interval or args.skip_train, args.tensor_model_parallel_size
     return {"eval_interval": 1000, "eval_iters": 10 if evaluates else 0,
@@ -85,9 +85,9 @@ def what_follows(args):
 
 
 def refuse_nothing_to_evaluate(args, asked):
-    """Raise a `ValueError` if evaluation was requested but would be skipped silently by Megatron.
+    """Raise a `ValueError` if the user requested an evaluation that Megatron would silently skip.
 
-    asked: names of the arguments with which the user requests evaluation.
+    asked: names of the arguments that request the evaluation.
     """
     for name in asked[:1]:
         flag, value = "--" + name.replace("_", "-"), getattr(args, name)
@@ -103,9 +103,7 @@ def refuse_nothing_to_evaluate(args, asked):
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None,
                    pg_collection=None):
-    """Return the part of the model on the current pipeline stage, built from the layers that
-    `--spec` selects.
-    """
+    """Build the layers of the current pipeline stage from the spec that `--spec` selects."""
     args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
     layers = import_module(args.spec)
@@ -130,21 +128,21 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
 
 
 def datasets(samples, vp_stage=None):
-    """Return the datasets for training, validation and test, whose numbers of sequences are given
-    by `samples`.
+    """Return the training, validation and test datasets. `samples` contains the number of sequences
+    for each dataset.
 
     Every rank reads the datasets, so that the tokens of a batch are available on all pipeline
-    stages. Routers such as `hash` need the tokens on the middle stages, too.
+    stages. Routers such as `hash` also need the tokens on the middle stages.
     """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     documents = getattr(args, "dataloader_inter_document_masking", False)
     if documents and (args.context_parallel_size > 1 or (
             args.pipeline_model_parallel_size > 1 and args.micro_batch_size > 1)):
-        raise ValueError("This example cannot split documents over ranks and sends one sequence at "
-                         "a time between stages. With --dataloader-inter-document-masking use "
-                         "--context-parallel-size 1, and with pipeline stages --micro-batch-size "
-                         "1.")
+        raise ValueError("With --dataloader-inter-document-masking, this example cannot split "
+                         "documents among ranks, and sends one sequence at a time between stages. "
+                         "Use --context-parallel-size 1. With pipeline stages, also use "
+                         "--micro-batch-size 1.")
     config = GPTDatasetConfig(
         random_seed=args.seed, sequence_length=args.seq_length, blend=blend,
         blend_per_split=blend_per_split, split=args.split, tokenizer=get_tokenizer(),
@@ -160,11 +158,12 @@ datasets.is_distributed = True  # type: ignore[attr-defined]  # read on every ra
 
 
 def lm_loss(loss_mask, losses):
-    """Return the sum of the per-token losses, the number of tokens, and the values to log.
+    """Return the sum of the token losses, the number of tokens, and the statistics to log.
 
-    The sum does not include the balance losses of the MoE layers. Each layer adds the gradient of
-    its own losses, weighted by `--moe-aux-loss-coeff` and `--moe-losses`, through Megatron's loss
-    scaler on the pipeline stage of the layer. Each balance loss is logged under its name.
+    The sum does not include the balance losses of MoE layers. The balance losses are not part of
+    the sum because each MoE layer adds their gradients itself, through Megatron's loss scaler and
+    on its own pipeline stage. The losses are weighted by `--moe-aux-loss-coeff` and `--moe-losses`.
+    Each balance loss is logged with its own name.
     """
     mask = loss_mask.view(-1).float()
     total, tokens = (losses.view(-1).float() * mask).sum(), mask.sum().int()
@@ -172,10 +171,10 @@ def lm_loss(loss_mask, losses):
 
 
 def part_of_sequence(name, value):
-    """Return the part of a batch tensor that belongs to the current context-parallel rank.
+    """Return the slice of a batch tensor that belongs to the current context-parallel rank.
 
-    With N ranks Megatron splits each sequence into `2 * N` pieces. Rank `i` has piece `i` counted
-    from the start, and piece `i` counted from the end.
+    With N ranks, Megatron splits each sequence into `2 * N` chunks. Rank `i` receives two chunks:
+    chunk `i` counted from the start of the sequence, and chunk `i` counted from the end.
     """
     parts = get_args().context_parallel_size
     if parts == 1:
@@ -186,11 +185,11 @@ def part_of_sequence(name, value):
 
 
 def packed(batch):
-    """Return the batch as one long sequence, and the parameters that describe where documents
-    begin.
+    """Return the batch as one long sequence, together with parameters that specify where each
+    document begins.
 
-    The batch comes from a dataset under `--dataloader-inter-document-masking` (megatron-core 0.19),
-    and attention is computed within documents.
+    The batch comes from a dataset with `--dataloader-inter-document-masking` (megatron-core 0.19).
+    Attention is computed only within a document.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.utils import flatten_batch_for_packed_sequences
@@ -204,11 +203,11 @@ def packed(batch):
 
 
 def forward_step(batches, model, return_schedule_plan=False):
-    """Run a micro-batch through the current pipeline stage. Return the losses or activations, and
-    the loss function.
+    """Compute one micro-batch on the current pipeline stage. Return the output of the stage (losses
+    or activations) and the loss function.
 
-    return_schedule_plan: True if Megatron requests a plan of the computation instead of its
-        results, which happens under `--overlap-moe-expert-parallel-comm`.
+    return_schedule_plan: True if Megatron requests a plan of the computation instead of its output,
+        as it does with `--overlap-moe-expert-parallel-comm`.
     """
     batch, documents = {
         name: value.cuda(non_blocking=True) for name, value in next(batches).items()

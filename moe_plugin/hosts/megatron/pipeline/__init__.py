@@ -1,8 +1,9 @@
-"""Pipeline schedules for Megatron, which are selected by name with `--pipeline-schedule`.
+"""Pipeline schedules for Megatron. `--pipeline-schedule` selects a schedule by name.
 
 Megatron calls `get_forward_backward_func` to obtain the function that runs all forward and backward
-passes of a step. A schedule is registered as a function that accepts the settings and Megatron's
-function, and returns a function with the same signature as Megatron's.
+passes of a step. A schedule is registered as a function with two arguments: the pipeline settings,
+and Megatron's function that runs the passes. This function returns a replacement for Megatron's
+function, with the same signature.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ def forward_backward_func(settings: PipelineConfig, native: ForwardBackward) -> 
     """Return the function that runs the forward and backward passes of a step.
 
     Args:
-        settings: pipeline settings, which include the name of the schedule.
-        native: function returned by Megatron's `get_forward_backward_func`.
+        settings: pipeline settings, including the name of the schedule.
+        native: function that was returned by Megatron's `get_forward_backward_func`.
     Raises:
         ValueError: If the schedule is not available. The returned function raises a ValueError if
-            the schedule does not support a setting of Megatron.
+            the schedule does not support one of Megatron's settings.
     """
     return schedules.get(settings.schedule)(settings, native)
 
@@ -35,9 +36,9 @@ def scheduled(get: Callable[..., ForwardBackward],
     """Wrap Megatron's `get_forward_backward_func` so that the training script uses a schedule of
     this package.
 
-    settings: function that returns the pipeline settings. `settings` is called at the first step,
-        after the script has parsed its arguments. The schedule is created only once, so its
-        measurements are kept from step to step.
+    settings: function that returns the pipeline settings. The function is called in the first step,
+        after the script has parsed its arguments. The schedule is created only once, so that its
+        measurements persist from step to step.
     """
     made: dict[ForwardBackward, ForwardBackward] = {}
 

@@ -1,8 +1,10 @@
-"""Attention of a slice of a sequence to the previous slices, with gradients.
+"""Causal attention for a slice of a sequence. The slice attends to itself and to all previous
+slices.
 
-The keys and values of a micro-batch are stored once, slice by slice. The backward pass processes
-the slices in reverse order. Each slice adds the gradients of earlier keys and values to sums, which
-the earlier slices read in their own backward passes.
+The keys and values of a micro-batch are stored only once. Each slice appends its own keys and
+values. The backward pass processes the slices in reverse order. Each slice adds gradients for the
+keys and values of earlier slices to running sums. In its own backward pass, each slice reads the
+sums that later slices have accumulated for its keys and values.
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ from moe_plugin.hosts.megatron.refusals import SLICED_ATTENTION
 
 
 class KeyValues:
-    """The keys and values [S, B, groups, channels] of a sequence in one layer, and sums of their
-    gradients.
+    """The keys and values of a sequence in one layer, with shape [S, B, groups, channels], and the
+    running sums of their gradients.
 
     The sums are stored in float32, or in float64 if the keys and values are float64.
 
     Args:
-        length: length S of the sequence in tokens.
-        k_lBGC: keys of any slice, from which the other sizes and the dtype are taken.
-        v_lBGC: values of any slice, from which the other sizes and the dtype are taken.
+        length: length S of the sequence, in tokens.
+        k_lBGC: keys of any slice. Only the dtype and the sizes other than S are used.
+        v_lBGC: values of any slice. Only the dtype and the sizes other than S are used.
     """
 
     def __init__(self, length: int, k_lBGC: Tensor, v_lBGC: Tensor) -> None:
@@ -38,8 +40,8 @@ class KeyValues:
         self._grads: tuple[Tensor, Tensor] | None = None
 
     def put(self, start: int, k_lBGC: Tensor, v_lBGC: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a slice. Return keys and values up to its end, of shape [start + l, B, groups,
-        channels].
+        """Store a slice. Return all keys and values up to the end of this slice, with shape [start
+        + l, B, groups, channels].
         """
         end = start + k_lBGC.shape[0]
         # .data, because later slices are written into the same storage, and autograd would
@@ -50,15 +52,15 @@ class KeyValues:
         return k, v
 
     def take_grads(self, start: int, dk_SBGC: Tensor, dv_SBGC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the slice that begins at `start`, including contributions of
-        later slices.
+        """Return the gradients of the keys and values of the slice that begins at `start`,
+        including the contributions of later slices.
 
         Args:
             start: index of the first token of the slice.
-            dk_SBGC: gradients of the keys up to the end of the slice, from the slice's own backward
-                pass.
-            dv_SBGC: gradients of the values up to the end of the slice, from the slice's own
-                backward pass.
+            dk_SBGC: key gradients from the backward pass of this slice, for all tokens up to the
+                end of the slice.
+            dv_SBGC: value gradients from the backward pass of this slice, for all tokens up to the
+                end of the slice.
         Raises:
             RuntimeError: If the slices are not processed in reverse order.
         """
@@ -78,14 +80,14 @@ class KeyValues:
 
 @dataclass
 class Sequences:
-    """State of a micro-batch's sequences while their slices are processed.
+    """The shared state of all slices of one micro-batch.
 
     Attributes:
-        length: length S of each sequence in tokens.
+        length: length S of each sequence, in tokens.
         device: device of the model's layers.
-        mask: bool tensor [1 or B, 1, S, S] that is True for masked positions, or None for causal
-            attention.
-        kept: dict that maps each layer to its stored keys and values.
+        mask: bool tensor [1 or B, 1, S, S] that is True for masked positions. If None, attention is
+            causal.
+        kept: dict that maps each layer number to the keys and values of the layer.
     """
 
     length: int
@@ -96,7 +98,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class SlicePart:
-    """A slice of a micro-batch's sequences, which contains `length` tokens from `start` on."""
+    """A slice of a micro-batch's sequences, with `length` tokens starting at token `start`."""
 
     sequences: Sequences
     start: int
@@ -104,11 +106,11 @@ class SlicePart:
 
     @cached_property
     def seen(self) -> Tensor:
-        """Bool tensor [1 or B, 1, l, start + l] that is True where a token of the slice attends to
-        a token.
+        """Bool tensor [1 or B, 1, l, start + l]. An element is True if the token of the slice
+        (third dimension) attends to the token of the sequence (fourth dimension).
 
         Raises:
-            ValueError: If the mask allows a token to attend to later slices.
+            ValueError: If the mask allows a token to attend to tokens in later slices.
         """
         end, mask, device = (self.start + self.length, self.sequences.mask, self.sequences.device)
         if mask is None:
@@ -130,7 +132,8 @@ class SliceAttention(DotProductAttention):
     parameters.
 
     Attributes:
-        part: the slice being processed, which the schedule sets, or None for whole sequences.
+        part: the slice to process, or None to process whole sequences. The schedule sets this
+            attribute.
     """
 
     part: SlicePart | None = None
@@ -141,10 +144,10 @@ class SliceAttention(DotProductAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                 *args: Any, **kwargs: Any) -> Tensor:
-        """Return the attention output [l, B, heads * channels] of a slice, or the output of
-        Megatron's own attention for whole sequences.
+        """Return the attention output [l, B, heads * channels] of a slice. For whole sequences,
+        return the output of Megatron's own attention.
 
-        The query has shape [l, B, heads, channels], and key and value have shape [l, B, groups,
+        The query has shape [l, B, heads, channels]. The key and the value have shape [l, B, groups,
         channels].
         """
         if self.part is None:
@@ -165,7 +168,7 @@ class SliceAttention(DotProductAttention):
 class _Attend(torch.autograd.Function):
     """Autograd function that computes the attention of one slice.
 
-    The autograd graph is built in the forward pass, between detached copies of the inputs and the
+    The forward pass builds a separate autograd graph between detached copies of the inputs and the
     output.
     """
 

@@ -1,13 +1,14 @@
-"""Automatic selection of the pipeline schedule with the shortest predicted time among those whose
-memory use is within the limit.
+"""Automatic selection of a pipeline schedule: the schedule with the shortest predicted time among
+all schedules that fit in memory.
 
-The first step is a warm-up that runs Megatron's 1F1B schedule. The following steps also run in the
-order of 1F1B. They measure the passes, the transfers and the memory needed by backward passes,
-until the measurements of two steps agree. If `pipeline.slices` is set, nine more steps measure
-slices. After that all ranks select the same schedule. All schedules compute the same results (with
-slices, up to rounding errors). Occasionally a step is measured again. If this step is much faster
-than before, the machine was busy during the earlier measurements, and all measurements are
-repeated.
+The first step is a warm-up, which runs Megatron's 1F1B schedule. The following steps also run their
+passes in 1F1B order. These steps measure the passes, the transfers, and the memory that backward
+passes need. The measurements continue until those of two steps agree. If `pipeline.slices` is set,
+nine more steps measure the times of slices. After the measurements, all ranks select the same
+schedule. All schedules compute the same losses and gradients. With slices, losses and gradients are
+equal up to rounding errors. From time to time, one step is measured again. If this step is much
+faster than the earlier steps, the machine was busy during the earlier measurements. All
+measurements are then repeated.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ HEADROOM = 0.9  # fraction of the free memory that a schedule may use
 
 
 class MeasuredStep(Step):
-    """A `Step` that measures the times of its passes and transfers, and the memory for a backward
-    pass.
+    """A `Step` that measures the times of its passes and transfers, and the memory needed for a
+    backward pass.
 
     Attributes:
-        forward_s: list of the times of forward passes in seconds, without the time spent waiting
-            for transfers. The first forward pass is included only if there is no other forward
-            pass.
-        backward_s: list of the times of backward passes in seconds, without the time spent waiting
-            for transfers.
-        activation_bytes: number of bytes that a forward pass saves for its backward pass.
-        transfer_s: time in seconds to send a micro-batch's activations to the next stage. The last
-            stage measures the transfer from the previous stage.
+        forward_s: list of the times of forward passes, in seconds. Waiting for transfers is not
+            included. The time of the first forward pass is included only if the step has no other
+            forward pass.
+        backward_s: list of the times of backward passes, in seconds. Waiting for transfers is not
+            included.
+        activation_bytes: number of bytes that one forward pass saves for its backward pass.
+        transfer_s: time to send the activations of a micro-batch to the next stage, in seconds. The
+            last stage measures the transfer from the previous stage instead.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -107,10 +108,10 @@ class MeasuredStep(Step):
 
 
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counter of the total size in bytes of the storages that autograd saves, except those of
+    """Counts the bytes of all tensor storages that autograd saves, except the storages of
     parameters.
 
-    Each storage is counted once.
+    A storage that is saved several times is counted once.
     """
 
     def __init__(self) -> None:
@@ -131,13 +132,14 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 def agreed(step: MeasuredStep, group: Any, limit: int | None) -> StageProfile:
-    """Return a profile that is the same on all ranks. For each stage it contains the times of the
-    slowest rank and the sizes of the largest rank.
+    """Combine the measurements of all ranks. The returned profile is identical on all ranks. For
+    each stage, the profile contains the times of the slowest rank and the largest sizes of any
+    rank.
 
-    This is a collective call of all ranks.
+    This is a collective operation, so all ranks must call this function.
 
-    limit: number of bytes available for activations. Defaults to the free memory on a GPU. On a CPU
-        there is no limit by default.
+    limit: number of bytes available for activations. On a GPU, `limit` defaults to the free memory.
+        On a CPU, there is no limit by default.
     """
     rank_values = {
         "stage": group.rank(), "forward_s": statistics.median(step.forward_s),
@@ -173,14 +175,13 @@ logger = logging.getLogger(__name__)
 
 @register
 class AutoSchedule(PipelineSchedule):
-    """A schedule that selects 1F1B, eager 1F1B or, with `pipeline.slices`, TeraPipe, based on
-    measured times and memory.
+    """A schedule that selects 1F1B, eager 1F1B or TeraPipe, based on measured times and memory.
+    TeraPipe is considered only if `pipeline.slices` is set.
 
-    The memory limit is given by `pipeline.memory`. With virtual stages Megatron's own schedule is
-    used.
+    `pipeline.memory` sets the memory limit. With virtual stages, Megatron's own schedule is used.
 
     Attributes:
-        chosen: the selected schedule, or None before the selection.
+        chosen: the selected schedule, or None if no schedule has been selected yet.
         profile: the measurements.
     """
 
@@ -199,12 +200,14 @@ class AutoSchedule(PipelineSchedule):
 
     @classmethod
     def or_native(cls, settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-        """Return this schedule or Megatron's function. See `PipelineSchedule`."""
+        """Return a schedule of this class. If there are virtual stages or only a single stage,
+        return Megatron's function instead. See `PipelineSchedule`.
+        """
         virtual = ps.get_virtual_pipeline_model_parallel_world_size()
         return super().or_native(settings, native) if virtual is None else native
 
     def __call__(self, **passes: Any) -> list[Any]:
-        """Run one step. The arguments and the return value are those of Megatron's own function."""
+        """Run one step, with the same arguments and return value as Megatron's function."""
         if passes.get("forward_only"):
             return self._run(**passes)
         if self.chosen is not None:
@@ -224,7 +227,7 @@ class AutoSchedule(PipelineSchedule):
         check_slices(passes, config)
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
-        """Run one step and measure it. After the step all ranks have the same measurements."""
+        """Run one step and measure its passes. All ranks then agree on the measurements."""
         step = MeasuredStep(passes, config, self.group, self.gradients)
         logged = step.run()
         limit = parse_size(self.settings.memory) if self.settings.memory else None
@@ -280,13 +283,15 @@ class AutoSchedule(PipelineSchedule):
 
 
 def numbers_of(profile: StageProfile) -> dict[Hashable, float]:
-    """Return a dict that maps each kind of pass and stage to the measured time."""
+    """Return a dict of the measured times. Each key is a pair of the measurement's name
+    (`forward_s` or `backward_s`) and the stage.
+    """
     return {(what, stage): seconds for what in ("forward_s", "backward_s")
             for stage, seconds in enumerate(getattr(profile, what))}
 
 
 def with_numbers(profile: StageProfile, numbers: Mapping[Hashable, float]) -> StageProfile:
-    """Return a copy of the profile with the given times. See `numbers_of`."""
+    """Return a copy of the profile with the times in `numbers`. See `numbers_of`."""
     stages = range(len(profile.forward_s))
     return dataclasses.replace(profile, forward_s=[numbers["forward_s", i] for i in stages],
                                backward_s=[numbers["backward_s", i] for i in stages])

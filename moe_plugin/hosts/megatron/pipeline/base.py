@@ -24,26 +24,25 @@ schedules: Registry[Callable[[PipelineConfig, ForwardBackward],
 
 @schedules.register("1f1b")
 def one_f_one_b(settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-    """Return Megatron's own schedule, which is 1F1B, or the interleaved schedule with virtual
-    stages.
-    """
+    """Return Megatron's own schedule (1F1B, or interleaved 1F1B with virtual stages)."""
     return native
 
 
 class PipelineSchedule:
-    """A replacement for Megatron's function that runs the forward and backward passes of a step.
+    """Base class of pipeline schedules. A schedule replaces Megatron's function that runs the
+    forward and backward passes of a step.
 
     Args:
         settings: pipeline settings of the run.
-        native: Megatron's own function, which is used in evaluation.
-        gradients: process group for gradients, taken from a different schedule. By default the
-            group is created, which is a collective call of all ranks.
+        native: Megatron's own function, which the schedule uses for evaluation.
+        gradients: process group for transferring gradients, if another schedule has already created
+            this group. By default, a new group is created, so all ranks must create the schedule.
 
     Attributes:
-        name: name under which the schedule is registered in `schedules`.
-        unfit: names of arguments of Megatron's function that the schedule does not support.
+        name: name of the schedule in the registry `schedules`.
+        unfit: names of those arguments of Megatron's function that the schedule does not support.
         group: process group of the pipeline stages.
-        gradients: second process group of the same ranks, for gradients.
+        gradients: second process group with the same ranks, for transferring gradients.
     """
 
     name = ""
@@ -57,12 +56,12 @@ class PipelineSchedule:
 
     @classmethod
     def or_native(cls, settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-        """Return this schedule, or Megatron's function if there is only one stage."""
+        """Return a schedule of this class, or Megatron's function if there is only one stage."""
         single_stage = ps.get_pipeline_model_parallel_world_size() == 1
         return native if single_stage else cls(settings, native)
 
     def __call__(self, **passes: Any) -> list[Any]:
-        """Run one step with the arguments and results of Megatron's own function."""
+        """Run one step, with the same arguments and return value as Megatron's function."""
         model = passes["model"]
         config = get_model_config(model[0] if isinstance(model, list) else model)
         self.check(passes, config)
@@ -77,13 +76,11 @@ class PipelineSchedule:
         return logged
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
-        """Run the forward and backward passes and return the logged losses of the last stage."""
+        """Run the forward and backward passes. Return the losses that the last stage logged."""
         raise NotImplementedError
 
     def check(self, passes: dict[str, Any], config: Any) -> None:
-        """Raise a `ValueError` if the schedule does not support an argument or a setting of
-        Megatron.
-        """
+        """Raise a `ValueError` if the schedule does not support an argument or a setting."""
         OWN_SCHEDULES.refuse(values_of_schedule(self.name, config))
         for name in self.unfit:
             if passes.get(name) is not None:
@@ -92,11 +89,11 @@ class PipelineSchedule:
 
 
 def gradient_group(group: Any) -> Any:
-    """Create a second process group of the pipeline stages, or return the given group if the
-    backend is gloo.
+    """Create a second process group with the ranks of the pipeline stages. If the backend is gloo,
+    return the given group instead.
 
-    Gloo distinguishes the two directions by tags, so a second group is needed only with NCCL. This
-    is a collective call of all ranks.
+    Gloo uses tags to distinguish the two directions, so only NCCL needs a second group. This is a
+    collective operation, so all ranks must call this function.
     """
     if dist.get_backend(group) != "nccl":
         return group
@@ -119,12 +116,12 @@ def register(schedule: type[PipelineSchedule]) -> type[PipelineSchedule]:
 
 
 def refuse(schedule: str, name: str, value: Any, bound: str, remedy: str) -> None:
-    """Raise a `ValueError` if a setting of Megatron is not supported by a schedule."""
+    """Raise the `ValueError` for a setting that a schedule does not support."""
     raise ValueError(f"pipeline.schedule={schedule!r} does not support {name}={value!r}, which "
                      f"must be {bound}; {remedy}")
 
 
 def values_of_schedule(schedule: str, config: Any) -> Values:
-    """Return the values that decide whether a schedule supports a `TransformerConfig`."""
+    """Return the values that determine whether a schedule supports a `TransformerConfig`."""
     return Values({"pipeline.schedule": schedule, "cuda_graph_impl": cuda_graphs(config)},
                   functools.partial(setting, config))

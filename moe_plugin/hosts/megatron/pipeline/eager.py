@@ -1,10 +1,11 @@
-"""Eager 1F1B (AlpaComm, arXiv 2211.05322), which runs more forward passes early to hide transfers
-behind computation.
+"""Eager 1F1B (AlpaComm, arXiv 2211.05322). Eager 1F1B starts with more forward passes than 1F1B, so
+that transfers overlap with computation.
 
-With `pipeline.delay_weights` each backward pass is also split into the gradients of inputs and the
-gradients of weights. The gradients are split operation by operation and not by a second pass over
-the graph, because recomputed layers run their own backward pass inside, and an MoE layer may
-exchange its rows only once.
+With `pipeline.delay_weights`, each backward pass is also split. The gradients of inputs are
+computed first, and the gradients of weights later. Each operation computes the two gradients
+separately, instead of running a second pass over the autograd graph. A second pass over the graph
+is not possible for two reasons: recomputed layers run their own backward pass inside the first
+pass, and an MoE layer may exchange its rows only once.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ LINEAR = "linear_with_grad_accumulation_and_async_allreduce"  # the function of 
 
 @register
 class EagerSchedule(PipelineSchedule):
-    """A schedule in which stage `i` of `n` starts with `2 * (n - i) - 1` forward passes to hide
-    transfers.
+    """A schedule in which stage `i` of `n` starts with `2 * (n - i) - 1` forward passes, so that
+    transfers overlap with computation.
     """
 
     name = "eager-1f1b"
@@ -48,12 +49,13 @@ class EagerSchedule(PipelineSchedule):
 
 
 class SplitStep(Step):
-    """A step whose backward passes send the gradient of the stage's input before they compute
+    """A step in which each backward pass sends the gradient of the stage's input before it computes
     weight gradients.
 
     Attributes:
-        left: postponed weight gradients of the backward pass. The keys are modules with an
-            attribute `later` (such as `Experts.later`), or weights of linear layers.
+        left: dict of the weight gradients whose computation the backward pass has postponed. The
+            keys are modules with an attribute `later` (such as `Experts.later`), or the weights of
+            linear layers.
         embeddings: ids of the token embedding parameters on the current stage.
     """
 
@@ -104,11 +106,11 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Autograd function that replaces Megatron's linear function `LINEAR` and leaves out the
+    """Autograd function that replaces Megatron's linear function `LINEAR`, but does not compute the
     gradient of the weight.
 
-    The forward pass and the gradient of the input are computed by the same operations as in
-    Megatron. In the backward pass `leave` is called with the input and the gradient of the output.
+    The forward pass and the gradient of the input use the same operations as in Megatron. The
+    backward pass calls `leave` with the input and the gradient of the output.
     """
 
     @staticmethod
@@ -134,8 +136,8 @@ class _Linear(torch.autograd.Function):
 
 
 def check_split(model: Any, config: Any) -> None:
-    """Raise a `ValueError` if a weight of the model or a setting of Megatron prevents the backward
-    pass from being split.
+    """Raise a `ValueError` if the backward pass cannot be split because of a weight of the model or
+    one of Megatron's settings.
     """
     split = f"{EagerSchedule.name}, pipeline.delay_weights=True"
     DELAYED_WEIGHTS.refuse(vars(config))

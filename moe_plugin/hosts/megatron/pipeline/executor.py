@@ -1,9 +1,9 @@
-"""Execution of the passes of a pipeline stage in a given order, by Megatron's own functions for
-single passes.
+"""Run the passes of a pipeline stage in a given order. Megatron's own functions for single passes
+run each pass.
 
-The module also does the work that Megatron's `forward_backward_pipelining_without_interleaving`
-does around the passes. It collects losses and token counts, delays gradient reductions, and
-finishes gradients.
+This module also does the remaining work of Megatron's
+`forward_backward_pipelining_without_interleaving`. For example, this module collects losses and
+token counts, delays gradient reductions, and finalizes the gradients.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ AHEAD = 2
 
 
 class Receiver:
-    """Receiver of the tensors that a neighbouring stage sends in one direction, in order.
+    """Receives the tensors that a neighbouring stage sends in one direction, in the order in which
+    they are sent.
 
-    Receive operations are started in advance, so that a tensor arrives while earlier tensors are
-    processed.
+    Receive operations are posted ahead of time, so that a tensor can arrive while earlier tensors
+    are processed.
     """
 
     def __init__(self, source: int, shapes: list[tuple[int, ...]], empty: Callable[..., Tensor],
@@ -61,9 +62,9 @@ class Receiver:
 
 
 class Sender:
-    """Sender that transfers tensors asynchronously to a neighbouring stage in one direction.
+    """Sends tensors asynchronously to a neighbouring stage in one direction.
 
-    A tensor is kept in memory until it has been sent.
+    Each tensor is kept in memory until it has been sent.
     """
 
     def __init__(self, target: int, group: Any, tag: int, what: str) -> None:
@@ -71,9 +72,7 @@ class Sender:
         self._leaving: deque[tuple[Tensor, Any]] = deque()
 
     def send(self, tensor: Tensor) -> None:
-        """Start to send a tensor. The storage of the tensor must not be changed before `finish`
-        returns.
-        """
+        """Start sending a tensor, which must not be modified before `finish` returns."""
         kept = tensor.detach().contiguous()
         work = dist.isend(kept, self.target, group=self.group, tag=self.tag)
         self._leaving.append((kept, work))
@@ -91,17 +90,18 @@ class Sender:
 
 
 class Links:
-    """The transfers of a pipeline stage in one step. Activations are sent to the next stage, and
-    gradients to the previous stage.
+    """The connections of a pipeline stage to its two neighbours during one step. Activations are
+    sent to the next stage, and gradients are sent to the previous stage.
 
     Args:
-        group: process group of the pipeline stages, in order.
-        backward_group: second process group of the same ranks, for gradients. NCCL runs the
-            transfers of a group one after the other, so with a single group the two directions
+        group: process group of the pipeline stages, in pipeline order.
+        backward_group: second process group with the same ranks, for gradients. NCCL runs all
+            transfers of a group one after another. If both directions used the same group, they
             could deadlock.
-        received: list of the shapes of the activations from the previous stage, in the order of
-            arrival.
-        sent: list of the shapes of the gradients from the next stage, in the order of arrival.
+        received: list of the shapes of the activations that arrive from the previous stage, in
+            order of arrival.
+        sent: list of the shapes of the gradients that arrive from the next stage, in order of
+            arrival. The activations that this stage sends have the same shapes.
         dtype: dtype of the transferred tensors.
         device: device of the transferred tensors.
     """
@@ -143,15 +143,16 @@ class Step:
     """One training step of a pipeline stage.
 
     Args:
-        passes: keyword arguments of Megatron's forward-backward functions. `model` and
-            `data_iterator` are each a single object or a list with one object.
+        passes: keyword arguments that Megatron passes to its forward-backward functions. `model`
+            and `data_iterator` must each be a single object, or a list that contains a single
+            object.
         config: Megatron's `TransformerConfig`.
         group: process group of the pipeline stages.
-        gradients: process group for gradients. See `PipelineSchedule`.
+        gradients: process group for transferring gradients. See `PipelineSchedule`.
         mode: name of the order in which the passes run. See `planner.pipeline.schedules`.
     Attributes:
-        slices: lengths in tokens of the slices of a sequence. In this class there is a single
-            slice, which is the whole sequence.
+        slices: lengths of the slices of a sequence, in tokens. In the base class `Step`, the only
+            slice is the whole sequence.
     """
 
     slices: tuple[int, ...] = (0,)
@@ -170,17 +171,17 @@ class Step:
         self.links = Links(group, gradients, *self.travelling(), config.pipeline_dtype, self.device)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
-        """Return a list of the shapes of the received activations and a list of the shapes of the
-        received gradients.
+        """Return two lists: the shapes of the activations and the shapes of the gradients that this
+        stage receives.
 
-        Both lists are in the order of the passes.
+        Both lists are in the order in which the passes run.
         """
         received, sent = self.shapes()
         return [received] * self.batches, [sent] * self.batches
 
     def shapes(self) -> tuple[Shape, Shape]:
-        """Return the shapes [s, B, h] of the activations that the stage receives and sends for a
-        micro-batch.
+        """Return the shape [s, B, h] of the activations that the stage receives for each
+        micro-batch, and the shape of the activations that it sends.
         """
         shapes = core.call_supported(
             schedules.get_tensor_shapes, seq_length=self.passes["seq_length"],
@@ -192,9 +193,7 @@ class Step:
         return tuple(received[0]), tuple(sent[0])
 
     def run(self) -> list[Any]:
-        """Run every pass once, finish the gradients, and return the losses that the last stage
-        logged.
-        """
+        """Run every pass, finalize the gradients, and return the losses of the last stage."""
         # gradients are not reduced until this context is closed in `reducing`
         self.held_back = (self.config.no_sync_func or contextlib.nullcontext)()
         self.held_back.__enter__()
@@ -207,8 +206,8 @@ class Step:
 
     @contextlib.contextmanager
     def reducing(self, last: bool) -> Iterator[None]:
-        """Context in which a backward pass is run. Gradients are reduced only from the last
-        backward pass on.
+        """Run a backward pass inside this context. Gradient reduction is enabled only for the last
+        backward pass.
         """
         sync = self.config.grad_sync_func
         # with a grad_sync_func, stages other than the first reduce after their last pass
@@ -241,9 +240,7 @@ class Step:
             schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
 
     def backward(self, batch: int, number: int) -> None:
-        """Run the backward pass of a micro-batch and start sending the gradient of the stage's
-        input.
-        """
+        """Run the backward pass of a micro-batch and start sending the input's gradient."""
         taken, output = self.alive.popleft()
         grad = self.links.output_grads.next() if self.links.output_grads else None
         with self.reducing(batch == self.batches - 1):
@@ -255,14 +252,12 @@ class Step:
             self.finish_backward()
 
     def finish_backward(self) -> None:
-        """Finish a backward pass after the gradient of the stage's input has been sent. In this
-        class there is nothing left to do.
+        """Finish a backward pass after the gradient of the stage's input has been sent. The base
+        class `Step` has nothing left to do at this point.
         """
 
     def _finish_gradients(self) -> None:
-        """Run Megatron's gradient reductions over replicas and between stages that share
-        embeddings.
-        """
+        """Reduce gradients over replicas, and between stages that share embeddings."""
         finalize = self.config.finalize_model_grads_func
         if finalize is not None:
             tokens = self.tokens if self.config.calculate_per_token_loss else None
@@ -279,11 +274,12 @@ def _only(value: Any) -> Any:
 
 
 def transfer_s(step: Step, shape: Shape) -> float:
-    """Return the time in seconds to send a tensor between neighbouring stages, which is half the
-    time of the fastest round trip.
+    """Measure the time of sending a tensor between neighbouring stages. Return half the time of the
+    fastest round trip, in seconds.
 
-    This is a collective call of all pipeline stages. Even and odd pairs of stages are measured one
-    after the other, so that no stage takes part in two measurements at the same time.
+    This is a collective operation, so all pipeline stages must call this function. Even and odd
+    pairs of stages are measured one after another, so that no stage takes part in two measurements
+    at once.
     """
     group, worst = step.links.group, 0.0
     tensor = torch.zeros(shape, dtype=step.config.pipeline_dtype, device=step.device)

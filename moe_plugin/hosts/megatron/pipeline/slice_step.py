@@ -1,8 +1,8 @@
-"""Execution of the passes of a pipeline stage slice by slice, in order in the forward pass and in
-reverse order in the backward pass.
+"""Run the passes of a pipeline stage slice by slice. The forward passes process the slices in
+order, and the backward passes process them in reverse order.
 
-The last stage concatenates the outputs of a micro-batch's slices before the loss is computed, so
-the loss function of the script receives the same tensors as without slices.
+Before computing the loss, the last stage concatenates the outputs of all slices of a micro-batch.
+The script's loss function therefore receives the same tensors as without slices.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _NOT_CUT = ("decoder_input", "inference_context", "inference_params", "packed_se
 
 
 def check_model(model: Any, config: Any) -> Any:
-    """Return the GPT model without its wrappers.
+    """Check that a GPT model supports slices, and return the model without its wrappers.
 
     Raises:
-        ValueError: If a part of the model or a setting of Megatron does not support slices.
+        ValueError: If a module of the model or one of Megatron's settings does not support slices.
     """
     SLICES.refuse(values_of_schedule(NAME, config))
     bare: Any = model
@@ -59,13 +59,15 @@ def check_model(model: Any, config: Any) -> Any:
 
 
 class CutModel:
-    """A GPT model that is called with whole batches but computes only one slice of the sequences.
+    """Wrapper around a GPT model. The model is called with whole batches, but computes only one
+    slice of the sequences.
 
-    The inputs are split inside the context `cutting`, and `begin` selects the slice.
+    Inside the context `cutting`, the inputs are split into slices. `begin` selects the slice to
+    compute.
 
     Args:
         bare: the model without its wrappers.
-        length: length of each sequence in tokens.
+        length: length of each sequence, in tokens.
     """
 
     def __init__(self, bare: Any, length: int) -> None:
@@ -77,7 +79,7 @@ class CutModel:
 
     @contextmanager
     def cutting(self) -> Iterator[None]:
-        """Inside the block, make calls of the model compute the slice that `begin` has selected."""
+        """Inside the block, each call of the model computes the slice that `begin` has selected."""
         with ExitStack() as stack:
             hooks = [self.bare.register_forward_pre_hook(self._cut, with_kwargs=True, prepend=True)]
             if getattr(self.bare, "position_embedding_type", None) == "rope":
@@ -89,7 +91,7 @@ class CutModel:
             yield
 
     def begin(self, part: SlicePart | None) -> None:
-        """Select the slice that the following forward or backward passes compute."""
+        """Select the slice that the next forward or backward passes compute."""
         self.part = part
         for attention in self.attentions:
             attention.part = part
@@ -123,13 +125,13 @@ class CutModel:
 
 
 class Again:
-    """An iterator that repeats an item until `next_batch` is called."""
+    """An iterator that returns the same item until `next_batch` is called."""
 
     def __init__(self, data: Any) -> None:
         self._data, self._fresh, self._item = data, True, None
 
     def next_batch(self) -> None:
-        """Make the next request read a new item from the wrapped iterator."""
+        """Make the next call of `next` read a new item from the wrapped iterator."""
         self._fresh = True
 
     def __iter__(self) -> Again:
@@ -143,11 +145,11 @@ class Again:
 
 @contextmanager
 def weighed(part: SlicePart) -> Iterator[None]:
-    """Multiply auxiliary losses computed inside the block by the fraction of the sequence's tokens
-    that belong to the slice.
+    """Scale the auxiliary losses that are computed inside the block by the slice's share of the
+    tokens in the sequence.
 
-    The factor applies to logged values, and also to gradients unless Megatron itself weights losses
-    by tokens.
+    This context manager scales only the logged values. `SliceStep` scales the gradients in the same
+    way, unless Megatron itself weights losses by tokens.
     """
     share = part.length / part.sequences.length
     before = {name: entry.values.clone() for name, entry in aux_losses.logged_losses().items()}
@@ -161,13 +163,14 @@ Seconds = dict[tuple[str, int, int], list[float]]  # by kind of pass, length and
 
 
 class SliceStep(Step):
-    """One training step of a pipeline stage, computed in slices with the given numbers of tokens.
+    """One training step of a pipeline stage, computed slice by slice. `slices` contains the number
+    of tokens in each slice.
 
-    timed: True to measure the time of each pass. In this case the device is synchronized before and
+    timed: True to measure the time of each pass. If True, the device is synchronized before and
         after each pass.
 
     Attributes:
-        seconds: measured times of passes in seconds.
+        seconds: dict of the measured times of passes, in seconds.
     """
 
     def __init__(self, passes: dict[str, Any], config: Any, group: Any, gradients: Any,
@@ -185,9 +188,9 @@ class SliceStep(Step):
         self.seconds: Seconds = defaultdict(list)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
-        """Return the shapes of the received tensors. See `Step`.
+        """Return the shapes of the activations and gradients that this stage receives. See `Step`.
 
-        The gradients of a micro-batch's slices are received in reverse order.
+        For each micro-batch, the gradients of the slices arrive in reverse order.
         """
         (length, *received), (_, *sent) = self.shapes()
         ranks = self.starts[-1] // length  # number of tensor-parallel ranks that share a sequence
@@ -215,7 +218,8 @@ class SliceStep(Step):
         return part
 
     def forward(self, batch: int, number: int) -> None:
-        """Run the forward pass of a slice. Send its output, or compute the loss on the last stage.
+        """Run the forward pass of one slice. Send the output to the next stage. On the last stage,
+        compute the loss instead, once all slices are complete.
         """
         taken = self.links.inputs.next().requires_grad_() if self.links.inputs else None
         if self.again is not None and number == 0:
@@ -265,7 +269,7 @@ class SliceStep(Step):
         self.output_grads = list(whole_BS.grad.split(self.slices, dim=1))
 
     def backward(self, batch: int, number: int) -> None:
-        """Run the backward pass of a slice, and send the gradient of the slice's input."""
+        """Run the backward pass of one slice, and send the gradient of the slice's input."""
         taken, output = self.graphs.pop((batch, number))
         part = self._begin(batch, number)
         grad = self.links.output_grads.next() if self.links.output_grads else None
@@ -297,7 +301,7 @@ class SliceStep(Step):
 
 
 def check_slices(passes: dict[str, Any], config: Any) -> None:
-    """Raise a `ValueError` if the model or a setting of Megatron does not support slices."""
+    """Raise a `ValueError` if the model or one of Megatron's settings does not support slices."""
     [model] = passes["model"] if isinstance(passes["model"], list) else [passes["model"]]
     _checked(model, config)
 

@@ -1,4 +1,6 @@
-"""TeraPipe (arXiv 2102.07988), which pipelines slices of sequences through the stages."""
+"""TeraPipe (arXiv 2102.07988). TeraPipe splits sequences into slices, and pipelines the slices
+through the stages.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,17 @@ logger = logging.getLogger(__name__)
 
 
 class SliceTrials:
-    """Selection of the slices for each step, until the fastest slices are known.
+    """Selects the slices for each step, and runs trials until the fastest slices are known.
 
     Args:
-        length: length of each sequence in tokens.
-        multiple: number of which every slice length must be a multiple.
+        length: length of each sequence, in tokens.
+        multiple: every slice length must be a multiple of this number.
 
     Attributes:
-        profile: the measurements, or None until they are complete.
-        chosen: the fastest slices, or None until they are known.
-        samples: list of [length, context, seconds] for forward passes on the slowest rank.
+        profile: the measured times, or None if the trials are not complete.
+        chosen: the fastest slices, or None if the trials are not complete.
+        samples: list of [length, context, seconds], one for each kind of forward pass. The seconds
+            are those of the slowest rank.
     """
 
     def __init__(self, length: int, multiple: int) -> None:
@@ -60,16 +63,16 @@ class SliceTrials:
         self._seconds: Seconds = defaultdict(list)
 
     def knows(self, length: int) -> bool:
-        """Return True if sequences of this length can be split into slices.
+        """Return True if this object can select slices for sequences of this length.
 
-        While slices are being measured, only sequences of the measured length can be split.
+        While trials are running, only sequences of the length that is being measured are supported.
         """
         return self.chosen is not None or length == self.length
 
     def next(self, length: int) -> tuple[tuple[int, ...], bool]:
-        """Return the slices of the next step, and True if the step is measured.
+        """Return the slices of the next step, and whether the passes of the step must be timed.
 
-        length: length of the step's sequences in tokens.
+        length: length of the sequences in this step, in tokens.
         """
         if self.chosen is not None:
             self._checks.calls += 1
@@ -78,8 +81,8 @@ class SliceTrials:
         return equal_slices(self.length, self.multiple, count), self._steps > 0
 
     def after(self, step: SliceStep) -> None:
-        """Record a step. After the last trial and after each check this is a collective call of all
-        ranks.
+        """Record a step. After the last trial and after each check, this method runs a collective,
+        so all ranks must call it.
         """
         if self.chosen is not None:
             if step.timed:
@@ -148,12 +151,12 @@ class SliceTrials:
 
 @register
 class SliceSchedule(PipelineSchedule):
-    """A schedule in which stage `i` of `n` starts with `n - i + S - 1` forward passes of slices.
+    """A schedule that splits sequences into slices. Stage `i` of `n` starts with `n - i + S - 1`
+    forward passes of slices.
 
     `S` is the number of slices. See docs/pipeline.md.
 
-    trials: measurements that determine the fastest slices, or None if the slices are given by the
-        user.
+    trials: trials that determine the fastest slices, or None if the user chose the slices.
     """
 
     name = NAME
@@ -177,7 +180,7 @@ class SliceSchedule(PipelineSchedule):
 
     def _next(self, length: int, multiple: int,
               deterministic: bool) -> tuple[tuple[int, ...], bool]:
-        """Return the slices of the next step, and True if they are measured."""
+        """Return the slices of the next step, and whether the passes of the step must be timed."""
         slices = given_slices(self.settings.slices, length, multiple)
         if slices:
             return slices, False
@@ -188,16 +191,16 @@ class SliceSchedule(PipelineSchedule):
 
 
 def given_slices(text: str | None, length: int, multiple: int) -> tuple[int, ...]:
-    """Return the slice lengths that `pipeline.slices` specifies. The result is empty for `best` and
-    None.
+    """Return the slice lengths that the setting `pipeline.slices` specifies. Return an empty tuple
+    if the setting is `best` or None.
 
     Args:
-        text: string with slice lengths such as `512,256,256`, or with the number of slices of equal
-            length.
-        length: length of each sequence in tokens.
-        multiple: number of which every slice length must be a multiple.
+        text: value of the setting. The setting contains either slice lengths such as `512,256,256`,
+            or a single number, which is the number of slices of equal length.
+        length: length of each sequence, in tokens.
+        multiple: every slice length must be a multiple of this number.
     Raises:
-        ValueError: If the slice lengths are not valid for the length of the sequence.
+        ValueError: If the slice lengths do not fit the length of the sequence.
     """
     if text is None or text == "best":
         return ()

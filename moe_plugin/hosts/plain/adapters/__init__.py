@@ -1,4 +1,5 @@
-"""LoRA and DoRA adapters for the experts of `MoELayer`s, for every layout and number of ranks.
+"""LoRA and DoRA adapters for the experts of `MoELayer`s. All parallel layouts and numbers of ranks
+are supported.
 
     swap_moe_blocks(model)                      # or replace_ffn, or your own layers
     add_lora(model, rank=8, alpha=16)

@@ -24,39 +24,41 @@ def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
              experts: Collection[int] | None = None,
              rank_pattern: Mapping[str, int] | None = None, use_rslora: bool = False,
              use_dora: bool = False, freeze: bool = True) -> list[str]:
-    """Add low-rank adapters to the experts of a model. The adapters do not change the output of the
-    model until they are trained.
+    """Add low-rank adapters to the experts of a model. Adding adapters does not change the output
+    of the model until the adapters are trained.
 
-    Expert `l` computes with `w + (alpha / r) * a @ b` instead of `w`. The factor `a` is initialized
-    as in `peft`, and `b` is 0. This function must be called on all ranks when the model has its
-    weights, before the model is wrapped (`ddp_model`, `fully_shard_model`) and before the optimizer
-    is built.
+    Expert `l` uses the weight `w + (alpha / r) * a @ b` instead of `w`. The factor `a` is
+    initialized in the same way as in `peft`, and `b` is initialized to 0. Call this function on all
+    ranks after the weights of the model have been loaded. Call this function before the model is
+    wrapped (`ddp_model`, `fully_shard_model`) and before the optimizer is created.
 
     Args:
-        model: model that contains `MoELayer`s.
+        model: model that contains at least one `MoELayer`.
         rank: rank r of the adapters.
         alpha: numerator of the scaling factor of the adapters. The scaling factor is `alpha / r`,
             or `alpha / sqrt(r)` with `use_rslora`.
-        targets: "gate_up" (the first linear layers, which share one factor `a` as in `peft`'s
-            adapters of `gate_up_proj`), "down", or both.
-        experts: global indices of the experts that get adapters. All other experts store rows of
-            zeros. Optional. Defaults to all experts.
-        rank_pattern: dict that maps regular expressions to ranks. An expression must match the end
-            of `NAME.experts.INDEX.TARGET`, where NAME is the name of the layer. The first
-            expression that matches is used. With a rank of 0 the expert gets no adapter.
+        targets: list of the layers that get adapters: "gate_up", "down", or both. "gate_up" stands
+            for the first linear layers, which share one factor `a` like `peft`'s adapters of
+            `gate_up_proj`. "down" stands for the last linear layer.
+        experts: global indices of the experts to which adapters are added. For all other experts,
+            the factors are filled with zeros. Optional. Defaults to all experts.
+        rank_pattern: dict that maps regular expressions to ranks. A regular expression must match
+            the end of `NAME.experts.INDEX.TARGET`, where NAME is the name of the layer. If several
+            regular expressions match, the first one is used. If the rank of an expert is 0, the
+            expert gets no adapter.
         use_rslora: True to use the scaling factor `alpha / sqrt(r)` (rsLoRA).
-        use_dora: True to train the norms of the columns of the adapted weight separately (DoRA).
-        freeze: True to freeze all other parameters of the model. If it is False, only the weights
-            of the experts in the adapted layers are frozen.
-    Returns: names of the layers that have adapters.
+        use_dora: True to train the norms of the adapted weight's columns separately (DoRA).
+        freeze: True to freeze all other parameters of the model. If False, only the expert weights
+            in the adapted layers are frozen.
+    Returns: the names of all layers that have adapters.
     Raises:
-        ValueError: If the model has no `MoELayer`, if its experts do not support adapters or
-            already have adapters, or if the arguments select no expert.
+        ValueError: If the model has no `MoELayer`, if the experts do not support adapters or
+            already have adapters, or if the arguments do not select any expert.
     """
     _check(rank, targets, rank_pattern or {})
     layers = dict(_layers(model))
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no MoELayer whose experts could get adapters."
+        raise ValueError(f"{type(model).__name__} has no MoELayer with experts to adapt."
                          " Call swap_moe_blocks(model) or replace_ffn(model) first. For a "
                          "transformers model that keeps its own experts, use peft's "
                          "target_parameters")
@@ -90,13 +92,15 @@ def _add(layer: MoELayer, ranks: ExpertRanks) -> None:
 
 
 class _SavesExperts:
-    """A `save_pretrained` method for `peft` models, whose own method saves only `peft` adapters."""
+    """A `save_pretrained` method for `peft` models whose experts have adapters from `add_lora`.
+    `peft`'s own method would save only the adapters that `peft` itself has added.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __call__(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        """Save all adapters. See `save_adapter`. Collective."""
+        """Save all adapters. See `save_adapter`. This is a collective operation."""
         save_adapter(self.model, save_directory)
 
 
@@ -118,8 +122,8 @@ def _check(rank: int, targets: Collection[str], pattern: Mapping[str, int]) -> N
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
-    """Yield the names and layers of a model. Raises a `ValueError` if experts do not support
-    adapters.
+    """Yield all MoE layers of a model with their names. Raise a `ValueError` if the experts of a
+    layer do not support adapters.
     """
     for name, layer in named_layers_in(model).items():
         built, where = layer.experts, f"layer {name!r}"
@@ -139,8 +143,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
 
 def _ranks(name: str, layer: MoELayer, rank: int, targets: Collection[str],
            experts: Collection[int] | None, pattern: Mapping[str, int]) -> dict[str, list[int]]:
-    """Return a dict that maps each target to the adapter ranks of all experts. Targets without
-    adapters are left out.
+    """Return a dict that maps each target to a list with the adapter rank of each expert. Targets
+    without adapters are left out.
     """
     built, count = layer.experts, layer.config.num_experts
     assert isinstance(built, FFNExperts)

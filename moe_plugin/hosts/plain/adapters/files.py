@@ -1,8 +1,10 @@
-"""Writing of expert adapters to `peft` files, for `transformers` models with this package's layers.
+"""Write expert adapters to `peft` files, for `transformers` models that use the layers of this
+package.
 
-`peft` adapts the stacks of expert weights as parameters (`target_parameters`). For each stack a
-file contains `lora_A` [r * E, in], where the rows of one expert are adjacent, and `lora_B` [out, r
-* E], where the columns of one expert are E columns apart (`ParamWrapper` of `peft.tuners.lora`).
+`peft` treats a stack of expert weights as a parameter that has adapters (`target_parameters`). For
+each stack of weights, a file contains two tensors. In `lora_A` [r * E, in], the rows of one expert
+are adjacent. In `lora_B` [out, r * E], the columns of one expert are E columns apart (see
+`ParamWrapper` in `peft.tuners.lora`).
 """
 
 from __future__ import annotations
@@ -33,18 +35,18 @@ START = "base_model.model."  # prefix of all names in a file and in a peft model
 
 @dataclass(frozen=True)
 class PeftStack:
-    """The way in which `transformers` stores a stack of expert weights, and `peft` stores its
-    adapters.
+    """Describes how `transformers` stores one stack of expert weights, and how `peft` stores the
+    adapters of this stack.
 
     Attributes:
-        name: name of the stack's parameter in the experts module.
-        parts: number of this package's weights along the output axis, which is 2 for gate and input
-            weights, and 1 otherwise.
-        in_turn: True if gate and input columns alternate along the output axis. If they do not
-            alternate, all gate columns precede the input columns.
-        flipped: True if `peft` treats the stack's output axis as its input axis and therefore
-            exchanges the two factors. `peft` does this if the stack is transposed and its module
-            has no attribute `is_transposed` (Llama 4).
+        name: name of the parameter that contains the stack, in the experts module.
+        parts: number of this package's weights that are combined along the output axis. Gate and
+            input weights have 2 parts, and output weights have 1 part.
+        in_turn: True if gate columns and input columns alternate along the output axis. If False,
+            all gate columns precede all input columns.
+        flipped: True if `peft` uses the output axis of the stack as the input axis, and therefore
+            exchanges the two factors. `peft` exchanges the factors of transposed stacks if their
+            module has no attribute `is_transposed` (Llama 4).
     """
 
     name: str
@@ -53,16 +55,16 @@ class PeftStack:
     flipped: bool
 
     def to_peft(self, a_EIR: Tensor, bs_ERO: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return `lora_A` and `lora_B` for this package's factor `a` and the factors `b` of all
-        parts, with the gate first.
+        """Convert this package's factors to `lora_A` and `lora_B`. If the gate has a factor `b`,
+        this factor must be the first in the list.
         """
         b_ERO = torch.stack(bs_ERO, -1).flatten(-2) if self.in_turn else torch.cat(bs_ERO, -1)
         first, second = (b_ERO, a_EIR.mT) if self.flipped else (a_EIR.mT, b_ERO)
         return first.flatten(0, 1), second.permute(2, 1, 0).flatten(1)
 
     def from_peft(self, a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, list[Tensor]]:
-        """Return this package's factor `a` and the factors `b` of all parts. This is the inverse of
-        `to_peft`.
+        """Convert `lora_A` and `lora_B` to this package's factor `a` and a list of factors `b`.
+        This method is the inverse of `to_peft`.
         """
         factors = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 1, 0)
         first, b_ERO = reversed(factors) if self.flipped else factors
@@ -71,14 +73,14 @@ class PeftStack:
         return first.mT, list(b_ERO.chunk(self.parts, -1))
 
     def shapes(self, inner: int, outer: int) -> tuple[int, int]:
-        """Return the input width of `lora_A` and the output width of `lora_B`."""
+        """Return two sizes: the input width of `lora_A` and the output width of `lora_B`."""
         outer *= self.parts
         return (outer, inner) if self.flipped else (inner, outer)
 
 
 def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
-    """Return the stacks of a block's experts, by the names in `PLACES` and in the order of the
-    module.
+    """Return a dict of the weight stacks of a block's experts. The keys are the names in `PLACES`,
+    in the order in which the module defines the stacks.
     """
     family, experts = block.family, block.original[0].experts
     flipped = family.transposed and not getattr(experts, "is_transposed", False)
@@ -89,23 +91,23 @@ def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
 
 
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Write the adapters added by `add_lora` in `peft`'s format. This is a collective call, in
-    which the first rank writes the file.
+    """Write the adapters that were added by `add_lora` to a file in `peft`'s format. This is a
+    collective operation, so all ranks must call this function. Only the first rank writes the file.
 
-    The file can be loaded into the model as it was before `swap_moe_blocks`, with
-    `PeftModel.from_pretrained(model, folder)`. If `peft` has wrapped the model, the file also
-    contains `peft`'s own adapters. In the file all experts of a layer have the same rank and scale.
-    Smaller factors are padded with columns of zeros, and differences in scale are multiplied into
-    `b`.
+    To load the file into a model that has not been changed by `swap_moe_blocks`, call
+    `PeftModel.from_pretrained(model, folder)`. If the model is wrapped by `peft`, the file also
+    contains the adapters that `peft` itself has added. In the file, all experts of a layer have the
+    same rank and the same scaling factor. Factors with a lower rank are therefore padded with
+    zeros, and differences in the scaling factor are multiplied into `b`.
 
     Args:
-        model: model with blocks inserted by `swap_moe_blocks`, or a `peft` model around such a
+        model: model with blocks inserted by `swap_moe_blocks`, or a `peft` model that wraps such a
             model.
-        folder: path of the folder to write to.
+        folder: path of the folder in which the file is written.
     Raises:
-        ValueError: If the model has no adapters, if an adapter is outside of the blocks inserted by
-            `swap_moe_blocks`, if an adapter uses DoRA (which `peft` does not support for stacks of
-            experts), or if the folder cannot be written.
+        ValueError: If the model has no adapters, if an adapter belongs to a layer outside the
+            blocks that `swap_moe_blocks` inserted, if an adapter uses DoRA (which `peft` does not
+            support for stacks of experts), or if the folder is not writable.
     """
     import peft
     from safetensors import SafetensorError
@@ -117,8 +119,8 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     stored: list[Any] = [layer.experts for layer in layers.values()]
     ours: list[ExpertRanks] = [experts.adapters for experts in stored]
     if odd := sorted(set(layers) - set(blocks)):
-        raise ValueError(f"layer {odd[0]!r} is outside of any block of swap_moe_blocks, so that "
-                         "peft could not find its experts. Use moe_plugin.checkpoint.save")
+        raise ValueError(f"layer {odd[0]!r} is not in a block inserted by swap_moe_blocks, so peft "
+                         "could not find its experts. Use moe_plugin.checkpoint.save")
     if any(ranks.dora for ranks in ours):
         raise ValueError("adapters with use_dora=True cannot be saved, because peft does not "
                          "support DoRA on stacks of experts. Use moe_plugin.checkpoint.save, or "
@@ -169,7 +171,7 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
 
 
 def _refuse_inside(state: Mapping[str, Tensor], blocks: Collection[str]) -> None:
-    """Raise a `ValueError` for `peft` adapters on modules that only this package's layers have."""
+    """Raise a `ValueError` for `peft` adapters on modules of this package's layers."""
     inside = tuple(f"{START}{block}.moe." for block in blocks)
     if names := sorted(name for name in state if name.startswith(inside)):
         raise ValueError(f"{names[0]!r} adapts a module of this package's layer, which does not "
@@ -178,9 +180,6 @@ def _refuse_inside(state: Mapping[str, Tensor], blocks: Collection[str]) -> None
 
 
 def _config(model: Any) -> Any:
-    """Return a copy of the model's `peft` configuration, or an empty configuration if the model
-    does not use `peft`.
-    """
     import peft
 
     if not hasattr(model, "peft_config"):
@@ -190,18 +189,18 @@ def _config(model: Any) -> Any:
 
 
 def by_pattern(pattern: Mapping[str, Any], target: str, usual: Any) -> Any:
-    """Return the value that `peft` reads for a target, which is that of the first pattern matching
-    the end of the target's name.
+    """Return the value that `peft` uses for a target. `peft` uses the value of the first pattern
+    that matches the end of the target's name.
     """
     return next((value for key, value in pattern.items()
                  if re.match(rf"(.*\.)?({key})$", target)), usual)
 
 
 def _noted(pattern: dict[str, Any], target: str, value: float, usual: float) -> dict[str, Any]:
-    """Extend `pattern` so that `peft` reads `value` for the target.
+    """Add an entry to `pattern` so that `peft` uses `value` for this target.
 
-    `peft` stores patterns in alphabetical order. The new pattern begins with a space that is
-    repeated zero times, so it sorts before all other patterns.
+    `peft` sorts patterns alphabetically. The new pattern begins with a space that is repeated zero
+    times, so that it precedes all other patterns.
     """
     if by_pattern(pattern, target, usual) == value:
         return pattern

@@ -1,4 +1,4 @@
-"""The function `load_adapter`, which loads the adapters of experts from `peft` files."""
+"""The function `load_adapter`, which loads expert adapters from `peft` files."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from moe_plugin.utils import checksums
 
 
 def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> list[str]:
-    """Add the adapters in a `peft` file to the experts of a model. Each rank loads the adapters of
-    its own experts. Collective.
+    """Load a `peft` file, and add its adapters to the experts of a model. Each rank loads only the
+    adapters of its own experts. This is a collective operation.
 
     Args:
-        model: model as in `save_adapter`. A `peft` model also loads its own adapters from the file.
-        folder: path of a folder with `adapter_config.json` and `adapter_model.safetensors`.
+        model: model as described for `save_adapter`. If `peft` wraps the model, `peft`'s own
+            adapters are loaded from the file as well.
+        folder: path of a folder that contains `adapter_config.json` and
+            `adapter_model.safetensors`.
         freeze: see `add_lora`.
-    Returns: names of the layers that have adapters.
+    Returns: the names of all layers that have adapters.
     Raises:
-        ValueError: If the file is damaged, contains a different kind of adapter, belongs to a
-            different model, or has adapters for modules that `peft` must wrap first.
+        ValueError: If the file is damaged, contains adapters of another type, belongs to a
+            different model, or contains adapters for modules that `peft` must wrap first.
     """
     _refuse_pickles(Path(folder))
     import peft
@@ -90,8 +92,8 @@ def _refuse_pickles(folder: Path) -> None:
 
 
 def _check_rest(model: nn.Module, rest: Mapping[str, Tensor], folder: str | Path) -> None:
-    """Raise a `ValueError` unless the `peft` model has all adapters in the file that do not belong
-    to experts.
+    """Raise a `ValueError` if the file contains adapters for modules other than experts, and the
+    `peft` model does not have these adapters.
     """
     import peft
 
@@ -105,7 +107,9 @@ def _check_rest(model: nn.Module, rest: Mapping[str, Tensor], folder: str | Path
 
 
 def _targeted(name: str, stacks: Mapping[str, PeftStack], targets: Collection[str]) -> list[str]:
-    """Return the stacks of a block that `peft` adapts. The last entry is the outermost adapter."""
+    """Return the names of the weight stacks in a block for which `peft` has adapters. The last name
+    belongs to the outermost adapter.
+    """
     def full(weight: str) -> str:
         return f".{name}.experts.{stacks[weight].name}"
 
@@ -115,11 +119,12 @@ def _targeted(name: str, stacks: Mapping[str, PeftStack], targets: Collection[st
 
 def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted: list[str],
            rest: dict[str, Tensor]) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """Yield the stack name and the pair (`lora_A`, `lora_B`) of each adapter, and remove the
+    """For each adapter, yield the name of its stack and the pair (`lora_A`, `lora_B`). Remove the
     adapter from `rest`.
 
-    The nesting of the adapters depends on `peft`. Therefore each stack is identified by the shapes
-    of its adapter. If both stacks have the same shape, the order returned by `targeted` decides.
+    How `peft` nests the adapters depends on the version of `peft`. This function therefore
+    identifies the stack of an adapter by the adapter's shapes. If both stacks have the same shape,
+    the order of `targeted` decides.
     """
     config = layer.config
     widths = {"in": (config.row_dim, config.hidden_dim), "out": (config.hidden_dim, config.row_dim)}
@@ -144,7 +149,6 @@ def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted
 
 @torch.no_grad()
 def _fill(layer: MoELayer, weight: str, stack: PeftStack, pair: tuple[Tensor, Tensor]) -> None:
-    """Copy the current rank's part of `lora_A` and `lora_B` to the layer."""
     name, bs, _ = PLACES[weight]
     a_EIR, bs_ERO = stack.from_peft(*pair, layer.config.num_experts)
     for key, value in {name: a_EIR, **dict(zip(reversed(bs[:stack.parts]), bs_ERO, strict=True))

@@ -1,4 +1,4 @@
-"""Functions that merge adapters into the weights of experts, and undo the merge."""
+"""Functions that merge adapters into expert weights and that undo a merge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_plugin.layer import MoELayer, named_layers_in
 
 
 def adapted_layers(model: nn.Module) -> dict[str, MoELayer]:
-    """Return a dict from names to the layers that have adapters.
+    """Return a dict of all layers that have adapters, by name.
 
     Raises:
         ValueError: If the model has no adapters.
@@ -29,15 +29,15 @@ def adapted_layers(model: nn.Module) -> dict[str, MoELayer]:
 
 
 def merge_lora(model: nn.Module, keep: bool = False) -> None:
-    """Merge the adapters into the experts' weights. Collective.
+    """Merge the adapters into the experts' weights. This is a collective operation.
 
     Args:
         model: model whose experts have adapters.
-        keep: True to keep the merged adapters for `unmerge_lora`. They then have no effect. If it
-            is False, the adapters are deleted, and the weights and biases of the experts become
-            trainable again.
+        keep: True to keep the adapters, so that `unmerge_lora` can undo the merge. After the merge,
+            the kept adapters have no effect. If False, the adapters are deleted, and the weights
+            and biases of the experts become trainable again.
     Raises:
-        ValueError: If the model has no adapters, or if the adapters have already been merged.
+        ValueError: If the model has no adapters, or if the adapters have been merged before.
     """
     for name, layer in adapted_layers(model).items():
         built = layer.experts
@@ -62,7 +62,7 @@ def unmerge_lora(model: nn.Module) -> None:
     """Undo `merge_lora(model, keep=True)` up to rounding errors.
 
     Raises:
-        ValueError: If the adapters have not been merged.
+        ValueError: If the adapters are not merged.
     """
     for name, layer in adapted_layers(model).items():
         built = layer.experts
@@ -79,8 +79,8 @@ def unmerge_lora(model: nn.Module) -> None:
 
 def _sums(experts: FFNExperts, adapters: Mapping[str, LowRank]
           ) -> Iterator[tuple[Tensor, Tensor, Tensor | float]]:
-    """Yield each weight [L, I, O], the matrix product to be added to it, and the factor by which
-    the sum is multiplied.
+    """For each weight [L, I, O], yield the weight, the matrix product to add to the weight, and the
+    factor by which the sum is multiplied.
     """
     for weight, (a_LIR, b_LRO, factor_LO) in adapters.items():
         weights = experts.weights_of()[weight]
