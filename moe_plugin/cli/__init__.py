@@ -1,1 +1,1 @@
-"""The `moe-plugin` command. No module outside this package imports it."""
+"""The `moe-plugin` command. No module outside this package imports `moe_plugin.cli`."""

@@ -1,7 +1,7 @@
 """Commands for clusters: `calibrate`, `profile-device`, `simulate all-to-all`, `simulate routing`.
 
-The commands `calibrate` and `profile-device` perform measurements and write the files that `plan`
-reads.
+The commands `calibrate` and `profile-device` measure the network and the processor, and write the
+files that `moe-plugin plan` reads.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def calibrate_options(p: argparse.ArgumentParser) -> None:
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    """Measure the network, fit the link model, write the file, and print how well the model
-    describes the measurements.
+    """Measure the network, fit the link model to the measurements, and write the model to a file.
+    Print how well the model predicts the measurements.
     """
     from moe_plugin.cli.measure.all_to_all import NAMES, Plan, measure_rows, measurements_of
     from moe_plugin.planner import Cluster, dump_cluster

@@ -1,4 +1,6 @@
-"""Helpers for Markdown tables, figures in files, readable axes, and shared options."""
+"""Helpers that format Markdown tables, save figures, label axes, and add options shared by several
+commands.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _LINKS = {"rate": "200mbit", "delay": "1ms", "message_cost": "0us"}
 
 
 def add_links(p: argparse.ArgumentParser) -> None:
-    """Add the options for the links of an emulated cluster, which `links_of` reads."""
+    """Add the options that describe the links of an emulated cluster. The function `links_of` reads
+    these options.
+    """
     for name, metavar, text in (
             ("rate", "RATE", "rate of an emulated node's link"),
             ("delay", "TIME", "one-way delay between emulated nodes"),
@@ -90,10 +94,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     """Write a figure to a .png or .svg file and close the figure.
 
-    The file contains no date and no random names, so equal plots are written as equal files.
+    The file contains no date and no random names, so equal plots produce identical files.
 
     Raises:
-        ValueError: If the file has a different suffix or cannot be written.
+        ValueError: If the suffix is neither .png nor .svg, or if the file cannot be written.
     """
     content, suffix = io.BytesIO(), check_figure(path)
     if figure.get_layout_engine() is None:
@@ -117,8 +121,8 @@ def check_figure(path: str | os.PathLike[str]) -> str:
 
 
 def pyplot() -> Any:
-    """Return `matplotlib.pyplot` with a backend that needs no display. Raise `ValueError` if it is
-    not installed.
+    """Return `matplotlib.pyplot` with a backend that needs no display. Raise `ValueError` if
+    matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -146,7 +150,7 @@ def log_ticks(axis: Any, values: Sequence[float],
 def log_scale(axis: Any) -> None:
     """Make the y axis logarithmic with plain numbers as labels.
 
-    The ticks are at powers of ten, and also at values in between if the axis spans few decades.
+    Ticks are placed at powers of ten, and also between powers of ten if the axis spans few decades.
     Call this function after everything is drawn, because it reads the range of the axis.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter

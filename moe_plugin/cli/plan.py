@@ -1,8 +1,8 @@
 """`moe-plugin plan`, which plans how to train a model on a cluster and explains the plan.
 
 The command chooses the tensor, expert, data and pipeline parallel sizes, the layout of the experts
-and the all-to-all algorithm. With other options, it plans the memory of one device, the pieces of
-prompts, or the schedule of pipeline stages.
+and the all-to-all algorithm. Other options plan the memory of one device, the number of pieces for
+each prompt length, or the schedule of pipeline stages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLORS = {"experts": "tab:orange", "a2a_out": "tab:blue", "a2a_back": "tab:cyan"
 
 
 def host_options(p: argparse.ArgumentParser, data: str | None, top: int, with_: str = "") -> None:
-    """Add the options that select the host and determine how a plan is shown and written.
+    """Add the options that select the host and specify how a plan is printed and written.
 
     Args:
         p: parser to which the options are added.
@@ -204,7 +204,7 @@ def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cl
         cluster: the cluster.
         device: the device.
         start: values in the launch line that do not depend on the plan.
-        activations: policy of each layer for the activations. See `PlanCost`.
+        activations: the policy for the activations of each layer. See `PlanCost`.
     """
     from moe_plugin.cli.planning.explain import predicted
     from moe_plugin.cli.planning.launch import launch_script, launch_text, launch_words, plan_yaml

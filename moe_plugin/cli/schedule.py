@@ -24,7 +24,7 @@ OF_SIZES = ("model", "device", "cluster", "scale", "write")  # options only for 
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """Return the names of the given options that were used."""
+    """Return those of the given option names that were set on the command line."""
     return [name for name in names if getattr(args, name) is not None]
 
 
@@ -101,7 +101,7 @@ def _weights(args: argparse.Namespace, profile: Any, limit: int) -> Any:
 
 
 def _plot_streams(path: Path, outcome: Any, limit: int) -> None:
-    """Draw the activity of each stream over time, and below it the bytes on the device."""
+    """Plot the activity of each stream over time, and the memory used on the device below it."""
     from moe_plugin.cli.figures import pyplot, save_figure
 
     plt = pyplot()

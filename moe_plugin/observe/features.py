@@ -1,4 +1,4 @@
-"""Features of a run that observe training in every host.
+"""Run features that observe training. They work in every host.
 
 `LayerRecords` writes the records of the MoE layers, `DropWarning` warns about dropped choices, and
 `FirstStepLine` logs the duration of the first step.
@@ -38,18 +38,18 @@ _EVALUATION = "--model-overrides \"{'moe_capacity_factor': 'none'}\" to drop not
 
 
 class DropWarning(RunFeature):
-    """A run feature that warns once if the capacity drops more than the fraction `WARN_ABOVE` of
-    the choices.
+    """A run feature that warns once if more than the fraction `WARN_ABOVE` of the choices is
+    dropped because of the capacity.
 
-    Training and validation are checked separately, because validation may have fewer slots
-    (`dispatch.eval_token_fraction`, `dispatch.eval_capacity_factor`).
+    Training and validation are checked separately, because experts may have fewer slots in
+    validation (`dispatch.eval_token_fraction`, `dispatch.eval_capacity_factor`).
 
     Args:
-        warns: whether this rank logs the warning.
+        warns: whether this rank logs warnings.
 
     Attributes:
-        validation: counter of the choices in validation, for hosts that do not report dropped
-            choices.
+        validation: counter of the dropped choices in validation. Used for hosts that do not report
+            dropped choices.
     """
 
     def __init__(self, warns: bool = True) -> None:
@@ -57,18 +57,18 @@ class DropWarning(RunFeature):
         self._warns, self._warned = warns, set[str]()
 
     def after_log(self, facts: StepFacts) -> None:
-        """Check the choices of a step, if the host reports dropped choices."""
+        """If the host reports the fraction of dropped choices, check this fraction for the step."""
         if facts.dropped is not None:
             self._warn(f"step {facts.number}", facts.dropped, "training", _TRAINING)
 
     def after_evaluation(self, number: int, dropped: float | None = None) -> None:
-        """Check the dropped choices of a whole validation."""
+        """Check the fraction of choices that were dropped in a validation."""
         if self._warns:
             dropped = self.validation.take() if dropped is None else dropped
             self._warn(f"validation at step {number}", dropped, "validation", _VALIDATION)
 
     def evaluation(self, fraction: float) -> None:
-        """Check the dropped choices of a fairseq command that evaluates a checkpoint.
+        """Check the fraction of dropped choices after a fairseq command has evaluated a checkpoint.
 
         fraction: the fraction of all choices that were dropped.
         """
@@ -85,13 +85,15 @@ class DropWarning(RunFeature):
 
 
 class DropCount:
-    """A counter on the device that counts the choices of several calls until `take` is called."""
+    """A counter of chosen and dropped experts that stays on the device. It adds up several calls
+    until `take` is called.
+    """
 
     def __init__(self) -> None:
         self._counts_2: torch.Tensor | None = None  # int64: chosen, dropped
 
     def add(self, stats: LayerStats | None) -> None:
-        """Add the choices of one call. Nothing is copied to the host."""
+        """Add the choices of one call. This method does not copy data to the host."""
         if stats is None or stats.capacity is None:  # without a capacity nothing is dropped
             return
         chosen = stats.load_KE.sum()
@@ -107,11 +109,11 @@ class DropCount:
 
 def listen(layers: Mapping[str, Any], training: Sequence[Callable[[str, LayerStats], None]],
            validation: Callable[[LayerStats], None] | None) -> None:
-    """Make layers pass the statistics of every call to functions.
+    """Pass the statistics of every call of the given layers to functions.
 
     Args:
         layers: the layers of a host by name. The `observer` of each layer is set to a function that
-            receives the statistics of a pass. A pass that is recomputed is counted once.
+            receives the statistics of each pass. If a pass is recomputed, it is counted only once.
         training: functions that receive the layer's name and the statistics in training mode.
         validation: the function that receives the statistics in evaluation mode. Optional.
     """
@@ -127,17 +129,18 @@ def listen(layers: Mapping[str, Any], training: Sequence[Callable[[str, LayerSta
 
 
 class LayerRecords(RunFeature):
-    """A run feature that writes records, a timeline and findings of the MoE layers according to the
-    `observe` settings.
+    """A run feature that writes records, timelines and findings about the MoE layers, as specified
+    by the `observe` settings.
 
     Args:
         config: the `observe` settings.
-        layers: the layers by name. The caller passes the statistics of these layers to `recorder`.
-            See `listen`.
+        layers: the layers by name. The caller passes the statistics of these layers to the
+            attribute `recorder`. See `listen`.
         comm: the ranks over which statistics are summed. Rank 0 writes the files.
-        host: the name of the host that trains, for the report.
-        rank: the rank of this process in timelines and traces. Defaults to the rank in `comm`.
-        has_log: whether the host writes a training log that the report reads. Otherwise the loss
+        host: the name of the host, for the report.
+        rank: the rank that names this process in timelines and traces. Defaults to the rank in
+            `comm`.
+        has_log: whether the host writes a training log that the report can read. If False, the loss
             and the speed are written together with the records.
     """
 
@@ -155,7 +158,7 @@ class LayerRecords(RunFeature):
             self.recorder.write_settings(layers)
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:
-        """Record the timeline of the step that `observe.timeline` names."""
+        """If `observe.timeline` names this step, record its timeline."""
         return self.timeline.around(step.number)
 
     def after_step(self, facts: StepFacts) -> None:
@@ -192,10 +195,10 @@ class LayerRecords(RunFeature):
 
 
 class FirstStepLine(RunFeature):
-    """A run feature that logs after the first step how long this step took and how long the run
-    will take.
+    """A run feature that logs one line after the first step. The line reports the duration of the
+    step and estimates the duration of the run.
 
-    This line is logged only by ranks that know the number of tokens in a step.
+    The line is logged only on ranks on which the number of tokens per step is known.
     """
 
     def __init__(self) -> None:
@@ -219,8 +222,8 @@ def first_step(seconds: float, tokens: float, left: int | None) -> str:
 
     Args:
         seconds: the duration of the step in seconds.
-        tokens: the number of tokens of all ranks in the step.
-        left: the number of remaining steps. The value is None if it is unknown.
+        tokens: the number of tokens that all ranks together process in the step.
+        left: the number of remaining steps. None if this number is unknown.
     """
     text = f"first step: {show_time(seconds)}, {tokens / seconds:,.0f} tokens/s"
     if left is None:

@@ -1,7 +1,7 @@
-"""The rules that find problems of the layers of a run.
+"""The rules that find problems in the layers of a run.
 
-Each rule computes a number for every record, determines for which values of this number a problem
-is reported, and describes the problem.
+Each rule computes a number for every record, decides for which numbers a problem is reported, and
+describes the problem.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ Judge = Callable[[Sequence[Any]], "float | None"]
 
 @dataclass(frozen=True)
 class Episode:
-    """A sequence of consecutive records to which a rule applies.
+    """Consecutive records to which a rule applies.
 
     Attributes: first, last: the first and the last step of the episode.
-        begins, ends: whether the episode contains the first and the last record of the layer.
+        begins, ends: whether the episode contains the first and the last record of the layer,
+            respectively.
         records: the number of records in the episode.
-        worst: the `RECENT` records with the worst value. If the episode contains the last record of
-            the layer, these are the last records.
-        value: the value of the worst records.
+        worst: `RECENT` consecutive records in which the problem is worst. If the episode contains
+            the last record of the layer, the last `RECENT` records are used instead.
+        value: the number that the rule computed for `worst`.
     """
 
     first: int
@@ -60,9 +61,10 @@ class Episode:
 
 def episodes(records: Sequence[LayerRecord], rule: LayerRule, *,
              past: bool = True) -> list[Episode]:
-    """Return the episodes in which a rule applies to all groups of `RECENT` consecutive records.
+    """Return the episodes of a rule. Within an episode, the rule applies to every group of `RECENT`
+    consecutive records.
 
-    past: whether to examine all records rather than only the last `RECENT` records.
+    past: whether to examine all records. If False, only the last `RECENT` records are examined.
     """
     records = records if past else records[-RECENT:]
     values: list[Any] = [None] * len(records)
@@ -86,7 +88,9 @@ def episodes(records: Sequence[LayerRecord], rule: LayerRule, *,
 
 def _groups(records: Sequence[LayerRecord], suspect: Callable[[LayerRecord], Any]
             ) -> Iterator[int]:
-    """Yield the begin of each group of `RECENT` records that contains a suspect."""
+    """Yield the start index of each group of `RECENT` consecutive records that contains at least
+    one suspect record.
+    """
     begin, last = 0, len(records) - RECENT
     for at, record in enumerate(records):
         if suspect(record):
@@ -107,27 +111,28 @@ Found = Mapping[str, Sequence[Episode]]  # by layer
 
 
 def named(names: Sequence[str]) -> str:
-    """Return a string with the first names and the number of the remaining names."""
+    """Return a string that lists the first names, and counts the remaining names."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 
 
 @dataclass(frozen=True)
 class LayerRule:
-    """A rule about layers.
+    """A rule that finds problems in layers.
 
     Attributes:
         name: the name of the rule.
-        suspect: a fast function that returns a true value for every record that is a problem if it
-            is judged alone. Groups of records without a suspect are never judged.
+        suspect: a fast check that returns a truthy value for every record that would be a problem
+            on its own. Groups of records that contain no suspect record are skipped.
         measure: the function that computes a number for one record.
-        judge: the function that decides whether consecutive records are reported as a problem.
-        title: the function that returns the title of a finding. The title is in the past tense if
-            the second argument is True.
+        judge: a function that decides whether consecutive records are a problem. It receives the
+            values of `measure` and returns the value to report, or None.
+        title: a function that returns the title of a finding. The title is in the past tense if the
+            second argument is True.
         meaning: the consequence for the run.
         remedy: the flags or settings to change.
-        lasted: the minimum fraction of a layer's records for which a past problem must have lasted
-            to be reported.
+        lasted: a past problem is reported only if it affected at least this fraction of the layer's
+            records.
     """
 
     name: str
@@ -140,9 +145,9 @@ class LayerRule:
     lasted: float = LASTED
 
     def look(self, layers: Mapping[str, Sequence[LayerRecord]], past: bool) -> tuple[Found, Found]:
-        """Return the current and the past episodes of each layer.
+        """Return the current episodes and the past episodes of each layer.
 
-        past: whether to search for past episodes.
+        past: whether to search for past episodes too.
         """
         now: dict[str, Sequence[Episode]] = {}
         over: dict[str, Sequence[Episode]] = {}
@@ -156,8 +161,8 @@ class LayerRule:
 
 
 def _where(found: Found, past: bool) -> str:
-    """Return a string with the names of layers, and with steps if only a part of the run is
-    affected.
+    """Return a string that lists the affected layers. The string also contains steps if only some
+    steps are affected.
     """
     return named([_steps(name, stretches, past) for name, stretches in found.items()])
 
@@ -171,7 +176,9 @@ def _steps(name: str, stretches: Sequence[Episode], past: bool) -> str:
 
 
 def _at(found: Found, past: bool) -> tuple[str, Episode]:
-    """Return a string that names the most affected layer and the steps, and the worst episode."""
+    """Return a string that names the most affected layer with its steps, and return its worst
+    episode.
+    """
     name, worst = max(((name, e) for name, stretches in found.items() for e in stretches),
                       key=lambda item: item[1].value)
     return _steps(name, [worst], past), worst
@@ -185,7 +192,8 @@ def _mean(values: Iterable[Any]) -> float | None:
 
 
 def _mean_is(bad: Callable[[float], bool]) -> Judge:
-    """Return a `judge` function that returns the mean of the known values if `bad(mean)` is true.
+    """Return a `judge` function that computes the mean of the known values. It returns this mean if
+    `bad(mean)` is true.
     """
 
     def judge(values: Sequence[Any]) -> float | None:
@@ -200,8 +208,8 @@ def _peak(records: Sequence[LayerRecord]) -> float:
 
 
 def _against(records: Sequence[LayerRecord]) -> str:
-    """Return a string that compares the load with that of tokens which all choose the same experts,
-    or an empty string.
+    """Return a string that states how large the load would be if all tokens chose the same experts,
+    or an empty string if this is unknown.
     """
     top = _mean(ratio_of_same_experts(r) for r in records)
     return "" if top is None else f"{top:.1f} would be all tokens on the same experts"
@@ -225,8 +233,8 @@ def _uneven_title(found: Found, past: bool) -> str:
 
 
 def _dead(values: Sequence[tuple[int, int] | None]) -> float | None:
-    """Return the number of experts that received no token in any of the records. The result is None
-    if there is no such expert, or if no token was routed.
+    """Return the number of experts that received no token in any of the records. Return None if
+    there is no such expert, or if no token was routed.
     """
     last = values[-1]
     if last is None or not last[1] or None in values or len({v[0] for v in values if v}) > 1:

@@ -1,4 +1,4 @@
-"""A live view of a running job that is updated whenever the files of the run grow.
+"""A live view of a running job. The view is updated whenever the files of the run grow.
 
 If the output is not a terminal, the view is printed as plain text without control codes.
 """
@@ -35,9 +35,9 @@ POLL_S = 0.2
 
 
 def view(run: RunRecord, console: Console, age_s: float | None = None) -> Group:
-    """Return the view of a run. It is not higher than the console.
+    """Return the view of a run. The view fits into the height of the console.
 
-    age_s: the time in seconds since the files last grew. Optional.
+    age_s: the time in seconds since the files were last extended. Optional.
     """
     bars = PLAIN if console.options.ascii_only else BARS
     training = _training(run, console.width, bars)
@@ -64,7 +64,7 @@ def _title(run: RunRecord, age_s: float | None) -> Text:
 
 
 def _findings(run: RunRecord, width: int) -> list[RenderableType]:
-    """Return each finding and its remedy, wrapped to the width of the console."""
+    """Return each finding with its remedy, wrapped to the width of the console."""
     parts = [(text, style, indent) for found in findings(run) for text, style, indent in (
         (f"! {found.title}", "bold red", "  "), (f"  try: {found.remedy}", "red", "       "))]
     return [_text(line, style) for text, style, indent in parts for line in textwrap.wrap(
@@ -105,7 +105,7 @@ def _training(run: RunRecord, width: int, bars: str) -> Table:
 
 
 def spark(values: Sequence[float], width: int, bars: str = BARS) -> str:
-    """Return values over time as a line of bars. A value that is not finite is shown as `?`."""
+    """Draw values over time as one line of bars. Values that are not finite are drawn as `?`."""
     count = max(1, min(width, len(values)))
     parts = [values[i * len(values) // count : (i + 1) * len(values) // count]
              for i in range(count)]
@@ -119,10 +119,11 @@ def spark(values: Sequence[float], width: int, bars: str = BARS) -> str:
 
 
 def load_bars(record: LayerRecord, width: int, bars: str = BARS) -> Text:
-    """Return one bar per expert. Half of the height stands for the mean load, and the full height
-    for twice the mean load.
+    """Draw one bar per expert. A bar of half height represents the mean load, and a bar of full
+    height represents twice the mean load.
 
-    If there are more experts than `width`, each bar shows the busiest expert of a group.
+    If there are more than `width` experts, experts are grouped, and each bar shows the busiest
+    expert of a group.
     """
     shares = [0.0 if math.isnan(s) else s for s in record.shares]
     count = min(width, len(shares))
@@ -135,7 +136,7 @@ def load_bars(record: LayerRecord, width: int, bars: str = BARS) -> Text:
 
 
 def _warning(value: float | None, high: float, very_high: float) -> str:
-    """Return the colour in which a value that should be small is shown."""
+    """Return the colour for a value that should be small."""
     if value is None:
         return ""
     return "red" if value >= very_high else "yellow" if value >= high else "green"
@@ -173,13 +174,13 @@ def _text(text: str, style: str = "") -> Text:
 
 
 class Watch:
-    """An object that shows a run until the run has finished.
+    """Show a run continuously until the run has finished.
 
     Args:
         folder: the folder of the run.
-        interval: the number of seconds between two checks of its files.
+        interval: the time in seconds between two checks of the run's files.
         stream: the output. Control codes and colours are used only if the output is a terminal.
-        sleep: the function that waits for a given number of seconds. Tests replace it.
+        sleep: a function that waits for the given number of seconds. Tests replace it.
     Raises:
         ValueError: If `interval` is not positive.
     """
@@ -208,9 +209,7 @@ class Watch:
         self._print()
 
     def follow(self) -> None:
-        """Show the run until it has finished, until Ctrl-C is pressed, or until the reader of a
-        pipe has ended.
-        """
+        """Show the run until the run finishes, Ctrl-C is pressed, or the reader of a pipe exits."""
         try:
             self._follow()
             self._print(f"{self.folder.resolve().name} finished")
@@ -235,7 +234,7 @@ class Watch:
                 self._wait()
 
     def _look(self) -> bool:
-        """Read the files of the run if they have changed, and return whether they have changed."""
+        """If the files of the run have changed, read them. Return whether they have changed."""
         now = self._signature()
         if now == self.signature:
             return False
@@ -264,7 +263,7 @@ class Watch:
         return view(self.run, self.console, time.time() - max(times) if times else None)
 
     def _print(self, last: str | None = None) -> None:
-        """Write the view as plain text, or write a last line after the view."""
+        """Print the view as plain text, or print a final line below the view."""
         if last is None or self.terminal:
             with self.console.capture() as captured:
                 self.console.print(self._view())
@@ -275,7 +274,7 @@ class Watch:
         self.stream.flush()
 
     def _wait(self) -> None:
-        """Wait for the interval, or until the size of the window changes."""
+        """Wait until the interval has passed or the window has been resized."""
         size, left = self.console.size, self.interval
         while left > 0 and not (self.terminal and self.console.size != size):
             part = min(POLL_S, left)

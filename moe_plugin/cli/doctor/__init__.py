@@ -1,10 +1,11 @@
-"""`moe-plugin doctor`, which checks whether the layer works on this machine and what is missing.
+"""`moe-plugin doctor`, which checks whether the MoE layer works on this machine and which packages
+are missing.
 
-The command also prints the commands that install what is missing. With `--all` it also prints the
+The command also prints how to install the missing packages. With `--all` it also prints the
 packages, unsupported features of the hosts, and stored measurements.
 
-The exit status is 0 if the layer works, and 1 otherwise. The layer works if the results of a tiny
-forward and backward pass agree with a dense computation.
+The exit status is 0 if the layer works, and 1 otherwise. The layer passes the check if the results
+of a tiny forward and backward pass agree with a dense computation.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Run the checks. Print whether the layer works as soon as this is known, and print slower
-    results later.
+    """Run the checks. Print whether the layer works, and then collect and print the data that take
+    longer.
 
     Returns: 0 if the layer works, and 1 otherwise.
     """

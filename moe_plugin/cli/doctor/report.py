@@ -1,4 +1,5 @@
-"""The report of `moe-plugin doctor`, which is collected as plain data and formatted as text."""
+"""The report of `moe-plugin doctor`. The data are collected as plain values and formatted as text.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +28,10 @@ def check_rows(kinds: list[torch.device]) -> list[dict[str, Any]]:
     """Check the layer and return a row for each device, dtype, dispatcher and number of (simulated)
     ranks.
 
-    Each row has the largest relative errors of outputs and gradients, and whether these errors are
-    small. On a GPU only one rank is checked. torch runs all backward passes of a GPU in one thread,
-    so several simulated ranks would wait for each other.
+    Each row contains the largest relative error of the output, the largest relative error of the
+    gradients, and whether both errors are within the tolerance. On a GPU only one rank is checked.
+    torch runs all backward passes of a GPU in one thread, so several simulated ranks would wait for
+    each other.
     """
     cases = []
     for device in kinds:
@@ -88,7 +90,8 @@ def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str,
 
 
 def _share(whole: MoELayer, config: MoEConfig, comm: Comm) -> MoELayer:
-    """Return the layer of this rank with weights copied from the whole layer."""
+    """Create this rank's layer, and copy this rank's share of the weights from the layer `whole`.
+    """
     weight_ED = whole.router.get_parameter("weight_ED")
     layer = MoELayer(config, comm, dtype=weight_ED.dtype, device=weight_ED.device)
     first, local = comm.rank * layer.placement.local, layer.placement.local
@@ -137,8 +140,8 @@ def _relative(got: Tensor, want: Tensor) -> float:
 
 
 def first() -> dict[str, Any]:
-    """Collect the data about whether the layer works, for JSON. The value `works` is True if the
-    self check passed.
+    """Collect the results of the self-check and the properties of the environment as plain values
+    for JSON. The value `works` is True if the self check passed.
     """
     gpu = torch.cuda.is_available()
     checks = check_rows([torch.device("cpu"),
@@ -152,9 +155,9 @@ def first() -> dict[str, Any]:
 
 
 def rest(everything: bool) -> dict[str, Any]:
-    """Collect all further data, which are missing parts and stored measurements.
+    """Collect the remaining data of the report, such as missing components and stored measurements.
 
-    everything: whether to collect these data.
+    everything: whether to collect the remaining data. If False, return an empty dict.
     """
     if not everything:
         return {}
@@ -167,7 +170,7 @@ def rest(everything: bool) -> dict[str, Any]:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Return the first lines of the report, which tell what was checked and whether the layer
+    """Return the first lines of the report, which list the checks and state whether the layer
     works.
     """
     checks = report["self_check"]
@@ -182,7 +185,7 @@ def verdict(report: dict[str, Any]) -> str:
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    """Return one line for each problem."""
+    """Return one line for each problem that was found."""
     return [
         *(f"self check, {row['device']} {row['dtype']}, dispatch.name={row['dispatcher']}, "
           f"{_ranks(row)}: {row['reason']}" for row in report["self_check"] if not row["ok"]),
@@ -262,6 +265,7 @@ def _missing(report: dict[str, Any]) -> str:
 
 
 def _load(load: str) -> str:
-    """Shorten a load to the main part. The rest is in other columns and in the output of `--json`.
+    """Shorten the description of a load. The omitted words are shown in other columns and in the
+    output of `--json`.
     """
     return load.split(": ", 1)[-1].split(", of ")[0]

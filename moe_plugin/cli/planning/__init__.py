@@ -1,3 +1,3 @@
-"""Functions that plan models on clusters and format explanations of the plans. This package does
+"""Functions that plan the training of models on clusters and explain the plans. This package does
 not import torch.
 """

@@ -1,5 +1,5 @@
-"""Functions that describe a schedule: the speed, the reason why no schedule is faster, and a
-comparison with other algorithms.
+"""Functions that describe the schedule of a collective: its speed, why no schedule is faster, and
+how it compares with other algorithms.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _NAMED = 8  # largest number of nodes listed by name
 
 @dataclass(frozen=True)
 class Compared:
-    """One of the compared algorithms for a collective.
+    """One of the algorithms that are compared for a collective.
 
     Attributes:
         name: name of the algorithm.
         run: simulation of the algorithm at the requested size.
-        limit_s: time in seconds that the busiest wire needs.
+        limit_s: lower bound on the time in seconds, given by the busiest wire.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Compared:
 
 @dataclass(frozen=True)
 class Report:
-    """All data for the report about a schedule.
+    """The data for the report about a schedule.
 
     Attributes:
         schedule: the schedule.
         size: size of the collective's result in bytes.
-        ways: the compared algorithms. The schedule comes first. The list is empty if there is only
-            one rank.
+        ways: the compared algorithms. The first item is the planned schedule. The tuple is empty if
+            there is only one rank.
         planned_s: time in seconds that planning took.
         note: assumptions about the network.
     """
@@ -55,7 +55,9 @@ class Report:
 
 
 def compare(schedule: Schedule, size: int, chunks: int) -> tuple[Compared, ...]:
-    """Simulate the schedule and the baselines. Each piece is split into up to `chunks` chunks."""
+    """Simulate the schedule and the baselines. Data are split into up to `chunks` chunks, which are
+    sent one after the other.
+    """
     if len(schedule.network.ranks) == 1:
         return ()
     programs = [program_of(schedule)]
@@ -72,8 +74,8 @@ def _compared(program: Program, size: int, chunks: int) -> Compared:
 
 
 def cut_words(schedule: Schedule) -> str:
-    """Explain why no schedule is faster, by the cut of the network, the data that must cross it,
-    and the bandwidth of the cut.
+    """Explain why no schedule is faster. The text names the limiting cut of the network, the data
+    that must cross this cut, and the bandwidth of the cut.
     """
     network = schedule.network
     inside = [rank for rank in network.ranks if rank in schedule.cut]
@@ -97,7 +99,9 @@ def cut_words(schedule: Schedule) -> str:
 
 
 def _parts_words(schedule: Schedule) -> str:
-    """Explain the optimum of an overlapping all-reduce, for which a partition replaces the cut."""
+    """Explain the optimum of an overlapping all-reduce, which is limited by a partition of the
+    nodes instead of a cut.
+    """
     network, parts = schedule.network, schedule.parts
     width = sum((network.out_of(part) for part in parts), Fraction(0))
     single = all(sum(rank in part for rank in network.ranks) == 1 for part in parts)
@@ -114,8 +118,8 @@ def _shards(count: int) -> str:
 
 
 def _nodes(network: Network, cut: frozenset[str]) -> str:
-    """Return a string that names a set of nodes, or the nodes outside the set, and the number of
-    ranks.
+    """Return a string that lists a set of nodes and its number of ranks. If the set contains most
+    nodes, the string lists the nodes that are not in the set.
     """
     inside = [node for node in network.nodes if node in cut]
     outside = [node for node in network.nodes if node not in cut]
@@ -147,7 +151,7 @@ def trees_words(schedule: Schedule) -> str:
 
 
 def share_words(schedule: Schedule) -> str:
-    """Describe whether the given trees reach the optimum."""
+    """Describe whether the given trees reach the optimal bandwidth."""
     best = len(schedule.network.ranks) / (schedule.phases * schedule.inverse_rate)
     if schedule.algorithmic_bandwidth == best:
         return "the optimum"

@@ -31,8 +31,8 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
     Args:
         model: the model.
         plan: the plan.
-        auto: whether the tuner may change the layout of the plan during training. If so, the tuner
-            starts with one row per token and expert (`rows`).
+        auto: whether the tuner may change the layout of the plan during training. In this case, the
+            tuner starts with `dispatch.send=rows`, which sends one row per token and expert.
         keeps_send: whether the tuner must not change `dispatch.send`. See `plan_cost.needs_send`.
     """
     parallel: dict[str, Any] = {
@@ -62,7 +62,7 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
 
 
 def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
-    """Return the flags of the host itself for a plan, as a list of words.
+    """Return the host's own command-line flags for a plan, as a list of words.
 
     Raises:
         ValueError: If the host is unknown or cannot run the plan.
@@ -101,7 +101,7 @@ def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
 
 def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: str,
               activations: Sequence[str] = (), keeps_send: bool = False) -> str:
-    """Return the content of the file that a plan needs for `--moe-config`.
+    """Return the content of the `--moe-config` file that applies a plan.
 
     Args:
         model: the model.
@@ -109,7 +109,7 @@ def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: s
         host: see `HOSTS`.
         auto: see `moe_settings`.
         note: comment at the top of the file.
-        activations: policy of each layer for the activations. See `PlanCost`.
+        activations: the policy for the activations of each layer. See `PlanCost`.
         keeps_send: see `moe_settings`.
     """
     settings = moe_settings(model, plan, auto, keeps_send)
@@ -127,12 +127,12 @@ def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: s
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchCommand:
-    """The values in a command line that do not depend on the plan.
+    """Values for a command line that do not depend on the plan.
 
     Attributes:
         nodes: number of nodes.
         ranks_per_node: number of processes per node.
-        head: address of the first node. It is needed if there are several nodes.
+        head: address of the first node. Required if there are several nodes.
         cpu: whether to train on the CPU.
         threads: number of CPU threads of each rank, or 0 for no limit.
         data: folder (fairseq) or prefix (Megatron) of the data.
@@ -155,8 +155,8 @@ class LaunchCommand:
 
 
 def torchrun_words(start: LaunchCommand) -> list[str]:
-    """Return `torchrun` and the options of `torchrun` itself. If there are several nodes, the
-    command must be run on each node.
+    """Return the word `torchrun` followed by the options of `torchrun`. If there are several nodes,
+    the command must be run on each node.
     """
     words = [f"OMP_NUM_THREADS={start.threads}"] if start.cpu and start.threads else []
     if start.nodes == 1:
@@ -225,9 +225,9 @@ def _megatron(start: LaunchCommand) -> list[str]:
 
 
 def launch_text(words: list[str]) -> str:
-    """Return the launch line for a shell, split into parts of at most `COLUMNS` columns.
+    """Return the launch line for a shell, wrapped into lines of at most `COLUMNS` columns.
 
-    A flag and the values of the flag are always in the same part.
+    A flag and its values are always on the same line.
     """
     parts: list[str] = []
     for word in words:

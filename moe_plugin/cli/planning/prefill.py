@@ -1,5 +1,5 @@
-"""The table of EPS-MoE, which contains the number of pieces and the kernel for the forward pass of
-an MoE layer by prompt length.
+"""The table of EPS-MoE. For each prompt length, the table contains the number of pieces and the
+kernel for the forward pass of an MoE layer.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class PrefillRow:
     """The result for one prompt length.
 
     Attributes:
-        tokens: number of prompt tokens on a rank.
-        rows: number of rows of an expert.
-        whole_s: time in seconds if the pass is not split into pieces.
+        tokens: number of prompt tokens per rank.
+        rows: number of rows per expert.
+        whole_s: time of the forward pass in seconds if the pass is not split into pieces.
         best: best choice among all numbers of pieces.
     """
 
@@ -48,8 +48,8 @@ class PrefillTable:
 
     Attributes:
         rows: the results.
-        kernels: where the best kernel changes if the pass is not split, as tuples (tokens on a
-            rank, kernel below this number, kernel from this number on).
+        kernels: the lengths at which the best kernel changes if the pass is not split, as tuples
+            (tokens on a rank, kernel below this number, kernel from this number on).
     """
 
     rows: tuple[PrefillRow, ...]
@@ -64,7 +64,7 @@ def prefill_table(model: ModelShape, cluster: Cluster, profile: Profile,
         model: the model.
         cluster: the cluster.
         profile: measured kernels for the widths and experts of this layer.
-        lengths: numbers of prompt tokens on a rank.
+        lengths: the prompt lengths, in tokens per rank.
     Raises:
         ValueError: If the number of experts is not divisible by the number of ranks.
     """
@@ -93,8 +93,8 @@ def _load(model: ModelShape, cluster: Cluster, tokens: int, here: int,
 
 
 def explain(found: PrefillTable) -> str:
-    """Format the table as text with a line for each length, the changes of the kernel, and the
-    settings.
+    """Format the table as text. The text contains a line for each length, the lengths at which the
+    kernel changes, and the settings.
     """
     lines = [f"{'tokens/rank':>13}{'rows/expert':>16}{'one piece':>12}{'best':>12}"
              "  pieces, kernel"]

@@ -1,6 +1,6 @@
-"""Parser for lines that the training loop of Megatron (versions 0.15 to 0.19) prints.
+"""Parser for the lines that Megatron's training loop prints (versions 0.15 to 0.19).
 
-With this parser, a run that does not use this plugin can be compared with a run that does.
+With this parser, a run without this plugin can be compared with a run that uses the plugin.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def parse_step(line: str, length: str | None) -> StepRecord | None:
 
     Args:
         line: the line.
-        length: the number of tokens in a sample, as a string. If None, the record has no tokens per
-            second.
+        length: the number of tokens per sample, as a string. If None, the tokens per second are not
+            computed.
     Raises:
         ValueError: If a number cannot be read.
     """
@@ -48,8 +48,7 @@ def parse_step(line: str, length: str | None) -> StepRecord | None:
 
 
 def parse_argument(line: str) -> tuple[str, str] | None:
-    """Return the name and the value of an argument that a line lists, or None for any other line.
-    """
+    """If a line lists an argument, return its name and value. Return None for any other line."""
     found = _ARGUMENT.search(line)
     return found and (found[1].replace("_", "-"), found[2].strip())
 

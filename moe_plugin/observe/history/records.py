@@ -1,5 +1,5 @@
-"""The records of a run as plain values. They do not need torch, so reports can be created on any
-machine.
+"""The records of a run as plain values. This module does not import torch, so reports can be
+created on any machine.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ KEY = "expert_parallel"
 
 @dataclass(frozen=True, kw_only=True)
 class ResizeRecord:
-    """The record of a change of the expert-parallel size.
+    """A change of the expert-parallel size during a run.
 
     Attributes:
-        step: the step before which the size changed.
-        host: the host that trained.
+        step: the change took place before this step.
+        host: the host framework of the run.
         before, after: the number of expert-parallel ranks before and after the change.
-        bytes: the number of bytes that all ranks together sent.
+        bytes: the total number of bytes sent by all ranks.
         seconds: the duration of the change on the slowest rank, in seconds.
     """
 
@@ -37,7 +37,7 @@ class ResizeRecord:
     seconds: float
 
     def line(self) -> str:
-        """Return a line for the log that describes the change."""
+        """Return a log line that describes the change."""
         return (f"expert-parallel ranks {self.before} -> {self.after} before step {self.step}: "
                 f"{show_size(self.bytes)} sent by all ranks, {show_time(self.seconds)}")
 
@@ -49,8 +49,8 @@ class ResizeRecord:
 
 
 def resize_record(row: Mapping[str, Any]) -> ResizeRecord:
-    """Convert a row that `ResizeRecord.as_row` returned to a record. Raise `ValueError` for any
-    other row.
+    """Convert a row written by `ResizeRecord.as_row` to a record. Raise `ValueError` if the row has
+    any other form.
     """
     try:
         given = row[KEY]
@@ -69,19 +69,20 @@ DROPS = "overflow_expert1", "overflow_expert2"
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One record of a host's training log. Fields that are missing in the log are None.
+    """One record of a host's training log. Fields that the log does not contain are None.
 
     Attributes:
         loss, valid_loss: the losses in nats per token. Losses that fairseq reports in bits are
-            converted. The balance loss is not included if the log separates it.
-        seconds: the duration in seconds that this record covers.
+            converted to nats. The balance loss is excluded if the log reports it separately.
+        seconds: the duration of the steps since the previous record, in seconds.
         elapsed_s: the time in seconds since the start of the process.
-        not_finite: the number of steps since the last record that were skipped because a loss or a
-            gradient was not finite. Steps that only reduce a loss scale are not counted.
-        extra: further metrics in the log, by their names in the log. Names of validation metrics
-            begin with `valid `.
-        confidence: for the members of an ensemble in validation, the number of predictions in equal
-            ranges of the largest probability.
+        not_finite: the number of steps since the previous record that were skipped because a loss
+            or a gradient was not finite. Steps skipped only to reduce the loss scale are not
+            counted.
+        extra: other metrics from the log. Keys are the names in the log. The names of validation
+            metrics begin with `valid `.
+        confidence: for each member of an ensemble, a histogram over validation. It counts
+            predictions by their largest probability, in ranges of equal width.
     """
 
     step: int
@@ -97,10 +98,10 @@ class StepRecord:
     confidence: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def dropped(self, kind: str = "") -> float | None:
-        """Return the fraction of dropped choices in fairseq's training log, or None if it is
-        unknown.
+        """Return the fraction of dropped choices that fairseq's training log reports, or None if it
+        is unknown.
 
-        kind: prefix of the metrics, which is `valid ` for validation.
+        kind: prefix of the metrics' names, which is `valid ` for validation.
         """
         shares = [self.extra[f"{kind}{name}"] / 100 for name in DROPS
                   if f"{kind}{name}" in self.extra]
@@ -109,7 +110,7 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionRecord:
-    """A decision of a layer's tuner. See `moe_plugin.tuning.engine.TunerDecision`.
+    """A decision made by the tuner of a layer. See `moe_plugin.tuning.engine.TunerDecision`.
 
     All times are in seconds.
     """
@@ -130,10 +131,10 @@ class DecisionRecord:
 class LayerRecord:
     """The statistics of one layer over one interval. See `moe_plugin/utils/statistics.py`.
 
-    more: the statistics with a chart that are not attributes, by name.
-    load: how often each expert was chosen, or an empty sequence if this is unknown. It is an
-        `array` if it was read from a log.
-    choices: the number of choices of all experts, which is the sum of `load`.
+    more: statistics by name that have a chart but are not attributes of this class.
+    load: the number of tokens that chose each expert, or an empty sequence if these numbers are
+        unknown. The sequence is an `array` if the record was read from a log.
+    choices: the total number of choices, which is the sum of `load`.
     """
 
     step: int
@@ -169,8 +170,8 @@ class LayerRecord:
 
     @property
     def hit_rate(self) -> float | None:
-        """The fraction of experts that were already on the device when a call needed them. The
-        value is None if experts are not stored outside the device.
+        """The fraction of needed experts that were already on the device when a call needed them.
+        None if all experts are always stored on the device.
         """
         asked = self.store.get("hits", 0.0) + self.store.get("misses", 0.0)
         return self.store.get("hits", 0.0) / asked if asked else None
@@ -186,16 +187,17 @@ class LayerRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyRecord:
-    """The activity of a copier since the last record, added over all ranks.
+    """The activity of a copier since its last record, summed over all ranks.
 
     Attributes:
-        copier: the kind of data that the copier moves, such as `activations` or `weights`.
+        copier: the type of data that is copied, such as `activations` or `weights`.
         bytes: the number of bytes that were copied.
-        waits: the number of times that computation waited for a copy.
-        stalled_s: the total duration in seconds for which computation waited.
-        busy_s: the total duration of the copies in seconds.
-        resident_bytes: the largest number of bytes on the device in a step. 0 if unknown.
-        keep, recompute, swap: the number of blocks whose activations are kept, recomputed and
+        waits: how many times computation had to wait for a copy.
+        stalled_s: the total time in seconds that computation waited for copies.
+        busy_s: the total time in seconds during which copies were running.
+        resident_bytes: the largest number of bytes that were on the device during a step. 0 if
+            unknown.
+        keep, recompute, swap: the number of blocks whose activations are kept, recomputed or
             swapped.
     """
 
@@ -217,9 +219,9 @@ COPIES = ("bytes", "waits", "stalled_s", "busy_s", "resident_bytes", "keep", "re
 
 @dataclass(frozen=True)
 class SpanRecord:
-    """An activity (span) in a recorded step. Times are in seconds since the step began.
+    """An activity (span) in a recorded step. Times are in seconds since the start of the step.
 
-    track: the kind of activity, such as `layers` or `exchange`.
+    track: the type of activity, such as `layers` or `exchange`.
     """
 
     track: str
@@ -230,24 +232,24 @@ class SpanRecord:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """The contents of the folder of a run.
+    """All records of a run, read from its folder.
 
     Attributes:
         name: the name of the run.
         host: the name of the host that trained.
-        steps: the records of the training log, in the order of steps.
-        layers: the records of each layer by name, in the order of layers and steps.
-        copies: the records of each copier by name, in the order of steps. They are added over all
+        steps: the records of the training log, ordered by step.
+        layers: for each layer name, the records ordered by step. Layers are sorted.
+        copies: for each copier name, the records ordered by step. The records are summed over all
             pipeline stages.
-        timelines: the spans of each recorded step, by (step, rank).
+        timelines: the spans of each recorded timeline, by (step, rank).
         resizes: the changes of the expert-parallel size.
         settings: the values of flags or settings, as the user wrote them.
-        changed: pairs (value as written, default) of the settings that differ from the defaults, by
-            name. None if unknown.
-        notes: sentences that tell the reader of a report about problems with the files.
+        changed: for each setting that differs from its default, a pair (value as written, default),
+            by name. None if unknown.
+        notes: sentences for the reader of a report that describe problems with the files.
         files: the paths of the files, relative to the folder.
-        folder: the folder of the run. The value is None if the run was not read from files.
-        finished: whether the host has completed its last step.
+        folder: the folder of the run. None if the run was not read from files.
+        finished: whether the run has completed its last step.
     """
 
     name: str
@@ -271,12 +273,12 @@ class RunRecord:
 
     @property
     def last_records(self) -> dict[str, LayerRecord]:
-        """The last record of each layer that has records."""
+        """The last record of each layer that has at least one record."""
         return {name: records[-1] for name, records in self.layers.items() if records}
 
     @property
     def step_range(self) -> tuple[int, int]:
-        """The first and the last step of all records, or (0, 0) if there are no records."""
+        """The first and the last step of all records, or (0, 0) without any record."""
         lists: tuple[Sequence[StepRecord | LayerRecord], ...] = (self.steps, *self.layers.values())
         steps = [r.step for records in lists if records
                  for r in (records[0], records[-1])]
@@ -284,12 +286,12 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """The last step of all records, or 0 if there are no records."""
+        """The last step of all records, or 0 without any record."""
         return self.step_range[1]
 
     @property
     def steps_covered(self) -> tuple[int, int]:
-        """The first and the last step that the records cover, or (0, -1) if there are no records.
+        """The first and the last step that the records cover, or (0, -1) without any record.
 
         A record covers all steps since the previous record.
         """
@@ -309,8 +311,8 @@ class RunRecord:
     def clock(self) -> list[tuple[int, float]]:
         """The steps of the run, and the time of each step in seconds since the start.
 
-        The times are taken from the training log if possible, and otherwise from the records of
-        layers.
+        The times are read from the training log if it contains them, and otherwise from the layers'
+        records.
         """
         elapsed = [(r.step, r.elapsed_s) for r in self.steps if r.elapsed_s is not None]
         if elapsed:
@@ -331,7 +333,7 @@ class RunRecord:
     def remaining_s(self) -> float | None:
         """The estimated number of seconds until the last step, or None if it is unknown.
 
-        The estimate uses the speed of the last records.
+        The estimate is based on the speed in the last records.
         """
         recent = self.clock[-RECENT:]
         if self.total_steps is None or len(recent) < 2:
@@ -347,7 +349,7 @@ class RunRecord:
 
     @property
     def experts(self) -> int:
-        """The largest number of experts of all layers, or 0 if it is unknown."""
+        """The maximum number of experts in any layer, or 0 if this number is unknown."""
         return max((len(r.load) for r in self.layer_records), default=0)
 
 

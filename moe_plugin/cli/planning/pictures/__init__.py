@@ -1,4 +1,4 @@
-"""Pictures of the schedule of a collective, which show the network, the cut and the trees.
+"""Pictures of a collective's schedule that show the network, the cut and the trees.
 
 The package does not import torch.
 """
