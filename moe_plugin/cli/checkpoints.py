@@ -61,8 +61,8 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def inspection_lines(found: Mapping[str, Any], every: bool) -> list[str]:
-    """Return the lines that `inspect` prints. With `every`, return all lines. Otherwise, keep at
-    most `SCREEN` lines.
+    """Return the lines that `moe-plugin inspect` prints. If `every` is true, return all lines.
+    Otherwise, return at most `SCREEN` lines.
     """
     from moe_plugin.planner.units import show_size
 
@@ -100,8 +100,7 @@ def inspection_lines(found: Mapping[str, Any], every: bool) -> list[str]:
 
 
 def _cut(lines: list[str], most: int, what: str) -> list[str]:
-    """Keep at most `most` lines. The last of the returned lines reports how many lines were left
-    out.
+    """Return at most `most` lines. If lines are left out, the last returned line reports how many.
     """
     if len(lines) <= most:
         return lines
@@ -261,11 +260,12 @@ def check_hf_options(p: argparse.ArgumentParser) -> None:
 
 
 def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Print a note if a model's configuration refers to Python code. This code is not executed.
+    """Print a note if the configuration of a model refers to Python code in the model's folder.
+    This Python code is never executed.
 
     Raises:
-        ValueError: If the configuration refers to code in a different repository. transformers
-            would download this code.
+        ValueError: If the configuration refers to code in a different repository, because
+            transformers would download and run that code.
     """
     for name, value in config.items():
         if name.endswith("_implementation") and "/" in str(value):

@@ -35,8 +35,8 @@ def calibrate_options(p: argparse.ArgumentParser) -> None:
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    """Measure the network, fit the link model to the measurements, and write the model to a file.
-    Print how well the model predicts the measurements.
+    """Measure the network, fit the link model to the measurements, and write the fitted model to a
+    file. Print how well the fitted model predicts the measured times.
     """
     from moe_plugin.cli.measure.all_to_all import NAMES, Plan, measure_rows, measurements_of
     from moe_plugin.planner import Cluster, dump_cluster
@@ -81,7 +81,7 @@ def profile_device_options(p: argparse.ArgumentParser) -> None:
                    help="also measure each way to compute experts by their rows, for `moe-plugin "
                         "plan --prefill`")
     p.add_argument("--experts", type=int, default=8, metavar="N",
-                   help="with --kernels: number of experts of a rank (default: %(default)s)")
+                   help="with --kernels: number of experts per rank (default: %(default)s)")
 
 
 def profile_device(args: argparse.Namespace) -> int:
@@ -184,7 +184,7 @@ def simulate_routing_options(p: argparse.ArgumentParser) -> None:
 
 
 def simulate_routing(args: argparse.Namespace) -> int:
-    """Replay routing traces in the planner and print the result."""
+    """Predict the times in a routing trace with the planner, and print the predictions."""
     from moe_plugin.cli.figures import refuse_links
     from moe_plugin.cli.plan import check_counts
     from moe_plugin.observe.traces import read_traces
@@ -210,7 +210,9 @@ def simulate_routing(args: argparse.Namespace) -> int:
 
 
 def _emulate_routing(args: argparse.Namespace) -> int:
-    """Replay routing traces in the layer itself on an emulated cluster and print the result."""
+    """Run the layer on an emulated cluster with the expert choices of a routing trace, and print
+    the measured times.
+    """
     from moe_plugin.cli.figures import links_of
     from moe_plugin.observe.traces import read_traces
     from moe_plugin.planner.model import load_model

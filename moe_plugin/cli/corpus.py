@@ -1,10 +1,11 @@
-"""Build a text corpus without downloading any data. The text consists of the source files of the
-Python standard library.
+"""Build a text corpus without downloading any data. The text of the corpus consists of the source
+files of the Python standard library.
 
-The text depends only on the Python version. All files except tests are sorted by a hash of the file
-name and added until the requested size is reached. One tenth of the files is assigned to `valid`,
-and another tenth to `test`. In all files, each token is one byte, so losses in nats per token can
-be compared between hosts and with the unigram entropy.
+The text of the corpus depends only on the Python version. All source files except tests are sorted
+by a hash of the file name. Files are added to the corpus in this order until the requested size is
+reached. The split `valid` gets one tenth of the files, and the split `test` gets another tenth. In
+all files of the corpus, each token is one byte. Therefore losses in nats per token can be compared
+between hosts, and with the unigram entropy of the text.
 
 | file | content |
 |---|---|
@@ -48,11 +49,11 @@ class CorpusInfo:
         size: requested size of the corpus in bytes.
         source: folder from which the text was read, or `stdlib` for the standard library.
         python: version of Python with which the corpus was built.
-        files: number of files in each split.
-        tokens: number of tokens in each split. Each token is one byte.
-        unigram_entropy: entropy of the training text in nats per token. A model that uses only the
-            frequency of each byte has this loss.
-        format: version of the format.
+        files: number of source files in each split.
+        tokens: number of tokens in each split. Each token is one byte of text.
+        unigram_entropy: entropy of the training text in nats per token. A language model that
+            predicts only the overall frequency of each byte has this loss.
+        format: version of the file format.
     """
 
     size: int
@@ -65,15 +66,16 @@ class CorpusInfo:
 
 
 def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None) -> CorpusInfo:
-    """Write the corpus to `out`, unless `out` already contains a corpus with the same size, source
-    and Python version.
+    """Write the corpus to the folder `out`, unless the folder already contains a corpus with the
+    same size, source and Python version.
 
     Args:
-        out: folder to which the corpus is written. The folder is created if it does not exist.
-        size: requested total number of bytes in all splits. The corpus is slightly larger, because
-            only whole files are added.
+        out: folder to which the corpus is written. The folder `out` is created if it does not
+            exist.
+        size: requested total number of bytes in all splits. The corpus is slightly larger than
+            requested, because only whole files are added.
         source: folder with Python files. Optional. Defaults to the standard library of the running
-            interpreter.
+            Python interpreter.
     Raises:
         ValueError: If a split would be empty, the folder has no sources, or a file cannot be
             written.
@@ -183,7 +185,8 @@ def _split(files: list[Path], size: int, root: Path) -> dict[str, list[bytes]]:
 
 
 def _read(path: Path) -> bytes:
-    """Read a file as UTF-8 without trailing whitespace. Return an empty string for skipped files.
+    """Read a file as UTF-8 without trailing whitespace. Return an empty string if the file must be
+    skipped.
     """
     try:
         if path.stat().st_size > _LARGEST_FILE:

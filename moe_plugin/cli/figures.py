@@ -33,8 +33,7 @@ def add_links(p: argparse.ArgumentParser) -> None:
 
 
 def links_of(args: argparse.Namespace) -> dict[str, float]:
-    """Return the options for links as keyword arguments of `EmulatedCluster`, in bit/s and seconds.
-    """
+    """Return the link options as keyword arguments for `EmulatedCluster`, in bit/s and seconds."""
     rate, delay, cost = (usual if (given := getattr(args, name)) is None else given
                          for name, usual in _LINKS.items())
     return {"rate_bit_s": parse_rate(rate), "delay_s": parse_time(delay),
@@ -42,7 +41,7 @@ def links_of(args: argparse.Namespace) -> dict[str, float]:
 
 
 def refuse_links(args: argparse.Namespace) -> None:
-    """Raise `ValueError` if an option for emulated links is used without an emulated cluster."""
+    """Raise `ValueError` if an option for emulated links is used but no cluster is emulated."""
     for name in _LINKS:
         if (given := getattr(args, name)) is not None:
             raise ValueError(f"--{name.replace('_', '-')} {short(given)} describes an emulated "
@@ -111,8 +110,8 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
 def check_figure(path: str | os.PathLike[str]) -> str:
     """Return the format in which `save_figure` will write a file.
 
-    This function is called before a measurement, so that `ValueError` is raised early for an
-    invalid file name.
+    Call this function before a long measurement, so that an invalid file name raises `ValueError`
+    early.
     """
     suffix = check_output(path).suffix.removeprefix(".").lower()
     if suffix not in ("png", "svg"):
@@ -136,7 +135,7 @@ def pyplot() -> Any:
 
 def log_ticks(axis: Any, values: Sequence[float],
               show: Callable[[float], str] = "{:,g}".format) -> None:
-    """Make the x axis logarithmic with ticks only at the given values. show: function that formats
+    """Make the x axis logarithmic, with ticks only at the given values. show: function that formats
     a value as a label.
     """
     from matplotlib.ticker import NullLocator
@@ -148,10 +147,11 @@ def log_ticks(axis: Any, values: Sequence[float],
 
 
 def log_scale(axis: Any) -> None:
-    """Make the y axis logarithmic with plain numbers as labels.
+    """Make the y axis logarithmic, with labels in plain decimal notation.
 
     Ticks are placed at powers of ten, and also between powers of ten if the axis spans few decades.
-    Call this function after everything is drawn, because it reads the range of the axis.
+    Call this function after everything has been drawn, because the ticks depend on the range of the
+    axis.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 

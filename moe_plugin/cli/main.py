@@ -35,9 +35,10 @@ class Command:
     Attributes:
         help: the line that describes the command in `--help`.
         module: module of the command in this package.
-        laboratory: module of the command in `scripts`, which is used instead of `module`.
-        study: module of the benchmark study, for a command of `bench`. The module defines the
-            functions `add_arguments(parser)` and `run(args)`.
+        laboratory: module of the command in the folder `scripts`. If it is set, `module` is not
+            used.
+        study: module of a benchmark study. Set only for the subcommands of `bench`. The module
+            defines the functions `add_arguments(parser)` and `run(args)`.
         parts: function that returns the subcommands, if the command has subcommands.
     """
 
@@ -113,10 +114,11 @@ GROUPS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console script.
 
-    If an error occurs, one line is printed on stderr. `--verbose` shows the traceback.
+    If an error occurs, one line is printed on stderr. With `--verbose`, the traceback is printed
+    too.
 
-    Returns: the exit status, which is 0 for success, 1 if the command failed or found a problem,
-        and 2 for invalid arguments.
+    Returns: the exit status: 0 for success, 1 if the command failed or found a problem, and 2 for
+        invalid arguments.
     """
     own = argv is None  # whether this process runs only this command
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -141,8 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _not_collected() -> Iterator[None]:
-    """Disable garbage collection during imports, and exclude the imported objects from later
-    collections.
+    """Disable garbage collection while modules are imported. The imported objects are excluded from
+    later collections.
 
     Collecting the million objects that torch creates takes one second during the imports, and
     another second when the process ends.
@@ -162,8 +164,8 @@ def _words(argv: Sequence[str]) -> list[str]:
 def _one_line(error: Exception) -> str:
     """Format an exception as one line.
 
-    Error messages of this package already contain the remedy. Exceptions of all other types are
-    shown with their type and with a hint to use `--verbose`.
+    Error messages of this package already contain the remedy. All other exceptions are shown with
+    their type and a hint to use `--verbose`.
     """
     if isinstance(error, ValueError):
         return printable(" ".join(str(error).split()), _LINE)
@@ -218,15 +220,15 @@ def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command
     """Add all commands to a parser, and add the options of the command that is the first item of
     `words`.
 
-    Only this command's options are added, because importing the module of a command may take
-    seconds.
+    Options are added only for this command, because importing the modules of all commands would
+    take seconds.
 
     Args:
         parser: parser to which the commands are added.
-        commands: the commands by name.
-        words: words of the command line without flags.
-        above: prefix of the names of the functions that implement the subcommands.
-        level: noun that `--help` uses for these commands, `command` or `part`.
+        commands: mapping from names to commands.
+        words: the words of the command line, without flags.
+        above: prefix for the names of the functions that implement the subcommands.
+        level: noun that `--help` uses for these commands. The value is `command` or `part`.
         shown: whether `--help` lists the commands with their descriptions.
     """
     listed = all(command.study for command in commands.values())

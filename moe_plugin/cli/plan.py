@@ -116,7 +116,7 @@ def plan_options(p: argparse.ArgumentParser) -> None:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Search for plans, and print and write the result."""
+    """Search for plans, print the best plans, and write the best plan to files."""
     if args.plot:
         from moe_plugin.cli.figures import check_figure
 
@@ -198,12 +198,12 @@ def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cl
 
     Args:
         args: parsed arguments with the options of `host_options`.
-        folder: folder to which the files are written.
+        folder: folder in which the files are created.
         model: the model.
         best: a `PlanCost`.
         cluster: the cluster.
         device: the device.
-        start: values in the launch line that do not depend on the plan.
+        start: values for the launch line that do not depend on the plan.
         activations: the policy for the activations of each layer. See `PlanCost`.
     """
     from moe_plugin.cli.planning.explain import predicted

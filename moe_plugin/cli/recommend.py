@@ -161,11 +161,11 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
 def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: torch.device,
               grid: tuple[int, int], memory: float) -> tuple[MeasuredNetwork | None,
                                                              Processor | None]:
-    """Return the measurements stored in the folder of rank 0 if they can be reused. Otherwise,
-    measure and store the results.
+    """Return the measurements stored in the folder of rank 0 if they can be reused. If the stored
+    measurements cannot be reused, measure the network and the processor, and store the results.
 
-    Stored measurements are only returned on rank 0. The network is not measured if there is only
-    one rank.
+    Measurements that were stored earlier are returned only on rank 0. The network is not measured
+    if there is only one rank.
     """
     from moe_plugin.cli.measure.own_cluster import (
         about_network,

@@ -65,8 +65,8 @@ def _near(name: str) -> list[str]:
 
 
 def summary(text: str) -> str:
-    """Return the first sentence of the comment at the top of a settings file, without a command.
-    For a JSON file, return its `name`.
+    """Return the first sentence of the comment at the top of a settings file. A command in the
+    comment is left out. For a JSON file, return its `name`.
     """
     if text.startswith("{"):
         return str(json.loads(text).get("name", ""))
@@ -118,7 +118,7 @@ def report_options(p: argparse.ArgumentParser) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write the page. Print the path of the report, and a note about each problem with the files of
+    """Write the page. Print the path of the report, and a note about each problem in the files of
     the run.
     """
     # a long log has many records and no reference cycles: collection would take a third of the time

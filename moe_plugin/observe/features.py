@@ -1,4 +1,4 @@
-"""Run features that observe training. They work in every host.
+"""Run features that observe training. These features work in every host framework.
 
 `LayerRecords` writes the records of the MoE layers, `DropWarning` warns about dropped choices, and
 `FirstStepLine` logs the duration of the first step.
@@ -48,8 +48,8 @@ class DropWarning(RunFeature):
         warns: whether this rank logs warnings.
 
     Attributes:
-        validation: counter of the dropped choices in validation. Used for hosts that do not report
-            dropped choices.
+        validation: counter of the dropped choices in validation. Used only for hosts that do not
+            report dropped choices.
     """
 
     def __init__(self, warns: bool = True) -> None:
@@ -57,12 +57,14 @@ class DropWarning(RunFeature):
         self._warns, self._warned = warns, set[str]()
 
     def after_log(self, facts: StepFacts) -> None:
-        """If the host reports the fraction of dropped choices, check this fraction for the step."""
+        """Check the fraction of choices that were dropped in a step, if the host reports this
+        fraction.
+        """
         if facts.dropped is not None:
             self._warn(f"step {facts.number}", facts.dropped, "training", _TRAINING)
 
     def after_evaluation(self, number: int, dropped: float | None = None) -> None:
-        """Check the fraction of choices that were dropped in a validation."""
+        """Check the fraction of choices that were dropped during a validation."""
         if self._warns:
             dropped = self.validation.take() if dropped is None else dropped
             self._warn(f"validation at step {number}", dropped, "validation", _VALIDATION)
@@ -85,15 +87,15 @@ class DropWarning(RunFeature):
 
 
 class DropCount:
-    """A counter of chosen and dropped experts that stays on the device. It adds up several calls
-    until `take` is called.
+    """Counts chosen and dropped choices on the device. The counts of several calls are summed until
+    `take` is called.
     """
 
     def __init__(self) -> None:
         self._counts_2: torch.Tensor | None = None  # int64: chosen, dropped
 
     def add(self, stats: LayerStats | None) -> None:
-        """Add the choices of one call. This method does not copy data to the host."""
+        """Add the counts of one forward call. Adding counts does not copy data to the host."""
         if stats is None or stats.capacity is None:  # without a capacity nothing is dropped
             return
         chosen = stats.load_KE.sum()
@@ -109,13 +111,14 @@ class DropCount:
 
 def listen(layers: Mapping[str, Any], training: Sequence[Callable[[str, LayerStats], None]],
            validation: Callable[[LayerStats], None] | None) -> None:
-    """Pass the statistics of every call of the given layers to functions.
+    """Pass the statistics of every call of the given layers to the given functions.
 
     Args:
-        layers: the layers of a host by name. The `observer` of each layer is set to a function that
-            receives the statistics of each pass. If a pass is recomputed, it is counted only once.
-        training: functions that receive the layer's name and the statistics in training mode.
-        validation: the function that receives the statistics in evaluation mode. Optional.
+        layers: the layers of a host by name. The attribute `observer` of each layer is set to a
+            function that receives the statistics of each pass. A recomputed pass is counted only
+            once.
+        training: functions that receive the layer's name and its statistics in training mode.
+        validation: a function that receives the statistics in evaluation mode. Optional.
     """
     def take(layer: Any, name: str, stats: LayerStats) -> None:
         if layer.training:
@@ -134,14 +137,14 @@ class LayerRecords(RunFeature):
 
     Args:
         config: the `observe` settings.
-        layers: the layers by name. The caller passes the statistics of these layers to the
+        layers: the layers by name. The caller must pass the statistics of these layers to the
             attribute `recorder`. See `listen`.
         comm: the ranks over which statistics are summed. Rank 0 writes the files.
-        host: the name of the host, for the report.
-        rank: the rank that names this process in timelines and traces. Defaults to the rank in
-            `comm`.
-        has_log: whether the host writes a training log that the report can read. If False, the loss
-            and the speed are written together with the records.
+        host: the name of the host framework, which is shown in the report.
+        rank: the rank that identifies this process in timelines and traces. Defaults to the rank
+            within `comm`.
+        has_log: whether the host writes a training log that the report can read. If there is no
+            such log, the loss and the speed are written together with the layer records.
     """
 
     def __init__(self, config: ObserveConfig, layers: Mapping[str, Any], comm: Comm, *, host: str,
@@ -158,7 +161,7 @@ class LayerRecords(RunFeature):
             self.recorder.write_settings(layers)
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:
-        """If `observe.timeline` names this step, record its timeline."""
+        """Record the timeline of the step if `observe.timeline` is the number of this step."""
         return self.timeline.around(step.number)
 
     def after_step(self, facts: StepFacts) -> None:
@@ -174,7 +177,7 @@ class LayerRecords(RunFeature):
             self.recorder.health.add_step(skipped_step(facts.number))
 
     def after_log(self, facts: StepFacts) -> None:
-        """Plot the metrics of the host's log, and update the findings."""
+        """Plot the metrics of the host's training log, and update the findings."""
         if facts.logged is not None and self.has_log and self.recorder.comm.rank == 0:
             self.recorder.health.add_step(facts.logged)
             self.recorder.plot(facts.logged)
@@ -195,10 +198,10 @@ class LayerRecords(RunFeature):
 
 
 class FirstStepLine(RunFeature):
-    """A run feature that logs one line after the first step. The line reports the duration of the
-    step and estimates the duration of the run.
+    """A run feature that logs one line after the first step. The logged line reports the duration
+    of the first step, and estimates the duration of the run.
 
-    The line is logged only on ranks on which the number of tokens per step is known.
+    Ranks that do not know the number of tokens per step do not log the line.
     """
 
     def __init__(self) -> None:
@@ -210,7 +213,7 @@ class FirstStepLine(RunFeature):
         return nullcontext()
 
     def after_step(self, facts: StepFacts) -> None:
-        """Log the line after the first step that was not skipped."""
+        """Log a line about the duration after the first step that was not skipped."""
         if self._logged or not facts.made or facts.skipped or not facts.tokens:
             return
         self._logged = True
@@ -223,7 +226,7 @@ def first_step(seconds: float, tokens: float, left: int | None) -> str:
     Args:
         seconds: the duration of the step in seconds.
         tokens: the number of tokens that all ranks together process in the step.
-        left: the number of remaining steps. None if this number is unknown.
+        left: the number of remaining steps. None if the number of steps is unknown.
     """
     text = f"first step: {show_time(seconds)}, {tokens / seconds:,.0f} tokens/s"
     if left is None:

@@ -1,9 +1,9 @@
 """Rules that find problems of a run by examining its records.
 
 The training log, the live view and the report all use these rules. Rules about layers examine the
-latest records, so a finding disappears once its cause is gone. These rules also examine earlier
-records. Problems in earlier records are reported as past problems. The rules `spikes` and `slower`
-examine the whole run.
+latest records of each layer, so a finding disappears once its cause is gone. Rules about layers
+also examine earlier records. A problem in earlier records is reported as a past problem. The rules
+`spikes` and `slower` examine the whole run.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class Finding:
 
     Attributes:
         rule: the name of the rule, a key of `RULES`.
-        title: a description of the problem with numbers.
-        meaning: the consequence for the run.
-        remedy: the flags or settings to change.
-        layers: the names of the affected layers. The tuple is empty if the finding is about the
+        title: a description of the problem that includes numbers.
+        meaning: the effect of the problem on the run.
+        remedy: the flags or settings that the user should change.
+        layers: the names of the affected layers. The tuple is empty if the finding applies to the
             whole run.
-        past: whether the problem is over.
-        steps: the first and the last affected step. None if the finding does not belong to
+        past: whether the problem has disappeared.
+        steps: the first and the last affected step. None if the finding does not apply to
             particular steps.
     """
 
@@ -83,13 +83,13 @@ class Finding:
 
 
 def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> list[Finding]:
-    """Apply all rules to a run. Return the findings ordered by severity, with past findings at the
-    end.
+    """Apply all rules to a run. Findings are ordered by severity, and findings about past problems
+    come last.
 
     Args:
         skip: the names of rules that are not applied.
-        past: whether to include past problems, i.e. problems from which the layers have recovered.
-            Defaults to True.
+        past: whether to include past problems, from which the layers have recovered. Defaults to
+            True.
     """
     skipped = set(skip)
     results = [finding for name, rule in RULES.items() if name not in skipped for finding in (
@@ -102,8 +102,8 @@ def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> 
 
 
 def _for_host(remedy: str, host: str) -> str:
-    """Replace the flags in a remedy with the flags of the host. If the host has no flags, settings
-    are used instead.
+    """Replace the flags in the text of a remedy with the flags of the given host. If the host has
+    no flags, flags are replaced with settings.
     """
     every = "; ".join(f"{name}: {weight}" for name, weight in _BALANCE_WEIGHTS.items())
     remedy = remedy.replace(BALANCE_WEIGHT, _BALANCE_WEIGHTS.get(host, every))
@@ -208,7 +208,7 @@ def exchange_dominates(run: RunRecord) -> Iterator[Finding]:
 
 
 def _covered(spans: Sequence[SpanRecord]) -> float:
-    """Return the time in seconds during which at least one span is active."""
+    """Return the total time in seconds during which at least one of the spans is active."""
     total, until = 0.0, -math.inf
     for s in sorted(spans, key=lambda s: s.start_s):
         total += max(0.0, s.end_s - max(s.start_s, until))
@@ -217,7 +217,7 @@ def _covered(spans: Sequence[SpanRecord]) -> float:
 
 
 def undecided(run: RunRecord) -> Iterator[Finding]:
-    """Find layers whose tuner is still trying layouts at the end of a long run."""
+    """Find layers whose tuners are still trying out layouts at the end of a long run."""
     begin, end = run.step_range
     after = end - UNDECIDED * (end - begin)
     names = sorted({d.layer for d in run.decisions if d.event == "explore" and d.step > after}

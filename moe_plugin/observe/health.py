@@ -1,7 +1,7 @@
 """Log the findings about a run during training.
 
-Each finding is logged once. It is logged again if more layers are affected, or if the problem
-returns.
+Each finding about a run is logged once. A finding is logged again if more layers are affected, or
+if the problem returns.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class _Logged:
 class HealthLog:
     """Log the findings about a run as soon as new records are added.
 
-    The required memory does not grow with the length of the run.
+    The memory usage does not grow with the length of the run.
 
     Args:
-        skip: the names of the rules to leave out because the host logs its own warning.
-        unit: the word for the unit in which records are counted, such as `step`.
-        tell: a function that is called for each finding with (step, rule, title, remaining text).
-        host: the host whose flags are suggested in remedies. See `RunRecord.host`. If the string is
-            empty, the flags of all hosts are suggested.
+        skip: the names of rules that are not applied because the host logs its own warning.
+        unit: the unit in which log lines count records, such as `step`.
+        tell: a function that is called for each logged finding with the arguments (step, rule,
+            title, remaining text).
+        host: the host framework whose flags are suggested in remedies. See `RunRecord.host`. If the
+            string is empty, the flags of all hosts are suggested.
     """
 
     def __init__(self, skip: Iterable[str] = (), unit: str = "step",
@@ -56,7 +57,7 @@ class HealthLog:
         self._logged: dict[str, _Logged] = {}  # by rule
 
     def add(self, step: int, records: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add the records of all layers for one step, and log new findings."""
+        """Add the layer records of one step, and log new findings."""
         for layer, record in records.items():
             known = self.run.layers.setdefault(layer, [])
             known.append(layer_record({"step": step, "layer": layer, **record}))
@@ -66,14 +67,16 @@ class HealthLog:
             self._look(step)
 
     def add_step(self, record: StepRecord) -> None:
-        """Add a record of the training log, and log new findings."""
+        """Add one record of the training log, and log new findings."""
         self.run.steps.append(record)
         if len(self.run.steps) > KEPT:
             self.run.steps = _shortened(self.run.steps)
         self._look(record.step)
 
     def add_timeline(self, row: Mapping[str, Any]) -> None:
-        """Add a timeline, given as the row that is written to the file, and log new findings."""
+        """Add a timeline, and log new findings. The timeline is passed as the row that is written
+        to the file.
+        """
         step, rank, spans = timeline(row)
         self.run.timelines = {(step, rank): spans}
         self._look(step)
@@ -94,8 +97,8 @@ class HealthLog:
 
 
 def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
-    """Join two records. The joined record has the step of `first`, and of each kind of decision
-    only the last one.
+    """Join two records. The joined record keeps the step of the first record, and the last decision
+    of each kind.
     """
     last: dict[bool, DecisionRecord] = {}
     for made in (*first.decisions, *second.decisions):
@@ -105,7 +108,9 @@ def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
 
 
 def _shortened(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the fastest consecutive steps, without their losses, followed by the last steps."""
+    """Return the records of the fastest consecutive steps, without their losses, followed by the
+    records of the last steps.
+    """
     stretches = [steps[i:i + MEMORY] for i in range(0, len(steps) - 3 * MEMORY + 1, MEMORY // 2)]
     fastest = max(stretches, key=lambda some: statistics.median(r.tokens_per_s or 0 for r in some))
     return [*(replace(r, loss=None, not_finite=None) for r in fastest), *steps[-2 * MEMORY:]]

@@ -1,8 +1,8 @@
-"""Measures that the rules about layers compute for one record of a layer.
+"""Measures of one layer record that are used by the rules about layers.
 
-For an even load, the largest load divided by the mean load is 1. If a router sends every token to
-the same `k` of `E` experts, this ratio is `E / k`. Because `E / k` may be less than 2, the rules
-compare a ratio with both of these values.
+If the load is even, the largest load divided by the mean load is 1. If a router sends every token
+to the same `k` of `E` experts, the largest load divided by the mean load is `E / k`. `E / k` may be
+less than 2. Therefore the rules determine where a measured ratio lies between 1 and `E / k`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def ratio_of_same_experts(record: LayerRecord) -> float | None:
 
 
 def concentration(record: LayerRecord) -> float | None:
-    """Return 0 for an even load, 1 if all tokens choose the same `k` experts, or a value in
-    between.
+    """Return how concentrated the load is: 0 for an even load, 1 if all tokens choose the same `k`
+    experts, or a value in between.
 
-    The value is a linear function of the fraction of choices that go to the `k` busiest experts.
-    Return None if the fraction is unknown, or if every token chooses all experts.
+    The concentration is a linear function of the fraction of choices that go to the `k` busiest
+    experts. Return None if the load is unknown, or if every token chooses all experts.
     """
     k, experts, total = per_token(record), len(record.load), record.choices
     if k is None or total < FEW * experts:
@@ -48,8 +48,8 @@ def concentration(record: LayerRecord) -> float | None:
 
 
 def may_be_concentrated(record: LayerRecord) -> bool:
-    """Return False if the load of the busiest expert alone implies that `concentration` is below
-    the limit.
+    """Return False if `concentration` must be below its limit. Only the load of the busiest expert
+    is examined, which is fast.
     """
     k, experts = per_token(record), len(record.load)
     if k is None:
@@ -61,9 +61,9 @@ def may_be_concentrated(record: LayerRecord) -> bool:
 
 
 def bound(record: LayerRecord) -> float:
-    """Return the limit for `max_over_mean`. A load above this limit is considered uneven.
+    """Return the limit of `max_over_mean` above which a load is considered uneven.
 
-    The limit is infinite if every token chooses every expert.
+    The limit is infinite if every token chooses all experts.
     """
     top = ratio_of_same_experts(record)
     if top is None:
@@ -77,7 +77,7 @@ def over_bound(record: LayerRecord) -> float | None:
 
 
 def is_over_bound(record: LayerRecord) -> bool:
-    """Return whether the load is considered uneven."""
+    """Return whether the load of a layer is considered uneven."""
     return (over_bound(record) or 0.0) >= 1
 
 
@@ -90,9 +90,9 @@ def without_loss(record: LayerRecord) -> float | None:
 def has_no_loss(record: LayerRecord) -> bool:
     """Return whether a layer is known not to balance its load.
 
-    A record without an entropy was written for a router of another framework, whose losses are
-    unknown. The z-loss, named `z_loss` in Megatron, does not balance the load. A router may declare
-    that it balances without a loss.
+    If a record has no entropy, it was written for a router of another framework, whose losses are
+    unknown. The z-loss (`z_loss` in Megatron) does not balance the load. A router may declare that
+    it balances the load without a loss.
     """
     balance = record.losses.keys() - {"z", "z_loss"} or record.self_balanced_calls
     return bool(record.load) and not balance and record.entropy is not None
@@ -101,7 +101,8 @@ def has_no_loss(record: LayerRecord) -> bool:
 def with_loss(record: LayerRecord) -> float | None:
     """Return `over_bound` for a layer that balances its load, and 0 for all other layers.
 
-    Return 0 for a collapsed layer too, because the rule `collapse` already reports it.
+    Also return 0 for a collapsed layer, because the rule `collapse` already reports collapsed
+    layers.
     """
     if has_no_loss(record):
         return 0.0
@@ -110,8 +111,7 @@ def with_loss(record: LayerRecord) -> float | None:
 
 
 def unchosen(record: LayerRecord) -> tuple[int, int] | None:
-    """Return the number of experts, and a bit mask that marks the experts that received no token.
-    """
+    """Return the number of experts, and a bit mask of the experts that received no token."""
     if not record.load:
         return None
     bits = 0 if all(record.load) else sum(1 << i for i, n in enumerate(record.load) if not n)

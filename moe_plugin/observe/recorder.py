@@ -1,4 +1,5 @@
-"""Record `LayerStats`, sum them over all ranks once per interval, and write them to files.
+"""Record the statistics (`LayerStats`) of MoE layers. Statistics are summed over all ranks once per
+interval and written to files.
 
     recorder = StatsRecorder(run.observe, comm)
     for step in ...:
@@ -7,7 +8,7 @@
         host_logs = recorder.step(step)     # {} except at the end of an interval
 
 Between two intervals, no data are copied to the host or sent to other ranks. Each interval requires
-one all-reduce and one copy to the host. The names of the files are set in `ObserveConfig`.
+one all-reduce and one copy to the host. The names of the output files are set in `ObserveConfig`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class _Copies:
 
 
 def _copy_record(sums: Tensor, ranks: int) -> dict[str, Any]:
-    """Return one record as a dict for JSON, in the form that docs/observability.md describes.
+    """Return one copier record as a dict for JSON, in the form described in docs/observability.md.
 
     sums: the sum of `_Copies.vector()` over all ranks.
     """
@@ -67,15 +68,18 @@ def _copy_record(sums: Tensor, ranks: int) -> dict[str, Any]:
 
 
 class StatsRecorder:
-    """Write the statistics of MoE layers, as one record per layer every `config.interval` steps.
+    """Write the statistics of MoE layers to files, with one record per layer every
+    `config.interval` steps.
 
     Args:
-        config: the interval and the names of the files. Only rank 0 of `comm` writes files.
+        config: the `observe` settings, which contain the interval and the names of the files. Only
+            rank 0 of `comm` writes files.
         comm: the ranks over which statistics are summed, such as the ranks of one pipeline stage.
             All ranks must have the same layers and must call `step` the same number of times.
-            Defaults to this rank alone.
-        skip: the names of the rules to leave out because the host logs its own warning.
-        host: the name of the host for the report, one of `pytorch`, `fairseq` and `megatron`.
+            Defaults to a group that contains only this rank.
+        skip: the names of rules that are not applied because the host logs its own warning.
+        host: the name of the host framework for the report, one of `pytorch`, `fairseq` and
+            `megatron`.
     Raises:
         ValueError: If a file cannot be written, or if TensorBoard or Weights & Biases is configured
             but not installed.
@@ -97,8 +101,8 @@ class StatsRecorder:
         marked_here(self)
 
     def add(self, layer: str, stats: LayerStats) -> None:
-        """Add the statistics of one forward pass. This method neither copies data to the host nor
-        communicates.
+        """Add the statistics of one forward pass of a layer. Adding statistics neither copies data
+        to the host nor communicates with other ranks.
         """
         if layer not in self._layers:
             self._layers[layer] = StatsSums()
@@ -107,14 +111,13 @@ class StatsRecorder:
     def add_model(self, model: nn.Module) -> list[str]:
         """From now on, record each training pass of each MoE layer in a model.
 
-        The layers may be created by `replace_ffn`, by `swap_moe_blocks` or by your own code. They
-        may also be experts modules of `transformers`. The settings of this package's layers are
-        written to the files. For routers of `transformers`, only the load is recorded. All ranks of
-        a tensor-parallel group of `transformers` process the same tokens, and every rank counts
-        these tokens.
+        The MoE layers may be created by `replace_ffn`, by `swap_moe_blocks` or by your own code.
+        Experts modules of `transformers` are also recorded. The settings of this package's layers
+        are written to the files. For routers of `transformers`, only the load is recorded. All
+        ranks of a tensor-parallel group of `transformers` process the same tokens, and every rank
+        counts these tokens.
 
-        Returns:
-            The names of the layers.
+        Returns: The names of the MoE layers.
         Raises:
             ValueError: If the model has no MoE layer.
         """
@@ -124,9 +127,9 @@ class StatsRecorder:
         return list(found)
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that undoes all calls of `add` after this call.
+        """Return a function that undoes all later calls of `add`.
 
-        The returned function may be called several times before the next record is written.
+        The returned function may be called several times, until the next record is written.
         """
         kept = {name: collected.copied() for name, collected in self._layers.items()}
 
@@ -145,13 +148,14 @@ class StatsRecorder:
         Args:
             name: a name for the data that are copied.
             copier: the copier.
-            on_device: a function that returns how much memory is used on the device. The function
-                is called once for each record.
+            on_device: a function that returns how much device memory is in use. The function
+                `on_device` is called once for each record.
         """
         self._copiers[name] = _Copies(copier, on_device)
 
     def step(self, step: int) -> dict[str, float]:
-        """End a training step. Every rank must call this method once per step.
+        """End a training step, and write a record at the end of each interval. Every rank must call
+        this method once per step.
 
         Returns: The result of `flush` at the end of an interval, and an empty dict after all other
         steps.
@@ -159,7 +163,8 @@ class StatsRecorder:
         return self.flush(step) if (step + 1) % self.config.interval == 0 else {}
 
     def flush(self, step: int) -> dict[str, float]:
-        """Sum the statistics since the last record over all ranks and write them. Collective.
+        """Sum the statistics since the previous record over all ranks, and write them to the files.
+        Collective.
 
         Returns: Metrics for the host's log, or an empty dict if there are no statistics.
         """
@@ -170,10 +175,10 @@ class StatsRecorder:
         return summary(records)
 
     def training(self, step: int, **numbers: float | None) -> None:
-        """Add metrics of the training loop to the files, and use them to find problems. Only rank 0
-        writes the metrics.
+        """Write metrics of the training loop to the files, and check them for problems. Only rank 0
+        writes these metrics.
 
-        numbers: a mapping from names to metrics. The supported names are loss (in nats per token),
+        numbers: the metrics by name. The supported names are loss (in nats per token),
             tokens_per_s, grad_norm, learning_rate and not_finite (the number of skipped steps since
             the last record).
         """
@@ -203,8 +208,8 @@ class StatsRecorder:
     def write_settings(self, layers: Mapping[str, MoELayer]) -> None:
         """Write the settings of the layers to the files, so that the report can show them.
 
-        If a setting has different values in different layers, all values are listed. layers: a
-        mapping from names to layers. The names must be those of the records.
+        If a setting has different values in different layers, all values are listed. layers: the
+        layers by name. The names must be the same as in the records.
         """
         flat = [flatten(to_dict(layer.given)) for layer in layers.values()]
         of_all = {path: list(dict.fromkeys(str(settings.get(path)) for settings in flat))
@@ -230,8 +235,8 @@ class StatsRecorder:
     def reduce(self) -> dict[str, dict[str, Any]]:
         """Return one record per layer, summed over all ranks and all calls since the last record.
 
-        This method performs a single all-reduce. The records of copiers are not returned here.
-        `write` adds them.
+        Reducing the statistics requires a single all-reduce. The records of copiers are not
+        returned by this method. `write` adds them.
         """
         if not self._layers and not self._copiers:
             return {}
@@ -255,25 +260,22 @@ class StatsRecorder:
 
 
 class Marked(Protocol):
-    """An object that counts the passes of a step and can undo its counts if the step is repeated.
-    """
+    """An object that counts passes, and can undo its counts if a training step is repeated."""
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that undoes everything that is counted after this call. See
-        `StatsRecorder.mark`.
-        """
+        """Return a function that undoes all later counts. See `StatsRecorder.mark`."""
 
 
 def marked_here(marked: Marked) -> None:
-    """Add an object to the `marks` of this thread. The object is removed when it is
-    garbage-collected.
+    """Register an object whose counts must be undone if a step in this thread is repeated. The
+    object is removed from the registry when it is garbage-collected.
     """
     _of_this_thread().add(marked)
 
 
 def marks() -> list[Callable[[], None]]:
-    """Before a step that may be repeated, call `mark` of each recorder that was created in this
-    thread.
+    """Call `mark` of each recorder that was created in this thread. This must be done before a step
+    that may be repeated.
     """
     return [recorder.mark() for recorder in _of_this_thread()]
 
@@ -286,9 +288,10 @@ def _of_this_thread() -> weakref.WeakSet[Marked]:
 
 
 def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Summarize the records of all layers as metrics for one line of a host's log.
+    """Summarize the records of all layers as metrics for one line of the host's training log.
 
-    The metrics are means over layers, the largest `max_over_mean`, and sums of counts.
+    Depending on the metric, the summary is a mean over layers, a maximum (`max_over_mean`), or a
+    sum (counts).
     """
     if not records:
         return {}

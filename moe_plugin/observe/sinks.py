@@ -24,10 +24,10 @@ CALLS = 2  # the number of calls of each layer per record
 
 
 class StoreLog:
-    """Warn if an evaluation waits for experts that are not on the device.
+    """Log a warning if an evaluation waits for experts that are not on the device.
 
-    The statistics files only describe training. During training, hosts store all experts on the
-    device. Evaluations therefore report statistics of the expert store only in the log.
+    The statistics files describe only training. During training, hosts store all experts on the
+    device. Therefore, statistics of the expert store during an evaluation are only logged.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class StoreLog:
         self._seen: dict[str, Counter[str]] = {}
 
     def add(self, layer: str, store: Mapping[str, int]) -> None:
-        """Add the counters of one forward call.
+        """Add the expert-store counters of one forward call.
 
         A new record begins when the first layer is called, so that each record covers all layers.
         """
@@ -56,7 +56,8 @@ _LOGS: WeakKeyDictionary[ExpertCache, StoreLog] = WeakKeyDictionary()  # layers 
 
 
 def watch_store(layer: MoELayer, name: Callable[[], str]) -> None:
-    """Watch the calls of a layer whose experts are loaded from a store. Only rank 0 logs warnings.
+    """Watch the calls of a layer whose experts are loaded from a store, and log warnings. Only rank
+    0 logs these warnings.
 
     name: a function that returns the layer's name for log messages.
     """
@@ -77,18 +78,18 @@ TOP = "moe"  # the first part of the names of all plots
 
 
 class Sink(Protocol):
-    """An output to which records are written.
+    """An output to which records can be written.
 
-    Each record has the fields `step` and `time` (seconds since the epoch). Each record also has
-    either `layer` or `copier` with further fields, or `training` with metrics by name.
+    Each record has the fields `step` and `time` (seconds since the epoch). A record also has
+    `layer` or `copier` with further fields, or `training` with metrics by name.
     """
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record."""
 
     def alert(self, step: int, rule: str, title: str, text: str) -> None:
-        """Receive a warning. The arguments are the rule and the title of a finding, and a text with
-        the meaning and the remedy.
+        """Receive a warning. The arguments are the number of the step, the rule and the title of a
+        finding, and a text with its meaning and its remedy.
         """
 
     def close(self) -> None:
@@ -98,15 +99,16 @@ class Sink(Protocol):
 class JsonlSink:
     """A sink that appends records to a file, with one JSON object per line.
 
-    When `write` returns, the record has been written to the file. Therefore no record is lost if
+    When `write` returns, the record has been written to the file. Therefore records are not lost if
     the run is killed. If a record cannot be written, for example because the disk is full, the sink
     logs a warning, discards the record and continues.
 
     Args:
         path: the file. The folder of the file is created if it does not exist.
-        name: the setting or flag that specifies the path of the file. The name is used in messages.
+        name: the setting or flag that specifies the path of the file. The name of the setting or
+            flag is used in messages.
         take_over: whether to lock the file even if a different run has locked it (see
-            `folder_lock`). Optional. By default the file is not locked.
+            `folder_lock`). Optional. By default, the file is not locked.
     Raises:
         ValueError: If the file cannot be opened, or if a different run is writing to the file.
     """
@@ -164,7 +166,7 @@ def _ends_within_a_line(path: str) -> bool:
 class TensorBoardSink:
     """Write the numbers in records to TensorBoard, under the names that `points` returns.
 
-    If a file cannot be written, the sink logs one warning and stops writing. Training continues.
+    If a file cannot be written, the sink logs a warning once and stops writing. Training continues.
 
     Raises:
         ValueError: If TensorBoard is not installed, or if the directory cannot be created.
@@ -176,12 +178,13 @@ class TensorBoardSink:
         except ImportError as error:
             raise ValueError(
                 f"observe.tensorboard={short(directory)} needs TensorBoard, which is not "
-                "installed; pip install 'moe-plugin[observe]', or set it to none") from error
+                "installed. Run: pip install 'moe-plugin[observe]', or set observe.tensorboard to "
+                "none") from error
         try:
             self._writer = SummaryWriter(directory)
         except OSError as error:
             raise ValueError(f"observe.tensorboard={short(directory)} cannot be written "
-                             f"({error.strerror}); give a directory") from error
+                             f"({error.strerror}). Set it to the path of a directory") from error
         self._directory, self._failed = directory, False
 
     def write(self, record: dict[str, Any]) -> None:
@@ -229,15 +232,16 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise ValueError(
-                f"observe.wandb={short(project)} needs Weights & Biases, which is not installed; "
-                "pip install 'moe-plugin[wandb]', or set it to none") from error
+                f"observe.wandb={short(project)} needs Weights & Biases, which is not installed. "
+                "Run: pip install 'moe-plugin[wandb]', or set observe.wandb to none") from error
         entity, _, name = project.rpartition("/")
         try:
             self._run = wandb.init(project=name, entity=entity or None, reinit="create_new")
         except wandb.Error as error:
             raise ValueError(
-                f"observe.wandb={short(project)} does not start ({short(error)}); run `wandb "
-                "login`, or write to a folder: WANDB_MODE=offline") from error
+                f"observe.wandb={short(project)}: Weights & Biases cannot start "
+                f"({short(error)}). Run `wandb login`, or set WANDB_MODE=offline to write to a "
+                "folder") from error
         self._run.define_metric(f"{TOP}/step", hidden=True)
         self._run.define_metric(f"{TOP}/*", step_metric=f"{TOP}/step")
 
@@ -252,11 +256,11 @@ class WandbSink:
 
 
 def points(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a record. Keys are the names of the plots.
+    """Return the numbers in a record by the names of their plots.
 
-    The names for a layer are `moe/<layer>/<field>`, `moe/<layer>/loss/<name>` and
-    `moe/<layer>/share/expert<number>`. All other names are `moe/copies/<copier>/<field>` and
-    `moe/training/<name>`.
+    Numbers of a layer have the names `moe/<layer>/<field>`, `moe/<layer>/loss/<name>` and
+    `moe/<layer>/share/expert<number>`. All other numbers have the names
+    `moe/copies/<copier>/<field>` and `moe/training/<name>`.
     """
     fields = record.get("training", record)
     numbers = {key: value for key, value in fields.items()

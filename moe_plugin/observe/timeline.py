@@ -1,7 +1,7 @@
 """Record a timeline of one training step with torch's profiler.
 
-The timeline shows layers, exchanges, matmuls and GPU kernels. Ranks without a timeline wait only
-until rank 0 has started the profiler.
+The timeline shows layers, exchanges, matmuls and GPU kernels. Ranks that record no timeline wait
+only until rank 0 has started the profiler.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ JOINED_US = 50  # consecutive spans of one name with smaller gaps are joined
 
 
 class _Row(NamedTuple):
-    """One span. `begin` and `end` are times in microseconds on the profiler's clock."""
+    """One span. `begin` and `end` are times in microseconds, measured by the profiler's clock."""
 
     track: str
     name: str
@@ -48,13 +48,13 @@ class StepTimeline:
     """Record the timeline of one training step.
 
     Args:
-        config: the `observe` settings. `timeline` is the number of the step to record, and `jsonl`
-            is the file to which the timeline is appended.
+        config: the `observe` settings. `timeline` is the number of the step to record. `jsonl` is
+            the file to which the timeline is appended.
         layers: the layers by name. The timeline shows the forward and backward passes of these
             layers.
-        comm: the ranks of the run. Only rank 0 records the timeline. If omitted, this rank records
-            the timeline.
-        rank: the rank that is stored in the timeline's record.
+        comm: the ranks of the run. Only rank 0 records the timeline. If `comm` is omitted, this
+            rank records the timeline.
+        rank: the rank that is stored in the record of the timeline.
         health: the log to which findings about the timeline are added. Optional.
     """
 
@@ -66,8 +66,8 @@ class StepTimeline:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Return a context manager for a whole training step. If the step is the configured one,
-        its timeline is recorded.
+        """Return a context manager for a whole training step. The timeline is recorded if this is
+        the configured step.
         """
         if self.path is None or not self.step or step != self.step:
             yield
@@ -114,8 +114,8 @@ def _marked(name: str, layer: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Pass:
-    """The forward pass of a layer. Its autograd nodes have sequence numbers in the range [first,
-    after).
+    """The forward pass of a layer. The autograd nodes of the pass have sequence numbers in the
+    range [first, after).
     """
 
     name: str
@@ -128,7 +128,7 @@ class _Pass:
 def spans(events: Sequence[Any]) -> list[list[Any]]:
     """Return the `SPANS` longest spans in a profile as [track, name, begin, end].
 
-    Times are in seconds from the start of the profile. events: the result of
+    Times are in seconds from the start of the profile. events: the profiler events, as returned by
     `torch.profiler.profile.events()`.
     """
     timed = sorted((e for e in events if e.time_range.end >= e.time_range.start),
@@ -170,7 +170,9 @@ def _on_host(event: Any) -> bool:
 
 
 def _row(event: Any, passes: Sequence[_Pass]) -> _Row | None:
-    """Return the span of a profiler event, or None if the timeline does not show such events."""
+    """Convert a profiler event to a span, or return None if the timeline does not show events of
+    this type.
+    """
     name, begin, end = event.name, event.time_range.start, event.time_range.end
     if not _on_host(event):
         if name.startswith((MARK, *EXCHANGES)):

@@ -1,18 +1,18 @@
 """Write, read and replay routing traces, which contain the chosen experts of each token in each
 step.
 
-The format is that of Megatron's `--moe-routing-trace-path` in version 0.19 and later. Each rank
-writes one file. The file of rank 0 is `router_trace_rank0.jsonl`. The file contains one JSON object
-for each forward pass of a layer during training:
+The file format is that of Megatron's `--moe-routing-trace-path` in version 0.19 and later. Each
+rank writes one trace file. For example, the file of rank 0 is `router_trace_rank0.jsonl`. A trace
+file contains one JSON object for each forward pass of a layer during training:
 
     {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0,
      "num_tokens": 128, "topk": 2, "top_indices": [[5, 0], ...]}
 
-`step` is the number of completed steps. `layer` is the index of the layer in the whole model. In
-Megatron, it is the index within the pipeline stage. Layers of multi-token prediction have the
-`block` "mtp" and an additional field `mtp_idx`. The tokens are in the same order as in the layer's
-input. The index -1 means that no expert was chosen. This index is used for padding and for dropped
-second choices.
+`step` is the number of steps completed before this pass. `layer` is the index of the layer in the
+whole model. In Megatron's own traces, `layer` is the index within the pipeline stage. Layers of
+multi-token prediction have the `block` "mtp" and an additional field `mtp_idx`. The tokens in
+`top_indices` are in the same order as in the layer's input. The expert index -1 means that no
+expert was chosen. It is used for padding and for dropped second choices.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ def trace_path(folder: str, rank: int) -> Path:
 
 
 def read_trace(path: str | Path) -> dict[Key, list[list[Tensor]]]:
-    """Read the chosen experts from a trace file. The layers are ordered as in the model.
+    """Read the chosen experts from the trace file of one rank. The layers in the returned dict are
+    ordered as in the model.
 
     Returns: For each layer, a list of steps. Each step is a list of passes, and each pass is an
         int64 tensor [T, K] on the CPU.
     Raises:
-        ValueError: If the file cannot be read or is not a trace. The message contains the number of
-            the invalid line.
+        ValueError: If the file cannot be read or is not a trace. The error message contains the
+            number of the invalid line.
     """
     found: dict[Key, dict[int, list[Tensor]]] = {}
     check_input(path, "routing trace", "write one with observe.trace")
@@ -83,18 +84,18 @@ def read_traces(folder: str | Path) -> list[dict[Key, list[list[Tensor]]]]:
     files = sorted(Path(folder).glob("router_trace_rank*.jsonl"),
                    key=lambda path: (len(path.name), path.name))
     if not files:
-        raise ValueError(f"{short(str(folder))} contains no router_trace_rank*.jsonl. Give the "
+        raise ValueError(f"{short(str(folder))} contains no router_trace_rank*.jsonl. Pass the "
                          "folder of a trace, or write a trace with observe.trace, or with "
                          "Megatron's --moe-routing-trace-path")
     return [read_trace(path) for path in files]
 
 
 class RoutingTrace:
-    """Write the chosen experts during training to a trace, or replay the choices of an earlier
+    """During training, write the chosen experts to a trace, or replay the choices of an earlier
     trace.
 
-    Recomputed passes and repeated steps are counted only once. Passes in which torch.compile traces
-    the model are not written.
+    Recomputed passes and repeated steps are counted only once. Passes during which torch.compile
+    traces the model are not written.
 
     Args:
         layers: modules that each contain one `MoELayer`, ordered as in the model. The `Key` of a
@@ -103,11 +104,11 @@ class RoutingTrace:
         write: the folder to which the trace of this run is written. Optional. If the run resumes
             from a checkpoint, the records of earlier steps are preserved.
         steps: the number of steps to record, counted from the first step of this run. If 0, all
-            steps are recorded.
+            steps of the run are recorded.
         replay: the folder of a trace to replay. Optional. In pass `m` of step `n`, a layer uses
             record `m` of step `n` of the trace instead of its router's choice (see
-            `Router.forced`). After its last step, the trace starts again from its first step. The
-            layers in the trace are matched with the layers of the model by their order.
+            `Router.forced`). After the last step of the trace, replaying continues with the first
+            step. Layers in the trace and layers of the model are matched by their order.
     Raises:
         ValueError: If a folder cannot be written, or if a trace does not match these layers.
     """
@@ -150,7 +151,7 @@ class RoutingTrace:
         return hook
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that undoes all passes after this call, as in `StatsRecorder.mark`."""
+        """Return a function that undoes all later passes, as in `StatsRecorder.mark`."""
         kept, passes = len(self.records), [replay.passes for replay in self.replays]
 
         def undo() -> None:
@@ -165,11 +166,11 @@ class RoutingTrace:
 
         Args:
             number: the number of the step, counted from 1.
-            made: whether the optimizer has applied the step to the model. Otherwise, the records of
+            made: whether the optimizer has applied the step to the model. If False, the records of
                 the step are discarded.
         Raises:
             ValueError: If the layers made fewer passes in this step than the replayed trace
-                contains.
+                contains for the step.
         """
         records, self.records = self.records, []
         first, self.ended = not self.ended, self.ended + made
@@ -201,8 +202,8 @@ def _checked(steps: list[list[Tensor]], experts: int, path: Path) -> list[list[T
 
 def trace_of(config: ObserveConfig, layers: Mapping[str, nn.Module],
              rank: int) -> RoutingTrace | None:
-    """Build the trace that `observe.trace` and `observe.replay` request, or return None if both are
-    unset.
+    """Create the trace object for `observe.trace` and `observe.replay`. Return None if both
+    settings are unset.
     """
     if not config.trace and not config.replay:
         return None
@@ -211,7 +212,7 @@ def trace_of(config: ObserveConfig, layers: Mapping[str, nn.Module],
 
 
 def _keep(path: Path, step: int) -> None:
-    """Remove the records of the given step and of later steps from a file."""
+    """Remove the records of the given step and of all later steps from a trace file."""
     kept = path.with_name(path.name + ".kept")
     with open(kept, "w", encoding="utf-8") as file:
         if path.exists() and step:
@@ -237,7 +238,8 @@ class _Replay:
     passes: int = 0  # the number of passes in the current step
 
     def __call__(self, call: RoutingCall) -> Tensor | None:
-        """Return the choices for this pass, or None if the pass does not count as a training pass.
+        """Return the chosen experts for this pass, or None if the pass is not a counted training
+        pass.
         """
         if self.router.training and inside_backward():
             raise RuntimeError(
@@ -252,9 +254,9 @@ class _Replay:
         shape = call.logits_TE.shape[0], call.k
         if tuple(ids_TK.shape) != shape:
             raise ValueError(
-                f"{self._record(self.passes)} has {tuple(ids_TK.shape)} tokens and experts per "
-                f"token, but this pass has {shape}. Replay with the model, the micro-batches and "
-                "the layout of the trace")
+                f"{self._record(self.passes)} has {tuple(ids_TK.shape)} (tokens, experts per "
+                f"token), but this pass has {shape}. Use the same model, micro-batches and "
+                "parallel layout as the run that wrote the trace")
         self.passes += 1
         complete = not bool((ids_TK < 0).any())  # ids_TK is on the host, so nothing waits
         ids_TK = ids_TK.to(call.logits_TE.device)
@@ -267,8 +269,8 @@ class _Replay:
         return ids_TK.clamp(min=0)
 
     def end_step(self, made: bool) -> None:
-        """Advance to the next step of the trace. Raise `ValueError` if the step was applied but did
-        not use all records of the trace's step.
+        """Advance to the next step of the replayed trace. Raise `ValueError` if the step was
+        applied to the model without using all records of the trace's step.
         """
         if made and self.passes < len(self._records):
             raise self._differs(str(self.passes))

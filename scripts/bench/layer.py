@@ -290,9 +290,9 @@ def agreement(candidates: dict[str, Candidate], data: Data,
         errors[name] = float((y - mine).norm() / mine.norm()) if candidates[name].compared else None
         if errors[name] is not None and not errors[name] <= TOLERANCE[problem.dtype]:
             raise ValueError(
-                f"{name}'s output differs from ours by {errors[name]:.2e} of its norm: must be <= "
-                f"{TOLERANCE[problem.dtype]}. Leave {name} out with --peers, and report this error "
-                f"for {problem.label()}")
+                f"{name}'s output differs from ours by {errors[name]:.2e} relative to the norm of "
+                f"our output: must be <= {TOLERANCE[problem.dtype]}. Leave {name} out with "
+                f"--peers, and report this error for {problem.label()}")
     return errors
 
 

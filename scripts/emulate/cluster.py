@@ -229,8 +229,8 @@ class EmulatedCluster:
         """
         if len(network.ranks) != self.nodes_wanted:
             raise ValueError(
-                f"network {network.name!r} has {len(network.ranks)} ranks, which does not fit "
-                f"{self.nodes_wanted} emulated nodes. Use a network with one rank per node")
+                f"network {network.name!r} has {len(network.ranks)} ranks, but the emulated "
+                f"cluster has {self.nodes_wanted} nodes. Use a network with one rank per node")
         index = {wire.ends: i for i, wire in enumerate(network.wires)}
         for wire, i in zip(network.wires, index.values(), strict=True):
             self._tell(f"wire {i} {float(wire.bandwidth) * 8e9}")

@@ -1,4 +1,5 @@
-"""Checks of the environment: package versions, hosts, devices and compiled parts.
+"""Functions that check the environment: package versions, host frameworks, devices and compiled
+functions.
 
 For each missing package, these functions return the command that installs the package. For each
 host, these functions check whether this package's adapter can be imported, and which fused
@@ -46,7 +47,7 @@ _OPTIONAL = {"rich", "triton"}
 def import_everything() -> list[dict[str, str]]:
     """Import all modules except those of hosts and commands, so that all names are registered.
 
-    Returns: rows with the `module` and the `reason` for each module that cannot be imported.
+    Returns: For each module that cannot be imported, a row with the keys `module` and `reason`.
     """
     failed = []
     names = [m.name for m in pkgutil.iter_modules(moe_plugin.__path__, "moe_plugin.")]
@@ -73,7 +74,8 @@ def import_everything() -> list[dict[str, str]]:
 
 def missing_rows() -> list[dict[str, str]]:
     """For each registered component that cannot run on this machine, return a row with its kind,
-    its name and the reason. The frameworks that benchmarks compare with are left out.
+    its name and the reason. Frameworks that are used only for comparison in benchmarks are left
+    out.
     """
     return [{"kind": kind, "name": entry.name, "reason": reason}
             for kind in sorted(set(KINDS) - {"bench_peer"}) for entry in KINDS[kind]
@@ -83,8 +85,8 @@ def missing_rows() -> list[dict[str, str]]:
 def choice_rows() -> list[dict[str, str]]:
     """Return the measurements that `experts.compute=auto` has stored on this machine.
 
-    Each row contains the load, the name of the chosen implementation, the reason for the choice,
-    and the age and the spread of the measurements.
+    Each row contains the load, the chosen implementation, the reason for the choice, and the age
+    and the spread of the measurements.
     """
     return [{"load": key, "name": kept.name, "why": kept.why,
              "age": show_time(max(0.0, time.time() - kept.made)),
@@ -94,8 +96,8 @@ def choice_rows() -> list[dict[str, str]]:
 def run_rows() -> list[dict[str, str]]:
     """Return one row for each feature that can be attached to the training steps of a run.
 
-    Each row contains the setting, the hosts that support the feature, and the reason and the remedy
-    for each host that does not.
+    Each row contains the setting of the feature and the hosts that support it. For each other host,
+    the row contains the reason and a remedy.
     """
     settings = (*(row.setting for row in FEATURES if row.setting), *OF_HOSTS)
     return [{"name": name, "state": ", ".join(h for h in HOSTS if (name, h) not in LACKS),
@@ -105,8 +107,8 @@ def run_rows() -> list[dict[str, str]]:
 
 
 def refusal_rows() -> list[dict[str, str]]:
-    """Return the combinations of settings that a host rejects. Each row contains the host, a
-    requested setting, and the settings that cannot be combined with it.
+    """Return the combinations of settings that are rejected by a host. Each row contains the host,
+    a requested setting, and the settings that cannot be combined with the requested setting.
     """
     by_request = dict[tuple[str, str], list[str]]()
     for host, table in (("fairseq", fairseq.TABLE), ("megatron", megatron.TABLE)):
@@ -121,7 +123,7 @@ DRIVER = "/dev/nvidiactl"  # exists if NVIDIA's driver is loaded
 
 
 def devices() -> list[dict[str, str]]:
-    """Return a row for the CPU and for every GPU that torch finds."""
+    """Return a row for the CPU, and one row for each GPU that torch finds."""
     threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
     rows = [{
         "name": "cpu", "state": "active" if not torch.cuda.is_available() else "available",
@@ -149,7 +151,7 @@ def _widened() -> str:
 def compiled() -> list[dict[str, str]]:
     """Return one row for each C++ function that can replace torch operations on the CPU.
 
-    Functions that have not been compiled yet are compiled during this call.
+    C++ functions that have not been compiled yet are compiled during this call.
     """
     parts = [(f"experts' {name}", functions.why_not(name)) for name in ACTIVATIONS]
     parts.append(("several experts at a time, float32", products.why_one_by_one()))
@@ -166,8 +168,8 @@ def _why_no_cuda() -> str:
 
 
 def unused_gpu() -> str | None:
-    """Return the reason why torch uses no GPU although a driver is loaded, or None if there is no
-    such problem.
+    """If a GPU driver is loaded but torch does not use a GPU, return the reason. Otherwise, return
+    None.
     """
     if torch.cuda.is_available() or not os.path.exists(DRIVER):
         return None
@@ -186,9 +188,10 @@ class Package:
     Attributes:
         name: name of the distribution.
         module: name of the Python module in the distribution.
-        use: what moe-plugin uses the distribution for.
+        use: what this package uses the distribution for.
         gpu: whether the distribution is useful only with a GPU.
-        command: the install command. Required only if `pip install NAME` is not sufficient.
+        command: the command that installs the distribution. Only needed if `pip install NAME` does
+            not install the distribution.
     """
 
     name: str
@@ -257,8 +260,8 @@ def installed_version(package: Package) -> str | None:
 
 
 def requirement(name: str) -> str:
-    """Return the requirement in moe-plugin's metadata (such as `tensorboard>=2.14`), or else the
-    name of the package.
+    """Return the version requirement in moe-plugin's metadata (such as `tensorboard>=2.14`), or the
+    bare package name if the metadata contain no requirement.
     """
     try:
         stated = metadata.requires("moe-plugin") or []

@@ -1,4 +1,5 @@
-"""The report of `moe-plugin doctor`. The data are collected as plain values and formatted as text.
+"""The report of `moe-plugin doctor`. The report is collected as plain values, and then formatted as
+text.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def check_rows(kinds: list[torch.device]) -> list[dict[str, Any]]:
-    """Check the layer and return a row for each device, dtype, dispatcher and number of (simulated)
-    ranks.
+    """Check the layer on each device. Return one row for each combination of device, dtype,
+    dispatcher and number of (simulated) ranks.
 
     Each row contains the largest relative error of the output, the largest relative error of the
-    gradients, and whether both errors are within the tolerance. On a GPU only one rank is checked.
-    torch runs all backward passes of a GPU in one thread, so several simulated ranks would wait for
-    each other.
+    gradients, and whether both errors are within the tolerance. On a GPU, the layer is checked only
+    with a single rank. torch runs all backward passes on a GPU in a single thread. Several
+    simulated ranks would therefore wait for each other forever.
     """
     cases = []
     for device in kinds:
@@ -116,7 +117,7 @@ def _run(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]
 
 
 def dense(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]:
-    """Compute the results of `_run` in float64, with every expert applied to every token.
+    """Compute the same results as `_run` in float64, by applying every expert to every token.
 
     The output for token `t` is `y[t] = sum_e weight[t, e] * FFN_e(x[t])`. Both `x_TD` and
     `target_TD` have the shape [T, D] and any floating dtype.
@@ -141,7 +142,7 @@ def _relative(got: Tensor, want: Tensor) -> float:
 
 def first() -> dict[str, Any]:
     """Collect the results of the self-check and the properties of the environment as plain values
-    for JSON. The value `works` is True if the self check passed.
+    for JSON. The value `works` is True if all checks of the layer passed.
     """
     gpu = torch.cuda.is_available()
     checks = check_rows([torch.device("cpu"),
@@ -155,9 +156,10 @@ def first() -> dict[str, Any]:
 
 
 def rest(everything: bool) -> dict[str, Any]:
-    """Collect the remaining data of the report, such as missing components and stored measurements.
+    """Collect the data that are only shown on request, such as missing components and stored
+    measurements.
 
-    everything: whether to collect the remaining data. If False, return an empty dict.
+    everything: whether these data were requested. If False, the returned dict is empty.
     """
     if not everything:
         return {}
@@ -185,7 +187,7 @@ def verdict(report: dict[str, Any]) -> str:
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    """Return one line for each problem that was found."""
+    """Return one line for each problem that the report contains."""
     return [
         *(f"self check, {row['device']} {row['dtype']}, dispatch.name={row['dispatcher']}, "
           f"{_ranks(row)}: {row['reason']}" for row in report["self_check"] if not row["ok"]),
@@ -200,7 +202,7 @@ def problems(report: dict[str, Any]) -> list[str]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """Format everything after the first lines of the report. Problems come first."""
+    """Format the report, except for its first lines. Problems come first."""
     wrong = problems(report)
     parts = [
         "\n".join(["Problems:", *(f"  {line}" for line in wrong)]) if wrong else "Problems: none",
@@ -265,7 +267,7 @@ def _missing(report: dict[str, Any]) -> str:
 
 
 def _load(load: str) -> str:
-    """Shorten the description of a load. The omitted words are shown in other columns and in the
-    output of `--json`.
+    """Return the short form of the text that describes a load. The omitted words appear in other
+    columns, and in the output of `--json`.
     """
     return load.split(": ", 1)[-1].split(", of ")[0]

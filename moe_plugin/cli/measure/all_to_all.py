@@ -42,11 +42,11 @@ class ExchangeRow:
         bytes: size of the input of each rank in bytes.
         median_ms: median time per exchange over all repeats, in ms.
         min_ms: shortest time per exchange over all repeats, in ms.
-        floor_ms: the time in ms that the links need at least to transfer the bytes.
-        cpu_ms: CPU time of all ranks and of the emulated switch in ms, divided by the number of
-            cores.
+        floor_ms: lower bound on the time in ms, given by the bandwidth of the links.
+        cpu_ms: total CPU time of all ranks and of the emulated switch in ms, divided by the number
+            of cores.
         messages: number of messages that leave one node.
-        chosen: name of the algorithm that `auto` selected.
+        chosen: name of the algorithm that was selected by `auto`.
     """
 
     nodes: int
@@ -63,13 +63,13 @@ class ExchangeRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurements to perform.
+    """The list of all-to-all measurements to perform.
 
     Attributes:
         names: names of the algorithms to measure.
         sizes: sizes of the input of each rank in bytes.
-        repeats: number of timed repeats. Sizes above `BURST_UP_TO` bytes are timed only half as
-            often.
+        repeats: number of timed repeats. For sizes above `BURST_UP_TO` bytes, only half of the
+            repeats are timed.
         settings: settings of the group, e.g. its topology.
         helper: process ID of a helper process whose CPU time is also counted, such as the switch of
             an emulated cluster.
@@ -106,7 +106,7 @@ def measure_rank(plan: Plan,
     """Measure all algorithms on every rank. Return the nodes of the group, and one `RankTimes` for
     each algorithm and size.
 
-    In each repeat all algorithms run, in an order that rotates from repeat to repeat.
+    All algorithms run in each repeat, in an order that rotates from repeat to repeat.
     """
     comm = comm or TorchComm()
     prepare(comm, plan.settings or CommConfig())
@@ -133,8 +133,8 @@ def measure_rank(plan: Plan,
 
 
 def _warm_up(comm: Comm, name: str, x: torch.Tensor) -> None:
-    """Run an algorithm once before it is measured. The algorithm `auto` is repeated until it has
-    selected an algorithm.
+    """Run an all-to-all algorithm once before it is timed. The algorithm `auto` is repeated until
+    it has selected an algorithm.
     """
     run = algorithms.get(name)
     run(comm, x)
@@ -154,7 +154,8 @@ def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -
     """For each repeat, combine the times of all ranks into one time in seconds.
 
     If all ranks share one clock, the time of a repeat lasts from the earliest start on any rank to
-    the latest end on any rank. Without a shared clock, the time of the slowest rank is used.
+    the latest end on any rank. Without a shared clock, the time of a repeat is the time of the
+    slowest rank.
     """
     if not one_clock:
         return comm.agree_max([end - begin for begin, end in spans])
@@ -202,8 +203,8 @@ def row_of(topology: Topology, cell: RankTimes, floor_ms: float | None = None,
 
 
 def messages_out(topology: Topology, name: str) -> float | None:
-    """Return the number of messages that leave one node. The number is computed by a formula, or
-    counted by running the algorithm on simulated ranks.
+    """Return the number of messages that leave one node. The number of messages is computed by a
+    formula, or counted by running the algorithm on simulated ranks.
 
     If the nodes have different numbers of ranks, return the mean over all nodes, or None if the
     group has more than `COUNTED_RANKS` ranks.
@@ -236,8 +237,8 @@ def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
 
 def measure_rows(args: argparse.Namespace, plan: Plan, command: str
                  ) -> tuple[list[ExchangeRow], dict[str, Any]]:
-    """Measure all algorithms. Return the measurements and a description of the ranks. Only rank 0
-    receives the measurements.
+    """Measure all algorithms. Return the measurements and a description of the ranks. On all ranks
+    except rank 0, the list of measurements is empty.
 
     command: name of the command for error messages, such as `bench all-to-all`.
     """

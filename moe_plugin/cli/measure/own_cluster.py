@@ -1,7 +1,7 @@
 """Measurement of the network and the processors of the running ranks.
 
-All ranks measure at the same time. For each repeat, every rank uses the time of the slowest rank,
-so all ranks obtain the same results.
+All ranks perform their measurements at the same time. For each repeat, every rank uses the time of
+the slowest rank, so all ranks obtain the same results.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def largest_size(model: ModelShape) -> int:
 
 
 def about_network(model: ModelShape, grid: tuple[int, int], device: torch.device) -> dict[str, str]:
-    """Return the properties of the ranks and the model. A stored network measurement is reused only
-    if all of these properties are equal.
+    """Return the properties of the ranks and the model on which the measurement depends. A stored
+    network measurement is reused only if all of these properties are equal.
     """
     return {
         "bytes": str(largest_size(model)), "grid": f"{grid[0]}x{grid[1]}",
@@ -97,7 +97,7 @@ def about_processor(model: ModelShape, comm: Comm, device: torch.device) -> dict
     """Return the properties of the ranks and the model. A stored processor measurement is reused
     only if all of these properties are equal.
 
-    The number of ranks is included, because the ranks on one machine share the processor.
+    The number of ranks is included, because all ranks on one machine share the processor.
     """
     return {
         "device": device_name(device), "ranks": str(comm.size),

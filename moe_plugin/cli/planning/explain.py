@@ -1,4 +1,4 @@
-"""Functions that format search results: the best layout or plan, the time and memory it needs, and
+"""Functions that format the results of a search: the best layout or plan, its time and memory, and
 the alternatives.
 """
 
@@ -28,8 +28,8 @@ def _time_of(name: str, item: tuple[int, dict[str, float]]) -> str:
 
 
 def predicted_parts(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the sections of a page with predicted times. There is a title and a table for each
-    size.
+    """Return the sections of a page that shows predicted times. The page has a title and a table
+    for each size.
     """
     parts = []
     for size in dict.fromkeys(row["bytes"] for row in rows):
@@ -73,7 +73,7 @@ NAMES = {
 
 
 def breakdown(cost: PlanCost) -> dict[str, Any]:
-    """Return a plan as plain values for JSON."""
+    """Convert a plan to plain values for JSON."""
     return {
         "plan": cost.plan.as_dict(), "label": cost.plan.label, "seconds": cost.seconds,
         "time": cost.time, "memory_bytes": cost.memory_bytes, "memory": cost.memory, "moe_layer": {
@@ -98,7 +98,7 @@ def predicted(cost: PlanCost, cluster: Cluster, device: Device) -> str:
 
 def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, space: Space) -> str:
     """Return a text that ranks the plans, breaks down the time and memory of the best plan, and
-    shows the cost of changing each of its settings.
+    shows how much slower each alternative setting would be.
     """
     best = found.plans[0]
     lines = [
@@ -117,8 +117,8 @@ def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, s
 
 
 def plan_lines(plans: Sequence[PlanCost]) -> list[str]:
-    """Return lines that list the plans by increasing time, and the time and memory of the first
-    plan.
+    """Return lines that list the plans by increasing time. The lines also show the time and memory
+    of the first plan.
     """
     best = plans[0]
     again, layers = best.activations.count(RECOMPUTE), len(best.activations)
@@ -131,7 +131,8 @@ def plan_lines(plans: Sequence[PlanCost]) -> list[str]:
 
 
 def head_room(device: Device) -> str:
-    """Return a line that states how much memory plans may use, and why they may not use all memory.
+    """Return a line that states how much memory plans may use, and why the rest of the memory is
+    reserved.
     """
     usable, whole = show_size(device.usable_bytes), show_size(device.memory_bytes)
     return (f"plans use at most {usable} of {whole} per rank: {100 * HEAD_ROOM:.0f} % stay free "

@@ -36,13 +36,13 @@ class Compared:
 
 @dataclass(frozen=True)
 class Report:
-    """The data for the report about a schedule.
+    """Input data for the report about a schedule.
 
     Attributes:
         schedule: the schedule.
         size: size of the collective's result in bytes.
-        ways: the compared algorithms. The first item is the planned schedule. The tuple is empty if
-            there is only one rank.
+        ways: the algorithms that are compared. The first item is the planned schedule. The tuple is
+            empty if there is only one rank.
         planned_s: time in seconds that planning took.
         note: assumptions about the network.
     """
@@ -55,8 +55,8 @@ class Report:
 
 
 def compare(schedule: Schedule, size: int, chunks: int) -> tuple[Compared, ...]:
-    """Simulate the schedule and the baselines. Data are split into up to `chunks` chunks, which are
-    sent one after the other.
+    """Simulate the schedule and the baselines. The data of each message are split into up to
+    `chunks` chunks, which are sent one after the other.
     """
     if len(schedule.network.ranks) == 1:
         return ()
@@ -138,7 +138,9 @@ def _listed(names: list[str]) -> str:
 
 
 def number(value: Fraction | float) -> str:
-    """Format a number with at most six digits. The result is exact if six digits suffice."""
+    """Format a number with at most six significant digits. The result is exact if six digits
+    suffice.
+    """
     return f"{float(value):.6g}"
 
 
@@ -151,7 +153,7 @@ def trees_words(schedule: Schedule) -> str:
 
 
 def share_words(schedule: Schedule) -> str:
-    """Describe whether the given trees reach the optimal bandwidth."""
+    """Describe whether the given trees reach the optimal bandwidth of the network."""
     best = len(schedule.network.ranks) / (schedule.phases * schedule.inverse_rate)
     if schedule.algorithmic_bandwidth == best:
         return "the optimum"
@@ -160,7 +162,7 @@ def share_words(schedule: Schedule) -> str:
 
 
 def network_words(network: Network) -> str:
-    """Describe the size of a network."""
+    """Describe the number of nodes and links in a network."""
     return (f"{len(network.ranks)} ranks, {len(network.switches)} switches, "
             f"{len(network.wires)} wires")
 
@@ -169,7 +171,7 @@ COLUMNS = ("simulated", "limit", "rate", "slower by", "chunks")
 
 
 def comparison(report: Report) -> list[tuple[str, ...]]:
-    """Return a row for each algorithm with the name and the values of `COLUMNS`."""
+    """Return one row for each algorithm, with its name and the values of `COLUMNS`."""
     return [(way.name, show_time(way.run.seconds), show_time(way.limit_s),
              f"{report.size / way.run.seconds / 1e9:.5g} GB/s",
              f"{way.run.seconds / report.ways[0].run.seconds:.2f}x", f"{way.run.chunks:,}")

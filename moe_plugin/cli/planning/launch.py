@@ -26,12 +26,12 @@ BALANCE = "0.01"  # weight of the balance loss
 
 def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
                  keeps_send: bool = False) -> dict[str, Any]:
-    """Convert a plan to settings of this package in the form of nested plain values.
+    """Convert a plan to nested plain values that can be used as settings of this package.
 
     Args:
         model: the model.
         plan: the plan.
-        auto: whether the tuner may change the layout of the plan during training. In this case, the
+        auto: whether the tuner may change the layout of the plan during training. If True, the
             tuner starts with `dispatch.send=rows`, which sends one row per token and expert.
         keeps_send: whether the tuner must not change `dispatch.send`. See `plan_cost.needs_send`.
     """
@@ -88,8 +88,8 @@ def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
         raise ValueError(f"unknown host {short(host)}; known: {', '.join(HOSTS)}")
     if plan.tp * plan.pp > 1:
         raise ValueError(
-            f"plan {plan.label} needs tensor or pipeline parallelism, which fairseq does not "
-            "support here. Plan with --host fairseq")
+            f"plan {plan.label} uses tensor or pipeline parallelism, which this package "
+            "does not support in fairseq. Search for a plan with --host fairseq")
     update = model.global_batch // (plan.dp * plan.micro_batch)
     flags = [
         "--moe-freq", model.moe_every, "--batch-size", plan.micro_batch, "--tokens-per-sample",
@@ -108,7 +108,7 @@ def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: s
         plan: the plan.
         host: see `HOSTS`.
         auto: see `moe_settings`.
-        note: comment at the top of the file.
+        note: comment to write at the top of the file.
         activations: the policy for the activations of each layer. See `PlanCost`.
         keeps_send: see `moe_settings`.
     """
@@ -127,15 +127,15 @@ def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: s
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchCommand:
-    """Values for a command line that do not depend on the plan.
+    """Values for the launch command that do not depend on the plan.
 
     Attributes:
         nodes: number of nodes.
         ranks_per_node: number of processes per node.
-        head: address of the first node. Required if there are several nodes.
+        head: address of the first node. Required if the run uses several nodes.
         cpu: whether to train on the CPU.
-        threads: number of CPU threads of each rank, or 0 for no limit.
-        data: folder (fairseq) or prefix (Megatron) of the data.
+        threads: number of CPU threads per rank, or 0 for no limit.
+        data: path of the training data, which is a folder (fairseq) or a prefix (Megatron).
         config: path of the plan's file for `--moe-config`.
         script: path of Megatron-LM's `pretrain_gpt.py`. Optional. Defaults to `SCRIPT`.
         steps: number of training steps in the run.
@@ -171,13 +171,13 @@ def torchrun_words(start: LaunchCommand) -> list[str]:
 def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCommand) -> list[str]:
     """Return all words of the launch line.
 
-    The data type is determined by `model.element_bytes`, where 2 stands for bf16.
+    The dtype is determined by `model.element_bytes`. The value 2 means bf16.
 
     Args:
         model: the model.
         plan: the plan.
         host: see `HOSTS`.
-        start: the values in the line that do not depend on the plan.
+        start: values for the launch line that do not depend on the plan.
     Raises:
         ValueError: If the host cannot run the plan, or if `script` is set for fairseq.
     """
@@ -246,7 +246,7 @@ def launch_text(words: list[str]) -> str:
 
 
 def launch_script(text: str, note: str) -> str:
-    """Return a shell script that runs the launch line followed by the arguments of the script."""
+    """Return a shell script that runs the launch line and passes on the arguments of the script."""
     return f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n'
 
 

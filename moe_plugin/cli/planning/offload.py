@@ -1,5 +1,5 @@
-"""Functions that format memory plans as text and as plain values. For each block, the cost of the
-alternative decisions is included.
+"""Functions that format memory plans as text and as plain values. The output also contains, for
+each block, the cost of the alternative decisions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def keep_all_bytes(plan: SwapPlan) -> int:
 def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
     """For each block, return how many seconds per step each alternative decision would add.
 
-    The value is inf if the decision would exceed the memory.
+    The value for a decision is inf if the decision would exceed the memory.
     """
     by_block = []
     for j, (block, taken) in enumerate(zip(plan.problem.blocks, plan.decisions, strict=True)):
@@ -39,8 +39,8 @@ def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
 
 
 def as_dict(plan: SwapPlan) -> dict[str, Any]:
-    """Return a plan as plain values for JSON. Decisions that would exceed the memory have the value
-    None.
+    """Convert a memory plan to plain values for JSON. Decisions that would exceed the memory have
+    the value None.
     """
     return {
         "seconds": plan.seconds, "bound_s": plan.bound_s, "proved": plan.proved,
@@ -61,8 +61,8 @@ def _finite(value: float) -> float | None:
 
 
 def explain(plan: SwapPlan, name: str = "model") -> str:
-    """Return a text with the decisions and their reasons, the step time if all blocks had the same
-    decision, and the memory.
+    """Return a text with the decisions for all blocks and their reasons, the memory, and the step
+    time if all blocks had the same decision.
     """
     blocks, counts = plan.problem.blocks, {d: plan.decisions.count(d) for d in DECISIONS}
     width = max(5, *(len(block.name) for block in blocks))
@@ -105,7 +105,7 @@ def _change(seconds: float) -> str:
 
 
 def stream_as_dict(plan: StreamPlan) -> dict[str, Any]:
-    """Return a plan for streamed weights as plain values for JSON."""
+    """Convert a plan for streamed weights to plain values for JSON."""
     return {
         "seconds": plan.seconds, "micro_batches": plan.model.batches, "segments": list(plan.counts),
         "hides": plan.hides, "fill_s": plan.fill_s, "stall_s": plan.stall_s,

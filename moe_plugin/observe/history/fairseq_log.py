@@ -39,9 +39,10 @@ _CONFIDENCE = "confidence_"
 
 
 def parse_step(line: str) -> tuple[str, StepRecord] | None:
-    """Return (type, record) for a line with training metrics, or None for any other line.
+    """Parse a line of the log. Return (type, record) if the line contains training metrics, or None
+    for any other line.
 
-    The type is `train_inner`, `train` (the end of an epoch) or `valid`.
+    The type of a line is `train_inner`, `train` (the end of an epoch) or `valid`.
 
     Raises:
         ValueError: If a number in the line cannot be read, for example because the line is
@@ -63,17 +64,17 @@ def parse_step(line: str) -> tuple[str, StepRecord] | None:
 
 
 def parse_json(row: Mapping[str, Any]) -> tuple[str, StepRecord] | None:
-    """Return (type, record) for a line of a `--log-file` in format `json`."""
+    """Parse a complete line of a `--log-file` in the format `json`, and return (type, record)."""
     named = [found for key in row if (found := _FILE_JSON.fullmatch(key))]
     return _record(named[0][1] or "train_inner", row) if named and "epoch" in row else None
 
 
 def _record(kind: str, values: Mapping[str, Any]) -> tuple[str, StepRecord] | None:
-    """Build one record from a line of fairseq's log.
+    """Build one record from the metrics in a line of fairseq's log.
 
     Args:
-        kind: the type of the line, in fairseq's notation. For example, `valid1` is the second
-            validation subset.
+        kind: fairseq's name for the type of the line. For example, the second validation subset is
+            named `valid1`.
         values: a mapping from the names of metrics to their values as strings.
     """
     prefix = "" if kind == "train_inner" else f"{kind}_"
@@ -88,10 +89,11 @@ def skipped_step(step: int) -> StepRecord:
 
 
 def step_record(values: dict[str, Any], kind: str) -> StepRecord | None:
-    """Build the record of a line. Return None if the line does not contain the number of updates.
+    """Build the record of a log line from its metrics. Return None if the metrics do not include
+    the number of updates.
 
-    values: the metrics of the line by name. The prefix for the type of the line has been removed
-    from each name.
+    values: the metrics of the log line by name. The names do not contain the prefix for the type of
+    the line.
     """
     numbers = {key: number for key, value in values.items()
                if (number := _number(value)) is not None}
@@ -131,9 +133,9 @@ def _number(value: Any) -> float | None:
 
 
 def parse_settings(line: str) -> dict[str, str]:
-    """Return the settings in fairseq's configuration line. Keys are the names of the flags.
+    """Parse fairseq's configuration line, and return the settings by the names of their flags.
 
-    Return an empty dict for any other line.
+    If the line is not the configuration line, return an empty dict.
     """
     found = _CONFIG.search(line)
     if not found:
@@ -144,10 +146,10 @@ def parse_settings(line: str) -> dict[str, str]:
 
 def parse_changed(line: str) -> dict[str, tuple[str, str]] | None:
     """Return a pair (value, default) for each setting that differs from its default. Return None if
-    the line does not list such settings.
+    the line is not the list of such settings.
 
     Raises:
-        ValueError: If the line cannot be read.
+        ValueError: If the list of settings cannot be read.
     """
     _, mark, text = line.partition(CHANGED)
     if not mark:

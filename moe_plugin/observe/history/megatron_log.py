@@ -24,10 +24,10 @@ def parse_step(line: str, length: str | None) -> StepRecord | None:
 
     Args:
         line: the line.
-        length: the number of tokens per sample, as a string. If None, the tokens per second are not
-            computed.
+        length: the number of tokens per training sample, as a string. If None, the record does not
+            contain tokens per second.
     Raises:
-        ValueError: If a number cannot be read.
+        ValueError: If a number in the line cannot be read.
     """
     if valid := _VALID.search(line):
         return StepRecord(step=int(valid[1]), valid_loss=_number(valid[2]))
@@ -48,7 +48,9 @@ def parse_step(line: str, length: str | None) -> StepRecord | None:
 
 
 def parse_argument(line: str) -> tuple[str, str] | None:
-    """If a line lists an argument, return its name and value. Return None for any other line."""
+    """If the line prints an argument of Megatron, return the argument's name and value. For any
+    other line, return None.
+    """
     found = _ARGUMENT.search(line)
     return found and (found[1].replace("_", "-"), found[2].strip())
 

@@ -44,8 +44,8 @@ WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's
 
 @dataclass(frozen=True)
 class _BadLine:
-    """A line that cannot be read. record: whether the line looks like a record rather than other
-    text.
+    """Raised for a line of a log file that cannot be read. record: whether the line looks like a
+    record and not like other text.
     """
 
     number: int
@@ -55,12 +55,12 @@ class _BadLine:
 
 @dataclass
 class _Source:
-    """The contents of one file.
+    """The contents of one file of a run.
 
     Attributes:
-        brief: the layer records that are part of the training log.
-        arguments: the arguments that Megatron's script prints.
-        writer: the host that the statistics or the settings name.
+        brief: the layer records that are contained in the lines of the training log.
+        arguments: the arguments that Megatron's training script prints.
+        writer: the host that is named in the statistics or in the settings.
         cut: whether the last line of the file is incomplete.
         done: whether fairseq's log reports that training has ended.
     """
@@ -86,7 +86,9 @@ class _Source:
 
     @property
     def host(self) -> str | None:
-        """The host whose training log this file is, or None if the file is not a training log."""
+        """The host framework that wrote this training log, or None if the file is not a training
+        log.
+        """
         kinds = {kind for kind, _ in self.steps} - {"training"}
         if trainer_state.KIND in kinds:
             return "transformers"
@@ -95,12 +97,12 @@ class _Source:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Read the files of a single run from a folder, up to three levels deep.
+    """Read the files of a single run from a folder and its subfolders, up to three levels deep.
 
     Args:
-        folder: a folder that contains layer statistics as JSON lines, or the training log of
-            fairseq or of the Megatron host. Files may have any name. The run may still be writing
-            to the files.
+        folder: the folder of the run. It must contain layer statistics as JSON lines, or the
+            training log of fairseq or of the Megatron host. The files in this folder may have any
+            name. A run that is still writing to its files can also be read.
     Raises:
         ValueError: If the folder does not exist, contains no record, or contains several runs.
     """
@@ -113,7 +115,7 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def read_runs(folder: str | Path) -> list[RunRecord]:
-    """Read all runs from a folder, up to three levels deep.
+    """Read all runs from a folder and its subfolders, up to three levels deep.
 
     If the folder contains several runs, each run is named by its path relative to the folder. This
     function raises the same errors as `read_run`.
@@ -128,7 +130,7 @@ def _place(run: RunRecord, folder: str | Path) -> Path:
 
 
 def _sources(folder: Path) -> list[_Source]:
-    """Read the files in a folder that contain records or settings of a run."""
+    """Read all files in a folder that contain records or settings of a run."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a directory. Pass a run's folder, which contains "
                          f"{WANTED}")
@@ -144,7 +146,7 @@ def _sources(folder: Path) -> list[_Source]:
 
 
 def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
-    """If the files belong to one run, yield this run. Otherwise, yield the run of each subfolder.
+    """If all files belong to one run, yield this run. Otherwise, yield one run for each subfolder.
     """
     sources = _without_copies(sources)
     several = [kind for kind in ([s for s in sources if s.host], [s for s in sources if s.layers])
@@ -161,8 +163,8 @@ def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
 
 
 def _without_copies(sources: list[_Source]) -> list[_Source]:
-    """Ignore a log that Megatron printed if this package has also written a log of the same run, in
-    a folder above or below.
+    """Leave out logs that Megatron itself printed if this package has also written a log of the
+    same run.
     """
     own = [s.path.parent for s in sources if any(kind == "iteration" for kind, _ in s.steps)
            or s.settings and s.writer == "megatron"]
@@ -176,7 +178,7 @@ def _without_copies(sources: list[_Source]) -> list[_Source]:
 
 
 def candidates(folder: Path) -> Iterator[Path]:
-    """Yield the files whose names could be the names of a run's files."""
+    """Yield the files whose names suggest that they belong to a run."""
     for place, names, files in os.walk(folder):
         depth = len(Path(place).relative_to(folder).parts)
         names[:] = sorted(n for n in names if not n.startswith(".")) if depth < DEPTH else []
@@ -221,7 +223,7 @@ def _read(path: Path) -> _Source:
 
 
 def _line(source: _Source, text: str, number: int) -> _BadLine | None:
-    """Add one line to the `_Source` of its file."""
+    """Parse one line of a file, and add the result to the file's `_Source`."""
     try:
         if text.startswith("{") and not text.startswith("{'"):  # "{'" begins a Python dict
             _json_line(source, text)
@@ -246,8 +248,8 @@ def _line(source: _Source, text: str, number: int) -> _BadLine | None:
 
 
 def _json_line(source: _Source, text: str) -> None:
-    """Add one JSON line to the `_Source` of its file. The type of record is determined by the keys
-    of the line.
+    """Parse one JSON line of a file, and add the result to the file's `_Source`. The keys of the
+    JSON object determine the type of the record.
     """
     row = json.loads(text)
     if "layer" in row and "step" in row and "load" in row:
@@ -315,7 +317,7 @@ def _run(folder: Path, sources: list[_Source]) -> RunRecord:
 
 
 def _copies(sources: list[_Source]) -> dict[str, list[CopyRecord]]:
-    """Sum the copier records over the files of all pipeline stages."""
+    """Sum the records of each copier over the files of all pipeline stages."""
     found: dict[str, list[CopyRecord]] = {}
     for copier, step in sorted({key for source in sources for key in source.copies}):
         parts = [s.copies[copier, step] for s in sources if (copier, step) in s.copies]
@@ -349,9 +351,9 @@ def _notes(source: _Source) -> list[str]:
 
 
 def _merged_steps(valid: list[StepRecord], train: list[StepRecord]) -> list[StepRecord]:
-    """Return one record per step that includes the validation loss of this step.
+    """Return one record per step. The record includes the validation loss of the step.
 
-    If a step was repeated, its last record is used.
+    If a step was repeated, the last record of this step is used.
     """
     by_step: dict[int, dict] = {}
     for record in [*train, *valid]:

@@ -22,7 +22,7 @@ class ResizeRecord:
     """A change of the expert-parallel size during a run.
 
     Attributes:
-        step: the change took place before this step.
+        step: the number of the step before which the size changed.
         host: the host framework of the run.
         before, after: the number of expert-parallel ranks before and after the change.
         bytes: the total number of bytes sent by all ranks.
@@ -49,8 +49,8 @@ class ResizeRecord:
 
 
 def resize_record(row: Mapping[str, Any]) -> ResizeRecord:
-    """Convert a row written by `ResizeRecord.as_row` to a record. Raise `ValueError` if the row has
-    any other form.
+    """Convert a row written by `ResizeRecord.as_row` to a record. Raise `ValueError` if the row was
+    not written by this method.
     """
     try:
         given = row[KEY]
@@ -69,20 +69,20 @@ DROPS = "overflow_expert1", "overflow_expert2"
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One record of a host's training log. Fields that the log does not contain are None.
+    """One record of a host's training log. Fields are None if the log does not contain them.
 
     Attributes:
         loss, valid_loss: the losses in nats per token. Losses that fairseq reports in bits are
             converted to nats. The balance loss is excluded if the log reports it separately.
-        seconds: the duration of the steps since the previous record, in seconds.
+        seconds: the duration in seconds of the steps that this record covers.
         elapsed_s: the time in seconds since the start of the process.
         not_finite: the number of steps since the previous record that were skipped because a loss
-            or a gradient was not finite. Steps skipped only to reduce the loss scale are not
-            counted.
-        extra: other metrics from the log. Keys are the names in the log. The names of validation
-            metrics begin with `valid `.
-        confidence: for each member of an ensemble, a histogram over validation. It counts
-            predictions by their largest probability, in ranges of equal width.
+            or a gradient was not finite. Steps that were skipped only to reduce the loss scale are
+            not counted.
+        extra: other metrics from the log. Keys are the names of the metrics in the log. The names
+            of validation metrics begin with `valid `.
+        confidence: histograms of the predictions of an ensemble during validation, by name. The
+            histograms count predictions by their largest probability, in ranges of equal width.
     """
 
     step: int
@@ -98,8 +98,8 @@ class StepRecord:
     confidence: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def dropped(self, kind: str = "") -> float | None:
-        """Return the fraction of dropped choices that fairseq's training log reports, or None if it
-        is unknown.
+        """Return the fraction of dropped choices that fairseq's training log reports, or None if
+        the log does not report this fraction.
 
         kind: prefix of the metrics' names, which is `valid ` for validation.
         """
@@ -112,7 +112,7 @@ class StepRecord:
 class DecisionRecord:
     """A decision made by the tuner of a layer. See `moe_plugin.tuning.engine.TunerDecision`.
 
-    All times are in seconds.
+    All times in this record are in seconds.
     """
 
     step: int
@@ -129,11 +129,12 @@ class DecisionRecord:
 # frozen instances take five times as long to create.
 @dataclass(kw_only=True, slots=True)
 class LayerRecord:
-    """The statistics of one layer over one interval. See `moe_plugin/utils/statistics.py`.
+    """The statistics of one MoE layer over one logging interval. See
+    `moe_plugin/utils/statistics.py`.
 
-    more: statistics by name that have a chart but are not attributes of this class.
+    more: additional statistics by name. They have a chart but are not attributes of this class.
     load: the number of tokens that chose each expert, or an empty sequence if these numbers are
-        unknown. The sequence is an `array` if the record was read from a log.
+        unknown. If the record was read from a log, the loads are stored in an `array`.
     choices: the total number of choices, which is the sum of `load`.
     """
 
@@ -165,20 +166,20 @@ class LayerRecord:
         self.choices = sum(self.load)
 
     def value(self, name: str) -> Any:
-        """Return a statistic by name, or None if it is unknown."""
+        """Return a statistic by name, or None if the statistic was not recorded."""
         return getattr(self, name) if name in self.__slots__ else self.more.get(name)
 
     @property
     def hit_rate(self) -> float | None:
         """The fraction of needed experts that were already on the device when a call needed them.
-        None if all experts are always stored on the device.
+        None if all experts are always on the device.
         """
         asked = self.store.get("hits", 0.0) + self.store.get("misses", 0.0)
         return self.store.get("hits", 0.0) / asked if asked else None
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The load of each expert divided by the mean load. The values are NaN if no token was
+        """The load of each expert divided by the mean load. The shares are NaN if no token was
         routed.
         """
         total, count = self.choices, len(self.load)
@@ -187,16 +188,16 @@ class LayerRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyRecord:
-    """The activity of a copier since its last record, summed over all ranks.
+    """The activity of a copier since its previous record, summed over all ranks.
 
     Attributes:
         copier: the type of data that is copied, such as `activations` or `weights`.
-        bytes: the number of bytes that were copied.
+        bytes: the number of copied bytes.
         waits: how many times computation had to wait for a copy.
-        stalled_s: the total time in seconds that computation waited for copies.
+        stalled_s: the total time in seconds that computation spent waiting for copies.
         busy_s: the total time in seconds during which copies were running.
-        resident_bytes: the largest number of bytes that were on the device during a step. 0 if
-            unknown.
+        resident_bytes: the largest number of bytes that were stored on the device during a step. 0
+            if unknown.
         keep, recompute, swap: the number of blocks whose activations are kept, recomputed or
             swapped.
     """
@@ -219,7 +220,8 @@ COPIES = ("bytes", "waits", "stalled_s", "busy_s", "resident_bytes", "keep", "re
 
 @dataclass(frozen=True)
 class SpanRecord:
-    """An activity (span) in a recorded step. Times are in seconds since the start of the step.
+    """One activity (span) in the timeline of a step. Times are in seconds since the start of the
+    step.
 
     track: the type of activity, such as `layers` or `exchange`.
     """
@@ -232,24 +234,24 @@ class SpanRecord:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """All records of a run, read from its folder.
+    """All records of a training run, read from its folder.
 
     Attributes:
         name: the name of the run.
-        host: the name of the host that trained.
+        host: the name of the host framework of the run.
         steps: the records of the training log, ordered by step.
-        layers: for each layer name, the records ordered by step. Layers are sorted.
-        copies: for each copier name, the records ordered by step. The records are summed over all
-            pipeline stages.
+        layers: for each layer name, the layer's records ordered by step. Layers are sorted.
+        copies: for each copier name, the copier's records ordered by step. Copier records are
+            summed over all pipeline stages.
         timelines: the spans of each recorded timeline, by (step, rank).
         resizes: the changes of the expert-parallel size.
-        settings: the values of flags or settings, as the user wrote them.
+        settings: the values of flags or settings, in the form in which the user wrote them.
         changed: for each setting that differs from its default, a pair (value as written, default),
             by name. None if unknown.
-        notes: sentences for the reader of a report that describe problems with the files.
-        files: the paths of the files, relative to the folder.
+        notes: sentences that inform the reader of a report about problems with the files.
+        files: the paths of the run's files, relative to the folder.
         folder: the folder of the run. None if the run was not read from files.
-        finished: whether the run has completed its last step.
+        finished: whether the run has completed its last training step.
     """
 
     name: str
@@ -268,17 +270,17 @@ class RunRecord:
 
     @property
     def layer_records(self) -> list[LayerRecord]:
-        """All records of all layers."""
+        """All records of all layers, in one list."""
         return [r for records in self.layers.values() for r in records]
 
     @property
     def last_records(self) -> dict[str, LayerRecord]:
-        """The last record of each layer that has at least one record."""
+        """For each layer that has records, the last record."""
         return {name: records[-1] for name, records in self.layers.items() if records}
 
     @property
     def step_range(self) -> tuple[int, int]:
-        """The first and the last step of all records, or (0, 0) without any record."""
+        """The first and the last step that have a record, or (0, 0) if there are no records."""
         lists: tuple[Sequence[StepRecord | LayerRecord], ...] = (self.steps, *self.layers.values())
         steps = [r.step for records in lists if records
                  for r in (records[0], records[-1])]
@@ -286,14 +288,15 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """The last step of all records, or 0 without any record."""
+        """The last step that has a record, or 0 if there are no records."""
         return self.step_range[1]
 
     @property
     def steps_covered(self) -> tuple[int, int]:
-        """The first and the last step that the records cover, or (0, -1) without any record.
+        """The first and the last step that are covered by records, or (0, -1) if there are no
+        records.
 
-        A record covers all steps since the previous record.
+        A record covers all steps after the previous record.
         """
         known = sorted({*(r.step for r in self.steps), *(r.step for r in self.layer_records)})
         if not known:
@@ -302,17 +305,16 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int | None:
-        """The configured number of steps, or None if it is unknown."""
+        """The configured number of steps, or None if this number is unknown."""
         text = self.settings.get("max-update") or self.settings.get("train-iters") or ""
         known = text.isdecimal() and len(text) <= 15
         return int(text) or None if known else None
 
     @property
     def clock(self) -> list[tuple[int, float]]:
-        """The steps of the run, and the time of each step in seconds since the start.
+        """The steps of the run, and for each step the time in seconds since the start of the run.
 
-        The times are read from the training log if it contains them, and otherwise from the layers'
-        records.
+        The times are read from the training log if possible, and otherwise from the layer records.
         """
         elapsed = [(r.step, r.elapsed_s) for r in self.steps if r.elapsed_s is not None]
         if elapsed:
@@ -326,14 +328,15 @@ class RunRecord:
 
     @property
     def seconds(self) -> float | None:
-        """The duration of the run in seconds, or None if it is unknown."""
+        """The duration of the run in seconds, or None if the duration is unknown."""
         return max((elapsed for _, elapsed in self.clock), default=None)
 
     @property
     def remaining_s(self) -> float | None:
-        """The estimated number of seconds until the last step, or None if it is unknown.
+        """The estimated time in seconds until the run has completed its last step, or None if the
+        time cannot be estimated.
 
-        The estimate is based on the speed in the last records.
+        The estimate is based on the speed in the last few records.
         """
         recent = self.clock[-RECENT:]
         if self.total_steps is None or len(recent) < 2:

@@ -40,13 +40,13 @@ def _step_of(path: Path) -> float:
 
 
 def parse(text: bytes) -> tuple[list[tuple[str, StepRecord]], list[tuple[int, str]]]:
-    """Parse a trainer state. Return its training and validation records, and the entries that could
-    not be read.
+    """Parse a trainer state. Return the training and validation records in a trainer state, and the
+    log entries that could not be read.
 
     Returns: A list of pairs (type, record), and a list of pairs (index of the entry, reason why the
         entry could not be read).
     Raises:
-        ValueError: If the text is not a trainer state.
+        ValueError: If the text is not a trainer state of transformers.
     """
     state = json.loads(text)
     history = state.get("log_history") if isinstance(state, dict) else None

@@ -60,7 +60,7 @@ FROM_LOG = {"drops": [(f"choice {i}", key, 0.01) for i, key in enumerate(DROPS, 
 
 
 def sections(run: RunRecord) -> list[ReportSection]:
-    """Return all figures for which the run has data."""
+    """Return all sections of the report, with all figures for which the run has data."""
     by_title: dict[str, list[Figure]] = {
         "Training": training(run),
         "Ensemble": ensemble(run),
@@ -88,7 +88,7 @@ def statistic_charts() -> list[tuple[Statistic, Chart]]:
 
 
 def over_steps(run: RunRecord, field: str, name: str, **style: bool) -> Line | None:
-    """Return the curve of one metric of the training log over the steps."""
+    """Return a curve of one metric in the training log."""
     return line(name, [(r.step, v) for r in run.steps if (v := getattr(r, field)) is not None],
                 **style)
 
@@ -122,10 +122,10 @@ def _of_layers(run: RunRecord, statistic: Statistic, shown: Chart) -> list[LineC
 
 
 def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> list[Line | None]:
-    """Return one curve per layer.
+    """Return one curve per layer for the given value.
 
-    If there are many layers, return three curves instead: the highest, the middle and the lowest
-    value at each step.
+    If there are many layers, return three curves for the highest, the middle and the lowest value
+    at each step.
     """
     if len(run.layers) <= LINES:
         return [line(name, [(r.step, value(r)) for r in records])
@@ -150,7 +150,7 @@ def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> li
 
 
 def _names(run: RunRecord) -> list[str]:
-    """Return the names of the layers. Names are shortened if they remain distinct."""
+    """Return the names of the layers, in shortened form if the shortened names are distinct."""
     short = [shortened(name, NAME) for name in run.layers]
     return short if len(set(short)) == len(short) else list(run.layers)
 
@@ -201,8 +201,8 @@ def _loss(name: str, r: LayerRecord) -> float | None:
 
 
 def _losses(run: RunRecord) -> list[Figure]:
-    """Return the charts of the router losses. The losses are read from the layers' records, or else
-    from the training log.
+    """Return the charts of the router losses. The router losses are read from the layer records or,
+    if these contain no losses, from the training log.
     """
     names = sorted({name for record in run.layer_records for name in record.losses})
     keys = sorted({key for r in run.steps for key in r.extra
@@ -266,10 +266,10 @@ def copies(run: RunRecord) -> list[Figure]:
 
 
 def layouts(run: RunRecord) -> list[Figure]:
-    """Return a figure of the most frequent layouts and algorithms over time, and the decisions of
+    """Return figures of the most frequent layouts and algorithms over time, and of the decisions of
     the tuners.
 
-    Figures that would show only one value are left out.
+    Figures are left out if they would show only a single value.
     """
     found: list[Figure] = []
     named = [(s.name, shown) for s in statistics.values() if s.reduce == "names"
@@ -317,7 +317,7 @@ def _decisions(run: RunRecord) -> list[Table]:
 
 
 def timelines(run: RunRecord) -> list[Figure]:
-    """Return a figure with the spans of each recorded step, and a table that shows where the time
+    """For each recorded step, return a figure with its spans, and a table that shows where the time
     was spent.
     """
     figures: list[Figure] = []

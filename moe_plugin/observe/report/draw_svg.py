@@ -1,8 +1,9 @@
-"""Functions that prepare figures for the template `templates/figures.html`.
+"""Functions that convert the figures of a report to inputs for the template
+`templates/figures.html`.
 
 A drawing is an inline SVG image that is stretched to the width of the page. Labels have a fixed
-font size and are placed next to the image, so that they can be read on a phone. The colours are
-defined in `page.css`.
+font size and are placed next to the image, which keeps them readable on a phone. The colours of
+figures are defined in `page.css`.
 """
 
 from __future__ import annotations
@@ -34,24 +35,26 @@ _Mark = tuple[float, str, str]
 
 @dataclass(frozen=True)
 class Drawing:
-    """One figure, as the input of the template `figures.html`.
+    """One figure of a report, in the form that the template `figures.html` requires.
 
     Attributes:
         figure: the figure.
         words: a textual description of the figure.
-        unseen: whether only screen readers present the description. True for long descriptions.
+        unseen: whether the textual description is hidden and only read by screen readers. True if
+            the textual description is long.
         wide: whether the figure spans the whole width of the page.
         style: the CSS class of the plot.
         shapes: the content of an SVG image of size width x height. An empty string if the figure is
-            a table.
+            shown as a table.
         width, height: the size of the image in its own coordinates.
         pixels: the height of the figure on the screen in pixels.
         side, below: the labels of the vertical and the horizontal axis.
         axis: the name of the horizontal axis.
         begin, end: the range of the horizontal axis.
-        legend: the items of the legend, as pairs (name, style).
-        table: the numbers in the figure as a table (header, rows). Optional.
-        data: the values that the script of the page shows next to the mouse pointer. Optional.
+        legend: the items of the legend as pairs (name, style).
+        table: the values of the figure as a table (header, rows). Optional.
+        data: the values that the script of the page shows next to the mouse pointer, as JSON.
+            Optional.
     """
 
     figure: Figure
@@ -234,8 +237,8 @@ def _heat_map(f: HeatMap, top: float) -> Drawing:
 
 
 def _cells(f: HeatMap, top: float) -> Markup:
-    """Draw one path per colour. Within a row, adjacent cells of the same colour are drawn as one
-    stroke of height 1.
+    """Draw the cells of a heat map with one SVG path per colour. Adjacent cells of the same colour
+    in a row are drawn as one stroke.
     """
     strokes: dict[int, list[str]] = {}
     for y, row in enumerate(f.values):
@@ -264,17 +267,18 @@ def level(value: float, top: float) -> int | None:
 
 
 def top_of(values: Sequence[Sequence[float]]) -> float:
-    """Return the relative load (load divided by mean load) that has the highest colour level. It is
-    always at least 2.
+    """Return the relative load (load divided by mean load) that has the highest colour level. The
+    returned load is at least 2.
 
-    It is slightly less than the maximum load, so that single peaks do not hide other differences.
+    The returned load is slightly less than the maximum, so that single peaks do not hide other
+    differences.
     """
     known = sorted(v for row in values for v in row if not math.isnan(v))
     return max(2.0, known[min(len(known) - 1, int(0.995 * len(known)))]) if known else 2.0
 
 
 def _heat_words(f: HeatMap) -> str:
-    """Describe the last column and the cell with the worst load."""
+    """Describe the last column of a heat map, and the cell with the worst load."""
     cells = [(v, name, step) for name, row in zip(f.rows, f.values, strict=True)
              for step, v in zip(f.steps, row, strict=True) if not math.isnan(v)]
     last = [cell for cell in cells if cell[2] == f.steps[-1]]
@@ -290,10 +294,10 @@ def _heat_words(f: HeatMap) -> str:
 
 
 def _bands(f: Bands, span: _Span) -> Drawing:
-    """Draw the rows of coloured bands.
+    """Draw a figure with rows of coloured bands.
 
-    The legend contains at most as many categories as there are colours. For all other bands, the
-    category is only shown next to the mouse pointer.
+    The legend contains at most as many categories of bands as there are colours. The categories of
+    all other bands are only shown next to the mouse pointer.
     """
     if f.unit == "s":
         span = (0.0, max(b.end for b in f.bands))

@@ -1,4 +1,5 @@
-"""The figures of a report as plain records. They do not depend on how the figures are drawn."""
+"""The figures of a report as plain records. The records do not depend on how the figures are drawn.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ POINTS = 400
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. The coordinate `y` is NaN where the value is unknown.
+    """One curve. The coordinate `y` is NaN at points where the value is unknown.
 
     Attributes:
         name: the name of the curve in the legend.
         x, y: the coordinates of the points.
         marks: whether to draw points instead of a line.
         dashed: whether the curve is a reference rather than a measurement.
-        means: for a curve with a reduced number of points, the mean of all original values that
-            each point represents. None if the number of points was not reduced.
+        means: for a curve with a reduced number of points, the mean of the original values that
+            each point represents. None if the curve contains all original points.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Figure:
-    """Base class of all figures.
+    """The base class of all figures in a report.
 
     Attributes:
         id: an identifier that is unique within the report.
@@ -59,8 +60,8 @@ class LineChart(Figure):
 
     Attributes:
         lines: the curves.
-        unit: the unit of the values. `text.number` lists the possible units.
-        floor: the value at which the vertical axis starts if all values are larger. If None, the
+        unit: the unit of the values. The possible units are listed in `text.number`.
+        floor: the lower end of the vertical axis if all values are larger. If None, the vertical
             axis starts at the lowest value.
     """
 
@@ -85,7 +86,7 @@ class HeatMap(Figure):
         rows: the names of the rows.
         steps: for each column, the last step that the column contains. Each column contains several
             consecutive steps.
-        values: a tuple of values for each row, with one value per column. NaN if the value is
+        values: a tuple of values for each row, with one value per column. NaN if the load is
             unknown.
     """
 
@@ -138,7 +139,7 @@ class Table(Figure):
 
 @dataclass(frozen=True)
 class ReportSection:
-    """Figures under a common heading."""
+    """A section of a report, which contains figures under a common heading."""
 
     title: str
     figures: list[Figure]
@@ -150,7 +151,9 @@ class ReportSection:
 
 
 def settled(section: ReportSection) -> ReportSection:
-    """Replace all charts whose curves are constant with a single table."""
+    """Move the constant curves of a section to a table. Charts in which all curves are constant are
+    removed.
+    """
     constant = [f for f in section.figures if isinstance(f, LineChart) and f.constants]
     if not constant:
         return section
@@ -164,7 +167,7 @@ def settled(section: ReportSection) -> ReportSection:
 
 def _distinct(curves: Sequence[Line]) -> list[tuple[str, float]]:
     """Return a pair (name, value) for each constant curve, or a single pair if all curves have the
-    same value.
+    same constant value.
     """
     if len({curve.y[0] for curve in curves}) > 1:
         return [(curve.name, curve.y[0]) for curve in curves]
@@ -172,9 +175,9 @@ def _distinct(curves: Sequence[Line]) -> list[tuple[str, float]]:
 
 
 def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool) -> Line | None:
-    """Build a curve from (x, y) pairs. Return None if no value of y is known.
+    """Build a curve from (x, y) pairs. Return None if the value of y is unknown at all points.
 
-    Points whose `y` is None or not finite become gaps in the curve.
+    Points at which `y` is None or not finite become gaps in the curve.
     """
     known = [(x, math.nan if y is None or not math.isfinite(y) else float(y)) for x, y in points]
     if all(math.isnan(y) for _, y in known):
@@ -184,10 +187,11 @@ def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool)
 
 
 def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float, float]]:
-    """Reduce a curve to at most `POINTS` points (x, y, mean of the interval).
+    """Reduce a curve to at most `POINTS` points. Each point is a tuple (x, y, mean of the
+    interval).
 
-    The first and the last point are always included. For each interval, the lowest point, the
-    highest point and the first gap are included.
+    The first and the last point are always included. For each interval, the curve keeps the lowest
+    point, the highest point and the first gap.
     """
     if len(points) <= POINTS:
         return [(x, y, y) for x, y in points]
@@ -206,8 +210,8 @@ def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float, float
 
 def heat_map(id: str, title: str, about: str, row: str, cells: Mapping[str, Sequence[float]],
              steps: Sequence[int], columns: int) -> HeatMap:
-    """Build a heat map with at most `columns` columns. Each column contains the means over several
-    steps.
+    """Build a heat map with at most `columns` columns. Each column of the heat map contains the
+    means over several steps.
 
     cells: for each row, the values of all steps.
     """
@@ -219,8 +223,8 @@ def heat_map(id: str, title: str, about: str, row: str, cells: Mapping[str, Sequ
 
 
 def stretches(steps: int, columns: int) -> list[tuple[int, int]]:
-    """Divide steps evenly into at most `columns` columns. Return the start and the end of each
-    column.
+    """Divide a number of steps evenly into at most `columns` columns. For each column, return the
+    indices of its start and its end.
     """
     count = min(columns, steps)
     return list(pairwise(i * steps // count for i in range(count + 1)))
@@ -260,8 +264,8 @@ def mean_known(values: Sequence[float]) -> float:
 
 def chart(id: str, title: str, about: str, lines: Sequence[Line | None], *, unit: str = "",
           floor: float | None = 0.0) -> list[LineChart]:
-    """Return a list that contains one chart of all known curves. The list is empty if there are no
-    curves, or only reference curves.
+    """Return a list with one chart that contains all known curves. The list is empty if there are
+    no curves apart from reference curves.
     """
     known = tuple(curve for curve in lines if curve is not None)
     measured = any(not curve.dashed for curve in known)
@@ -279,7 +283,7 @@ _SHOWN = {
 
 
 def ensemble(run: RunRecord) -> list[Figure]:
-    """Return the figures of an ensemble: the errors and histograms of the confidence."""
+    """Return the figures of an ensemble: its errors, and histograms of its confidence."""
     lines = [line(text + note, [(r.step, r.extra[kind + key]) for r in run.steps
                                 if kind + key in r.extra], marks=bool(kind))
              for kind, note in (("", ""), ("valid ", ", validation"))

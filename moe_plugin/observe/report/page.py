@@ -51,7 +51,7 @@ LAST = 5  # runs without validation are ordered by the mean of so many last loss
 
 
 def named_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """If several runs have equal names, append numbers to these names."""
+    """If several runs have the same name, append numbers to their names."""
     count = Counter(run.name for run in runs)
     seen: Counter[str] = Counter()
     numbered = []
@@ -63,7 +63,7 @@ def named_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def comparison(runs: Sequence[RunRecord]) -> list[ReportSection]:
-    """Compare several runs. The names of the runs must be distinct.
+    """Compare several runs. The names of the compared runs must be distinct.
 
     Raises:
         ValueError: If there are fewer than two runs, or more than `MOST_RUNS`.
@@ -79,9 +79,9 @@ def comparison(runs: Sequence[RunRecord]) -> list[ReportSection]:
 
 def history(runs: Sequence[RunRecord], named: Callable[[RunRecord], str] = lambda run: run.name
             ) -> list[ReportSection]:
-    """List all runs in a table that ends with the best run, and compare the best runs.
+    """List all runs in a table, ordered so that the best run is last, and compare the best runs.
 
-    named: a function that returns the text for a run in the table, such as a link.
+    named: a function that returns the text or link for a run in the table.
     """
     by_valid = all(_losses(run, "valid_loss") for run in runs)
     what = "best validation loss" if by_valid else f"mean of the last {LAST} losses"
@@ -129,8 +129,8 @@ def _facts(runs: Sequence[RunRecord]) -> Figure:
 
 
 def _against(first: RunRecord, run: RunRecord) -> dict[str, str]:
-    """Compare a run with the first run: the ratio of the speeds, and the largest difference of the
-    losses at the same step.
+    """Compare a run with the first run. The comparison contains the ratio of the speeds, and the
+    largest difference between losses at the same step.
     """
     if run is first:
         return {}
@@ -218,7 +218,7 @@ TEMPLATES = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=
 
 
 def write_report(run: RunRecord, path: str | Path) -> Path:
-    """Write the report of a run atomically.
+    """Write the report of a run. The file is replaced atomically.
 
     Raises:
         ValueError: If the file cannot be written, or if the path is not a regular file.
@@ -230,7 +230,8 @@ def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> Path:
     """Write a report that compares several runs side by side.
 
     Raises:
-        ValueError: In the cases in which `write_report` or `comparison` raises `ValueError`.
+        ValueError: If the comparison is not possible (see `comparison`), or if the file cannot be
+            written.
     """
     return write_regular(path, render_comparison(runs, Path(path).parent))
 
@@ -238,8 +239,8 @@ def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> Path:
 def render(run: RunRecord, place: Path | None = None) -> str:
     """Return the HTML page of a run as a string.
 
-    place: the folder of the page, which is required for links to the files of the run. If omitted,
-        the page contains no links.
+    place: the folder in which the page will be stored. Required for links to the files of the run.
+        If omitted, the page contains no links to files.
     """
     found = sections(run)
     facts = summary(run)
@@ -252,8 +253,8 @@ def render(run: RunRecord, place: Path | None = None) -> str:
 
 
 def render_comparison(runs: Sequence[RunRecord], place: Path | None = None) -> str:
-    """Return the HTML page of several runs as a string. place: the folder of the page, as in
-    `render`.
+    """Return the HTML page of several runs as a string. place: the folder in which the page will be
+    stored, as in `render`.
     """
     runs = named_apart(runs)
     title = " and ".join(run.name for run in runs)
@@ -265,7 +266,7 @@ def write_history(runs: Sequence[RunRecord], path: str | Path) -> Path:
     """Write a page that lists all runs in a folder.
 
     Raises:
-        ValueError: In the cases in which `write_report` raises `ValueError`.
+        ValueError: If the file cannot be written.
     """
     place = Path(path).parent
     runs = named_apart(runs)
@@ -284,8 +285,8 @@ def _report_of(run: RunRecord, place: Path) -> str:
 
 
 def document(title: str, body: Sequence[str]) -> str:
-    """Return an HTML page in the style of the reports. The page does not load any other files.
-    body: lines of HTML for the body of the page.
+    """Return an HTML page in the style of the reports. The HTML page does not load any other files.
+    body: the lines of HTML between the body tags.
     """
     return TEMPLATES.get_template("document.html").render(
         title=title, body=Markup("\n".join(body)), policy=POLICY, style=_style())
@@ -319,7 +320,7 @@ def _with_plots(found: list[Finding],
 
 
 def _files(run: RunRecord, place: Path | None) -> Iterator[tuple[str, str | None]]:
-    """Yield the names of the run's files. Existing files are linked."""
+    """Yield the names of the run's files, as links if the files exist."""
     for name in run.files:
         path = run.folder / name if run.folder else None
         if place is None or path is None or not path.is_file():

@@ -41,7 +41,7 @@ def number(value: float | None, unit: str = "") -> str:
 
 
 def shortened(name: str, limit: int) -> str:
-    """Shorten a name in the middle to at most `limit` characters.
+    """Shorten a name to at most `limit` characters by removing characters in its middle.
 
     The end of a name distinguishes layers, and the beginning distinguishes different modules of a
     model.
@@ -84,7 +84,7 @@ NAME = 32  # the number of characters of a layer's name
 
 @functools.lru_cache(maxsize=1 << 10)
 def layout_words(field: str, name: str) -> str:
-    """If a name is the label of a layout, describe the layout in words. Otherwise, return the name
+    """Describe a layout in words if the name is the label of a layout. All other names are returned
     unchanged.
     """
     try:

@@ -123,7 +123,7 @@ def times(args: argparse.Namespace, memory: int, folder: str) -> dict[str, Any]:
             run.step()
     auto = runs["auto"].activations
     if any(run.losses != runs["keep"].losses for run in runs.values()):
-        raise SystemExit("The losses of the policies differ, but they must be equal bit for bit.")
+        raise SystemExit("The losses of the policies differ, but they must be bitwise equal.")
     return {
         "seconds": {way: median(run.seconds) for way, run in runs.items()},
         "all_seconds": {way: run.seconds for way, run in runs.items()},

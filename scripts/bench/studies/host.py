@@ -89,7 +89,7 @@ def run(problem: Problem, ranks: int, rounds: int,
     """
     if problem.device != "cpu":
         raise ValueError(f"device={problem.device!r} is not supported by bench host: must be cpu, "
-                         "because processor time includes no time of a device. Leave out --device")
+                         "because CPU time does not include the time of a GPU. Leave out --device")
     if ranks < 1 or problem.experts % ranks:
         raise ValueError(f"{problem.experts} experts cannot be divided among ranks={ranks}. The "
                          "number of ranks must be a divisor of the number of experts")

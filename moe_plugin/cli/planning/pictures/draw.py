@@ -1,5 +1,5 @@
-"""Functions that draw a schedule as an SVG picture. The picture shows the network, the cut and some
-of the trees.
+"""Functions that draw a schedule as an SVG picture. The picture shows the network, its minimum cut
+and some of the trees.
 
 The picture has a white background and fixed colors, so it looks the same everywhere.
 """
@@ -22,8 +22,8 @@ SLOW = 0.45  # added to a link's length for each factor of 10 in bandwidth below
 
 
 def network_layout(network: Network) -> dict[str, tuple[float, float]]:
-    """Return the positions of all nodes within [0, 1] x [0, 1]. The positions are the same for
-    equal networks.
+    """Return the positions of all network nodes within [0, 1] x [0, 1]. Equal networks get equal
+    positions.
 
     The distances between nodes approximate the distances along the links (Kamada and Kawai, 1989).
     Fast links are shorter, so nodes with fast connections are drawn close to each other.
@@ -49,7 +49,7 @@ def network_layout(network: Network) -> dict[str, tuple[float, float]]:
 
 
 def _spread(wanted: np.ndarray) -> np.ndarray:
-    """Place nodes by classical multidimensional scaling, along the two directions in which
+    """Place network nodes by classical multidimensional scaling, along the two directions in which
     distances differ most.
     """
     count = len(wanted)
@@ -65,7 +65,7 @@ def _spread(wanted: np.ndarray) -> np.ndarray:
 def tree_layout(tree: Tree) -> dict[int, tuple[int, float]]:
     """For each rank in a tree, return its depth and its row in the drawing.
 
-    Leaves are placed below each other, and each parent is placed between its children.
+    Leaves are placed one below the other, and each parent is placed halfway between its children.
     """
     import igraph
 
@@ -178,8 +178,8 @@ def _links(network: Network, spot: dict[str, tuple[float, float]], rates: Sequen
 
 
 def _arrow(x: float, y: float, u: float, v: float, color: str, share: float = 0.62) -> str:
-    """Draw the head of an arrow from (x, y) to (u, v). The head is placed at the fraction `share`
-    of the distance.
+    """Draw an arrowhead that points from (x, y) to (u, v). The arrowhead is placed at the fraction
+    `share` of the distance.
     """
     length = hypot(u - x, v - y) or 1.0
     dx, dy = (u - x) / length, (v - y) / length
@@ -241,11 +241,12 @@ def _legend(rates: Sequence[Fraction], x: float, y: float, has_switches: bool, h
 
 
 def trees_picture(schedule: Schedule, top: float) -> tuple[str, float]:
-    """Draw up to `PANELS` trees below the y coordinate `top`. Return the SVG text and the y
-    coordinate of the lower end.
+    """Draw up to `PANELS` trees of a schedule below the y coordinate `top`. Return the SVG text and
+    the y coordinate of the lower end.
 
-    The root is on the left, and each column contains the ranks at the same number of hops from the
-    root. Ranks are shown by number, and edges have the color of their slowest wire.
+    The root of a tree is on the left, and each column contains the ranks at the same number of hops
+    from the root. Ranks are labelled with their numbers, and edges have the color of their slowest
+    wire.
     """
     chosen = _chosen(schedule.trees)
     rates = sorted({w.bandwidth for w in schedule.network.wires}, reverse=True)
