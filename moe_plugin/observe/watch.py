@@ -205,14 +205,16 @@ class Watch:
         self.signature: object = None
 
     def once(self) -> None:
-        """Print the current state of the run once. Raise `ValueError` if the folder contains no
-        run.
+        """Print the current state of the run once. Raise `ValueError` if the folder does not
+        contain a run.
         """
         self.run = read_run(self.folder)
         self._print()
 
     def follow(self) -> None:
-        """Show the run until the run finishes, Ctrl-C is pressed, or the reader of a pipe exits."""
+        """Show the live view until the run finishes, Ctrl-C is pressed, or the reader of a pipe
+        exits.
+        """
         try:
             self._follow()
             self._print(f"{self.folder.resolve().name} finished")
@@ -237,7 +239,7 @@ class Watch:
                 self._wait()
 
     def _look(self) -> bool:
-        """If the files of the run have changed, read them. Return whether they have changed."""
+        """Read the files of the run if they have changed. Return whether the files have changed."""
         now = self._signature()
         if now == self.signature:
             return False
@@ -266,7 +268,7 @@ class Watch:
         return view(self.run, self.console, time.time() - max(times) if times else None)
 
     def _print(self, last: str | None = None) -> None:
-        """Print the view as plain text, or print a final line below the view."""
+        """Print the live view as plain text, or print a final line below the view."""
         if last is None or self.terminal:
             with self.console.capture() as captured:
                 self.console.print(self._view())
@@ -277,7 +279,7 @@ class Watch:
         self.stream.flush()
 
     def _wait(self) -> None:
-        """Wait until the interval has passed or the window has been resized."""
+        """Wait until the update interval has passed or the window has been resized."""
         size, left = self.console.size, self.interval
         while left > 0 and not (self.terminal and self.console.size != size):
             part = min(POLL_S, left)

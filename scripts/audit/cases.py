@@ -1,5 +1,5 @@
-"""The training steps of an audit. The steps differ in the number of ranks, the load, and the
-features that they use.
+"""The training steps of an audit. These training steps differ in the number of ranks, the load, and
+the features that they use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MICRO_BATCHES = 3  # differs from every number of ranks, so that factors can be 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A type of training step. needs: the abilities that a target must support for this scenario.
+    """A type of training step to audit. needs: the abilities that a target needs for this scenario.
     """
 
     name: str
@@ -49,10 +49,10 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A scenario on `ranks` ranks with expert-parallel groups of size `ep`.
+    """A scenario that runs on `ranks` ranks with expert-parallel groups of size `ep`.
 
-    shared: the number of consecutive ranks that process the same tokens. Such ranks form one
-    source.
+    shared: the number of consecutive ranks that process the same tokens. Ranks that process the
+    same tokens form one source.
     """
 
     ranks: int
@@ -62,8 +62,8 @@ class Case:
 
     @property
     def sources(self) -> int:
-        """The number of sources. A source is a rank, or a group of ranks that process the same
-        tokens.
+        """The number of sources of tokens. A source is a rank, or a group of ranks that process the
+        same tokens.
         """
         return self.ranks // self.shared
 
@@ -87,7 +87,7 @@ class Case:
 
 
 class Question:
-    """A case with its tokens, its weights and the correct results."""
+    """A case together with its tokens, its weights and the correct results."""
 
     def __init__(self, model: DenseModel, case: Case) -> None:
         self.model, self.case = model, case
@@ -113,7 +113,7 @@ class Question:
         return self.right.norm() / 2 if self.case.scenario.clipped else None
 
     def batch(self, rank: int, dtype: torch.dtype) -> Batch:
-        """Return the batch for a rank."""
+        """Return the batch that a rank processes."""
         def converted(x: Tensor) -> Tensor:
             return x.to(dtype) if x.is_floating_point() else x
 
@@ -122,9 +122,10 @@ class Question:
 
 
 def worlds(target: Target, ranks: Iterable[int], experts: int) -> Iterator[tuple[int, int]]:
-    """Yield pairs of a number of ranks and an expert-parallel size to try.
+    """Yield pairs (number of ranks, expert-parallel size) to try.
 
-    If the target does not accept an expert-parallel size, the group contains all ranks.
+    If the target does not accept an expert-parallel size, the expert-parallel group contains all
+    ranks.
     """
     for number in ranks:
         sizes = [ep for ep in (4, 2) if number % ep == 0 and experts % ep == 0]
@@ -135,7 +136,8 @@ def worlds(target: Target, ranks: Iterable[int], experts: int) -> Iterator[tuple
 
 
 def cases(target: Target, ranks: int, ep: int) -> list[Case]:
-    """Return the cases that a target supports for the given numbers of ranks."""
+    """Return all cases that a target supports for a given number of ranks and expert-parallel size.
+    """
     shared = target.tokens_shared(ranks, ep)
     return [Case(ranks, ep, scenario, shared) for scenario in SCENARIOS
             if target.supports.issuperset(scenario.needs)

@@ -1,7 +1,7 @@
 """The interface between an audit and a training step.
 
-A training step is defined by two functions, and states which slices of the model's tensors are
-stored on each rank.
+A training step is defined by two functions. The first function reports which slices of the model's
+tensors are stored on each rank, and the second function runs the step.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ class Batch:
     """The data for one training step on one rank.
 
     Attributes:
-        micro_batches: pairs (x, y). For the model `TINY`, both x and y have the shape [T, 8].
+        micro_batches: pairs (input x, target y). For the model `TINY`, both x and y have the shape
+            [T, 8].
         tokens: the total number of tokens in the micro-batches of all ranks. The loss is the mean
-            over these tokens.
+            over all tokens.
         clip: the maximum gradient norm. None if gradients must not be clipped.
         recompute: whether the layer's forward pass is recomputed during the backward pass.
     """
@@ -47,13 +48,13 @@ class HeldPart:
     """A tensor on this rank, and its position in the unsharded tensor.
 
     Attributes:
-        tensor: the parameter of this rank. For a DTensor, `where` is ignored, because a DTensor
-            stores its position.
+        tensor: the parameter tensor on this rank. For a DTensor, `where` is ignored, because a
+            DTensor stores its position.
         where: the index into the unsharded tensor, such as `slice(2, 4)` for experts 2 and 3.
         here: the index into `tensor`, if `tensor` also contains other data.
         transposed: whether the last two dimensions are swapped.
-        grad: a function that returns the gradient. Required if the gradient is neither in `.grad`
-            nor in `.main_grad`. Optional.
+        grad: a function that returns the gradient. Required if the gradient is stored neither in
+            `.grad` nor in `.main_grad`. Optional.
     """
 
     tensor: Tensor
@@ -67,7 +68,8 @@ Parts = Mapping[str, Tensor | HeldPart | Sequence[HeldPart]]
 
 
 class AuditTarget(Protocol):
-    """A training step to audit. `load` also accepts a module with `build` and `step`.
+    """A training step to audit. The function `load` also accepts a module with the functions
+    `build` and `step`.
 
     A target may have these optional attributes: `supports`, a subset of `ABILITIES`; `model`, a
     `DenseModel`; `dtype`, the dtype of the batches (default: float32); and
@@ -76,23 +78,24 @@ class AuditTarget(Protocol):
     """
 
     def build(self, ranks: int) -> Parts:
-        """Build the model on this rank. Return its parameters by the names of the unsharded
+        """Build the model on this rank. Return the model's parameters by the names of the unsharded
         tensors.
 
-        If this method has a second argument `ep`, the audit also tries several expert-parallel
-        sizes.
+        If the method `build` has a second argument `ep`, the audit also tries several
+        expert-parallel sizes.
         """
 
     def step(self, batch: Batch) -> Mapping[str, float]:
-        """Run a training step without the optimizer. Gradients must be zeroed first.
+        """Run a training step without the optimizer. All gradients must be set to zero first.
 
-        Returns: A mapping with `loss`, and with `norm` if the step clips gradients.
+        Returns: A mapping that contains `loss`. If the step clips gradients, the mapping also
+        contains `norm`.
         """
 
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded `AuditTarget` with defaults for missing attributes."""
+    """A loaded `AuditTarget`, with default values for missing attributes."""
 
     name: str
     build: Callable[..., Parts]
@@ -104,7 +107,7 @@ class Target:
 
     @property
     def takes_ep(self) -> bool:
-        """Whether `build` accepts the size of the expert-parallel group."""
+        """Whether the function `build` accepts the expert-parallel size."""
         return "ep" in inspect.signature(self.build).parameters
 
 
@@ -112,8 +115,8 @@ def load(name: str) -> Target:
     """Load a target by a name such as `module`, `module:name`, `file.py` or `file.py:name`.
 
     Raises:
-        ValueError: if the target is not found, does not have `build` and `step`, or supports an
-            unknown ability.
+        ValueError: if the target is not found, if it has no `build` or `step` function, or if it
+            supports an unknown ability.
     """
     path, _, attribute = name.partition(":")
     target: Any = _import(path)
@@ -159,9 +162,10 @@ def _import(path: str) -> Any:
 
 def places(parts: Parts, shapes: Mapping[str, Sequence[int]]
            ) -> Iterator[tuple[str, HeldPart, Tensor]]:
-    """For each part, yield its name, the part, and its positions in the flattened unsharded tensor.
+    """For each part of a tensor, yield the name of the tensor, the part, and the positions of the
+    part in the flattened unsharded tensor.
 
-    The positions are an int64 tensor with the shape of the part.
+    The positions are an int64 tensor with the same shape as the part.
 
     Raises:
         ValueError: if the names of the parts differ from those in the unsharded model, or if the
@@ -186,8 +190,8 @@ def places(parts: Parts, shapes: Mapping[str, Sequence[int]]
 
 
 def local(part: HeldPart, tensor: Tensor | None = None) -> Tensor:
-    """Return the part as a view of its parameter, or as a view of another tensor with the same
-    shape.
+    """Return the part as a view of the part's parameter, or as a view of another tensor with the
+    same shape.
     """
     tensor = part.tensor if tensor is None else tensor
     held = tensor.to_local() if is_sharded(tensor) else tensor

@@ -1,9 +1,10 @@
-"""Derive findings from the observations in all cases, and describe each finding in a sentence.
+"""Derive findings about faults from the observations in all cases, and describe each finding in a
+sentence.
 
-A factor is replaced with an expression if the expression yields the factor in every case, including
-cases in which the factor is 1. For example, a factor of 2.0 on two ranks may be EP, the number of
-ranks, or a loss that is counted twice. Cases with one rank, and cases with four ranks in groups of
-two, distinguish these expressions.
+The factor of a wrong gradient is replaced with an expression (such as EP) if this expression yields
+the factor in every case. For example, a factor of 2.0 on two ranks may be EP, the number of ranks,
+or a loss that is counted twice. These expressions can be distinguished by also trying one rank, and
+four ranks in groups of two.
 """
 
 from __future__ import annotations
@@ -119,15 +120,15 @@ class AuditFinding:
 
     Attributes:
         names: the names of the affected tensors, or `loss`, `norm` or `step`.
-        pattern: the type of fault, which is one of the explanations in `compare`.
-        factor: an expression, a number, or the description of a norm. An empty string if the fault
-            has no factor.
-        cause: the likely cause.
-        only: the feature of a training step that triggers the fault. An empty string if no single
-            feature triggers the fault.
-        cases: the number of cases with this fault.
+        pattern: the type of fault, which is one of the constants in `compare`.
+        factor: the factor as an expression or a number, or the description of a norm. An empty
+            string if the fault has no factor.
+        cause: the most likely cause of the fault.
+        only: the feature of a training step that triggers the fault. An empty string if the fault
+            does not depend on a single feature.
+        cases: the number of cases in which the fault occurs.
         of: the number of cases that were tried.
-        example: a case in which the fault occurs, with the numbers or with the calls in which the
+        example: one case in which the fault occurs, with its numbers or with the calls in which the
             ranks wait.
     """
 
@@ -160,8 +161,8 @@ def explain(observations: Sequence[Observation], experts: Iterable[str]) -> list
 
 
 def fewest(observations: Sequence[Observation]) -> Iterator[tuple[str, list[Observation]]]:
-    """Yield explanations that together cover all faults, each with its faults. Explanations of many
-    faults come first.
+    """Yield explanations that together cover all faults. Each explanation is returned with the
+    faults that it covers. Explanations that cover many faults are yielded first.
     """
     left = [o for o in observations if not o.right]
     while left:
@@ -200,10 +201,10 @@ def _finding(names: tuple[str, ...], key: tuple[str, str, str], cause: str,
 
 
 def _factor(every: Sequence[Observation], wrong: Sequence[Observation], pattern: str) -> str:
-    """Return the expressions that yield the factor in all cases.
+    """Return the expressions that yield the factor of a fault in all cases.
 
-    If there is no such expression, return expressions that yield the factor in all cases with this
-    explanation.
+    If no expression yields the factor in all cases, return expressions that yield the factor in all
+    cases with this explanation.
     """
     if pattern in (MISSING, ZERO, NOT_ZERO, OTHER, SUM):
         return ""
@@ -225,8 +226,7 @@ def _near(found: float, value: float) -> bool:
 
 
 def _only(every: Sequence[Observation], observed: Sequence[Observation]) -> str:
-    """Return the feature that is present in all cases with the fault and absent in all cases
-    without the fault.
+    """Return the feature that all cases with the fault have and no case without the fault has.
 
     Cases with fewer ranks than the smallest case with the fault are ignored.
     """
@@ -267,8 +267,8 @@ def _of_norm(observations: Sequence[Observation]) -> Iterator[AuditFinding]:
 
 
 def stopped(case: Case | str, steps: Sequence[RankStep], without_tokens: set[int]) -> AuditFinding:
-    """Return a finding that explains why a step did not complete. without_tokens: the ranks that
-    have no tokens.
+    """Return a finding that explains why a training step did not complete. without_tokens: the
+    ranks that have no tokens.
     """
     errors = [step for step in steps if step.error is not None and not step.late]
     if errors:
@@ -289,7 +289,7 @@ def stopped(case: Case | str, steps: Sequence[RankStep], without_tokens: set[int
 
 
 def merged(findings: Sequence[AuditFinding]) -> list[AuditFinding]:
-    """Merge the findings about steps that stopped for the same reason."""
+    """Merge findings about training steps that stopped for the same reason."""
     found: dict[tuple[str, str], AuditFinding] = {}
     for finding in findings:
         key = (finding.pattern, finding.cause.partition(": ")[2] or finding.cause)

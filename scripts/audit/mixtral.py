@@ -1,5 +1,5 @@
-"""A dense Mixtral model with one block in float64. It is the reference for targets that are whole
-models.
+"""A dense Mixtral model with one block in float64. This model is the reference for audit targets
+that are whole models.
 
 The model uses the parameter names and weight layouts of `transformers`, but shares no code with
 `transformers`.
@@ -48,8 +48,8 @@ class DenseMixtral:
     def weights(self, skewed: bool) -> dict[str, Tensor]:
         """Return random weights.
 
-        Feature 0 of all tokens is large, so that a large router weight for this feature skews the
-        load.
+        Feature 0 of every token is large. A large router weight for this feature therefore skews
+        the load.
         """
         d, head, e = self.width, self.width // self.heads, self.num_experts
         shapes = {"model.embed_tokens.weight": (self.vocabulary, d),
@@ -77,7 +77,7 @@ class DenseMixtral:
         return ids[:, :-1], ids[:, 1:]
 
     def losses(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        """Return the cross-entropy of each token, [rows * length]."""
+        """Return the cross-entropy loss of each token, [rows * length]."""
         rows = [self._sequence(weights, ids_T) for ids_T in x]
         if not rows:
             return weights["lm_head.weight"].new_zeros(0)

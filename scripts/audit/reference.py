@@ -1,7 +1,7 @@
-"""The dense reference of an audit.
+"""The dense reference with which an audit compares results.
 
-The reference runs in one process in float64, and computes each expert separately for each token.
-The reference is intentionally slow and simple, and shares no code with the layer.
+The reference runs in a single process in float64, and computes each expert separately for each
+token. The reference is intentionally slow and simple, and shares no code with the layer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class DenseModel(Protocol):
 
     Attributes:
         experts: the names of the tensors whose first dimension is the expert.
-        rows: the number of samples per micro-batch. For `TINY`, a sample is a token. For a language
-            model, a sample is a sequence.
+        rows: the number of samples per micro-batch. For the model `TINY`, a sample is a token. For
+            a language model, a sample is a sequence.
     """
 
     experts: frozenset[str]
@@ -43,12 +43,12 @@ class DenseModel(Protocol):
 
 
 def routed_experts(x_TD: Tensor, w: Mapping[str, Tensor], top_k: int) -> Tensor:
-    """Compute gated experts with the activation SiLU and a softmax router. The top-k weights of a
-    token are normalized to sum to 1.
+    """Compute gated experts with the activation SiLU and a softmax router. The top-k weights of
+    each token are normalized so that their sum is 1.
 
     Args:
         x_TD: the tokens.
-        w: the weights `router` [E, D], `gate` and `up` [E, F, D], and `down` [E, D, F].
+        w: the weight matrices `router` [E, D], `gate` and `up` [E, F, D], and `down` [E, D, F].
         top_k: the number of experts per token.
     Returns:
         The output of each token, [T, D].
@@ -72,8 +72,8 @@ class TinyModel:
     linear layer.
 
     The model computes h = inp x and y = out (h + experts(h)), and its loss is the squared error.
-    `inp` and `out` are [D, D], `router` is [E, D], `gate` and `up` are [E, F, D], and `down` is [E,
-    D, F]. All matrices are stored in the layout of `nn.Linear`.
+    The shapes are [D, D] for `inp` and `out`, [E, D] for `router`, [E, F, D] for `gate` and `up`,
+    and [E, D, F] for `down`. All matrices are stored in the layout of `nn.Linear`.
     """
 
     width: int = 8
@@ -92,7 +92,7 @@ class TinyModel:
     def weights(self, skewed: bool) -> dict[str, Tensor]:
         """Return random weights.
 
-        Feature 0 of every token is 2, so that a large router weight for this feature skews the
+        Feature 0 of every token is 2. A large router weight for this feature therefore skews the
         load.
         """
         generator = torch.Generator().manual_seed(SEED)
@@ -107,7 +107,7 @@ class TinyModel:
         return w
 
     def draw(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return x and y, both [rows, D]."""
+        """Return random inputs x and targets y, both [rows, D]."""
         x_TD = torch.randn(rows, self.width, generator=generator, dtype=torch.float64)
         x_TD[:, 0] = 2.0
         return x_TD, torch.randn(rows, self.width, generator=generator, dtype=torch.float64)

@@ -22,13 +22,13 @@ class Audit:
     """The result of auditing one target.
 
     Attributes:
-        target: the name of the target.
+        target: the name of the audited target.
         version: the version of the target's package.
-        tried: the cases in which all ranks completed the step.
+        tried: the cases in which all ranks completed the training step.
         left_out: the scenarios that the target does not support.
         findings: the faults that were found.
-        not_installed: the reason why the target could not be audited. None if the target is
-            installed.
+        not_installed: the reason why the target could not be audited. None if the target's package
+            is installed.
         largest_error: the largest relative error among all correct results.
     """
 
@@ -42,11 +42,11 @@ class Audit:
 
     @property
     def right(self) -> bool:
-        """Whether no fault was found."""
+        """Whether the audit found no fault."""
         return not self.findings
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for `--json`."""
+        """Convert the result to plain values for `--json`."""
         state = "not installed" if self.not_installed else "right" if self.right else "wrong"
         return {"state": state, **dataclasses.asdict(self)}
 
@@ -57,12 +57,12 @@ def audit(target: Target, ranks: Sequence[int] = (1, 2, 4), *, timeout_s: float 
     reference.
 
     Args:
-        target: the training step.
+        target: the training step to audit.
         ranks: the numbers of ranks to try. Each rank is a process in a gloo group.
         timeout_s: the time limit in seconds, both for building the model and for each step.
         tolerance: the largest relative error of a gradient, loss or norm that is still considered
             correct.
-        version: the version that is printed with the result.
+        version: the package version to print with the result.
     """
     # imported before the ranks are forked, because the import is slow and the first collective of
     # each rank would need it
@@ -84,7 +84,9 @@ def audit(target: Target, ranks: Sequence[int] = (1, 2, 4), *, timeout_s: float 
 
 def _in_one_world(target: Target, waiting: list[Case], timeout_s: float, tolerance: float,
                   answer: Audit, observations: list[Observation]) -> list[Case]:
-    """Run steps until a step does not complete, and return the cases that remain."""
+    """Run the training steps of several cases until a step does not complete. Return the cases that
+    remain.
+    """
     first = waiting[0]
     with World(target, first.ranks, first.ep, timeout_s) as world:
         built = world.built()

@@ -39,10 +39,10 @@ class RankStep:
         grads: for each tensor name, a list of pairs (positions in the flattened unsharded tensor,
             gradient at these positions), both [n]. The gradient is None if this slice of the tensor
             has no gradient.
-        error: the last line of an exception, and where it was raised.
-        stuck: the function in which the rank was waiting when the time limit expired, and its
-            location.
-        late: whether another rank had already failed.
+        error: the last line of an exception, and the location at which it was raised.
+        stuck: the function in which the rank was waiting when the time limit expired, and the
+            location of the call.
+        late: whether another rank had already failed before.
     """
 
     rank: int
@@ -55,17 +55,17 @@ class RankStep:
 
     @property
     def ended(self) -> bool:
-        """Whether the rank completed its step."""
+        """Whether the rank completed its training step."""
         return self.error is None and self.stuck is None
 
 
 class World:
-    """A context manager that forks processes. The processes form one gloo group, and each process
-    builds the target's model.
+    """A context manager that forks the processes of an audit. The forked processes form one gloo
+    group, and each process builds the target's model.
 
     Args:
-        target: the training step.
-        ranks: the number of processes.
+        target: the training step to audit.
+        ranks: the number of processes to fork.
         ep: the size of the expert-parallel groups.
         timeout_s: the time limit in seconds, both for building the model and for each step.
     """
@@ -93,17 +93,17 @@ class World:
         self.folder.cleanup()
 
     def built(self) -> list[RankStep]:
-        """Wait until every rank has built its model or has reported an error."""
+        """Wait until every rank has built its model or reported an error."""
         return self._answers()
 
     def step(self, weights: dict[str, Tensor], batches: Sequence[Batch]) -> list[RankStep]:
         """Run one training step on every rank, and return the results ordered by rank.
 
-        If a rank does not complete the step, `alive` is set to False.
+        If a rank does not complete the training step, `alive` is set to False.
 
         Args:
             weights: the unsharded weights by name.
-            batches: one batch for each rank.
+            batches: one batch per rank.
         """
         for pipe, batch in zip(self.pipes, batches, strict=True):
             pipe.send_bytes(pickle.dumps((weights, batch)))
@@ -146,7 +146,8 @@ class World:
 
 def one_step(target: Target, parts: Parts, weights: dict[str, Tensor], batch: Batch,
              rank: int = 0) -> RankStep:
-    """Set the weights, run a step in this process, and return the loss, the norm and the gradients.
+    """Set the weights, run a training step in this process, and return the loss, the norm and the
+    gradients.
     """
     held = list(places(parts, {name: w.shape for name, w in weights.items()}))
     with torch.no_grad():
@@ -164,8 +165,8 @@ def one_step(target: Target, parts: Parts, weights: dict[str, Tensor], batch: Ba
 
 
 class _Reporting:
-    """Send the result of a rank, its exception, or its current location when the time limit
-    expires.
+    """Send the result of a rank to the parent process. If the time limit expires, send the current
+    location of the rank instead.
     """
 
     def __init__(self, rank: int, pipe: Connection, timeout_s: float) -> None:
@@ -203,8 +204,8 @@ def _is_collective(frame: traceback.FrameSummary) -> bool:
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the file and the line of the innermost stack frame that belongs neither to torch nor
-    to the audit.
+    """Return the file and line of the innermost stack frame that is neither in torch nor in the
+    audit.
     """
     theirs = [f for f in frames if not f.filename.startswith((_TORCH, __file__, "<"))
               and ("site-packages" in f.filename or not f.filename.startswith(_PYTHON))]

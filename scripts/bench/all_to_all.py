@@ -22,7 +22,9 @@ TITLES = {"native": "gloo's own"}
 
 
 def emulated(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
-    """Perform the measurements of `measure_rows` on emulated clusters."""
+    """Measure all-to-all algorithms on several emulated clusters, in the same way as
+    `measure_rows`.
+    """
     links, rows = links_of(args), []
     for grid in args.emulate.split(","):
         with EmulatedCluster(*parse_grid(grid), **links) as cluster:
@@ -46,7 +48,7 @@ def measure_emulated(cluster: EmulatedCluster, plan: Plan) -> list[ExchangeRow]:
 
 
 def as_dicts(rows: Sequence[ExchangeRow]) -> list[dict]:
-    """Return the rows as plain values, with milliseconds rounded to three digits."""
+    """Convert the rows to plain values. Milliseconds are rounded to three digits."""
     return [{k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(row).items()}
             for row in rows]
 
@@ -56,8 +58,8 @@ def wire_floor_s(nodes: int, ranks_per_node: int, size: float, rate_bit_s: float
     """Return the minimum time in seconds that an exchange takes on one node's link, including
     TCP/IP and Ethernet headers.
 
-    Every node sends P S (N-1)/N bytes. A frame with `mtu` bytes carries mtu - 52 bytes of data and
-    occupies mtu + 38 bytes on the wire.
+    Every node sends P S (N-1)/N bytes to other nodes. A frame with `mtu` bytes carries mtu - 52
+    bytes of data and occupies mtu + 38 bytes on the wire.
 
     Args:
         nodes: number of nodes, N.
@@ -79,8 +81,8 @@ def grids(rows: Sequence[ExchangeRow]) -> list[tuple[int, int]]:
 
 
 def parts(rows: Sequence[ExchangeRow]) -> list[str]:
-    """Return one table per grid. For each size, the table contains the time of each algorithm, the
-    lower bound given by the wire, and the CPU time.
+    """Return one table per grid of nodes and ranks. For each message size, the table contains the
+    time of each algorithm, the lower bound given by the wire, and the CPU time.
     """
     found = []
     for grid in grids(rows):

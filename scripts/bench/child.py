@@ -1,4 +1,6 @@
-"""Call a function in a separate process, which has separate memory and imports its own modules."""
+"""Call a function in a separate process, so that it has its own memory and its own imported
+modules.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from typing import Any
 
 
 def command(function: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """Return the command that runs `function(*args)` in a process that has one thread and can
-    import this repository's modules.
+    """Return the command line that runs `function(*args)` in a process with one thread. The process
+    can import this repository's modules.
     """
     given = base64.b64encode(pickle.dumps(args)).decode()
     places = os.pathsep.join(sys.path)
@@ -38,7 +40,7 @@ def call(function: Callable[..., Any], *args: Any,
 
 
 def result(output: str) -> Any:
-    """Parse the function's result from the output of the process."""
+    """Parse the return value of the function from the output of the process."""
     return json.loads(output.splitlines()[-1])
 
 

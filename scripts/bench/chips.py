@@ -11,10 +11,10 @@ from moe_plugin.kernels.gpu.tilings import Chip
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU, identified by its compiler target.
+    """A GPU type, identified by its compiler target in Triton.
 
     Attributes:
-        name: product for which the rates are published.
+        name: name of the product, for which the rates are published.
         kind: type of the chip, as in `kernels.gpu.tilings.Chip`.
         backend: name of the backend in Triton.
         arch: name of the architecture in Triton.
@@ -28,7 +28,7 @@ class GPU:
         tflops: peak rate of dense bf16 matmuls with float32 accumulation in TFLOP/s, from the
             vendor's data sheet.
         tbytes: memory bandwidth in TB/s, from the vendor's data sheet.
-        fp8: whether the GPU supports e4m3fn.
+        fp8: whether the GPU supports the dtype e4m3fn.
     """
 
     name: str
@@ -48,7 +48,7 @@ class GPU:
 
     @property
     def chip(self) -> Chip:
-        """The `Chip` that the tiling rules use."""
+        """The chip as described by the class `Chip`, which the tiling rules use."""
         return Chip(self.kind, self.processors)
 
     def blocks(self, registers: int, shared: int, warps: int) -> int:

@@ -1,8 +1,9 @@
-"""Predict published results with the planner. No constant is fitted to a published result.
+"""Predict published results with the planner. The constants of the models are not fitted to
+published results.
 
-The constants are the estimates from data sheets that the package installs (`configs/devices`,
-`configs/clusters`), and constants in this module whose source is stated. If a publication does not
-state its settings, the prediction is a range over the settings that are stated here.
+The constants are either the estimates from data sheets that the package installs
+(`configs/devices`, `configs/clusters`), or constants in this module, whose source is stated. If a
+publication does not state a setting, the prediction is a range over several values of this setting.
 """
 
 from __future__ import annotations
@@ -124,11 +125,11 @@ def whole_model(gpus: int, mask_bytes: float = 0.0) -> float:
 def pipeline_moe() -> tuple[Range, Range, Range]:
     """Return predictions for PPMoE on DGX-1 machines, each as a range.
 
-    The three ranges are: the speedup compared with experts on all ranks of eight nodes, the same
-    speedup if every tensor-parallel rank sends all of its rows, and the throughput as a fraction of
-    the dense backbone's throughput. The model has dense layers with the width of GPT-3 6.7B, and
-    MoE layers with 64 experts. It is 22 times as large as its dense backbone. The ranges cover 1 to
-    8 sequences of 2,048 tokens, and one or two experts per token.
+    The three ranges are: the speedup over experts on all ranks of eight nodes; the same speedup if
+    every tensor-parallel rank sends all of its rows; and the throughput as a fraction of the dense
+    backbone's throughput. The model has dense layers with the width of GPT-3 6.7B, and MoE layers
+    with 64 experts. The whole MoE model is 22 times as large as its dense backbone. Each range
+    covers 1 to 8 sequences of 2,048 tokens, and one or two experts per token.
     """
     node, found = DGX1.resized(1), []
     for k, sequences in itertools.product((1, 2), (1, 2, 4, 8)):
@@ -153,7 +154,7 @@ def trees(boxes: int = 2) -> float:
     """Return the load of the busiest wire with rings divided by the load with planned trees, on DGX
     A100 boxes.
 
-    The largest ratio over three collectives is returned.
+    Of the ratios for three collectives, the largest ratio is returned.
     """
     network = preset(f"dgx-a100:{boxes}")
     return max(float(ring.inverse_bandwidth() / program_of(plan(network, kind)).inverse_bandwidth())
@@ -184,8 +185,8 @@ def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int
     The speedup is the time of a prefill in one piece divided by the time with the best number of
     pieces.
 
-    The range covers 1,024 to 16,384 tokens per GPU. All matmuls are assumed to run at the same
-    rate, and the cost of attention is that of its weight matrices only.
+    The speedup range covers 1,024 to 16,384 tokens per GPU. All matmuls are assumed to run at the
+    same rate. Attention is assumed to cost only as much as its weight matrices.
 
     Args:
         gpus: number of GPUs.
@@ -232,8 +233,8 @@ def token_slices(batches: Sequence[int] = (1, 2, 4)) -> Range:
 
 
 def streaming_peers() -> Range:
-    """Return the speedup of ATOM as a range over link bandwidths. The speedups are those of
-    `moe-plugin bench offload-plans`.
+    """Return the speedup of ATOM as a range over link bandwidths. The speedups are computed by the
+    study `moe-plugin bench offload-plans`.
     """
     found = read_numbers(ROOT / "docs" / "benchmarks" / DATA / "offload_plans.json")
     cells = found["models"]["24 layers of width 2,048"]["cells"]
@@ -242,8 +243,8 @@ def streaming_peers() -> Range:
 
 
 def near_links() -> float:
-    """Return the speedup of TA-MoE on two nodes. Evenly distributed tokens are compared with
-    TA-MoE's distribution, by the load of the busiest link alone.
+    """Return the speedup of TA-MoE on two nodes. TA-MoE's distribution of tokens is compared with
+    an even distribution. Only the load of the busiest link is considered.
     """
     ranks, nodes = AZURE.ranks_per_node, 2
     near, far = (1 / link.beta_s for link in (AZURE.intra, AZURE.inter))
@@ -251,10 +252,11 @@ def near_links() -> float:
 
 
 def spoiled_files() -> float:
-    """Return the gain of ByzShield: the mean fraction of the corrupted files that Latin squares
-    avoid, compared with repetition.
+    """Return the gain of ByzShield: the mean fraction of corrupted files that are avoided by Latin
+    squares, compared with repetition.
 
-    The mean covers 2 to 7 faulty workers out of 15. Each file is assigned to three workers.
+    The mean is taken over 2 to 7 faulty workers out of 15. Each file is assigned to three of the
+    workers.
     """
     squares, groups = mols(5, 3), repetition(5, 3)
     pairs = zip(squares.worst(7)[2:], groups.worst(7)[2:], strict=True)

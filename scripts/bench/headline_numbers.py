@@ -1,6 +1,8 @@
-"""Ratios of committed measurements for the page that compares with published results.
+"""Ratios of committed measurements, for the benchmark page that compares them with published
+results.
 
-Every function receives the numbers of one page. The functions are named in `pages/headlines.yaml`.
+Every function receives the numbers of one benchmark page. The file `pages/headlines.yaml` names the
+function for each result.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from scripts.bench.train.sides import OURS, PIECES
 
 
 def ratios(found: Any, text: str) -> list[float]:
-    """Return numbers of a page, or quotients of such numbers.
+    """Return numbers of a benchmark page, or quotients of such numbers.
 
     Args:
-        found: the numbers of a page.
+        found: the numbers of a benchmark page.
         text: a path of keys, such as "rows.*.factor", or two paths, such as "plain / parm.s?". A
-            pattern selects all matching keys of a dict. The pattern `*` also selects all items of a
-            list. Values that do not contain a key of the path are skipped.
+            pattern selects all keys of a dict that match the pattern. The pattern `*` also selects
+            all items of a list. Values without any matching key are skipped.
     """
     top, *bottom = (_at(found, path) for path in text.split(" / "))
     if not bottom:
@@ -51,8 +53,8 @@ def faster_policy(found: Any) -> float:
 
 
 def steps(found: Any, of: dict[str, str]) -> list[float]:
-    """For each shape, return the median step time of the side `over` divided by that of the side
-    `under`.
+    """For each shape, return the median step time of the side `over` divided by the median step
+    time of the side `under`.
     """
     return [median_ms(cell.side(of["over"])) / median_ms(cell.side(of["under"]))
             for cell in newest(reports(found)) if cell.host == of["host"]
@@ -67,7 +69,7 @@ def pieces(found: Any, *kinds: str) -> list[float]:
 
 
 def by_load(found: Any) -> list[float]:
-    """Return the time of whole evaluations with one piece divided by their time when the number of
+    """Return the time of whole evaluations with one piece, divided by their time if the number of
     pieces depends on the load.
     """
     return [median_ms(cell.side(OURS)) / median_ms(cell.side(PIECES))
@@ -95,7 +97,9 @@ def einsum(found: Any) -> list[float]:
 
 
 def tokens_s(found: Any, over: str, under: str) -> float:
-    """Return the tokens per second of the mode `over` divided by those of the mode `under`."""
+    """Return the tokens per second of the mode `over` divided by the tokens per second of the mode
+    `under`.
+    """
     rate = {row["mode"]: row["tokens_s"] for row in found["rows"]}
     return rate[over] / rate[under]
 

@@ -1,7 +1,8 @@
-"""Measure all implementations of each operation, its reference, and a lower bound on its time.
+"""Measure all implementations of each operation, and compare them with a reference and with a lower
+bound on the time.
 
 The lower bound is the larger of two times: the bytes divided by the copy bandwidth, and the FLOPs
-divided by the GEMM rate. Both rates are measured in the same run.
+divided by the GEMM rate. Both the copy bandwidth and the GEMM rate are measured in the same run.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from scripts.bench.report import page
 
 @dataclass(frozen=True)
 class Work:
-    """One call of an operation, with its FLOPs and its minimum number of bytes (each input and
-    output is moved once).
+    """One call of an operation, with its number of FLOPs and its minimum number of bytes. Each
+    input and output is moved once.
     """
 
     operation: str
@@ -38,7 +39,7 @@ class Work:
 
 
 def parts(found: Mapping[str, Any]) -> list[str]:
-    """Return the sections of a page that shows a result of `run`.
+    """Return the sections of a page from a result of `run`.
 
     Each row shows one implementation of an operation, and * marks the implementation that the
     package chooses.

@@ -1,8 +1,8 @@
 """Record the Triton launches of a layer on a machine without a GPU. The record contains the kernels
-to compile and their work.
+that must be compiled and the work of each launch.
 
-Tensors are on torch's `meta` device, which has shapes but no values. While launches are recorded,
-the layer treats the `meta` device like a GPU. Recording takes milliseconds for a layer of any size.
+Tensors are on torch's `meta` device and have shapes but no values. While launches are recorded, the
+layer treats the `meta` device like a GPU. Recording takes milliseconds for a layer of any size.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ ALIGNED = 16  # Triton compiles separate code for addresses and numbers that are
 
 @dataclass(frozen=True)
 class Launch:
-    """A Triton kernel with all arguments that determine the compiled code. Two equal launches run
-    the same compiled code.
+    """A Triton kernel with all arguments that determine the compiled code. If two launches are
+    equal, they run the same compiled code.
 
     Attributes:
-        module: name of the module in moe_plugin.kernels.gpu.
+        module: name of the kernel's module in moe_plugin.kernels.gpu.
         kernel: name of the kernel.
         types: types of the run-time arguments, in Triton's notation.
-        constants: compile-time values. Arguments with the value 1 are also treated as constants, as
-            in Triton.
+        constants: compile-time values. Arguments with the value 1 are constants too, as in Triton.
         aligned: names of the arguments that are multiples of 16.
         options: number of warps, number of stages, and maximum number of registers.
     """
@@ -73,13 +72,13 @@ class Launch:
         return any(name in ("X_GATHER", "G_GATHER") and value for name, value in self.constants)
 
     def option(self, name: str, default: int) -> int:
-        """Return the value of one of the `options`."""
+        """Return the value of one of the launch `options`."""
         return dict(self.options).get(name, default)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One launch of a kernel, with the sizes of its arguments.
+    """One launch of a kernel, together with the sizes of its arguments.
 
     Attributes:
         launch: the launch.
@@ -104,7 +103,7 @@ class Recorded:
     Attributes:
         calls: launches of Triton kernels.
         operations: operations of torch that compute new tensors, as pairs (name, bytes). Views and
-            allocations are not included.
+            memory allocations are not included.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -113,8 +112,8 @@ class Recorded:
 
 @contextlib.contextmanager
 def recording(chip: Chip) -> Iterator[Recorded]:
-    """Record everything that runs on the device `META` inside the block, as if it ran on the given
-    GPU.
+    """Record everything that runs on the device `META` inside the `with` block, as if it ran on the
+    given GPU.
 
     Nothing is computed.
     """
@@ -166,7 +165,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the total size of tensors in bytes. Memory that is shared by several tensors is
+    """Return the total size of tensors in bytes. If several tensors share memory, this memory is
     counted once.
     """
     each = {(t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t for t in tensors}
@@ -254,7 +253,7 @@ def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) ->
 
 
 def recorded(run: Callable[[], object], chip: Chip) -> Recorded:
-    """Return everything that `run` would launch on the given GPU."""
+    """Run a function, and return all launches that it would make on the given GPU."""
     with recording(chip) as found:
         run()
     return found

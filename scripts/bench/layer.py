@@ -61,18 +61,20 @@ def parts(found: Mapping[str, Any]) -> list[str]:
 
 
 def results(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the results of all candidates. The first result is that of our layer."""
+    """Return the results of all candidates, beginning with our layer."""
     return [found, *found["peers"]]
 
 
 def noise(found: Mapping[str, Any]) -> float:
-    """Return the median time of the GEMM bound divided by its minimum time."""
+    """Return the noise of the measurement, which is the median time of the GEMM bound divided by
+    its minimum time.
+    """
     return found["bound_ms"] / found["bound_min_ms"]
 
 
 def not_measured(refused: Mapping[str, str]) -> str:
-    """Return a paragraph that lists the peers that could not run. Peers that have been removed from
-    the benchmark are left out.
+    """Return a paragraph that lists the layers of other frameworks that could not run. Layers that
+    have been removed from the benchmark are left out.
     """
     by_reason: dict[str, list[str]] = {}
     for name in [name for name in refused if name in peers.names()]:
@@ -83,10 +85,10 @@ def not_measured(refused: Mapping[str, str]) -> str:
 
 def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,
                      names: Sequence[str]) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Build our layer and the peers.
+    """Build our layer and the layers of the other frameworks.
 
     Args:
-        stack: exit stack that closes the resources of the peers.
+        stack: exit stack that closes the resources of these layers.
         problem: sizes of the layer.
         data: weights and inputs.
         names: names of the peers.
@@ -114,11 +116,11 @@ def _failed(error: Exception) -> str:
 
 def checked(candidates: dict[str, Candidate], refused: dict[str, str], data: Data,
             problem: Problem) -> dict[str, float | None]:
-    """Check the losses of each candidate, and return how much its output differs from the output of
-    our layer.
+    """Check the losses of each candidate, and return the distance between its output and the output
+    of our layer.
 
-    On the CPU, an error in a peer is raised. On a GPU, where device time is expensive, the error is
-    added to `refused`, and the other peers are still measured.
+    On the CPU, an error in any candidate is raised. On a GPU, where device time is expensive, the
+    error is added to `refused` and the other candidates are still measured.
     """
     ours_alone = {"moe-plugin": candidates["moe-plugin"]}
     errors: dict[str, float | None] = {}
@@ -147,9 +149,9 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
     Returns: The result of our layer, the sizes of the problem, the time of the GEMM bound
         (`bound_ms`, `bound_min_ms`), the results of the peers, and the reason for each peer that
         could not run (`refused`). Each result contains times, the peak memory in addition to
-        weights and inputs (`peak_extra_mib`), the achieved rates, and the distance of the output
-        from our output relative to its norm (`error`). Rates are computed from the minimum work of
-        the experts.
+        weights and inputs (`peak_extra_mib`), the achieved rates, and the relative distance between
+        the output and the output of our layer (`error`). The achieved rates are computed from the
+        minimum work of the experts.
 
     Raises:
         ValueError: if a peer is unknown, computes a different output, or does not compute a balance
@@ -187,9 +189,9 @@ class GemmBound:
     """Run only the matmuls of the forward and backward pass, and write the results to preallocated
     memory.
 
-    On the CPU, the bound is one dense matmul per expert with the actual number of rows of this
-    expert. On a GPU, the bound is one dense matmul over all rows, which has the same number of
-    FLOPs.
+    On the CPU, the GEMM bound is one dense matmul per expert with the actual number of rows of this
+    expert. On a GPU, the GEMM bound is a single dense matmul over all rows, which has the same
+    number of FLOPs.
 
     Args:
         problem: sizes of the layer.
@@ -213,7 +215,7 @@ class GemmBound:
         self.grads = [torch.empty_like(w) for w in (*self.first, self.second)]
 
     def __call__(self) -> None:
-        """Run the matmuls once."""
+        """Run all matmuls once."""
         start = 0
         for expert, count in enumerate(self.counts):
             if count:
@@ -238,8 +240,8 @@ class GemmBound:
 
 
 def own_loads(problem: Problem, data: Data, rank: int, ranks: int) -> list[int]:
-    """Return the number of rows for each expert of a rank. It is assumed that all ranks have the
-    same tokens.
+    """Return the number of rows for each of a rank's experts, under the assumption that all ranks
+    have the same tokens.
     """
     own = problem.experts // ranks
     return [ranks * rows for rows in loads(problem, data)[rank * own:(rank + 1) * own]]
@@ -252,14 +254,15 @@ def on_ranks(problem: Problem, names: Sequence[str], rounds: int, ranks: int,
 
 
 def loads(problem: Problem, data: Data) -> list[int]:
-    """Return the number of rows for each expert."""
+    """Return the number of rows that the router sends to each expert."""
     ids_TK = torch.topk(data.x_TD.float() @ data.router_ED.float().t(), problem.top_k,
                         dim=1).indices
     return torch.bincount(ids_TK.reshape(-1).cpu(), minlength=problem.experts).tolist()
 
 
 def _warm_up(problem: Problem, data: Data) -> None:
-    """Trigger everything that happens only in the first step, before memory is measured.
+    """Trigger all one-time initialization of libraries and layers, so that it is not counted as
+    memory of a candidate.
 
     A step of a small layer makes libraries allocate their buffers. A forward pass of a layer with
     the sizes of our layer makes `experts.compute=auto` choose.
@@ -275,11 +278,11 @@ def _warm_up(problem: Problem, data: Data) -> None:
 
 def agreement(candidates: dict[str, Candidate], data: Data,
               problem: Problem) -> dict[str, float | None]:
-    """For each candidate, return the relative distance of its output from our output, or None if
-    its output is not compared.
+    """For each candidate, return the relative distance between its output and the output of our
+    layer, or None if the output is not compared.
 
     Raises:
-        ValueError: if an output differs from ours by more than `TOLERANCE`.
+        ValueError: if an output differs from the output of our layer by more than `TOLERANCE`.
     """
     outputs: dict[str, Tensor] = {}
     with torch.no_grad():

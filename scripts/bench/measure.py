@@ -51,8 +51,9 @@ def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device
     Args:
         rounds: number of timed rounds.
         warmup: number of untimed calls per candidate before the first round.
-        slow: a candidate that takes more than `slow` times as long as the first candidate runs only
-            in every fourth round. This allows more rounds for candidates with similar times.
+        slow: a candidate runs only in every fourth round if it takes more than `slow` times as long
+            as the first candidate. Skipping slow candidates leaves time for more rounds of
+            candidates with similar times.
     """
     clock = _cuda_seconds if device.type == "cuda" else cpu_seconds
     first = [
@@ -77,9 +78,9 @@ def cpu_seconds(fn: Callable[[], object]) -> float:
 
 
 def _cuda_seconds(fn: Callable[[], object]) -> float:
-    """Return the duration of one call in seconds, measured on the GPU.
+    """Return the duration of one call in seconds, measured with GPU events.
 
-    As in training, the CPU runs ahead of the GPU: it launches kernels while the GPU is still busy.
+    As in training, the CPU runs ahead of the GPU and launches kernels while the GPU is still busy.
     Work on the CPU is included in the measured time only if the CPU has to wait for the GPU during
     the call.
     """
@@ -94,8 +95,8 @@ def _cuda_seconds(fn: Callable[[], object]) -> float:
 
 
 def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 3) -> float | None:
-    """Return how much the peak memory during `calls` calls exceeds the memory in use before these
-    calls, in MiB. Return None if this is unknown.
+    """Return the peak memory during `calls` calls, minus the memory in use before these calls, in
+    MiB. Return None if the peak memory cannot be measured.
 
     On the CPU, the peak is measured as resident memory of the process, which includes tensors,
     reused workspaces and the allocator's cache. On a GPU, the peak is measured as allocated memory.
@@ -118,8 +119,8 @@ def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 
 
 
 def _trim() -> None:
-    """Return freed heap memory to the operating system. Otherwise, a candidate could reuse this
-    memory, and the memory would not be counted.
+    """Return freed heap memory to the operating system. Otherwise, a candidate could reuse the
+    freed memory, and this memory would not be counted.
     """
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -129,8 +130,8 @@ def _trim() -> None:
 
 def training_step(forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]],
                   parameters: list[Tensor], x: Tensor, grad: Tensor) -> Callable[[], None]:
-    """Return a function that runs one training step: clear gradients, run the forward pass, and run
-    the backward pass through output and losses.
+    """Return a function that runs one training step. The step clears gradients, runs the forward
+    pass, and runs the backward pass through the output and the losses.
 
     Args:
         x: the input [T, D].

@@ -21,12 +21,12 @@ _UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class Limited:
-    """The result of a process that ended successfully.
+    """The output and the memory of a process that ended successfully.
 
     Attributes:
         output: standard output of the process.
-        peak_bytes: peak memory of the process's cgroup. This includes cached file pages, which the
-            kernel frees if memory is short.
+        peak_bytes: peak memory of the process's cgroup. The peak memory includes cached file pages,
+            which the kernel frees if memory is short.
     """
 
     output: str
@@ -34,13 +34,14 @@ class Limited:
 
 
 def run_limited(command: Sequence[str], limit: int | None = None) -> Limited | None:
-    """Run a process in a cgroup with a memory limit. Swap is disabled if the system allows this.
+    """Run a process in a cgroup with a memory limit. Swap is disabled for the cgroup if the system
+    allows this.
 
-    This function requires root, and a writable memory controller of cgroup version 1 or 2.
+    Setting a memory limit requires root, and a writable memory controller of cgroup version 1 or 2.
 
     Args:
         command: command line of the process.
-        limit: memory limit in bytes. None sets no limit.
+        limit: memory limit in bytes. None means that the memory is not limited.
 
     Returns: The output and the peak memory of the process, or None if the process was killed
         because it exceeded the limit.
@@ -101,7 +102,7 @@ class AnonymousPeak:
     every 10 ms.
 
     Attributes:
-        bytes: the peak in bytes.
+        bytes: the peak of the anonymous memory in bytes.
     """
 
     def __init__(self) -> None:
@@ -127,7 +128,7 @@ def status_bytes(field: str) -> int:
 
 def reset_peak() -> bool:
     """Reset the peak resident memory (VmHWM) of this process. Return False if the system does not
-    support this.
+    support resetting the peak.
     """
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -138,7 +139,8 @@ def reset_peak() -> bool:
 
 def call_limited(limit: int | None, function: Callable[..., Any],
                  *args: Any) -> dict[str, Any] | None:
-    """Call a function in a process with a memory limit. The function must return a mapping.
+    """Call a function in a process with a memory limit. The function must return a mapping of plain
+    values.
 
     Args:
         limit: memory limit in bytes. None sets no limit.

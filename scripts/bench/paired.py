@@ -1,5 +1,5 @@
-"""Compare two models ("sides") that are trained with the same seeds. The result is the mean
-difference with a confidence interval.
+"""Compare two models ("sides") that are trained with the same seeds. The result of the comparison
+is the mean difference with a confidence interval.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PairedDifference:
     Attributes:
         mean: mean of the differences between runs with the same seed.
         half: half the width of the 95 % confidence interval (Student's t), assuming that the
-            differences are normally distributed. Infinite if there is only one seed.
+            differences are normally distributed. Infinite if the comparison has only one seed.
         lower: number of seeds for which the difference is negative.
         seeds: number of seeds.
     """
@@ -36,11 +36,13 @@ class PairedDifference:
 
     @property
     def significant(self) -> bool:
-        """Whether zero is outside of the confidence interval."""
+        """Whether the confidence interval does not contain zero."""
         return abs(self.mean) > self.half
 
     def shown(self, factor: float = 1.0, digits: int = 3) -> str:
-        """Return a text with the mean, the interval, and whether the difference is significant."""
+        """Return a text that contains the mean difference, the interval, and whether the difference
+        is significant.
+        """
         mean, half = factor * self.mean, factor * self.half
         interval = (f"{mean - half:+.{digits}f} to {mean + half:+.{digits}f}"
                     if math.isfinite(half) else "one seed")
@@ -48,11 +50,11 @@ class PairedDifference:
 
 
 def paired(side: Sequence[float], other: Sequence[float]) -> PairedDifference:
-    """Compute the difference `side` minus `other`.
+    """Compute the mean difference `side` minus `other` over all seeds.
 
     Args:
         side: results of one side, one per seed.
-        other: results of the other side for the same seeds.
+        other: results of the other side, for the same seeds.
     """
     found = [a - b for a, b in zip(side, other, strict=True)]
     half = math.inf
@@ -66,10 +68,10 @@ TRIES = 2  # number of seeds used to search for learning rates
 
 def compare(jobs: int, rates: Mapping[str, Sequence[float]], seeds: int,
             run: Callable[[str, float, int], dict[str, Any]], judged: str) -> dict[str, Any]:
-    """Train each side with `seeds` seeds. The learning rate is the best rate of a search that uses
-    `TRIES` other seeds.
+    """Train each side with `seeds` different seeds. The learning rate of each side is found by a
+    search that uses `TRIES` other seeds.
 
-    All rates are tried with the first seed of the search, and the two best rates are also tried
+    In the search, all rates are tried with the first seed, and the two best rates are also tried
     with the second seed.
 
     Args:
@@ -78,11 +80,12 @@ def compare(jobs: int, rates: Mapping[str, Sequence[float]], seeds: int,
         seeds: number of seeds of each side.
         run: a function that trains a side with a learning rate and a seed, and returns its results
             by name.
-        judged: name of the result by which learning rates are compared. The rate with the lowest
-            mean is the best.
+        judged: name of the result by which learning rates are compared. The learning rate with the
+            lowest mean is the best.
 
-    Returns: A dict with two keys. "search" contains the values of `judged` by side and learning
-        rate (as a string, because JSON keys are strings). "runs" contains the results by side.
+    Returns: A dict with the keys "search" and "runs". "search" contains the values of `judged` by
+        side and by learning rate. Rates are strings, because JSON keys are strings. "runs" contains
+        the results of all seeds by side.
     """
     with ThreadPoolExecutor(jobs) as pool:
         def ran(wanted: Iterable[tuple[str, float, int]]) -> dict[tuple[str, float, int], Any]:
@@ -103,8 +106,8 @@ def compare(jobs: int, rates: Mapping[str, Sequence[float]], seeds: int,
 
 
 def best_rates(search: Mapping[str, Sequence[float]]) -> list[float]:
-    """Of the rates that were tried with the most seeds, return all, ordered by mean result from
-    best to worst.
+    """Return the learning rates that were tried with the most seeds, ordered from the best to the
+    worst mean result.
     """
     most = max(map(len, search.values()))
     left = [rate for rate, values in search.items() if len(values) == most]

@@ -44,7 +44,7 @@ def layer_plot(found: Mapping[str, Any], path: str) -> None:
 
 
 def _bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Sequence[str]) -> None:
-    """Draw horizontal bars with labels. The first bar is our layer.
+    """Draw horizontal bars with labels. The first bar shows our layer.
 
     Bars that are much longer than most other bars are cut at the edge, and their labels contain
     "(cut)".

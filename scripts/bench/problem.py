@@ -1,4 +1,4 @@
-"""The definition of one layer to measure: its sizes, its minimum work, and the data that every
+"""The definition of the layer to measure: its sizes, its minimum work, and the data that every
 candidate receives.
 """
 
@@ -63,7 +63,7 @@ class Problem:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Problem:
-        """Return the problem whose sizes are contained in this mapping."""
+        """Return the problem whose sizes are given by the items of a mapping."""
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     def check_device(self) -> None:
@@ -103,8 +103,8 @@ class Problem:
     def bytes(self) -> int:
         """Minimum memory traffic of the forward and backward pass, in bytes.
 
-        Weights are read twice, and their gradients are written once. x, y and both gradients are
-        moved once.
+        Weights are read twice, and their gradients are written once. The bytes of x, y and both
+        gradients are counted once.
         """
         weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
         elements = 3 * weights + 5 * self.tokens * self.model_dim
@@ -124,8 +124,8 @@ class Problem:
     def least_memory(self) -> int:
         """Number of bytes that every implementation needs.
 
-        These are the bytes of the weights and their gradients, x, y, the gradients of x and y, and
-        the inner activations.
+        The minimum memory consists of the weights and their gradients, x, y, the gradients of x and
+        y, and the inner activations.
         """
         weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
         elements = 2 * weights + 4 * self.tokens * self.model_dim + self.rows * self.hidden_dim
@@ -140,8 +140,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Data:
-    """The weights and inputs of a layer, in the dtype of the problem. In the shapes, L = E is the
-    number of experts.
+    """The weights and inputs of a layer, in the dtype of the problem. In the shapes, L is the
+    number of experts E.
 
     Attributes:
         router_ED: weight matrix of the router.
@@ -160,7 +160,9 @@ class Data:
     grad_TD: Tensor
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights by name. The gate matrix is included only if experts are gated."""
+        """Return the weight matrices by name. The gate matrix is included only if experts are
+        gated.
+        """
         found = {
             "router_ED": self.router_ED, "w_in_LDF": self.w_in_LDF, "w_gate_LDF": self.w_gate_LDF,
             "w_out_LFD": self.w_out_LFD
@@ -168,8 +170,8 @@ class Data:
         return {name: value for name, value in found.items() if value is not None}
 
     def local(self, rank: int, ranks: int) -> Data:
-        """Return the same data with only the experts of one rank. The experts are divided among
-        `ranks` ranks.
+        """Return the same data with only the experts of one rank. The experts are divided equally
+        among `ranks` ranks.
         """
 
         def own(w_LIO: Tensor | None) -> Tensor | None:
@@ -180,8 +182,8 @@ class Data:
 
 
 def make_data(problem: Problem) -> Data:
-    """Draw random data. The same data is used for every candidate. Random numbers are used because
-    a GPU multiplies zeros faster.
+    """Draw random data. All candidates receive the same data. The data are random, because a GPU
+    multiplies zeros faster.
     """
     g, p = torch.Generator(problem.device).manual_seed(problem.seed), problem
 
@@ -200,8 +202,8 @@ def make_data(problem: Problem) -> Data:
 
 
 def add_problem(p: argparse.ArgumentParser) -> None:
-    """Add the options that specify a `Problem` and its measurement. `problem_of` reads these
-    options.
+    """Add the options that specify a `Problem` and its measurement. The function `problem_of` reads
+    these options.
     """
     for name, default, text in (("tokens", 4096, "number of tokens"),
                                 ("model-dim", 512, "width of a token"),

@@ -48,11 +48,11 @@ def flops() -> dict[str, float]:
 
 def measure(place: Path, rows: Mapping[str, Sequence[str]], results: Sequence[str], judged: str, *,
             epochs: int, rates: Sequence[float], seeds: int, jobs: int) -> dict[str, Any]:
-    """Train all sides, and return the result of `compare`. Each run contributes its last
+    """Train all sides, and return the result of `compare`. The result of a run is its last
     evaluation.
 
     Args:
-        place: folder of the runs.
+        place: folder in which the runs are stored.
         rows: for each side, the options of the training script.
         results: names of the results to read from the training log.
         judged: name of the result by which learning rates are compared. See `compare`.

@@ -1,5 +1,4 @@
-"""The model of the quick start. The quick start's script in the checkout trains it in both hosts.
-"""
+"""The model of the quick start. The quick start's script trains this model in both hosts."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def on_processes(ranks: int, measure: Callable[..., Any], *args: Any, threads: i
     Args:
         ranks: number of processes.
         measure: a function defined at the top level of a module. Every rank calls the function
-            after the default group has been initialized.
+            `measure` after the default group has been initialized.
         threads: number of torch threads in each process.
     """
     with tempfile.TemporaryDirectory() as folder:

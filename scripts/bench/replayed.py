@@ -2,8 +2,8 @@
 
 The same layer is also run with forced balance, and the planner predicts the time of every call.
 Every call of the trace is run once with each variant (policy or forced balance). The variants
-alternate in the same processes. Experts are chosen by the trace (`routing.rollouts`) or by
-`router.force: balance`.
+alternate in the same processes. The experts of a token are chosen by the trace (`routing.rollouts`)
+or by `router.force: balance`.
 
 Letters in shapes: T tokens, K experts per token.
 """
@@ -53,7 +53,7 @@ Trace = Mapping[Key, list[list[Tensor]]]  # trace of one rank, see `observe.trac
 
 @dataclass(frozen=True)
 class Emulation:
-    """The emulated cluster and the layer that replay a trace.
+    """The emulated cluster and the layer that are used to replay a trace.
 
     Attributes:
         grid: number of nodes, and number of ranks per node.
@@ -63,7 +63,7 @@ class Emulation:
         cluster: cluster file, which is used to decide about spilling and to predict times.
         device: device file, which is used to decide about spilling and to predict times.
         guests: maximum number of experts that a rank may borrow.
-        replan: number of steps after which the policy `standing` places replicas again.
+        replan: number of steps between two placements of replicas by the policy `standing`.
     """
 
     grid: tuple[int, int]
@@ -93,11 +93,11 @@ def excerpt(traces: Sequence[Trace], experts: int, ranks: int, steps: int,
         traces: traces of the recorded ranks.
         experts: number of experts.
         ranks: number of ranks in the returned traces.
-        steps: approximate number of steps. A third of these steps is taken from each of the three
-            periods. If the trace is shorter, all steps are used.
+        steps: approximate number of steps. A third of the steps is taken from each of the three
+            periods. If the trace has fewer steps, all of its steps are used.
         tokens: mean number of tokens per rank and call. Recorded tokens are repeated or left out
-            evenly to reach this number. None (default) keeps the recorded number. Tokens without an
-            expert (padding) and empty calls are always left out.
+            evenly to reach the mean number. None (default) keeps the recorded number. Tokens
+            without an expert (padding) and empty calls are always left out.
 
     Raises:
         ValueError: if the recorded ranks cannot be converted to `ranks` ranks, or if a token has
@@ -145,8 +145,8 @@ def _scaled(of_ranks: Sequence[Tensor], tokens: int | None) -> list[Tensor]:
 
 
 def make_layer(where: Emulation, side: str, comm: TorchComm) -> MoELayer:
-    """On every rank, build the layer of one variant. Only the layer with forced balance uses its
-    own router.
+    """On every rank, build the layer for one variant. Only the variant with forced balance uses the
+    layer's own router.
     """
     parallel: dict[str, Any] = {}
     if side not in (BALANCE, POLICIES[0]):
@@ -171,15 +171,15 @@ class Replayed:
         self.layers = {side: make_layer(where, side, self.comm) for side in SIDES}
 
     def tokens(self, count: int) -> Tensor:
-        """Return tokens of this rank, [T, D]. The tokens are the same for every call and every
+        """Return tokens of this rank, [T, D]. These tokens are the same for every call and every
         variant.
         """
         draw = torch.Generator().manual_seed(self.comm.rank)
         return torch.randn(count, self.where.model.model_dim, generator=draw).requires_grad_()
 
     def routed(self, side: str, ids_TK: Tensor) -> AbstractContextManager[None]:
-        """Return a context manager in which a variant's layer uses the given choices. The layer
-        with forced balance is not affected.
+        """Return a context manager inside which the layer of a variant uses the given choices. The
+        layer with forced balance is not affected.
         """
         if side == BALANCE:
             return nullcontext()
@@ -229,8 +229,8 @@ def run_rank(where: Emulation, traces: Sequence[Trace]) -> dict[str, dict[str, l
 
 
 def emulate(traces: Sequence[Trace], where: Emulation) -> dict[str, Any]:
-    """Predict and measure every call of the traces that `excerpt` returned. Return plain values for
-    `times_of`.
+    """Predict and measure every call in the traces that `excerpt` returned. Return plain values
+    that can be passed to `times_of`.
 
     The result contains the times in seconds for each policy and for forced balance, and the period
     of the trace to which each call belongs (beginning, middle or end).

@@ -1,8 +1,8 @@
 """Write pages in Markdown. A page consists of text and tables from a template in `pages`, into
 which measured values are inserted.
 
-`page` fills in a template. The fields of a template are those of `str.format`, with additional
-formats after the colon:
+The function `page` fills in a template. The fields of a template are those of `str.format`, with
+additional formats after the colon:
 
 * a unit, which divides the value and rounds it: `{rate:Mbit}`, or with digits `{seconds:ms.1}` and
   with thousands separated by commas `{size:MiB,}`; see `UNITS`;
@@ -93,9 +93,9 @@ def layout_in_words(label: str) -> str:
     """Describe a layout label in words.
 
     Args:
-        label: a label of `LayoutChoice`, or several labels separated by commas. In this case, each
-            label is followed by the number of layers that use it, such as "r=0 d=1 linear auto (1
-            of 2)".
+        label: a label of `LayoutChoice`, or several labels separated by commas. If there are
+            several labels, each label is followed by the number of layers that use it, such as "r=0
+            d=1 linear auto (1 of 2)".
     """
     parts: Iterable[str] = label.split(", ") if label else ()
     shown = []
@@ -163,9 +163,10 @@ def page(of: str, found: Mapping[str, Any], section: str = "", **values: Any) ->
     """Return the paragraphs of a page, generated from the template of a study.
 
     Args:
-        of: `__name__` of the study's module. The template may use the constants of this module.
+        of: `__name__` of the study's module. The template may use all constants of this module.
         found: measured numbers.
-        section: name of a section of the template. Defaults to the text before the first section.
+        section: name of a section of the template. Defaults to the text before the first section of
+            the template.
         values: further values.
     """
     name = of.rpartition(".")[2]

@@ -1,7 +1,7 @@
 """Compile a recorded launch on a machine without a GPU, and report its registers, shared memory and
 instructions.
 
-`Resources.failed` checks rules for the generated machine code.
+`Resources.failed` checks whether the generated machine code violates any rules.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ class Resources:
         occupancy: number of warps in these blocks divided by the maximum number of warps.
         matrix: name of the matrix instruction in the assembly, or "" if there is none.
         copies: whether the kernel contains the asynchronous instruction that copies a tile.
-        stages: number of pipeline stages that was requested.
-        buffers: number of tiles of the same operand that are stored in shared memory. 0 if no
-            operand has more than one tile.
+        stages: number of pipeline stages that were requested.
+        buffers: number of tiles of the same operand that are stored in shared memory. 0 if every
+            operand has at most one tile in shared memory.
         through_registers: (number of wgmma instructions that read their left operand from
             registers, total number of wgmma instructions).
         gathers: whether the pipelined loop looks up the rows of an operand.
-        turns: whether an operand may have to be transposed first. This is the case for tf32,
-            because wgmma requires that tf32 operands are contiguous along the summed axis.
+        turns: whether an operand may have to be transposed before it is read. tf32 operands may
+            have to be transposed, because wgmma requires that they are contiguous along the summed
+            axis.
     """
 
     label: str
@@ -76,7 +77,7 @@ class Resources:
 
 
 def compile_for(launch: Launch, target: str) -> Resources:
-    """Compile one launch for one target and return its resources."""
+    """Compile one launch for one target, and return the resources that the kernel uses."""
     made, gpu = compiled(launch, target), GPUS[target]
     registers, spilled, matrix, copies = (_nvidia(gpu, made) if gpu.backend == "cuda" else
                                           _amd(made))
@@ -117,8 +118,8 @@ def compiled(launch: Launch, target: str) -> Any:
 
 
 def _buffers(ttgir: str) -> int:
-    """For each pipelined operand, count the tiles in its buffer. Return the smallest count, or 0 if
-    there are no such buffers.
+    """For each pipelined operand, count the tiles in its buffer. Return the smallest number of
+    tiles, or 0 if no operand is pipelined.
     """
     found = [int(count) for count in re.findall(
         r"local_alloc : \(\) -> !(?:ttg|triton_gpu|tt)\.memdesc<(\d+)x\d+x\d+x[\dx]*[a-z]",

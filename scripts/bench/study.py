@@ -1,15 +1,15 @@
-"""Measure studies, and write or redraw their pages in docs/benchmarks. A single class runs all
-studies.
+"""Measure studies, and write or redraw their pages in docs/benchmarks. All studies are run by a
+single class.
 
-The module of a study defines `TITLE` and two functions. `measure(args)` returns the numbers of the
-study as plain values. `body(found)` returns the parts of the page below the title, usually by
-calling `report.page` with a template in `pages`. A study on emulated clusters uses `sweep.Sweep`
-for its measurements. A study with several parts defines `PARTS` instead, which maps the name of
-each part to a pair of these two functions. If a run measures only some of the parts, the numbers of
-the other parts are preserved. With `--out`, every part is written as soon as it is measured. With
-`--resume`, existing parts are not measured again.
+The module of a study defines `TITLE` and two functions. The function `measure(args)` returns the
+numbers of the study as plain values. The function `body(found)` returns the parts of the page below
+the title, usually by calling `report.page` with a template in `pages`. A study on emulated clusters
+uses `sweep.Sweep` for its measurements. A study with several parts defines `PARTS` instead, which
+maps the name of each part to a pair of these two functions. If a run measures only some of the
+parts, the numbers of the other parts are preserved. With `--out`, every part is written as soon as
+it is measured. With `--resume`, parts that already exist are not measured again.
 
-A module may also define:
+The module of a study may also define:
 
 * `OPTIONS`: its options by name, or `add_arguments(parser)` for other kinds of options, and
   `check(args)` to validate them;
@@ -17,7 +17,7 @@ A module may also define:
 * `PLOTS`: for each file name, a function of (numbers, path) that draws this plot;
 * `pages(found)`: further pages by file name;
 * `merge(old, new)`: adds the numbers of a run to those of earlier runs in the same folder;
-* `failures(found)`: the goals that a run missed. If there are such goals, the exit status is 1.
+* `failures(found)`: the goals that a run missed. If there are missed goals, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Option:
     """An option of a study.
 
     Attributes:
-        default: default value. It also determines the type of the option. If the default is a
-            tuple, the option accepts several values.
+        default: default value. The default also determines the type of the option. If the default
+            is a tuple, the option accepts several values.
         help: one line that describes the option.
         quick: default value with `--quick`. None (default) means that `--quick` does not change the
             default.
@@ -81,11 +81,12 @@ class Study:
 
     Attributes:
         name: name of the command, as in `moe-plugin bench NAME`.
-        about: one line that describes what the study measures. "(computed)" in this line means that
+        about: one line that describes what the study measures. If this line contains "(computed)",
             the study does not measure anything on this machine.
         needs: requirements of the study, as keys of `NEEDS`.
         module: name of the module in `scripts.bench.studies`. If the module defines several
-            studies, the name of the class follows. Defaults to the name of the study.
+            studies, the class name follows after the module name. Defaults to the name of the
+            study.
         stem: file name of the page without the extension. Defaults to the study's name.
     """
 
@@ -167,8 +168,8 @@ class Study:
         return json.loads(json.dumps(found))  # the page must be the same when drawn from the file
 
     def _measured(self, args: argparse.Namespace, folder: Path | None) -> Any:
-        """Measure one part after the other, and write the numbers. The numbers of earlier runs are
-        preserved.
+        """Measure one part after the other, and write the numbers. The numbers of parts that were
+        measured in earlier runs are preserved.
         """
         path = None if folder is None else folder / self.numbers_name
         merge = getattr(self.code, "merge", dict.__or__ if self.parts else None)
@@ -226,7 +227,7 @@ class Study:
         return int(bool(failed))
 
     def _folder(self, out: Path | None) -> Path | None:
-        """Check that all files can be written to `--out`. This check comes first, because a
+        """Check that all files can be written to `--out`. The files are checked first, because a
         measurement may take hours.
         """
         if out is None:
@@ -245,7 +246,7 @@ def check_needs(who: str, needs: Sequence[str]) -> None:
     """Check that all requirements of a study are met.
 
     Raises:
-        ValueError: if a requirement is not met. Requirements are keys of `NEEDS`.
+        ValueError: if a requirement (a key of `NEEDS`) is not met.
     """
     for need in needs:
         if (reason := NEEDS[need]()) is not None:
@@ -253,7 +254,7 @@ def check_needs(who: str, needs: Sequence[str]) -> None:
 
 
 def with_machine(measure: Callable[..., Any], *args: Any) -> Any:
-    """Call `measure(*args)` and return its result.
+    """Call `measure(*args)` and return its result, with information about the machine.
 
     If the result is a mapping, this function adds the package versions, the device, the date, the
     number of cores, and the load averages before and after the measurement.

@@ -1,10 +1,10 @@
-"""Measure every combination of values of several axes on emulated clusters. Several sides are
-compared, and they alternate in every round.
+"""Measure every combination of values of several axes on emulated clusters. In each measurement,
+several sides are compared, and they alternate in every round.
 
 A study that runs on emulated clusters describes its measurement with a `Sweep`. On every rank, a
-`Sweep` runs a function that builds the sides and measures them with `alternate`. The result of this
-function contains `seconds`: for each side, the times of all timed rounds on this rank. The template
-of the study's page defines the columns of its tables (see `report`).
+`Sweep` runs a function that builds the sides and measures them with `alternate`. The result of the
+rank function contains `seconds`: for each side, the times of all timed rounds on this rank. The
+template of the study's page defines the columns of its tables (see `report`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Ranks = Sequence[Mapping[str, Any]]  # results of all ranks, each with `seconds`
 class Sweep:
     """A measurement on emulated clusters for every combination of values of several axes.
 
-    All functions receive a cell, which contains the options of the study and one value for each
-    axis.
+    All functions of a `Sweep` receive a cell, which contains the options of the study and one value
+    for each axis.
 
     Attributes:
         axes: function that maps the study's options to a mapping from the names of the axes to
@@ -100,7 +100,7 @@ def medians(ranks: Ranks) -> dict[str, float]:
 
 def timed_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None,
                grad_TD: Tensor | None = None) -> tuple[float, LayerStats]:
-    """Run a forward and a backward pass. All ranks start at the same time.
+    """Run a forward and a backward pass. All ranks start the step at the same time.
 
     Args:
         layer: the layer.
@@ -118,7 +118,8 @@ def timed_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None,
 
 def clean_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None = None,
                grad_TD: Tensor | None = None) -> tuple[float, LayerStats]:
-    """Run `timed_step`, and then remove the gradients. Otherwise, the next side would add to them.
+    """Run `timed_step`, and then remove the gradients. If the gradients were not removed, the next
+    side would add to them.
     """
     found = timed_step(layer, x_TD, choice, grad_TD)
     layer.zero_grad(set_to_none=True)
@@ -127,8 +128,8 @@ def clean_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None = None
 
 
 def one_step(layer: MoELayer, tokens: int, choice: LayoutChoice | None) -> tuple[float, str]:
-    """Run `timed_step` on random tokens that differ between ranks. Return the time in seconds and
-    the layout.
+    """Run `timed_step` on random tokens that differ between ranks. Return the time of the step in
+    seconds, and its layout.
     """
     x_TD = torch.randn(tokens, layer.config.model_dim, requires_grad=True)
     seconds, stats = timed_step(layer, x_TD, choice)
@@ -136,8 +137,8 @@ def one_step(layer: MoELayer, tokens: int, choice: LayoutChoice | None) -> tuple
 
 
 def timed_end(layer: MoELayer) -> float:
-    """Return the time in seconds of ending a step, during which replicas may be placed. All ranks
-    start at the same time.
+    """Measure the end of a step, during which replicas may be placed. Return the time in seconds.
+    All ranks start at the same time.
     """
     layer.comm.barrier()
     start = time.perf_counter()

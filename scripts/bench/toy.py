@@ -1,5 +1,5 @@
-"""The small language model that several studies train or use to generate text. It consists of
-attention and experts.
+"""The small language model that several studies train or use to generate text. The language model
+consists of attention and experts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_plugin.config import from_dict
 
 
 class ToyBlock(nn.Module):
-    """Causal attention and experts, each with a residual connection.
+    """A block with causal attention and experts, each with a residual connection.
 
     Args:
         moe: the MoE layer.
@@ -69,7 +69,7 @@ def makers(symbols: int, layers: int, width: int, experts: int, hidden: int,
            heads: int = 8) -> list[Any]:
     """Return functions that build the modules of a model in order: embedding, blocks, head.
 
-    Each function uses its own seed.
+    Each of these functions uses its own seed.
     """
     settings = {"model_dim": width, "num_experts": experts,
                 "experts": {"hidden_dim": hidden, "compute_selection": "rule"}}
@@ -98,5 +98,5 @@ def batches(seed: int, count: int, sequences: int, length: int,
 
 
 def loss_of(count: int, out: Tensor, target: Tensor) -> Tensor:
-    """Return a micro-batch's share of the mean loss over `count` micro-batches."""
+    """Return the loss of one micro-batch, divided by the number `count` of micro-batches."""
     return F.cross_entropy(out.flatten(0, 1), target.flatten()) / count

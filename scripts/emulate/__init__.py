@@ -1,4 +1,4 @@
-"""Emulate a cluster on one Linux machine. Nodes are network namespaces, which are connected by
+"""Emulate a cluster on one Linux machine. The nodes are network namespaces, which are connected by
 links of limited bandwidth.
 """
 

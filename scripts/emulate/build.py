@@ -23,9 +23,10 @@ def compiler() -> str | None:
 
 
 def build_switch(cache: Path | None = None) -> Path:
-    """Return the path of the compiled switch. If necessary, the switch is compiled first.
+    """Return the path of the compiled switch. The switch is compiled first if this is necessary.
 
-    The file name contains a hash of the source code, so that a new version is compiled again.
+    The name of the compiled file contains a hash of the source code, so that a new version is
+    compiled again.
 
     Raises:
         ValueError: if there is no C compiler, or the compiler fails. The error message contains the

@@ -1,5 +1,5 @@
-"""`EmulatedCluster`: nodes are network namespaces, which are connected by a switch whose ports have
-a limited bandwidth and a delay.
+"""The class `EmulatedCluster`. Its nodes are network namespaces, which are connected by a switch
+whose ports have a limited bandwidth and a delay.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class EmulatedCluster:
 
     def start(self, fn: Callable[..., Any], *args: Any, group_timeout_s: float = 60.0,
               join: bool = True) -> list[RankProcess]:
-        """Start `fn(*args)` on every rank. The environment contains the variables that a launcher
-        sets.
+        """Start `fn(*args)` on every rank. The environment of each rank contains the variables that
+        a launcher sets.
 
         Args:
             fn: function that every rank calls.
@@ -216,12 +216,13 @@ class EmulatedCluster:
         self._tell(f"rate {node} {rate_bit_s}")
 
     def set_network(self, network: Network) -> None:
-        """Route frames between nodes over the wires of a network. Each wire has its own bandwidth.
+        """Route frames between nodes over the wires of a network. Each wire of the network has its
+        own bandwidth.
 
         Rank i of the network corresponds to node i of the cluster. Each frame takes the path with
         the fewest wires. If several paths are equally short, a frame takes the path whose wires
-        come first in the network. The links of the nodes themselves are then set to the highest
-        possible bandwidth.
+        come first in the network. The links of the nodes themselves are set to the highest possible
+        bandwidth.
 
         Raises:
             ValueError: if the number of ranks in the network differs from the number of nodes in

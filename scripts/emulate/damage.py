@@ -1,5 +1,5 @@
 """Damage the files of a checkpoint between a save and the next start. Tests use this module to
-check how checkpoints are loaded.
+check how damaged checkpoints are loaded.
 """
 
 from __future__ import annotations

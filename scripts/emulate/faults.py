@@ -5,10 +5,10 @@ if a number is wrong, or if a connection breaks. Before training starts, call
 
     Fault("kill", ranks=(1,), step=5, place="exchange").arm(rank)
 
-or run `moe-plugin fault kill --ranks 1 --step 5 -- fairseq-train ...` on every rank. This works for
-any program that trains `MoELayer`s with torch optimizers. To simulate a dead node, list all ranks
-of the node. `scripts.emulate.damage` damages files between two runs, and `EmulatedCluster` can make
-the links of a cluster fail.
+or run `moe-plugin fault kill --ranks 1 --step 5 -- fairseq-train ...` on every rank. Faults can be
+injected into any program that trains `MoELayer`s with torch optimizers. To simulate a dead node,
+list all ranks of the node. `scripts.emulate.damage` damages files between two runs, and
+`EmulatedCluster` can make the links of a cluster fail.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ class Fault:
         step: the step in which the fault is injected. Step 1 is the first step after the process
             has started. Each step ends with an optimizer step.
         place: where in the step the fault is injected, which is a key of `PLACES`. The fault is
-            injected when the step reaches this place for the first time. Defaults to "forward", or
-            to the only place at which this type of fault is possible.
+            injected when the process reaches this place for the first time in the step. Defaults to
+            "forward", or to the only place at which this type of fault is possible.
         seconds: duration of the faults `stall` and `slow`.
         bytes: maximum file size for the fault `disk-full`.
         bit: the bit that `bit-flip` and `wrong-product` flip. Bit 0 is the lowest bit.
         record: path of a file. When the fault is injected, a line "RANK TIME" is appended to this
-            file. Defaults to no file.
+            file. By default, no line is written.
 
     Raises:
         ValueError: if a value is out of bounds, or if this type of fault is not possible at this
@@ -120,7 +120,7 @@ class Fault:
         """If `rank` is one of the fault's ranks, install the hooks that inject the fault.
 
         The hooks on layers, optimizers and exchanges remain installed until the process ends. On
-        all other ranks, return None.
+        ranks without the fault, return None.
         """
         if rank not in self.ranks:
             return None
@@ -134,7 +134,7 @@ class Armed:
 
     Attributes:
         happened_in: the latest step in which the fault was injected. 0 if the fault has not been
-            injected yet.
+            injected so far.
     """
 
     def __init__(self, fault: Fault, rank: int) -> None:
@@ -148,9 +148,10 @@ class Armed:
         return 1 + max(self._updates.values(), default=0)
 
     def due(self) -> bool:
-        """Return whether the fault must be injected now. If so, record that it was injected.
+        """Return whether the fault must be injected now. If the fault must be injected, record that
+        it was injected.
 
-        Call this method only when the fault's place is reached.
+        Call this method only when the process has reached the fault's place.
         """
         kind = self.fault.kind
         if self.step < self.fault.step or self.happened_in == self.step and kind not in _ALWAYS:
@@ -164,7 +165,7 @@ class Armed:
         return True
 
     def install(self) -> None:
-        """Install the hooks of the fault."""
+        """Install the hooks that inject the fault."""
         register_optimizer_step_post_hook(self._updated)
         kind, place = self.fault.kind, self.fault.place
         if kind in _ONLY:

@@ -1,6 +1,4 @@
-"""Run a training command on an emulated cluster. As on a real cluster, torchrun is started on every
-node.
-"""
+"""Run a training command on an emulated cluster. As on a real cluster, every node runs torchrun."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Node:
 
     def enter(self) -> None:
         """Move the calling thread into the namespaces of this node. If a newly forked process calls
-        this function, the whole process moves.
+        this method, the whole process moves.
         """
         call_libc("setns", self.net, _NEWNET)
         call_libc("setns", self.uts, _NEWUTS)

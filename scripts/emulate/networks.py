@@ -43,7 +43,8 @@ def chain(nodes: int, rate_bit_s: float) -> Network:
 
 
 def two_clusters(nodes: int, rate_bit_s: float, slower: float = 2) -> Network:
-    """Return a network with two switches. Half of the nodes are connected to each switch.
+    """Return a network with two switches that are linked to each other. Half of the nodes are
+    connected to each of the two switches.
 
     The link between the switches is slower than the link of a node by the factor `slower`.
     """

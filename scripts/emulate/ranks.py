@@ -1,4 +1,4 @@
-"""The ranks of an emulated cluster. They are forked from this process after torch has been
+"""The ranks of an emulated cluster. The ranks are forked from this process after torch has been
 imported.
 """
 
@@ -29,14 +29,14 @@ TRACE_S = 0.5  # time in which ranks write their tracebacks before they are kill
 
 @dataclass
 class RankEnd:
-    """How a rank ended: with a value or with an error.
+    """The result of a rank, which is a value or an error.
 
     Attributes:
         rank: number of the rank.
         value: the return value of the rank's function.
         error: the error with its traceback as text, or None if the function returned normally.
-        exit: exit status of the process. Negative if the process was ended by a signal, and None if
-            it was killed after the timeout.
+        exit: exit status of the process. Negative if the process was ended by a signal. None if the
+            process was killed after the timeout.
         seconds: run time of the process in seconds.
     """
 
@@ -73,7 +73,7 @@ class RankProcess:
 
 def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[int] = ()
          ) -> RankProcess:
-    """Run `work` in a forked process. The process is killed when this process ends.
+    """Run `work` in a forked process. The forked process is killed when this process ends.
 
     Args:
         work: function to call in the forked process. The return value of the function is sent to
@@ -162,8 +162,8 @@ def initialise(address: str, port: int, rank: int, world: int, timeout_s: float)
 
 
 def serve_store(node: Node, close: Sequence[int] = ()) -> tuple[RankProcess, int]:
-    """Start a separate process on `node` that runs the store of the ranks. Therefore any rank may
-    die without stopping the store.
+    """Start a separate process on `node` that runs the store of the ranks. Because the store has a
+    separate process, any rank may die without stopping the store.
 
     Returns:
         The process and the port of the store.

@@ -1,5 +1,5 @@
-"""Audit targets for other frameworks. Their training steps are written as a user of the framework
-would write them.
+"""Audit targets for other frameworks. The targets are written in the same way as a user of the
+framework would write a training step.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from scripts.bench.peers.base import not_installed
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework that has an audit target.
+    """A framework for which there is an audit target.
 
     Attributes:
         where: the module and the class of the target, as `module:class`.
-        package: the package whose version is printed.
+        package: the package whose version is printed with the result.
         needs: modules that must be importable. If one of these modules is missing, the framework is
             reported as not installed.
-        imports: modules that are slow to import. They are imported once before the ranks are
-            forked.
+        imports: modules that are slow to import. These modules are imported once, before the ranks
+            are forked.
     """
 
     where: str
@@ -69,7 +69,7 @@ def audit_named(name: str, ranks: Sequence[int], *, timeout_s: float, tolerance:
     """Audit a framework listed in `TARGETS`, or a file or module written by a user.
 
     Args:
-        name: a name in `TARGETS`, or a target that `load` accepts.
+        name: a name in `TARGETS`, or any target name that `load` accepts.
         ranks: the numbers of ranks to run the training step with.
         timeout_s: time limit in seconds, both for building the model and for each step.
         tolerance: the largest relative error that is still considered correct.

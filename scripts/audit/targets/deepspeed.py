@@ -1,5 +1,5 @@
-"""Audit targets for DeepSpeed's MoE layer, and for AutoEP in a Mixtral model. Both targets do not
-use ZeRO.
+"""Audit targets for DeepSpeed's MoE layer, and for AutoEP in a Mixtral model. Both targets run
+without ZeRO.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from scripts.audit.targets.transformers import mixtral_config, recompute
 
 
 def join_ranks() -> None:
-    """Initialize DeepSpeed's communication over gloo.
+    """Initialize DeepSpeed's communication with the gloo backend.
 
     By default, DeepSpeed first compiles an all-reduce over shared memory and functions that flatten
-    tensors. This function disables that all-reduce, and uses torch's functions to flatten tensors
-    instead.
+    tensors. This function disables the shared-memory all-reduce, and uses torch's functions to
+    flatten tensors.
     """
     import deepspeed
     from deepspeed.runtime import engine
@@ -43,7 +43,7 @@ def join_ranks() -> None:
 class GradientsKept(torch.optim.SGD):
     """An optimizer that copies the gradients of each step.
 
-    The copies are needed because DeepSpeed's engine zeros the gradients in the same call.
+    The gradients must be copied because DeepSpeed's engine zeros them in the same call.
     """
 
     def __init__(self, parameters: Any) -> None:
@@ -51,7 +51,7 @@ class GradientsKept(torch.optim.SGD):
         self.kept: dict[int, Tensor | None] = {}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Copy every gradient. The parameters do not change."""
+        """Copy every gradient. Parameters are not changed."""
         for group in self.param_groups:
             for p in group["params"]:
                 self.kept[id(p)] = None if p.grad is None else p.grad.clone()
@@ -104,7 +104,7 @@ class Engine:
 
 
 class _Expert(nn.Module):
-    """A single expert. DeepSpeed's layer needs a separate module for each expert."""
+    """A single expert. DeepSpeed's MoE layer needs a separate module for each expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,9 @@ class _Expert(nn.Module):
 
 
 class _Experts(nn.Module):
-    """DeepSpeed's layer with input and output of shape [T, D]. Its balance loss is ignored."""
+    """DeepSpeed's MoE layer with input and output of shape [T, D]. The balance loss of the layer is
+    ignored.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -130,12 +132,12 @@ class _Experts(nn.Module):
 
 
 class DeepSpeed:
-    """The target for `deepspeed.moe.layer.MoE`. No tokens are dropped."""
+    """The audit target for `deepspeed.moe.layer.MoE`. The layer does not drop tokens."""
 
     supports = ("accumulation", "clipping", "recompute")
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model, with one module for each expert of this rank."""
+        """Build the model on this rank. Each expert is a separate module."""
         from deepspeed.moe.layer import MoE
 
         join_ranks()
@@ -155,13 +157,13 @@ class DeepSpeed:
         return parts
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run the step with the mean squared error of each micro-batch as the loss."""
+        """Run the training step. The loss is the mean squared error of each micro-batch."""
         return self.engine.step(batch, (F.mse_loss(self.engine.engine(x, batch.recompute), y)
                                         for x, y in batch.micro_batches))
 
 
 class AutoEP:
-    """The target for AutoEP, which shards the experts of a `transformers` Mixtral model."""
+    """The audit target for AutoEP, which shards the experts of a `transformers` Mixtral model."""
 
     supports = ("accumulation", "clipping", "recompute")
     model = MIXTRAL
@@ -193,7 +195,7 @@ class AutoEP:
             DOWN: part(layer.experts.w2, mine)}
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run the step with the mean cross-entropy of each micro-batch as the loss."""
+        """Run the training step. The loss is the mean cross-entropy of each micro-batch."""
         recompute(self.network, batch.recompute)
         return self.engine.step(batch, (
             self.engine.engine(x, labels=x, shift_labels=y.contiguous()).loss

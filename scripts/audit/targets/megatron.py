@@ -18,7 +18,7 @@ from scripts.bench.peers.megatron import native_layer
 
 
 class _Experts(nn.Module):
-    """Megatron's layer with input and output of shape [T, D]."""
+    """Megatron's MoE layer with input and output of shape [T, D]."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class _Experts(nn.Module):
 
 
 class _Network(TinyNetwork):
-    """The tiny network, with the interface that Megatron's schedule requires."""
+    """The network `TINY`, with the interface that Megatron's schedule requires."""
 
     model_type = None
 
@@ -39,17 +39,19 @@ class _Network(TinyNetwork):
         self.config = config
 
     def set_input_tensor(self, tensor: Any) -> None:
-        """Do nothing, because there is no earlier pipeline stage."""
+        """Do nothing, because this stage has no preceding pipeline stage."""
 
 
 class Megatron:
-    """The target for the all-to-all dispatcher. Each loss is the mean over a micro-batch."""
+    """The audit target for Megatron's all-to-all dispatcher. Each loss is the mean over the tokens
+    of one micro-batch.
+    """
 
     supports: tuple[str, ...] = ("accumulation", "clipping", "recompute")
     dispatcher, per_token = "alltoall", False
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model with `SequentialMLP`.
+        """Build the model with Megatron's `SequentialMLP`.
 
         Each expert of this rank is a separate module, which stores gate and up in a single matrix.
         """
@@ -124,13 +126,13 @@ class Megatron:
 
 
 class MegatronAllGather(Megatron):
-    """The target for the all-gather dispatcher."""
+    """The audit target for Megatron's all-gather dispatcher."""
 
     dispatcher = "allgather"
 
 
 class MegatronPerToken(Megatron):
-    """The target for the setting `calculate_per_token_loss`."""
+    """The audit target for Megatron's setting `calculate_per_token_loss`."""
 
     supports = (*Megatron.supports, "per_token")
     per_token = True

@@ -16,8 +16,8 @@ from scripts.audit.reference import TINY
 
 
 class TinyNetwork(nn.Module):
-    """The model `TINY` with a given layer of experts. Input and output of this layer have the shape
-    [T, D].
+    """The model `TINY` with the given MoE layer. The input and output of the MoE layer have the
+    shape [T, D].
     """
 
     def __init__(self, experts: nn.Module) -> None:
@@ -57,8 +57,8 @@ class _Output(nn.Module):
 
 
 class Plain:
-    """The target for our layer. DDP reduces the gradients of all other parameters, and our function
-    clips the gradients.
+    """The audit target for our own layer. DDP reduces the gradients of all parameters except
+    experts, and our own function clips the gradients.
 
     `ddp_model` also registers the hooks that reduce the experts' gradients.
     """

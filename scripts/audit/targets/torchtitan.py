@@ -55,9 +55,9 @@ class _Block(TinyNetwork):
 
 
 class _OfTokens(nn.Module):
-    """torchtitan's layer with input and output of shape [T, D].
+    """torchtitan's MoE layer with input and output of shape [T, D].
 
-    The layer is stored in a tuple, so that only the block registers it as a submodule.
+    The MoE layer is stored in a tuple, so that only the block registers it as a submodule.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -84,7 +84,7 @@ class _Decoder(nn.Module):
 
 
 class TorchTitan:
-    """The target for `torchtitan.models.common.moe.MoE`, with expert parallelism inside FSDP.
+    """The audit target for `torchtitan.models.common.moe.MoE`, with expert parallelism and FSDP.
 
     FSDP is applied by `apply_fsdp_to_decoder`.
     """
@@ -92,7 +92,9 @@ class TorchTitan:
     supports = ("accumulation", "clipping", "recompute", "per_token", "empty")
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model in the same way as `parallelize_qwen3`. The parameters are DTensors."""
+        """Build the model in the same way as `parallelize_qwen3`. The parameters of the model are
+        DTensors.
+        """
         from torchtitan.distributed import parallel_dims
         from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
         from torchtitan.distributed.utils import set_spmd_backend

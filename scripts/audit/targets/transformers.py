@@ -1,5 +1,5 @@
-"""Audit targets for a Mixtral model of `transformers`, one for each method that `transformers` has
-to exchange tokens.
+"""Audit targets for a Mixtral model of `transformers`. There is one target for each of the ways in
+which `transformers` can exchange tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def recompute(network: Any, on: bool) -> None:
 
 
 class Transformers:
-    """The target for `all_to_all`, with FSDP over all ranks and expert parallelism over `ep` ranks.
+    """The audit target for `all_to_all`, with FSDP over all ranks and expert parallelism over `ep`
+    ranks.
     """
 
     supports: tuple[str, ...] = ("accumulation", "clipping", "recompute", "per_token")
@@ -50,7 +51,7 @@ class Transformers:
         return {"fsdp_size": ranks, "ep_size": ep}
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model by `from_pretrained`. The parameters are DTensors."""
+        """Build the model with `from_pretrained`. The parameters of the model are DTensors."""
         import transformers
         from transformers.distributed import DistributedConfig
 
@@ -105,18 +106,16 @@ class Transformers:
 
 
 class TransformersAllReduce(Transformers):
-    """The target for `all_reduce`, with which all ranks of an expert-parallel group process the
-    same tokens.
+    """The audit target for `all_reduce`, with which all ranks of an expert-parallel group process
+    the same tokens.
 
-    Tensor and expert parallelism use the same ranks.
+    Tensor parallelism and expert parallelism use the same ranks.
     """
 
     implementation = "all_reduce"
 
     def mesh(self, ranks: int, ep: int) -> dict[str, Any]:
-        """Return mesh sizes with which attention is split over the ranks of an expert-parallel
-        group.
-        """
+        """Return mesh sizes that split attention over the ranks of an expert-parallel group."""
         return {"tp_size": ep, "ep_size": ep, "fsdp_size": ranks // ep}
 
     def tokens_shared(self, ranks: int, ep: int) -> int:
@@ -125,7 +124,7 @@ class TransformersAllReduce(Transformers):
 
 
 class TransformersOurs(Transformers):
-    """The target for this package's exchange in `transformers`."""
+    """The audit target for this package's exchange in `transformers`."""
 
     implementation = "moe_plugin"
 

@@ -22,7 +22,7 @@ from scripts.bench.problem import Data, Problem
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layer to be measured.
+    """A layer that is measured by the benchmark.
 
     Attributes:
         forward: a function that maps x [T, D] to (y [T, D], losses to add to the training loss).
@@ -39,8 +39,8 @@ class Candidate:
 
 
 class UnsupportedProblem(ValueError):
-    """Raised if a peer is installed but cannot run a problem. The message is the reason, which is
-    shown in the report.
+    """Raised if a peer is installed but cannot run a problem. The error message is the reason,
+    which is shown in the report.
     """
 
 
@@ -67,8 +67,8 @@ def register_peer(
     name: str, *modules: str, refuses: Callable[[Problem], str | None] = lambda problem: None,
     alone: bool = False,
 ) -> Callable[[Callable[[Problem, Data], Iterator[Candidate]]], Build]:
-    """Return a decorator that registers a generator function as a peer. The generator yields one
-    candidate.
+    """Return a decorator that registers a generator function as a peer. The generator function
+    yields one candidate.
 
     The peer is available if all of `modules` are installed.
 
@@ -113,7 +113,8 @@ def route(x_TD: Tensor, router_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor, 
         router_ED: weight matrix of the router.
         top_k: number of experts per token.
 
-    Returns: (weights_TK in float32, ids_TK in int64, balance loss as in the Switch Transformer).
+    Returns: (weights_TK in float32, ids_TK in int64, balance loss as defined in the Switch
+    Transformer).
     """
     probs_TE = F.softmax(F.linear(x_TD.float(), router_ED.float()), dim=1)
     weights_TK, ids_TK = probs_TE.topk(top_k, dim=1)
@@ -123,8 +124,8 @@ def route(x_TD: Tensor, router_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor, 
 
 
 def switch_loss(probs_TE: Tensor, ids_TK: Tensor) -> Tensor:
-    """Return the balance loss of the Switch Transformer. The load is counted from the first
-    choices.
+    """Return the balance loss as defined in the Switch Transformer. To compute the load, only the
+    first choice of each token is counted.
 
     Args:
         probs_TE: router probabilities in float32.
@@ -137,16 +138,16 @@ def switch_loss(probs_TE: Tensor, ids_TK: Tensor) -> Tensor:
 
 
 def expert_group() -> Comm:
-    """Return the ranks over which the experts are sharded. These are the ranks of the default
-    group, or only this rank if there is no group.
+    """Return the ranks over which the experts are sharded. The experts are sharded over the default
+    group, or are all on this rank if there is no group.
     """
     return TorchComm() if dist.is_initialized() and dist.get_world_size() > 1 else LocalComm()
 
 
 @contextlib.contextmanager
 def one_rank(device: str) -> Iterator[None]:
-    """Unless a process group exists, create a group that contains only this process for the
-    duration of the block.
+    """If no process group exists, create a group that contains only this process. The group exists
+    for the duration of the block.
     """
     if dist.is_initialized():
         yield

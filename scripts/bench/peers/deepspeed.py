@@ -19,8 +19,8 @@ from scripts.bench.problem import Data, Problem
 
 
 class _Expert(nn.Module):
-    """One feed-forward expert. A single expert. DeepSpeed requires a separate module for each
-    expert.
+    """One feed-forward expert. A single expert. One expert of DeepSpeed's MoE layer, which requires
+    a separate module for each expert.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -40,7 +40,7 @@ class _Expert(nn.Module):
 @register_peer("deepspeed", "deepspeed")
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
     """Build DeepSpeed's MoE layer, which uses one-hot dispatch by einsum. Each expert has enough
-    slots for the largest load, so no tokens are dropped.
+    slots for the largest load, so DeepSpeed drops no tokens.
     """
     with one_rank(problem.device):
         import deepspeed

@@ -32,8 +32,8 @@ class BranchMoE(nn.Module):
         inner: inner width of an expert, F.
         experts: number of experts, E. Must be a multiple of the number of ranks.
         top_k: number of experts per token, 1 or 2.
-        comm: the ranks over which the experts are sharded. Must be a `TorchComm` if there are
-            several ranks.
+        comm: the ranks over which the experts are sharded. Required to be a `TorchComm` if there
+            are several ranks.
         activation: activation function between the two linear maps of an expert.
 
     Attributes:
@@ -80,12 +80,12 @@ class BranchMoE(nn.Module):
 
 def gate(logits_SE: Tensor, top_k: int,
          chosen_SK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute the gate as in the branch. Return (balance loss, weight of each token's row in each
-    slot [S, E, C]).
+    """Compute the router (gate) in the same way as fairseq's `moe` branch. Return (balance loss,
+    weight of each token's row in each slot [S, E, C]).
 
-    The number of slots C is ceil(S/E) times top_k. Choices without a free slot are dropped. First
-    choices are assigned to slots before second choices. The weights of the two choices of a token
-    are normalised afterwards.
+    The number of slots C is ceil(S/E) times top_k. Choices are dropped if their expert has no free
+    slot. First choices are assigned to slots before second choices. The weights of a token's two
+    choices are normalised after choices have been dropped.
 
     Args:
         logits_SE: logits computed by the gate.
@@ -136,7 +136,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def exchange(rows_VD: Tensor, comm: Comm) -> Tensor:
-    """Exchange pieces of equal size with torch's all-to-all. Gradients are supported. In a group
-    with one rank, the rows are returned unchanged.
+    """Exchange pieces of equal size with torch's all-to-all. The exchange is differentiable.
+    Gradients are supported. In a group with one rank, the rows are returned unchanged.
     """
     return rows_VD if comm.size == 1 else _AllToAll.apply(rows_VD, comm.group)

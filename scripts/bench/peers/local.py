@@ -83,7 +83,7 @@ def _to_experts(rows_ND: Tensor, ranks: int, slots: int) -> Tensor:
 
 
 def _to_ranks(rows_LRD: Tensor, ranks: int) -> Tensor:
-    """Undo `_to_experts`, and return rows [N, D]."""
+    """Undo the reordering by `_to_experts`, and return rows [N, D]."""
     local, _, width = rows_LRD.shape
     return rows_LRD.view(local, ranks, -1, width).transpose(0, 1).reshape(-1, width)
 
@@ -104,10 +104,10 @@ def _one_hot(ids_TK: Tensor, weights_TK: Tensor, experts: int, group: Comm) -> T
 @peers.register("dense")
 @contextlib.contextmanager
 def dense(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Build a dense FFN with the same active FLOPs. The inner width is K * F, and there is no
-    router.
+    """Build a dense FFN with the same active FLOPs. The inner width of the FFN is K * F, and there
+    is no router.
 
-    The FFN computes a different function, so its output is not compared.
+    The dense FFN computes a different function than our layer, so its output is not compared.
     """
     wide, k = problem.top_k * problem.hidden_dim, problem.top_k
     first = [

@@ -1,9 +1,9 @@
 """Megatron-core's own MoE layer as two candidates, which differ in the implementation of the
 experts.
 
-`megatron` is the layer that Megatron's layer specs build without `moe_grouped_gemm`. It computes
-one matmul per expert. `megatron_te` uses Transformer Engine's grouped GEMM, which is the usual
-choice on GPUs.
+`megatron` is the layer that Megatron's layer specs build without `moe_grouped_gemm`. The candidate
+`megatron` computes one matmul per expert. `megatron_te` uses Transformer Engine's grouped GEMM,
+which is the usual choice on GPUs.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) 
 
 
 def load(layer: Any, data: Data) -> None:
-    """Copy the weights into a layer. Both implementations of the experts are supported. For gated
-    experts, the first half of the matrix is the gate.
+    """Copy the weights into a Megatron layer. Both of Megatron's implementations of the experts are
+    supported. For gated experts, the first half of the matrix is the gate.
     """
     copy(layer.router.weight, data.router_ED)
     first_LDF = torch.cat([w for w in (data.w_gate_LDF, data.w_in_LDF) if w is not None], 2)

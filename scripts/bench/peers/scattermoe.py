@@ -38,8 +38,8 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
 
 
 def load(mlp: Any, problem: Problem, data: Data) -> None:
-    """Copy the weights, which ScatterMoE stores as [E, out, in]. For gated experts, the first
-    matmul returns [h, g], and y = h * act(g).
+    """Copy the expert weights, which ScatterMoE stores as [E, out, in]. For gated experts, the
+    first matmul returns [h, g], and y = h * act(g).
     """
     halves = [data.w_in_LDF, data.w_gate_LDF] if problem.gated else [data.w_in_LDF]
     copy(mlp.experts.weight, torch.cat([w.transpose(1, 2) for w in halves], 1))  # type: ignore[union-attr]

@@ -28,7 +28,8 @@ def why_unsupported(problem: Problem) -> str | None:
 
 @register_peer("sonicmoe", "sonicmoe", refuses=why_unsupported, alone=True)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Build SonicMoE's experts with a plain top-k router. Requires a Hopper GPU or a newer GPU.
+    """Build SonicMoE's experts with a plain top-k router. SonicMoE requires a Hopper GPU or a newer
+    GPU.
 
     The first call compiles kernels, which takes minutes (more than 200 s for one problem on an
     H100).
@@ -56,7 +57,7 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
 
 
 def weights(data: Data) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return the weights ([E, I, D], [E, D, F]).
+    """Return the expert weights in SonicMoE's layout, ([E, I, D], [E, D, F]).
 
     I is F for experts without a gate. For gated experts, I is 2 F, and rows of the gate matrix
     alternate with rows of the other input matrix.

@@ -1,5 +1,5 @@
 """The experts of `transformers`' Mixtral as candidates. There is one candidate for each
-implementation of the experts.
+implementation of the experts in `transformers`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _candidate(problem: Problem, data: Data, implementation: str) -> Iterator[Ca
 
 
 def _over(group: Comm, experts: nn.Module, device: str) -> Callable[..., Tensor]:
-    """Return the experts with an exchange over several ranks, which uses the all-to-alls of
+    """Return the experts with an exchange over several ranks that uses the all-to-alls of
     `transformers`.
     """
     if group.size == 1:

@@ -1,10 +1,10 @@
-"""Measure the time and memory of training steps with different policies for activations: keep,
-recompute or swap all activations, or choose one of these for each block.
+"""Measure the time and memory of training steps with different policies for activations. A policy
+keeps, recomputes or swaps all activations, or chooses one of these ways for each block.
 
 The policies run alternately, so that all policies are measured under the same conditions. Memory is
 measured in a separate process for each policy, because the resident memory of a process rarely
-shrinks. Activations are swapped to a file. An option limits the bandwidth of this file. The study
-takes about two minutes on two cores.
+shrinks. Activations are swapped to a file. The bandwidth of this file is limited by an option. The
+study takes about two minutes on two cores.
 """
 
 from __future__ import annotations

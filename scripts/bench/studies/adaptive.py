@@ -43,20 +43,20 @@ def steps_of(at: argparse.Namespace) -> tuple[int, int]:
 
 
 def tokens_at(regime: dict[str, Any], step: int, steps: int) -> int:
-    """Return the number of tokens per rank. The number is constant, or alternates twice between two
-    loads.
+    """Return the number of tokens per rank. This number is constant, or alternates twice between
+    two loads.
     """
     loads = regime["tokens"]
     return loads[step * 2 * len(loads) // steps % len(loads)]
 
 
 def run_regime(at: argparse.Namespace) -> dict[str, Any]:
-    """On one rank, run forward and backward passes with `auto`. At regular intervals, also run each
-    fixed layout.
+    """On one rank, run forward and backward passes with `auto`. At regular intervals, also run
+    forward and backward passes with each fixed layout.
 
-    For each fixed layout, two steps are run, and only the second step is timed. The first step
-    warms up buffers and connections, because for `auto` these are always warm. Fixed layouts are
-    not measured in the first step after the load has changed.
+    Each fixed layout runs two steps, and only the second step is timed. The first of these steps
+    warms up buffers and connections, because they are always warm for `auto`. Fixed layouts are not
+    measured in the first step after the load has changed.
     """
     regime = REGIMES[at.regime]
     tree: dict[str, Any] = {
@@ -85,8 +85,8 @@ def run_regime(at: argparse.Namespace) -> dict[str, Any]:
 
 def mean_over_loads(seconds: list[float], loads: list[int],
                     counted: list[bool] | None = None) -> float | None:
-    """Compute the mean time for each load, and return the mean over all loads. Return None if no
-    step is counted.
+    """Compute the mean time for each load, and return the mean over all loads. Return None if the
+    list of steps to count is empty.
     """
     counted = counted or [True] * len(seconds)
     by_load: dict[int, list[float]] = {}
@@ -98,8 +98,8 @@ def mean_over_loads(seconds: list[float], loads: list[int],
 
 
 def row(at: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """For each layout and for `auto`, return the mean time over the steps. All loads have equal
-    weight.
+    """For each layout and for `auto`, return the mean time over the steps. All loads have the same
+    weight in the mean.
 
     For `auto`, return two means: over all steps, and over the steps in which no layout is explored.
     """

@@ -53,8 +53,8 @@ OPTIONS = {
 
 
 class Quiet:
-    """Measure one size after the other, and repeat measurements during which other programs used
-    the CPU.
+    """Measure one message size after the other, and repeat measurements during which other programs
+    used the CPU.
 
     Attributes:
         shares: for each measurement, the share of the CPU that other programs used.
@@ -65,7 +65,7 @@ class Quiet:
 
     def measure(self, grids: Sequence[tuple[int, int]], names: Sequence[str], sizes: Sequence[int],
                 repeats: int, message_s: float = 0.0) -> list[ExchangeRow]:
-        """Measure several grids, and return all rows."""
+        """Measure several emulated grids, and return all rows."""
         return [row for grid, size in itertools.product(grids, sizes)
                 for row in self._cell(grid, Plan(tuple(names), (size,), repeats), message_s)]
 
@@ -84,8 +84,9 @@ class Quiet:
 def in_rounds(quiet: Quiet, sizes: Sequence[int], rounds: int) -> list[ExchangeRow]:
     """Measure the grids to which the model is fitted, and the grid on which the model is tested.
 
-    All grids and sizes are measured in several rounds, because the speed of the machine varies over
-    time. Each row contains the median of the rounds' medians and the minimum of the rounds' minima.
+    All grids and message sizes are measured in several rounds, because the speed of the machine
+    varies over time. Each row contains the median of the rounds' medians and the minimum of the
+    rounds' minima.
     """
     found = [quiet.measure((*SMALL_GRIDS, GRIDS[1]), MODELLED, sizes, REPEATS_PER_ROUND)
              for _ in range(rounds)]

@@ -74,7 +74,8 @@ class Ring(Collectives):
         return ring_reduce_scatter(comm, x)
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
-        """Reduce x, [n]. The size n must be a multiple of the number of ranks. See `Collectives`.
+        """Reduce x, [n]. The number of elements n must be a multiple of the number of ranks. See
+        `Collectives`.
         """
         return self.all_gather(comm, self.reduce_scatter(comm, x))
 
@@ -96,7 +97,7 @@ class Gloo(Collectives):
 
 
 def ring_bound_s(network: Network, size: float) -> float:
-    """Return the time in seconds of an all-gather along the ring of ranks, computed from the
+    """Return the time in seconds of an all-gather around a ring of all ranks, computed from the
     bandwidths of the links.
 
     Each message takes a path with the smallest number of wires.
@@ -114,10 +115,10 @@ def ring_bound_s(network: Network, size: float) -> float:
 
 
 def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
-    """Measure each collective with each size. Every rank must call this function. It returns times
-    in seconds, which are medians on the slowest rank: torch's own collective (`gloo_s`), a ring,
-    both choices of `auto`, and the times computed from the bandwidths of the links (`bound_s`,
-    `ring_bound_s`). See `with_ratios`.
+    """Measure each collective with each message size. Every rank must call this function. The
+    returned times are medians on the slowest rank in seconds: torch's own collective (`gloo_s`), a
+    ring, both choices of `auto`, and the times computed from the bandwidths of the links
+    (`bound_s`, `ring_bound_s`). See `with_ratios`.
     """
     comm = TorchComm()
     comm.prepare()
@@ -158,7 +159,9 @@ def with_ratios(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def _median(comm: Comm, how: Collectives, kind: str, x: Tensor, repeats: int) -> float:
-    """Return the median time in seconds on the slowest rank. The first call is not counted."""
+    """Return the median time in seconds on the slowest rank. The first call of a collective is not
+    counted.
+    """
     run: Callable[[Comm, Tensor], Tensor] = getattr(how, kind)
     seconds = []
     for _ in range(1 + repeats):
@@ -181,7 +184,8 @@ def measure_network(network: Network, sizes: tuple[int, ...], repeats: int, dela
 
 
 def train(host: str, steps: int) -> dict[str, Any]:
-    """Train with a host framework on an emulated ring of nodes. Experts are gathered (r = 0).
+    """Train with a host framework on an emulated ring of nodes. In each step, every rank gathers
+    all experts (r = 0).
 
     Native collectives and collectives with trees are used alternately. This function runs in a
     separate process.

@@ -1,12 +1,13 @@
-"""Compare an ensemble of five members that is trained with the confident oracle loss (CMCL) with
-independent members. Optionally, also compare with multiple choice learning (MCL), in which each
-member learns nothing from the images of other members.
+"""Compare ensembles of five members. One ensemble is trained with the confident oracle loss (CMCL),
+and another ensemble consists of independent members. Optionally, the study also trains an ensemble
+with multiple choice learning (MCL), in which each member learns nothing from the images of other
+members.
 
 For the noisy digits, every member is a SwinV2-MoE. With `--data cifar10`, every member is a dense
 SwinV2 that is trained on all 50,000 images, similar to the experiment of Lee et al. 2017. All rows
-use the same images, sizes, steps and seeds. The study measures errors and no times, so the machine
-need not be idle. The digits take about 15 minutes on two cores, and CIFAR-10 takes hours. If the
-study is interrupted, running it again continues it.
+of the table use the same images, model sizes, numbers of steps and seeds. The study measures errors
+and no times, so the machine need not be idle. The digits take about 15 minutes on two cores.
+CIFAR-10 takes hours. If the study is interrupted, it can be continued by running it again.
 """
 
 from __future__ import annotations

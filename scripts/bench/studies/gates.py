@@ -1,9 +1,9 @@
 """Train the quick start's model with every router in both hosts.
 
 The study takes about 15 minutes. Run `bash scripts/setup.sh` first. The exit status is 1 if a loss
-does not decrease. After 100 steps or more, it is also 1 if the imbalance of a router exceeds its
-bound. `--quick` does not check the imbalance. A second run trains only the models that are missing
-in runs/gates. Use --fresh to start from the beginning.
+does not decrease. The exit status is also 1 if the imbalance of a router exceeds its bound after
+100 steps or more. `--quick` does not check the imbalance. A second run trains only the models that
+are missing in runs/gates. Use --fresh to start with an empty folder.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ GATES = {
 
 
 def faults(row: dict[str, Any]) -> list[str]:
-    """Return a description of each bound that a run exceeds."""
+    """Return a list of the bounds that a run exceeds, in words."""
     found = [] if row["last_loss"] < 0.8 * row["first_loss"] else [
         "the loss changed only from {first_loss:.3f} to {last_loss:.3f}".format(**row)]
     if row["steps"] >= BALANCED_AFTER and row["busiest"] > row["most"]:
@@ -120,9 +120,9 @@ def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
 
 def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path,
         folder: Path) -> dict[str, Any]:
-    """Train with one router in one host, and return the results. Losses are in nats per byte.
-    `busiest` (the largest expert load divided by the mean load) and `drops` are read from the last
-    record and from the layer with the worst value.
+    """Train with one router in one host, and return the results. Losses are in nats per byte. The
+    numbers `busiest` (the largest expert load divided by the mean load) and `drops` are read from
+    the last record, for the layer with the worst value.
     """
     extra = ["--moe-config", str(settings_file(name, host, corpus, folder))]
     if host == "fairseq":
@@ -151,7 +151,7 @@ def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path,
 
 
 def last_records(folder: Path) -> list[dict[str, Any]]:
-    """Return the statistics of the last step that has statistics, with one record per layer."""
+    """Return the records of the last step that has layer statistics, one per layer."""
     rows = [
         json.loads(line)
         for line in (folder / "stats.jsonl").read_text(encoding="utf-8").splitlines()

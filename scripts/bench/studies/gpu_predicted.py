@@ -49,8 +49,8 @@ def _rows(call: Call) -> int:
 
 
 def used(call: Call, gpu: GPU, blocks: int) -> float:
-    """Return the useful share of a matmul's time. The last wave, the last rows and the last columns
-    of tiles are only partly useful.
+    """Return the fraction of a matmul's time that does useful work. The last wave of blocks, and
+    the last tiles along rows and columns, are only partly filled.
     """
     fixed, groups = dict(call.launch.constants), call.shapes["ends"][0]
     if call.launch.kernel == "weight_kernel":
@@ -93,7 +93,7 @@ def _layer(problem: Any, target: str) -> dict[str, Any]:
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Merge the numbers of different states of the code by name."""
+    """Merge the numbers of different states of the code."""
     return {**new, "states": old["states"] | new["states"]}
 
 

@@ -2,8 +2,8 @@
 
 The study takes a few seconds, because predictions are computed and measurements are read from the
 committed numbers of the other studies. With --measure, the study also measures mechanisms that no
-other study covers. These measurements take about three minutes on an idle machine, and require
-Linux, root and timm.
+other study covers. The measurements with --measure take about three minutes on an idle machine, and
+require Linux, root and timm.
 """
 
 from __future__ import annotations
@@ -101,8 +101,9 @@ def ratios(row: Mapping[str, Any]) -> list[float] | None:
     """Return the smallest and the largest ratio of the predicted result to the published result, or
     None if one of them is missing.
 
-    For factors, the ratio compares the gains. For example, a predicted factor of 1.05 and a
-    published factor of 1.32 have the ratio 0.16. Shares (`percent`) are compared directly.
+    If the results are speedup factors, the ratio compares the gains. For example, a predicted
+    factor of 1.05 and a published factor of 1.32 have the ratio 0.16. If the results are shares
+    (`percent`), they are compared directly.
     """
     if row["predicted"] is None or row["value"] is None:
         return None
@@ -224,8 +225,8 @@ def parm(rounds: int) -> dict[str, float]:
 
 
 def parm_rank(rounds: int) -> dict[str, Any]:
-    """Measure on one rank. The two ranks of a node have the same tokens, and each of them stores
-    half of each expert.
+    """Measure Parm's schedules on one rank. The two ranks of a node have the same tokens, and each
+    of the two ranks stores half of each expert.
     """
     comm, layers = TorchComm(), {}
     for name, schedule in PARM.items():
@@ -271,10 +272,10 @@ def _span(ends: Sequence[str]) -> str:
 
 
 def _notes(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield one bullet for each row. Rows with the same notes share one bullet.
+    """Yield one bullet for each row. Rows with the same notes share a single bullet.
 
-    A bullet contains the source, the model, the reason for an error, and the measurement. Each of
-    these items is left out if it is the same as in the previous row.
+    A bullet contains the source, the model, the reason for an error, and the measurement. An item
+    of the bullet is left out if it is the same as in the previous row.
     """
     made: list[tuple[list[str], list[str]]] = []  # numbers, sentences
     before: list[str] = [""] * 3

@@ -1,9 +1,9 @@
 """Measure the CPU time and the number of ATen operations of one layer call on tiny tensors, for our
 layer, Megatron-core's own layer and the layers of other frameworks (peers). The study starts its
-own ranks.
+own rank processes.
 
-With few tokens, nearly all time is spent in Python, dispatch and autograd. Launching a layer on a
-GPU takes the same host time.
+For few tokens, nearly all time is spent in Python, dispatch and autograd. The host needs the same
+time to launch a layer on a GPU.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ def measure_rank(problem: Problem, ranks: int, rounds: int, names: Sequence[str]
 
 
 def _measured(candidates: dict[str, Candidate], data: Data, rounds: int) -> list[dict[str, Any]]:
-    """Return two costs of a call, for a forward pass and for a forward and backward pass ("step"):
-    the CPU time in microseconds, and the number of ATen operations. Views are counted, and
-    collectives are not counted.
+    """Return the CPU time of a call in microseconds, and the number of ATen operations. Both are
+    returned for a forward pass, and for a forward and backward pass ("step"). Views are counted as
+    operations, and collectives are not counted.
     """
     calls = {name: list(_calls(c, data)) for name, c in candidates.items()}
     for mine in calls.values():

@@ -1,5 +1,5 @@
-"""Studies of a layer, its peers and its operations. Some studies measure one problem, and the
-others measure all problems of a page.
+"""Studies of a layer, its peers and its operations. Some of the studies measure one problem, and
+the others measure all problems of a page.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ ATTEMPTS = {"attempts": Option(3, "maximum number of attempts if a measurement i
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
-    """Set the number of threads, and return all problems for a device. With --quick, return one
-    small problem.
+    """Set the number of threads, and return all problems for a device. With --quick, return a
+    single small problem.
     """
     torch.set_num_threads(args.threads)
     every = LAYERS[args.device]
@@ -93,8 +93,8 @@ def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1,
 
 class OneLayer:
     """Measure the forward and backward pass of our MoE layer and of every installed peer, with the
-    same weights and inputs. The study checks that the outputs agree. The bound is the time of the
-    experts' matmuls alone, measured in the same run.
+    same weights and inputs. The study checks that the outputs of all layers agree. The bound is the
+    time of the experts' matmuls alone, measured in the same run.
     """
 
     TITLE = "One layer and its peers"
@@ -144,7 +144,7 @@ def _one_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _two_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure gated layers on two ranks, because all peers support gated layers on several ranks.
-    This measurement is skipped on a GPU and with `--quick`.
+    Gated layers are not measured on a GPU or with `--quick`.
     """
     return [with_machine(quietest, problem, args, 2) for problem in problems(args)
             if problem.gated and problem.device == "cpu" and not args.quick]
@@ -262,8 +262,9 @@ class OneProblemsOperations:
 
 class AllOperations(OneProblemsOperations):
     """Measure every operation of the layer on the first three problems of the page: the time of
-    each implementation that runs on this machine, and the bound. The bound is the larger of bytes
-    over the measured copy bandwidth and FLOPs over the measured rate of one large matmul.
+    each implementation that runs on this machine, and the bound. The bound is the larger of two
+    times: bytes divided by the measured copy bandwidth, and FLOPs divided by the measured rate of a
+    large matmul.
     """
 
     TITLE = "Each operation and its bound"

@@ -1,6 +1,6 @@
 """Compare a router that sends tokens according to the costs of links (TA-MoE) with the plain
-router. The nodes are emulated, with one rank each and unequal links. The study measures a single
-layer, and whole training steps in Megatron and fairseq.
+router. The study uses emulated nodes with one rank each and unequal links. The study measures a
+single layer, and whole training steps in Megatron and fairseq.
 
 The study requires Linux and root, and takes about 15 minutes on an idle machine with two CPU cores.
 """
@@ -61,7 +61,7 @@ def costs_of(network: Network, own: float) -> np.ndarray:
 
 
 def sides(costs: str) -> dict[str, Settings]:
-    """Return the settings of both sides.
+    """Return the settings of the router with TA-MoE and of the plain router.
 
     Args:
         costs: file with the costs of the links.
@@ -74,8 +74,8 @@ def sides(costs: str) -> dict[str, Settings]:
 
 def run_rank(tree: dict[str, Any], asked: dict[str, Settings], tokens: int,
              rounds: int) -> dict[str, Any]:
-    """Measure on one rank. The result also contains the shares of this rank's choices by
-    destination rank, and the share of dropped choices.
+    """Measure both routers on one rank. The result also contains the shares of this rank's choices
+    by destination rank, and the share of dropped choices.
     """
     comm, shares, dropped, layers = TorchComm(), {}, {}, {}
     for name, settings in asked.items():

@@ -70,9 +70,10 @@ class Tracer:
         """Return the experts of the first side, and record the first token for which this side
         would have chosen differently.
 
-        `margin` is computed on the first side: the logit of the expert that it chose (`took`) minus
-        the logit of the expert that the other side would have chosen (`other`). `rounding` is the
-        difference between this margin and the margin on the other side.
+        `margin` is computed on the first side. It is the logit of the expert that the side chose
+        (`took`) minus the logit of the expert that the other side would have chosen (`other`).
+        `rounding` is the difference between the margin on the first side and the margin on the
+        other side.
         """
         theirs_TE, ids_TK = self.kept[layer]
         own_TK = logits_TE.detach().topk(self.top_k, dim=1).indices
@@ -132,8 +133,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def traced(host: str, shapes: list[TrainShape], text: str, ours: Mapping[str, Settings],
            steps: int) -> list[dict[str, Any]]:
-    """Trace all shapes one after the other. Every rank must call this function, and all ranks get
-    the same result.
+    """Trace the training of all shapes one after the other. Every rank must call this function, and
+    all ranks get the same result.
     """
     return [_traced(host, shape, text, ours, steps) for shape in shapes]
 
@@ -167,7 +168,7 @@ def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings
 
 @torch.no_grad()
 def change_last_bits(parameters: Iterable[Tensor]) -> None:
-    """Multiply each number by 1 plus or minus the epsilon of the dtype. The changes are the same on
+    """Multiply each number by 1 plus or minus the epsilon of its dtype. The factors are the same on
     all ranks.
     """
     drawn = torch.Generator().manual_seed(0)
@@ -183,20 +184,20 @@ def _chooser(tracer: Tracer, place: int, name: str, layer: int) -> Callable[[Ten
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Replace earlier results for the same host, place and shape."""
+    """Replace the earlier results for the same host, place and shape."""
     return {**new, "shapes": {**old["shapes"], **new["shapes"]}}
 
 
 def gap(losses: list[list[float]]) -> float:
     """Return the largest difference between the loss of the first side and the loss of any other
-    side in a step.
+    side in any step.
     """
     return max(abs(one - row[0]) for row in losses for one in row[1:])
 
 
 def gaps(one: Mapping[str, Any]) -> tuple[float, float]:
-    """Return two largest differences of losses for equal choices: for the other sides, and for the
-    copy of the first side with changed bits.
+    """Return two gaps for the case in which all sides use the same choices: the gap of the other
+    sides, and the gap of the copy of the first side with changed bits.
     """
     return gap([row[:-1] for row in one["same"]]), gap([[row[0], row[-1]] for row in one["same"]])
 

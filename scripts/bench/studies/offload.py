@@ -106,7 +106,9 @@ def load_experts(model: WritingModel, path: str) -> None:
 
 @torch.no_grad()
 def child(args: argparse.Namespace, mode: str, file: str) -> dict[str, Any]:
-    """Generate text in this process. Return the text, the times, the memory and the counters."""
+    """Generate text with one mode in this process. Return the text, the times, the memory and the
+    counters.
+    """
     peak, model = AnonymousPeak(), WritingModel(args, mode, file).eval()
     if mode == MODES[0]:
         load_experts(model, file)

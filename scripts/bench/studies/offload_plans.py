@@ -1,7 +1,7 @@
 """Compare peers that stream a whole model with a pipeline of the same peers, for different
 bandwidths of the links.
 
-Times are computed, and nothing is measured. The study takes a few seconds on one core.
+All times are computed, and nothing is measured. The study takes a few seconds on one core.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DELAY_S = 0.01
 
 
 def layers_of_gpt(count: int, width: int) -> list[Layer]:
-    """Return the layers of a GPT with 16-bit weights. There is one sequence per micro-batch, and
+    """Return the layers of a GPT with 16-bit weights. Each micro-batch has one sequence, and
     matmuls run at `FLOPS`.
     """
     weights = 12 * width**2
@@ -38,7 +38,9 @@ def layers_of_gpt(count: int, width: int) -> list[Layer]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Compute the step times of both ways, by model, averaging interval and bandwidth."""
+    """Compute the step times of the streaming peers and of the pipeline, by model, averaging
+    interval and bandwidth.
+    """
     found: dict[str, Any] = {}
     for name, (count, width) in MODELS.items():
         made = plan(layers_of_gpt(count, width), BATCHES, LIMIT)
@@ -51,7 +53,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def cells(made: StreamPlan, size: int, every: int) -> list[dict[str, float]]:
-    """Compute the results for one averaging interval and all bandwidths.
+    """Compute the step times for one averaging interval and all bandwidths.
 
     Args:
         made: plan of the streaming peers.

@@ -1,6 +1,7 @@
 """Compare three ways to send tokens: once to each rank, once to each node, and once to each of
-their experts. The nodes are emulated. The study measures the exchange alone, and whole training
-steps in Megatron and fairseq. The study also predicts how many bytes are sent on larger clusters.
+their experts. All nodes are emulated on one machine. The study measures the exchange alone, and
+whole training steps in Megatron and fairseq. The study also predicts how many bytes are sent on
+larger clusters.
 
 The study requires Linux and root. Without --parts, it takes about 15 minutes on an idle machine
 with two CPU cores. The parts with 8x4 nodes and with slower links take about half an hour more, and
@@ -43,7 +44,7 @@ LONGEST_WARM_UP = 40  # number of calls in which a tuner can choose
 
 class IdentityExpert(nn.Module):
     """An expert that returns its input unchanged. The expert has a parameter, so that autograd runs
-    its backward pass.
+    the backward pass of the exchange.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,8 @@ def make_layer(width: int, k: int, mode: str) -> MoELayer:
     Args:
         width: width of a token.
         k: number of experts per token.
-        mode: value of `parallel.mode`. With `auto`, the layer also chooses `dispatch.send`.
+        mode: value of `parallel.mode`. With `auto`, the layer also chooses the value of
+            `dispatch.send`.
     """
     return MoELayer(from_dict({
         "model_dim": width, "num_experts": EXPERTS, "router": {"top_k": k}, "losses": {},
@@ -73,8 +75,8 @@ def make_layer(width: int, k: int, mode: str) -> MoELayer:
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure on one rank. The result also contains the number of rows per token, and the layout
-    that `auto` chose.
+    """Measure all ways to send tokens on one rank. The result also contains the number of rows per
+    token, and the layout that `auto` chose.
     """
     torch.manual_seed(0)
     fixed, tuned = make_layer(at.width, at.k, "fixed"), make_layer(at.width, at.k, "auto")
@@ -108,7 +110,7 @@ EXCHANGE = Sweep(
 
 def formula(grid: str, k: int) -> tuple[float, float]:
     """Return the number of rows that `ranks` and `nodes` send between nodes, divided by the number
-    for `rows`.
+    of rows that `rows` sends.
     """
     nodes, per_node = parse_grid(grid)
     rows = rows_of_token(Cluster(nodes=nodes, ranks_per_node=per_node), k)
@@ -117,7 +119,7 @@ def formula(grid: str, k: int) -> tuple[float, float]:
 
 def floor(grid: str, cell: dict[str, Any]) -> float:
     """Return the minimum number of bytes that must be sent between nodes, including (token, expert)
-    pairs, divided by the number for `rows`.
+    pairs, divided by the number of bytes that `rows` sends.
     """
     nodes, per_node = parse_grid(grid)
     cluster = Cluster(nodes=nodes, ranks_per_node=per_node)
@@ -132,9 +134,9 @@ def measure_exchange(grid: str, args: argparse.Namespace, slower: float = 1.0) -
     Args:
         grid: number of nodes and of ranks per node.
         args: options of the study.
-        slower: factor by which the links are slower than in the other parts. If the factor is not
-            1, only the first width is measured, because the times then depend mostly on the number
-            of bytes.
+        slower: factor by which the links are slower than in the other parts of the study. If the
+            factor is not 1, only the first width is measured, because the times mostly depend on
+            the number of bytes.
     """
     rate, widths = args.rate / slower, args.widths if slower == 1 else args.widths[:1]
     at = argparse.Namespace(**{**vars(args), "grid": grid, "rate": rate, "widths": widths})

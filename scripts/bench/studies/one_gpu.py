@@ -1,5 +1,5 @@
-"""Measure layers, peers and operations on one GPU. The page contains the results of the script that
-performs the measurements.
+"""Measure layers, peers and operations on one GPU. The page contains the results of the script
+`scripts/bench_gpu.sh`, which performs the measurements.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LEAKS = re.compile(r"nanobind: |See https://nanobind\.| - (leaked |\.\.\. skippe
 
 class OneGPU:
     """Measure operations, and layers alone and with every installed peer, on one GPU. Each part can
-    be measured in a separate process, which `bash scripts/bench_gpu.sh` does.
+    be measured in its own process. The script `scripts/bench_gpu.sh` does this.
     """
 
     TITLE, MADE_BY = "One GPU", "bash scripts/bench_gpu.sh"
@@ -47,8 +47,8 @@ class OneGPU:
 
     @staticmethod
     def steps(args: argparse.Namespace) -> list[dict[str, str]]:
-        """Return the lines that the script logged about its steps. For failed steps, the last lines
-        of their output are included.
+        """Return the lines that the script logged about its steps. For steps that failed, the last
+        lines of their output are included.
         """
         logs = Path(args.out or ".") / "gpu_logs"
         told = logs / "steps.txt"

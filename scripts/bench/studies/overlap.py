@@ -1,11 +1,11 @@
 """Measure how much time is saved by overlapping communication and computation, on emulated nodes
-with one rank each. Exchange and matmuls are timed separately and together.
+with one rank each. Exchange and matmuls are timed separately, and together with overlap.
 
 The matmuls either run on the CPU, or are replaced by waiting, which imitates an accelerator. While
-a rank waits, the CPU cores are free to transfer packets. With two cores that compute matmuls, this
-is not the case. Two other cases are measured. In the first case, there are many small experts,
-whose matmuls become slower if rows are split. In the second case (Parm's S2), ranks with the same
-tokens gather each piece while the next piece is sent.
+a rank waits, the CPU cores are free to transfer packets. The CPU cores are not free if both of them
+compute matmuls. The study also measures two other cases. In the first of these cases, there are
+many small experts, whose matmuls become slower if rows are split. In the second of these cases
+(Parm's S2), ranks with the same tokens gather each piece while the next piece is sent.
 
 The study requires Linux and root, and takes about nine minutes on an idle machine with at least two
 CPU cores.
@@ -43,7 +43,7 @@ ROW_S = 100e-6  # time of a row's forward matmuls if they only wait; backward wa
 
 
 class Kind(NamedTuple):
-    """The setup for one table.
+    """The configuration of one table.
 
     Attributes:
         title: title of the section.
@@ -98,7 +98,7 @@ class WaitingExpert(nn.Module):
 
 
 def layouts(degrees: Iterable[int], cuts: Iterable[str]) -> dict[str, LayoutChoice]:
-    """Return the measured layouts by name. The first layout does not use overlap."""
+    """Return the measured layouts by name. The first of these layouts does not use overlap."""
     found = {"d=1": LayoutChoice(r=1)}
     for cut in cuts:
         found |= {f"d={d} {cut}": LayoutChoice(r=1, d=d, piece_axis=cut) for d in degrees}
@@ -106,7 +106,8 @@ def layouts(degrees: Iterable[int], cuts: Iterable[str]) -> dict[str, LayoutChoi
 
 
 class Alone:
-    """The exchange and the matmuls of one layer call. Both can be run separately.
+    """The exchange and the matmuls of one layer call. The exchange and the matmuls can be run
+    separately.
 
     Args:
         layer: the layer, which uses r = 1 and a single piece.
@@ -125,7 +126,7 @@ class Alone:
 
     def exchange(self) -> None:
         """Send rows to the experts and back, and gather the rows on replicas. The backward pass
-        sends the same number of rows.
+        sends the same number of rows as the forward pass.
         """
         algorithm = self.place.placement.algorithm
         there_RD = algorithm(self.layer.comm, self.rows_ND, self.piece.send, self.piece.recv)
@@ -139,7 +140,7 @@ class Alone:
         self.y_RD = self.layer.experts(ExpertRows(self.here_RD, self.piece.counts))
 
     def products_backward(self) -> None:
-        """Compute the gradients of the rows and of the weights."""
+        """Compute the gradients of the rows and of the expert weights."""
         self.y_RD.backward(torch.ones_like(self.y_RD))
 
 
@@ -154,8 +155,8 @@ def settings(kind: Kind) -> dict[str, Any]:
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure on one rank. Each round measures the exchange alone, the matmuls alone, and each
-    layout, in the forward and the backward pass.
+    """Measure all layouts on one rank. Each round measures three things in the forward and the
+    backward pass: the exchange alone, the matmuls alone, and each layout.
     """
     torch.manual_seed(0)
     kind, choices = KINDS[at.kind], layouts(at.degrees, KINDS[at.kind].cuts)

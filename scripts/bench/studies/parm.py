@@ -1,5 +1,6 @@
 """Compare Parm's schedules S1 and S2 with the schedule chosen by `parallel.schedule: auto`. The
-study measures 12 layer shapes on emulated nodes. Two ranks at a time have the same tokens.
+study measures 12 layer shapes on emulated nodes. In all shapes, the ranks form pairs, and both
+ranks of a pair have the same tokens.
 
 The study requires Linux and root, and takes about six minutes on an idle machine with two CPU
 cores.
@@ -30,7 +31,8 @@ EXPERTS, REPLICAS = 8, 2
 
 
 class Shape(NamedTuple):
-    """The sizes of a layer. Two ranks at a time have the same tokens.
+    """The sizes of a layer in which pairs of ranks have the same tokens. Two ranks at a time have
+    the same tokens.
 
     Attributes:
         grid: number of nodes and of ranks per node.
@@ -69,8 +71,8 @@ def settings(shape: Shape, schedule: str, width: int, links: dict[str, Any]) -> 
         shape: sizes of the layer.
         schedule: value of `parallel.schedule`.
         width: width of a token.
-        links: the setting `cluster` (file that describes the links) if `auto` may use it, or else
-            an empty dictionary.
+        links: a dictionary with the setting `cluster` (a file that describes the links). If `auto`
+            must not use such a file, the dictionary is empty.
     """
     return {
         "model_dim": width, "num_experts": EXPERTS, "experts": {"hidden_dim": 8},
@@ -81,7 +83,9 @@ def settings(shape: Shape, schedule: str, width: int, links: dict[str, Any]) -> 
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure on one rank. The result also contains the schedule that `auto` chose."""
+    """Measure all schedules on one rank. The result also contains the schedule that was chosen by
+    `auto`.
+    """
     comm, shape, layers = TorchComm(), SHAPES[at.shape], {}
     for name in (*NAMES, AUTO):
         torch.manual_seed(0)

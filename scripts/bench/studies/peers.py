@@ -39,8 +39,8 @@ loss = partial(loss_of, BATCHES)
 
 
 def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict[str, float]:
-    """Run one of the two peers on this rank. Return the time in seconds of `every` steps, and of
-    averaging the weights.
+    """Run one of the two peers on this rank. Return two times in seconds: the time of `every`
+    training steps, and the time to average the weights.
     """
     rank = int(os.environ["RANK"])
     # torchft finds its node by the host name, which no name server resolves in the emulation
@@ -68,7 +68,7 @@ def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict
 
 def stage(steps: int) -> dict[str, float]:
     """Run one of the two pipeline stages on this rank, with all weights in memory. Return the time
-    in seconds.
+    of the training steps in seconds.
     """
     rank, half = dist.get_rank(), BLOCKS // 2 + 1
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Compare measured and simulated steps of pipeline schedules, on emulated stages with slow links.
 
-The study takes about 4 minutes. Computation is replaced by waiting, so that the stages do not need
-CPU cores. Transfers are real.
+The study takes about 4 minutes. Computation is replaced by waiting, so that the pipeline stages do
+not need CPU cores. Transfers are real.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ OWN = {"eager-1f1b": {"schedule": "eager-1f1b"},
 
 
 def slice_s(length: int, context: int) -> float:
-    """Return the duration of a slice's forward pass in seconds. The backward pass takes twice as
-    long.
+    """Return the duration of a slice's forward pass in seconds. The backward pass of a slice takes
+    twice as long as its forward pass.
     """
     return 4e-3 + 1.2e-4 * max(length, 64) + 8e-8 * length * (context + length / 2)
 
@@ -51,9 +51,9 @@ class Load(NamedTuple):
         batches: number of micro-batches.
         length: number of tokens per sequence.
         width: width of the activations. The activations of one sequence have 1.25 MiB.
-        forward_s: function that returns the duration of a slice's forward pass in seconds. Its
-            arguments are the number of tokens in the slice and the number of tokens before the
-            slice.
+        forward_s: function that returns the duration of a slice's forward pass in seconds. The
+            arguments of this function are the number of tokens in the slice and the number of
+            tokens before the slice.
     """
 
     batches: int
@@ -67,8 +67,8 @@ LOADS = {"schedules": Load(16, 1024, 320, lambda length, context: FORWARD_S),
 
 
 class WaitFunction(torch.autograd.Function):
-    """An autograd function that waits as long as a stage would compute. Half of the backward pass
-    is attributed to the gradients of the weights.
+    """An autograd function that waits as long as a stage would compute. Half of the waiting time of
+    the backward pass represents the gradients of the weights.
     """
 
     @staticmethod
@@ -93,7 +93,9 @@ class WaitFunction(torch.autograd.Function):
 
 
 class WaitingStage(nn.Module):
-    """A stage that waits, with the attributes and methods that Megatron's schedules use."""
+    """A pipeline stage that waits instead of computing. It has the attributes and methods that
+    Megatron's schedules use.
+    """
 
     position_embedding_type, model_type = "none", None
     later: LaterGrads | None = None
@@ -107,7 +109,7 @@ class WaitingStage(nn.Module):
         [self.taken] = tensors
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return the output [l, 1, D]. On the last stage, the output is [1, l].
+        """Return the output of the stage, [l, 1, D]. The output of the last stage is [1, l].
 
         Args:
             input_ids: token ids, [1, l].
@@ -126,8 +128,8 @@ def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callabl
 
 
 def one_way_s(length: int, width: int) -> float:
-    """Return the duration in seconds of a transfer between neighbouring stages. All ranks share the
-    clock of one machine.
+    """Return the duration in seconds of a transfer between neighbouring stages. The ranks of all
+    stages share the clock of one machine.
     """
     rank, sizes, tries = dist.get_rank(), torch.empty(length, 1, width), 5
     sent = torch.zeros(tries, dtype=torch.float64)
@@ -150,8 +152,8 @@ def one_way_s(length: int, width: int) -> float:
 
 def measure_stages(part: str, schedules: Mapping[str, dict[str, Any] | None],
                    rounds: int) -> dict[str, Any]:
-    """On each rank, measure the transfer of all tokens, the transfer of few tokens, and the start
-    and end of steps.
+    """On each rank, measure three things: the transfer of all tokens, the transfer of few tokens,
+    and the start and end of steps.
     """
     from megatron.core import parallel_state as ps
 
@@ -194,8 +196,8 @@ def _overlapped(**passes: Any) -> None:
 
 
 def slices_of(part: str) -> dict[str, tuple[int, ...]]:
-    """Return the best slices of a long sequence. Also return the same number of slices with equal
-    lengths.
+    """Return the best slices of a long sequence. Also return slices of equal lengths. Their number
+    is the same as the number of best slices.
     """
     if part == "schedules":
         return {}
@@ -205,7 +207,7 @@ def slices_of(part: str) -> dict[str, tuple[int, ...]]:
 
 
 def row(part: str, rate_mbit_s: float, rounds: int) -> dict[str, Any]:
-    """Measure and predict all schedules over links with one bandwidth."""
+    """Measure and predict all pipeline schedules for one link bandwidth."""
     load, slices = LOADS[part], slices_of(part)
     names = ["1f1b", *slices] if slices else list(MODES)
     settings = {name: {"schedule": "terapipe", "slices": ",".join(map(str, slices[name]))}
@@ -239,7 +241,7 @@ def row(part: str, rate_mbit_s: float, rounds: int) -> dict[str, Any]:
 
 
 def table_of(rows: list[dict[str, Any]], names: list[str]) -> str:
-    """Return a table with one row for each bandwidth and schedule."""
+    """Return a table with one row for each link bandwidth and schedule."""
     cells = [{**rates, **rates[name], "name": name, "base": rates["1f1b"]}
              for rates in rows for name in names]
     return columns(cells, {

@@ -40,14 +40,14 @@ def choices_of(grid: tuple[int, int]) -> list[LayoutChoice]:
 
 
 def profile_rank() -> Device:
-    """Profile the CPU of one rank while all ranks profile their CPUs."""
+    """Profile the CPU of one rank while all other ranks do the same."""
     TorchComm().barrier()
     return measure_device(width=WIDTH, inner=512, repeats=15)
 
 
 def measure_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure on one rank. Every layout runs in every step, so that all layouts are measured under
-    the same conditions.
+    """Measure all layouts on one rank. Every layout runs in every step, so that all layouts are
+    measured under the same conditions.
     """
     layer = MoELayer(from_dict({
         "model_dim": WIDTH, "num_experts": GRIDS[at.grid][0], "router": {"top_k": TOP_K},
@@ -58,7 +58,7 @@ def measure_rank(at: argparse.Namespace) -> dict[str, Any]:
 
 
 def profile(grid: tuple[int, int]) -> Device:
-    """Return the medians of the ranks' profiles."""
+    """Return the median of the ranks' CPU profiles."""
     with EmulatedCluster(*grid) as cluster:
         profiles = cluster.run(profile_rank)
     return dataclasses.replace(profiles[0], **{

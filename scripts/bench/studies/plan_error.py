@@ -1,10 +1,12 @@
 """Compare predicted and measured training steps in both hosts, over several shapes, layouts and
-networks. Each step is predicted with the models that `moe-plugin recommend` would fit.
+networks. Each training step is predicted with cost models that are fitted in the same way as in
+`moe-plugin recommend`.
 
 The study requires Linux and root, and takes about 15 minutes on an idle machine. The study first
-measures the exchanges on each network and the processors for each shape, and fits models to both.
-It then predicts every layout and measures its training steps. The exit status is 1 if fewer than 95
-% of the pairs of layouts are in the predicted order.
+measures the exchanges on each network and the processors for each shape, and fits cost models to
+these measurements. The study then predicts the step time of every layout and measures training
+steps with this layout. The exit status is 1 if fewer than 95 % of the pairs of layouts are in the
+predicted order.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ VOCABULARY = {"megatron": 384, "fairseq": 260}  # vocabulary sizes of the hosts'
 
 
 def model_of(shape: TrainShape, host: str) -> ModelShape:
-    """Return the planner's description of a trained model. The sizes of its weights are those of
-    the float32 master weights.
+    """Return the planner's description of a model that is trained by this study. The weights in
+    this description have the sizes of the float32 master weights.
     """
     return ModelShape(
         layers=shape.layers, model_dim=shape.width, ffn_dim=shape.inner, heads=4,
@@ -84,7 +86,7 @@ def network_rank(model: ModelShape, repeats: int) -> MeasuredNetwork:
 
 
 def processor_rank(model: ModelShape, repeats: int) -> Processor:
-    """Measure the processor. Every rank calls this."""
+    """Measure the processor. Every rank must call this function."""
     torch.set_num_threads(1)
     return measure_processor(model, TorchComm(), torch.device("cpu"), MEMORY, {}, repeats)
 
@@ -153,7 +155,8 @@ def error(row: dict[str, Any]) -> float:
 
 
 def pairs(rows: Sequence[dict[str, Any]], apart: float = 0.0) -> tuple[int, int]:
-    """Return (number of pairs in the predicted order, total number of pairs).
+    """Return two numbers: the number of pairs in the predicted order, and the total number of
+    pairs.
 
     A pair consists of two layouts for the same shape, network and host. Only pairs whose measured
     step times differ by at least the fraction `apart` are counted.
@@ -170,7 +173,9 @@ def pairs(rows: Sequence[dict[str, Any]], apart: float = 0.0) -> tuple[int, int]
 
 
 def _layout_words(name: str) -> str:
-    """Describe a layout in words. Names that are not in `LAYOUTS` are returned unchanged."""
+    """Describe the layout of a side in words. Names of sides that are not in `LAYOUTS` are returned
+    unchanged.
+    """
     return LAYOUTS[name][0].words if name in LAYOUTS else name
 
 

@@ -1,10 +1,10 @@
 """Fine-tune the quick start's model in both hosts, with pre-gates and with ordinary gates.
 
 The study takes about 5 minutes on two cores. Run `bash scripts/setup.sh` first. In each host, a
-model is trained with ordinary gates. Two runs continue from its checkpoint: one with ordinary
-gates, and one with pre-gates. The exit status is 1 if the final loss with pre-gates is more than 1
-% higher than the final loss with ordinary gates. A second run trains only the models that are
-missing in runs/pregate. Use --fresh to start from the beginning.
+model is first trained with ordinary gates. Two runs continue from the checkpoint of this model: one
+with ordinary gates, and one with pre-gates. The exit status is 1 if the final loss with pre-gates
+is more than 1 % higher than the final loss with ordinary gates. A second run trains only the models
+that are missing in runs/pregate. Use --fresh to start with an empty folder.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def synthetic(popularity: Callable[[float], Tensor], args: argparse.Namespace) -
     Args:
         popularity: a function that maps the elapsed fraction of the steps to the popularity of each
             expert, [E].
-        args: options of the study. They are not used.
+        args: options of the study. The options are not used by this function.
     """
     ranks, steps, tokens = SYNTHETIC
     made: list[Trace] = []
@@ -82,17 +82,17 @@ def synthetic(popularity: Callable[[float], Tensor], args: argparse.Namespace) -
 
 
 def drifting(over: float, experts: int = 8) -> Tensor:
-    """Return the popularity of each expert. The popularity forms a wave that moves once around all
-    experts.
+    """Return the popularity of each expert at a given time of the trace. The popularity forms a
+    wave that moves once around all experts.
 
-    The most popular expert has 3.2 times the mean popularity.
+    The most popular expert is chosen 3.2 times as often as the mean.
     """
     angle_E = torch.arange(experts) / experts - over
     return (2 * torch.cos(2 * math.pi * angle_E)).exp()
 
 
 def hot(over: float, experts: int = 8) -> Tensor:
-    """Return the popularity of each expert. Nearly all tokens choose one expert, and all other
+    """Return the popularity of each expert. Nearly all tokens choose one expert, and the other
     experts are equally popular.
     """
     return torch.tensor([3.0 * (experts - 1), *[1.0] * (experts - 1)])
@@ -139,8 +139,8 @@ def summary(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return one row for each trace, with the policy that the planner chooses, the fastest policy
     and the slowest policy.
 
-    Each row contains the shares of these policies. For the slowest policy (except `never`), the row
-    contains the throughput divided by the throughput of the plain layer.
+    The row of a trace contains the shares of these policies. For the slowest policy (except
+    `never`), the row contains the throughput divided by the throughput of the plain layer.
     """
     rows = []
     for name, one in found["traces"].items():
@@ -161,8 +161,8 @@ def noise(found: Mapping[str, Any]) -> list[float]:
     """For calls in which a policy lends no expert, return the quartiles of the time of `never`
     divided by the time of the policy.
 
-    In these calls, `never` and the policy do the same work, so the ratios show the noise of the
-    measurement.
+    If no expert is lent, `never` and the policy do the same work, so the ratios show the noise of
+    the measurement.
     """
     ratios = [plain / mine for one in found["traces"].values()
               for name, policy in one["policies"].items() if name != "never"

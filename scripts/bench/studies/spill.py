@@ -57,7 +57,8 @@ def make_layer(**parallel: Any) -> MoELayer:
 
 
 def make_tokens(rank: int, round_: int, load: str) -> torch.Tensor:
-    """Return the tokens [T, D] of a rank for one round. The tokens are the same for all policies.
+    """Return the tokens [T, D] that a rank processes in one round. The tokens are the same for all
+    policies.
     """
     tokens, share = LOADS[load]
     generator = torch.Generator().manual_seed(1000 * round_ + rank)
@@ -70,19 +71,19 @@ def make_tokens(rank: int, round_: int, load: str) -> torch.Tensor:
 
 
 def step(layer: MoELayer, x_TD: torch.Tensor, policy: str) -> tuple[float, int]:
-    """Run a forward and backward pass. Return the time in seconds, and the number of rows computed
-    on this rank.
+    """Run a forward and a backward pass. Return the time in seconds, and the number of rows that
+    this rank computed.
     """
     seconds, stats = clean_step(layer, x_TD, LayoutChoice(r=1, spill=policy))
     return seconds, stats.rows
 
 
 def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, list[Any]]]:
-    """Measure on one rank. For each load, the policies alternate in every round.
+    """Measure all policies on one rank. For each load, the policies alternate in every round.
 
-    The result contains (seconds, rows) of each step, by load and policy. For the policy "place",
-    the result contains (seconds, number of experts with replicas) for each time that replicas are
-    placed.
+    The result contains pairs (seconds, rows) for each step, by load and policy. For the policy
+    "place", the result contains a pair (seconds, number of experts with replicas) for each time
+    that replicas are placed.
     """
     plain, stands = make_layer(), STANDING in policies
     stand = {load: make_layer(spill=STANDING, replan=REPLAN) for load in LOADS if stands}
@@ -106,7 +107,7 @@ def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, lis
 
 
 def run_memory(policy: str, steps: int = 5) -> float:
-    """Return how many bytes of additional memory this rank needs at most during a step with the hot
+    """Return the maximum additional memory in bytes that this rank needs during a step with the hot
     load.
     """
     layer = make_layer()
@@ -120,12 +121,12 @@ def run_memory(policy: str, steps: int = 5) -> float:
 
 
 def summary(ranks: list[dict[str, Any]], load: str) -> dict[str, dict[str, float]]:
-    """Return statistics for each policy.
+    """Return the statistics of the measured steps for each policy.
 
     The statistics are: the median time in seconds on the slowest rank; the time of the plain layer
     divided by the time of the policy in the same rounds (median and quartiles); and the number of
-    rows on the busiest rank. The statistics of "place" are the time in seconds and the number of
-    experts.
+    rows on the busiest rank. For "place", the statistics are the time in seconds and the number of
+    experts with replicas.
     """
     def most(policy: str, part: int) -> list[float]:
         return [max(one[part] for one in at)

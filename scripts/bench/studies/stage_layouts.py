@@ -1,5 +1,5 @@
-"""Measure the transfer of activations between pipeline stages with different layouts. Slices that
-are sent to a node once are compared with separate messages to each receiver.
+"""Measure the transfer of activations between pipeline stages with different layouts. The study
+compares slices that are sent to a node once with separate messages to each receiver.
 
 The study takes about a minute.
 """
@@ -36,8 +36,8 @@ WAYS = {"each": False, "once": True}  # by name: whether data are sent to a node
 
 
 def layouts(case: Sequence[Any]) -> tuple[TensorLayout, TensorLayout]:
-    """Return the layouts of the activations on both stages. With tensor parallelism, all ranks have
-    a copy of the activations.
+    """Return the layouts of the activations on both stages. With tensor parallelism, every rank of
+    a stage has a copy of the activations.
     """
     first, second, before, after = case
     spec: list[list[str]] = [[], ["data"], []]
@@ -51,16 +51,16 @@ def layouts(case: Sequence[Any]) -> tuple[TensorLayout, TensorLayout]:
 
 
 def nodes_of(case: Sequence[Any], once: bool) -> list[int]:
-    """Return the node to which each rank belongs. If messages are sent separately, all ranks count
-    as one node.
+    """Return the node of each rank. If the receivers get separate messages, all ranks count as one
+    node.
     """
     ranks = (case[0] + case[1]) * PER_NODE
     return [rank // PER_NODE if once else 0 for rank in range(ranks)]
 
 
 def moved(case: Sequence[Any], once: bool) -> tuple[int, int]:
-    """Return the number of bytes sent between nodes: in total, and over the busiest link in one
-    direction.
+    """Return the total number of bytes sent between nodes, and the number of bytes sent over the
+    busiest link in one direction.
     """
     hops: list[Hop] = relays(unique_slices(*layouts(case)), nodes_of(case, once))
     load: Counter[tuple[str, int]] = Counter()
@@ -81,8 +81,8 @@ def predicted_s(case: Sequence[Any], once: bool, bytes_per_s: float) -> float:
 
 
 def measure_case(at: argparse.Namespace) -> dict[str, Any]:
-    """On each rank, measure a transfer alternately with separate messages and with slices that are
-    sent once.
+    """On each rank, measure a transfer with separate messages and with slices that are sent once.
+    The two methods alternate.
     """
     comm, case = TorchComm(), CASES[at.case]
     source, target = layouts(case)

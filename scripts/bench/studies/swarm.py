@@ -1,7 +1,8 @@
 """Measure a pipeline of peers with unequal speed and slow links on emulated nodes. Some of the
-peers leave and return. Each micro-batch is sent to peers that are idle (SWARM). The study compares
-this pipeline with the fastest fixed pipeline of the same peers, and with a single process. The part
-`peers` requires Linux and root, and takes about six minutes on an idle machine with two CPU cores.
+peers leave the pipeline and return. Each micro-batch is sent to peers that are idle (SWARM). The
+study compares this pipeline with the fastest fixed pipeline of the same peers, and with a single
+process. The part `peers` requires Linux and root, and takes about six minutes on an idle machine
+with two CPU cores.
 The part `rebalancing` is computed: it simulates several days in which many peers leave and return.
 """
 
@@ -63,8 +64,8 @@ class Delay(torch.autograd.Function):
 
 
 class StagePart(nn.Module):
-    """A residual block that contains experts. The first stage also contains the embedding, and the
-    last stage also contains the output layer.
+    """A residual block with experts, which is one stage of the pipeline. The first stage also
+    contains the embedding, and the last stage also contains the output layer.
     """
 
     def __init__(self, stage: int, seconds: float) -> None:
@@ -87,10 +88,10 @@ class StagePart(nn.Module):
 
 
 def parts(speed: float | None) -> list[Any]:
-    """Return functions that build the stages.
+    """Return functions that build the stages of the pipeline.
 
     Args:
-        speed: speed of the peer. None builds stages without delays.
+        speed: speed of the peer. None builds stages without any delay.
     """
     return [partial(StagePart, stage, TASK_S / speed if speed else 0.0) for stage in range(STAGES)]
 
@@ -139,8 +140,8 @@ def alone(steps: int) -> list[float]:
 def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
     """Return (micro-batches per second, stage of each peer) for the fastest fixed pipeline.
 
-    All peers of a stage process the same number of micro-batches. The search includes pipelines
-    that do not use all peers. Unused peers have the stage -1.
+    All peers of a stage process the same number of micro-batches. The search includes pipelines in
+    which some peers are not used. The stage of an unused peer is -1.
     """
     def rate(places: tuple[int, ...]) -> float:
         stages = [[s for s, place in zip(speeds, places, strict=True) if place == stage]
@@ -152,7 +153,7 @@ def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
 
 
 class Fixed(SwarmMembers):
-    """Members with fixed stages. The peers of a stage take turns.
+    """The members of a swarm, with fixed stages. Peers with the same stage take turns.
 
     Args:
         stage_of: the stage of each peer, by host name.
@@ -182,7 +183,9 @@ def trace(args: argparse.Namespace, peer: int) -> Iterator[tuple[float, float]]:
 
 
 def peer_rank(trainer: str, host: str, speed: float, lives: list[tuple[float, float]]) -> None:
-    """Serve as a peer, leaving and returning as planned, until the trainer has ended."""
+    """Serve as a peer until the trainer has ended. The peer leaves and returns at the planned
+    times.
+    """
     def serve() -> None:
         torch.set_num_threads(1)
         StagePeer((trainer, PORT), parts(speed), OPTIMIZER, loss, host=host, throughput=speed,

@@ -1,9 +1,9 @@
-"""Compare the times of whole training steps. Models with our layer are compared with models that
-use the framework's own layer, and with models that have dense layers of equal active width. All
-models have the same weights and data, and run on the same ranks in the same processes. They
-alternate after every step. With --evaluate, the study compares forward passes of an evaluation
-instead. Our layer is measured with and without pieces that depend on the load. The command starts
-its own ranks, or uses the ranks that torchrun started.
+"""Compare the times of whole training steps. The study compares models with our layer, models with
+the framework's own MoE layer, and models with dense layers of equal active width. All models have
+the same weights and data, and run on the same ranks in the same processes. The models alternate
+after every training step. With --evaluate, the study compares forward passes of an evaluation
+instead of training steps. In evaluations, our layer is measured with and without pieces that depend
+on the load. The command starts its own ranks, or uses the ranks that torchrun started.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
 
 
 def hardware(rate_bit_s: float, folder: Path) -> Settings:
-    """Return the settings that describe the links and the processor. The layer uses them to choose
-    the number of pieces.
+    """Return the settings that describe the links and the processor. The layer uses these settings
+    to choose the number of pieces.
 
     For an emulated cluster, the settings describe the fitted links with the bandwidth of the
     cluster.

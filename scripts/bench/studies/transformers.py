@@ -1,6 +1,6 @@
-"""Measure training steps of `transformers` models, once with the experts and exchanges of
-`transformers` and once with ours. All models start with the same weights and are trained in the
-same processes. They alternate after every step.
+"""Measure training steps of `transformers` models. The models use the experts and exchanges of
+`transformers`, or those of this package. All models start with the same weights and are trained in
+the same processes. The models alternate after every training step.
 
 The part on emulated nodes requires Linux and root. The study takes about ten minutes on an idle
 machine with two CPU cores.
@@ -111,8 +111,8 @@ def data(sequences: int, length: int, part: int = 0) -> Tensor:
 
 
 def timed(sides: dict[str, Callable[[], float]], steps: int) -> dict[str, Any]:
-    """Time the steps of all sides. The sides alternate after every step. Return the times of each
-    side in seconds, and its last loss.
+    """Time the steps of all sides. The sides alternate after every step. For each side, return the
+    step times in seconds and the last loss.
 
     All ranks start a step at the same time. In a single process, a side is timed only once if it
     takes more than `SLOW` times as long as our side.
@@ -161,10 +161,10 @@ def _dtype(args: argparse.Namespace) -> torch.dtype:
 
 
 class OnGPU:
-    """Measure training steps of `transformers` models on one GPU in bfloat16, once with the experts
-    of `transformers` and once with ours. The models have two layers. Their widths and numbers of
-    experts are those of published models. All models start with the same weights and are trained in
-    a single process. They alternate after every step.
+    """Measure training steps of `transformers` models on one GPU in bfloat16. The models use the
+    experts of `transformers`, or those of this package. The models have two layers. The widths and
+    the numbers of experts are those of published models. All models start with the same weights and
+    are trained in a single process. They alternate after every step.
     """
 
     TITLE = "Models of transformers on one GPU"
@@ -192,7 +192,7 @@ class OnGPU:
 
 
 def run_rank(folder: str, mesh: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """For each shape, return the times and losses on one rank."""
+    """For each shape, return the step times and the losses on one rank."""
     return [_shape_on_rank(Path(folder, str(number)), mesh, args)
             for number in range(len(args.shapes))]
 
@@ -246,10 +246,10 @@ def gathered(folder: str, mesh: str, args: argparse.Namespace) -> list[Any]:
 
 def _with_sizes(cells: list[dict[str, Any]], args: argparse.Namespace, parts: int,
                 rate: float | None = None) -> dict[str, Any]:
-    """Add sizes and versions to the results.
+    """Add model sizes and versions to the results.
 
     Args:
-        cells: results for each shape.
+        cells: the results for each shape.
         args: options of the study.
         parts: number of batches per step.
         rate: bandwidth of the nodes' links in bit/s, or None.

@@ -2,10 +2,10 @@
 
 Both models have the same number of active FLOPs, because each token uses one expert that has the
 width of the dense MLP. The speed is measured in one process that calls both models alternately,
-with all threads of the machine. For the accuracy, both models are trained at the same time, once
-per seed. Each model is trained in its own process with one thread. The study takes about ten
-minutes on two cores, and hours with `--data cifar10`. If the study is interrupted, running it again
-continues the training. The study requires 6 GB of memory.
+with all threads of the machine. To measure the accuracy, both models are trained at the same time,
+once per seed. Each of these models is trained in its own process with one thread. The study takes
+about ten minutes on two cores, and hours with `--data cifar10`. If the study is interrupted, the
+training can be continued by running the study again. The study requires 6 GB of memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BATCHES = (2, 8, 16)
 
 
 def rate(cell: dict[str, Any], kind: str, side: str) -> float:
-    """Return the number of images per second for one cell."""
+    """Return the number of images per second that was measured in one cell."""
     return cell["batch"] / statistics.median(cell["seconds"][kind][side])
 
 
@@ -106,8 +106,8 @@ def flops_of(models: dict[str, nn.Module], x_BCSS: torch.Tensor) -> tuple[dict[s
     """Return (FLOPs of a forward pass per image by side, largest share of dropped tokens).
 
     The FLOPs of the dense model are counted by torch. For the MoE model, the FLOPs of an MLP are
-    subtracted for each token without a slot, and the FLOPs of the router are added for each token:
-    a projection, and the cosine with the direction of every expert.
+    subtracted for each token without a slot. The FLOPs of the router are added for each token: a
+    projection, and the cosine with the direction of every expert.
     """
     # imported here, because it loads Triton, which prints messages at exit
     from torch.utils.flop_counter import FlopCounterMode

@@ -41,7 +41,9 @@ OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
 def child(args: argparse.Namespace, mode: str, scratch: str, throttle: float) -> dict[str, Any]:
-    """Train in this process. Return the losses, the times and the memory."""
+    """Train one mode in this process. Return the losses, the times and the memory of the training
+    run.
+    """
     torch.use_deterministic_algorithms(True)
     peak, loss = AnonymousPeak(), partial(loss_of, args.micro_batches)
     blocks = makers(VOCABULARY, args.layers, WIDTH, EXPERTS, args.hidden)

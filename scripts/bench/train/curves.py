@@ -1,5 +1,5 @@
 """Plot the loss against the training time, for our layer and for the host framework's own layer.
-This is the plot of `bench train`.
+The figure is shown on the page of `bench train`.
 
 Each line shows the mean over neighbouring steps. The band around a line extends from the smallest
 to the largest of the averaged losses.
@@ -65,8 +65,8 @@ def curve(side: SideTimes) -> tuple[list[float], list[float]]:
 
 
 def smoothed(losses: Sequence[float]) -> list[tuple[float, float, float]]:
-    """For each step, return (mean, minimum, maximum) of the losses around the step. Fewer steps are
-    averaged at both ends.
+    """For each step, return (mean, minimum, maximum) of the losses around the step. Near both ends
+    of a curve, fewer steps are averaged.
     """
     reach = len(losses) // (2 * POINTS)
     windows = [losses[max(0, i - reach):i + reach + 1] for i in range(len(losses))]

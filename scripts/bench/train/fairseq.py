@@ -143,7 +143,7 @@ def flags_of(settings: Settings) -> list[str]:
 
 
 class Models:
-    """Build models of one shape in fairseq's trainer."""
+    """Build several models of one shape in fairseq's trainer."""
 
     def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int,
                  evaluate: bool = False) -> None:

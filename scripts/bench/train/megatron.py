@@ -220,7 +220,7 @@ def make(shape: TrainShape, config: Any, settings: Settings | None = None,
 
 
 class Batches:
-    """A sequence of batches. Each batch consists of tokens and labels, each [B, T].
+    """A sequence of training batches. Each batch consists of tokens and labels, each [B, T].
 
     Args:
         shape: sizes of the model.

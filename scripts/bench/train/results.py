@@ -61,8 +61,8 @@ class TrainReport:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A key that identifies the measurement. If a later run has the same key, it replaces this
-        report.
+        """A key that identifies the measurement of a report. A later report with the same key
+        replaces this report.
         """
         return self.host, self.place, self.evaluate, self.shape.name, self.version
 
@@ -103,7 +103,9 @@ class TrainReport:
         return max(abs(a - b) for a, b in zip(mine, theirs, strict=False))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values. Times are rounded to a microsecond, and losses to 1e-5."""
+        """Return plain values. Convert the report to plain values. Times are rounded to a
+        microsecond, and losses to 1e-5.
+        """
         rounded = {"seconds": 6, "optimizer_s": 6, "losses": 5}
         sides = [{key: [round(v, rounded[key]) for v in value] if key in rounded else value
                   for key, value in asdict(side).items()} for side in self.sides]
@@ -123,7 +125,7 @@ def median_ms(side: SideTimes) -> float:
 def spread(side: SideTimes) -> float:
     """Return the interquartile range of a side's step times divided by their median.
 
-    With fewer than four steps, return 0.
+    With fewer than four step times, return 0.
     """
     if len(side.seconds) < 4:
         return 0.0
@@ -153,7 +155,7 @@ def newest(every: Sequence[TrainReport], evaluate: bool = False) -> list[TrainRe
     """For each host, return the reports of the version that was measured most recently.
 
     Args:
-        every: reports of all versions.
+        every: the reports of all measured versions.
         evaluate: whether to return reports about evaluations instead of training steps.
     """
     return [one for mine in by_place(every, evaluate).values() for one in mine
@@ -246,7 +248,7 @@ def _host_parts(mine: Sequence[TrainReport], table: str, more: str) -> list[str]
 
 def side_pages(reports: Sequence[TrainReport]) -> dict[str, str]:
     """Return one page for each host and kind of place. Each page lists every side of every shape.
-    Keys are file names.
+    Keys of the returned dict are file names.
     """
     found: dict[str, list[TrainReport]] = {}
     for mine in by_place(reports).values():

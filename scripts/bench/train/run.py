@@ -127,7 +127,9 @@ def on_this_machine(plans: Sequence[TrainPlan], ranks: int) -> list[TrainReport]
 
 
 def on_emulated(plans: Sequence[TrainPlan], cluster: EmulatedCluster) -> list[TrainReport]:
-    """Measure on a running emulated cluster. The hosts are imported before the ranks are forked."""
+    """Measure several plans on a running emulated cluster. The hosts are imported before the ranks
+    are forked.
+    """
     forked_hosts({plan.host for plan in plans})
     place = (f"{cluster.nodes_wanted}x{cluster.ranks_per_node} emulated nodes, "
              f"{cluster.rate_bit_s / 1e6:g} Mbit/s, {show_time(cluster.delay_s)}")
@@ -154,8 +156,8 @@ def settings_on_emulated(host: str, shape: TrainShape, text: str, ours: Mapping[
         args: options of a study, including `steps` and `warm_up`.
         cluster: the cluster.
 
-    Returns: The label of the shape. For each side, the layout, the median step time in seconds, and
-        the last loss.
+    Returns: The label of the shape, and the results of each side. The results of a side are the
+        layout, the median step time in seconds, and the last loss.
     """
     # in fairseq, k is a setting of our layer, and the ragged dispatcher creates no slots
     more = {"router.top_k": shape.top_k, "dispatch.name": "ragged"} if host == "fairseq" else {}

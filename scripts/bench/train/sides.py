@@ -1,4 +1,6 @@
-"""Definitions for training steps that both hosts use: model sizes, settings, batches and sides."""
+"""Definitions that both hosts use to measure training steps: model sizes, settings, batches and
+sides.
+"""
 
 from __future__ import annotations
 
@@ -102,16 +104,16 @@ class Side:
         name: name of the side.
         kind: "ours", "native" or "dense".
         step: a function that receives the number of a step and trains (or evaluates) on this step.
-            It returns the loss of the language model over all ranks, in nats per token.
-        optimizers: the torch optimizers. Their time is measured separately.
-        settled: a function that returns whether the tuners have made their choices. The function
-            returns the same value on all ranks.
+            The function `step` returns the loss of the language model over all ranks, in nats per
+            token.
+        optimizers: the torch optimizers. The time of the optimizers is measured separately.
+        settled: a function that returns whether the tuners have made their final choices. The
+            function `settled` returns the same value on all ranks.
         layout: a function that returns the label of the current layout.
         parameters: parameters of the model. If the model is stored in 16 bits, the optimizers have
-            copies of the parameters.
-        routers: for each MoE layer, in order, a function that replaces the choices of the layer's
-            router. The argument of this function is a function that maps logits [T, E] to experts
-            [T, K]. It makes all later choices of the layer.
+            float32 copies of the parameters.
+        routers: for each MoE layer, in order, a function that replaces all later choices of the
+            layer's router. The argument of this function maps logits [T, E] to experts [T, K].
     """
 
     name: str
@@ -126,7 +128,7 @@ class Side:
 
 def tuners_settled(layers: Sequence[MoELayer]) -> Callable[[], bool]:
     """Return a function that returns whether the tuners of all layers have finished their trials.
-    The value is the same on all ranks.
+    The returned value is the same on all ranks.
     """
     return lambda: not any(_exploring(layer) for layer in layers)
 
@@ -168,7 +170,7 @@ def _latest(routed: RoutedExperts, tokens: int) -> LayoutChoice:
 def batch(text: Tensor, step: int, sentences: int, length: int, rank: int) -> Tensor:
     """Return the bytes of a rank's sentences in one step, int64 [sentences, length + 1].
 
-    In a given step, all sides get the same sentences.
+    All sides get the same sentences in the same step.
 
     Args:
         text: the text, uint8 [N].
@@ -266,7 +268,8 @@ def evaluated_settings(hardware: Settings) -> dict[str, Settings]:
     on the load.
 
     Args:
-        hardware: settings that describe the links and the processor. Both sides use them.
+        hardware: settings that describe the links and the processor. The sides with and without
+            pieces both use these settings.
     """
     return {OURS: hardware, PIECES: {**hardware, "parallel.prefill": True}}
 

@@ -70,12 +70,13 @@ class _Clock:
 
 def measure(sides: Sequence[Side], comm: Comm, steps: int, warm_up: int = WARM_UP,
             now: Callable[[], float] = time.perf_counter) -> list[SideTimes]:
-    """Train all sides. The sides alternate after each step. Every rank must call this function.
+    """Train all sides. The sides alternate after each training step. Every rank must call this
+    function.
 
-    Each side first runs `warm_up` untimed steps. If the tuners of a side have not made their
-    choices after these steps, the side runs more steps alone, and then starts again from its
-    initial weights. Therefore the timed steps of all sides have the same weights, the same data,
-    and the same load of the experts.
+    Each side first runs `warm_up` untimed steps. If the tuners of a side have not finished after
+    the warm-up, the side runs more steps alone, and then starts again from its initial weights.
+    Therefore all sides have the same weights, the same data, and the same load of the experts in
+    the timed steps.
 
     Args:
         sides: models to train.
