@@ -269,10 +269,12 @@ def times_of(found: Mapping[str, Any], what: str) -> list[PolicyTimes]:
 
 HEADER = ("parallel.spill", "time per call", "share", "predicted share", *PARTS, "gain",
           "predicted gain", "busiest rank", "lent")
-MEANING = ("\"Share\" is the throughput relative to that of the same calls under forced balance; "
-           "\"early\", \"middle\" and \"late\" are the shares of each third of the steps. \"Gain\" "
-           "is the speed relative to `never`. \"Busiest rank\" is the number of rows of that rank "
-           "divided by the mean. \"Lent\" is the number of lent experts per call.")
+MEANING = (
+    "\"Share\" is the throughput divided by the throughput of the same calls under forced balance. "
+    "\"Early\", \"middle\" and \"late\" are the shares in the first, second and last third of the "
+    "steps. \"Gain\" is the speed divided by the speed of `never`. \"Busiest rank\" is the number of "
+    "rows on the busiest rank divided by the mean number of rows. \"Lent\" is the number of lent "
+    "experts per call.")
 
 
 def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
@@ -294,8 +296,8 @@ def explain(found: Mapping[str, Any], grid: str) -> str:
     """Return a table with one row for each policy, and a recommendation."""
     predicted, measured = times_of(found, "predicted"), times_of(found, "measured")
     about = (f"{len(measured[0].calls):,} layer calls, forward and backward, were measured on "
-             f"{grid} emulated nodes x ranks. All policies ran alternately; times are those of the "
-             "slowest rank. " + MEANING)
+             f"{grid} emulated nodes x ranks. All policies ran alternately, and times were "
+             "measured on the slowest rank. " + MEANING)
     return "\n".join([paragraph(about), "", aligned([HEADER, *rows_of(found)]), "",
                       paragraph(f"By the measurement: {what_to_use(measured)} By the prediction, "
                                 f"the best policy is {best(predicted).policy}.")])

@@ -163,7 +163,8 @@ def test_explanation() -> None:
     found = search(m, c, A100, SPACE)
     text = explain(m, c, A100, found, SPACE)
     assert found.plans[0].plan.label in text
-    assert "why not otherwise" in text and "memory of the fullest rank" in text
+    assert "alternatives: the best plan with a different value" in text
+    assert "memory of the fullest rank" in text
     assert any(line.startswith("  expert group ")
                for line in text.splitlines()) and "%, mostly" in text
 

@@ -111,7 +111,7 @@ def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, s
         head_room(device),
         "", *plan_lines(found.plans)
     ]
-    lines += ["", "why not otherwise: the best plan with another value",
+    lines += ["", "alternatives: the best plan with a different value of one setting",
               *_why_not(model, cluster, device, best, space)]
     return "\n".join(lines)
 

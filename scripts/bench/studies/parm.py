@@ -125,8 +125,8 @@ def body(found: dict[str, Any]) -> list[str]:
     return page(
         __name__, found, good=sum(over_best(cell) <= AIM for cell in cells),
         taken=" and ".join(sorted({cell["took"] for cell in cells})),
-        knows=("`auto` knows the times of the links from a file (`comm.cluster`)."
-               if found["calibrated"] else "`auto` knows nothing about the links."),
+        knows=("`auto` reads the times of the links from a file (`comm.cluster`)."
+               if found["calibrated"] else "`auto` has no information about the links."),
         rows=[{**SHAPES[cell["shape"]]._asdict(), **cell, "over_best": over_best(cell)}
               for cell in cells])
 

@@ -285,11 +285,11 @@ def _spread(losses: dict[str, float]) -> float:
 
 
 COMPUTED = (f"The columns are values of `experts_implementation`. `{OURS}` computes the experts "
-            "with our layer; the other values are those of transformers.")
+            "with our layer. All other values are implementations in transformers.")
 CHOSEN = (
-    f"`{OURS}` uses our default settings. `{TUNED}` chooses the layout, the all-to-all and how "
-    f"often rows are sent, in {LONGEST_WARM_UP} steps before the timed ones. The other columns are "
-    "exchanges of transformers, which then computes experts by `grouped_mm`.")
+    f"`{OURS}` uses our default settings. `{TUNED}` chooses the layout, the all-to-all algorithm "
+    f"and how often rows are sent, in {LONGEST_WARM_UP} steps before the timed steps. All other "
+    "columns are exchanges of transformers, which computes the experts with `grouped_mm`.")
 OWN_TOKENS = ("The columns are values of `ep_implementation`. The models use FSDP2 and expert "
               f"parallelism over all ranks, and every rank has different sequences. {CHOSEN}")
 SAME_TOKENS = ("The columns are values of `ep_implementation`. The models use tensor parallelism "
