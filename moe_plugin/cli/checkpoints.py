@@ -30,7 +30,7 @@ def _add_source_options(p: argparse.ArgumentParser) -> None:
     from moe_plugin.checkpoint.formats.all import formats
 
     p.add_argument("--from", dest="origin", choices=formats.names(),
-                   help="format of the checkpoint (default: detected)")
+                   help="format of the checkpoint (default: detected automatically)")
     p.add_argument("--trust", trust.FLAG, action="store_true",
                    help="read files with classes that are not listed as safe, which can run code")
 
@@ -183,7 +183,7 @@ def upcycle_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("source", type=Path, metavar="IN", help="dense checkpoint, of any format")
     p.add_argument("target", type=Path, metavar="OUT", help="folder to write; must not exist yet")
     p.add_argument("--experts", type=int, required=True, metavar="E",
-                   help="number of experts of each MoE layer, a multiple of G")
+                   help="number of experts in each MoE layer; must be a multiple of G")
     p.add_argument("--top-k", type=int, required=True, metavar="K",
                    help="number of experts per token, at least 2 and a multiple of G")
     p.add_argument("--granularity", type=int, default=1, metavar="G",

@@ -272,9 +272,9 @@ HEADER = ("parallel.spill", "time per call", "share", "predicted share", *PARTS,
 MEANING = (
     "\"Share\" is the throughput divided by the throughput of the same calls under forced balance. "
     "\"Early\", \"middle\" and \"late\" are the shares in the first, second and last third of the "
-    "steps. \"Gain\" is the speed divided by the speed of `never`. \"Busiest rank\" is the number of "
-    "rows on the busiest rank divided by the mean number of rows. \"Lent\" is the number of lent "
-    "experts per call.")
+    "steps. \"Gain\" is the speed divided by the speed of `never`. \"Busiest rank\" is the number "
+    "of rows on the busiest rank divided by the mean number of rows. \"Lent\" is the number of "
+    "lent experts per call.")
 
 
 def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
