@@ -61,8 +61,8 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def inspection_lines(found: Mapping[str, Any], every: bool) -> list[str]:
-    """Return the lines that `moe-plugin inspect` prints. If `every` is true, return all lines.
-    Otherwise, return at most `SCREEN` lines.
+    """Return the lines that `moe-plugin inspect` prints. If `every` is true, return all lines. If
+    `every` is false, return at most `SCREEN` lines.
     """
     from moe_plugin.planner.units import show_size
 
@@ -261,7 +261,7 @@ def check_hf_options(p: argparse.ArgumentParser) -> None:
 
 def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
     """Print a note if the configuration of a model refers to Python code in the model's folder.
-    This Python code is never executed.
+    Python code of a model is never executed.
 
     Raises:
         ValueError: If the configuration refers to code in a different repository, because

@@ -3,9 +3,9 @@ files of the Python standard library.
 
 The text of the corpus depends only on the Python version. All source files except tests are sorted
 by a hash of the file name. Files are added to the corpus in this order until the requested size is
-reached. The split `valid` gets one tenth of the files, and the split `test` gets another tenth. In
-all files of the corpus, each token is one byte. Therefore losses in nats per token can be compared
-between hosts, and with the unigram entropy of the text.
+reached. One tenth of the files is assigned to the split `valid`, and another tenth to the split
+`test`. In all files of the corpus, each token is one byte. Therefore losses in nats per token can
+be compared between hosts, and with the unigram entropy of the text.
 
 | file | content |
 |---|---|

@@ -194,8 +194,8 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
 
 def _kept(args: argparse.Namespace, comm: Comm, kind: type[Record], name: str,
           about: dict[str, str]) -> tuple[bool, Record | None]:
-    """Return whether the folder of rank 0 contains measurements that can be reused. On rank 0, also
-    return these measurements.
+    """Return whether the folder of rank 0 contains measurements that can be reused. On rank 0, the
+    stored measurements are returned too.
     """
     from moe_plugin.planner.model import load
 

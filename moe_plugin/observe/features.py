@@ -1,4 +1,4 @@
-"""Run features that observe training. These features work in every host framework.
+"""Run features that observe training. The run features of this module work in every host framework.
 
 `LayerRecords` writes the records of the MoE layers, `DropWarning` warns about dropped choices, and
 `FirstStepLine` logs the duration of the first step.

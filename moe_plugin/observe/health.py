@@ -42,7 +42,7 @@ class HealthLog:
 
     Args:
         skip: the names of rules that are not applied because the host logs its own warning.
-        unit: the unit in which log lines count records, such as `step`.
+        unit: the word that log lines use for the numbers of records, such as `step`.
         tell: a function that is called for each logged finding with the arguments (step, rule,
             title, remaining text).
         host: the host framework whose flags are suggested in remedies. See `RunRecord.host`. If the

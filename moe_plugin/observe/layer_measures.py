@@ -2,7 +2,7 @@
 
 If the load is even, the largest load divided by the mean load is 1. If a router sends every token
 to the same `k` of `E` experts, the largest load divided by the mean load is `E / k`. `E / k` may be
-less than 2. Therefore the rules determine where a measured ratio lies between 1 and `E / k`.
+less than 2. Therefore the rules determine where the measured load ratio lies between 1 and `E / k`.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class StatsRecorder:
         """Return one record per layer, summed over all ranks and all calls since the last record.
 
         Reducing the statistics requires a single all-reduce. The records of copiers are not
-        returned by this method. `write` adds them.
+        returned here; `write` adds these records.
         """
         if not self._layers and not self._copiers:
             return {}
@@ -274,8 +274,8 @@ def marked_here(marked: Marked) -> None:
 
 
 def marks() -> list[Callable[[], None]]:
-    """Call `mark` of each recorder that was created in this thread. This must be done before a step
-    that may be repeated.
+    """Call `mark` of each recorder that was created in this thread. Call this function before a
+    step that may be repeated.
     """
     return [recorder.mark() for recorder in _of_this_thread()]
 

@@ -12,7 +12,7 @@ file contains one JSON object for each forward pass of a layer during training:
 whole model. In Megatron's own traces, `layer` is the index within the pipeline stage. Layers of
 multi-token prediction have the `block` "mtp" and an additional field `mtp_idx`. The tokens in
 `top_indices` are in the same order as in the layer's input. The expert index -1 means that no
-expert was chosen. It is used for padding and for dropped second choices.
+expert was chosen. The index -1 is used for padding and for dropped second choices.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ sentence.
 
 The factor of a wrong gradient is replaced with an expression (such as EP) if this expression yields
 the factor in every case. For example, a factor of 2.0 on two ranks may be EP, the number of ranks,
-or a loss that is counted twice. These expressions can be distinguished by also trying one rank, and
-four ranks in groups of two.
+or a loss that is counted twice. If the audit also tries one rank, and four ranks in groups of two,
+these expressions can be distinguished.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,
     """Build our layer and the layers of the other frameworks.
 
     Args:
-        stack: exit stack that closes the resources of these layers.
+        stack: exit stack that closes the resources of all layers.
         problem: sizes of the layer.
         data: weights and inputs.
         names: names of the peers.
@@ -261,8 +261,8 @@ def loads(problem: Problem, data: Data) -> list[int]:
 
 
 def _warm_up(problem: Problem, data: Data) -> None:
-    """Trigger all one-time initialization of libraries and layers, so that it is not counted as
-    memory of a candidate.
+    """Run all one-time initialization of libraries and layers before memory is measured, so that
+    this initialization is not counted for any candidate.
 
     A step of a small layer makes libraries allocate their buffers. A forward pass of a layer with
     the sizes of our layer makes `experts.compute=auto` choose.

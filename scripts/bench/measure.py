@@ -119,8 +119,8 @@ def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 
 
 
 def _trim() -> None:
-    """Return freed heap memory to the operating system. Otherwise, a candidate could reuse the
-    freed memory, and this memory would not be counted.
+    """Return freed heap memory to the operating system. If freed memory were kept, a candidate
+    could reuse it, and this memory would not be counted.
     """
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,8 +1,8 @@
 """Replay a routing trace in the layer on emulated nodes, with each policy for overloaded experts.
 
-The same layer is also run with forced balance, and the planner predicts the time of every call.
-Every call of the trace is run once with each variant (policy or forced balance). The variants
-alternate in the same processes. The experts of a token are chosen by the trace (`routing.rollouts`)
+The planner predicts the time of every call. The layer is also run with forced balance. Every call
+of the trace is run once with each variant (policy or forced balance). The variants alternate in the
+same processes. The experts of a token are chosen by the trace (`routing.rollouts`)
 or by `router.force: balance`.
 
 Letters in shapes: T tokens, K experts per token.
@@ -171,9 +171,7 @@ class Replayed:
         self.layers = {side: make_layer(where, side, self.comm) for side in SIDES}
 
     def tokens(self, count: int) -> Tensor:
-        """Return tokens of this rank, [T, D]. These tokens are the same for every call and every
-        variant.
-        """
+        """Return tokens of this rank, [T, D]. Every call and every variant uses the same tokens."""
         draw = torch.Generator().manual_seed(self.comm.rank)
         return torch.randn(count, self.where.model.model_dim, generator=draw).requires_grad_()
 

@@ -54,7 +54,7 @@ class Rebalanced:
 
     Attributes:
         share: throughput of the slowest stage divided by the throughput of the best placement of
-            the present peers. Both throughputs of this quotient are summed over time.
+            the present peers. Both throughputs are summed over time.
         moves: number of times that a peer moved to another stage.
     """
 

@@ -1,5 +1,5 @@
-"""The class `EmulatedCluster`. Its nodes are network namespaces, which are connected by a switch
-whose ports have a limited bandwidth and a delay.
+"""The class `EmulatedCluster`. The nodes of the cluster are network namespaces, which are connected
+by a switch whose ports have a limited bandwidth and a delay.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def emulate_options(p: argparse.ArgumentParser) -> None:
 
 
 def emulate(args: argparse.Namespace) -> int:
-    """Run `moe-plugin emulate`. Run the program on an emulated cluster. Return the exit status of
-    the first node that fails, or 0.
+    """Run the program on an emulated cluster. Return the exit status of the first node that fails,
+    or 0.
     """
     from moe_plugin.cli.figures import links_of
     from moe_plugin.planner.units import parse_grid

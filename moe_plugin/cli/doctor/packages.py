@@ -1,9 +1,9 @@
 """Functions that check the environment: package versions, host frameworks, devices and compiled
 functions.
 
-For each missing package, these functions return the command that installs the package. For each
-host, these functions check whether this package's adapter can be imported, and which fused
-implementations the host uses.
+For each missing package, the functions in this module return the command that installs the package.
+For each host, the functions in this module check whether this package's adapter can be imported,
+and which fused implementations the host uses.
 """
 
 from __future__ import annotations

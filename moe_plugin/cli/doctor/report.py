@@ -159,7 +159,8 @@ def rest(everything: bool) -> dict[str, Any]:
     """Collect the data that are only shown on request, such as missing components and stored
     measurements.
 
-    everything: whether these data were requested. If False, the returned dict is empty.
+    everything: whether the user requested all data of the report. If False, the returned dict is
+    empty.
     """
     if not everything:
         return {}

@@ -45,7 +45,7 @@ class ExchangeRow:
         floor_ms: lower bound on the time in ms, given by the bandwidth of the links.
         cpu_ms: total CPU time of all ranks and of the emulated switch in ms, divided by the number
             of cores.
-        messages: number of messages that leave one node.
+        messages: number of messages that each node sends to other nodes.
         chosen: name of the algorithm that was selected by `auto`.
     """
 
@@ -203,8 +203,8 @@ def row_of(topology: Topology, cell: RankTimes, floor_ms: float | None = None,
 
 
 def messages_out(topology: Topology, name: str) -> float | None:
-    """Return the number of messages that leave one node. The number of messages is computed by a
-    formula, or counted by running the algorithm on simulated ranks.
+    """Return the number of messages that a node sends to other nodes. The number of messages is
+    computed by a formula, or counted by running the algorithm on simulated ranks.
 
     If the nodes have different numbers of ranks, return the mean over all nodes, or None if the
     group has more than `COUNTED_RANKS` ranks.

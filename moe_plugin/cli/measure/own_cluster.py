@@ -97,7 +97,7 @@ def about_processor(model: ModelShape, comm: Comm, device: torch.device) -> dict
     """Return the properties of the ranks and the model. A stored processor measurement is reused
     only if all of these properties are equal.
 
-    The number of ranks is included, because all ranks on one machine share the processor.
+    The number of ranks is included because all ranks on a machine share the processor.
     """
     return {
         "device": device_name(device), "ranks": str(comm.size),

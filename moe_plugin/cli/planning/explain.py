@@ -118,7 +118,7 @@ def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, s
 
 def plan_lines(plans: Sequence[PlanCost]) -> list[str]:
     """Return lines that list the plans by increasing time. The lines also show the time and memory
-    of the first plan.
+    of the fastest plan.
     """
     best = plans[0]
     again, layers = best.activations.count(RECOMPUTE), len(best.activations)

@@ -171,7 +171,8 @@ def torchrun_words(start: LaunchCommand) -> list[str]:
 def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCommand) -> list[str]:
     """Return all words of the launch line.
 
-    The dtype is determined by `model.element_bytes`. The value 2 means bf16.
+    The dtype is determined by `model.element_bytes`. If `model.element_bytes` is 2, the dtype is
+    bf16.
 
     Args:
         model: the model.

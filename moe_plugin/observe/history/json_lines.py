@@ -41,7 +41,7 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
 
 
 def _more(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return additional statistics by name. These are all statistics that have a chart but are not
+    """Return additional statistics by name. The additional statistics have a chart but are not
     attributes of `LayerRecord`.
     """
     known, found = _fields(LayerRecord), _NONE
@@ -99,8 +99,8 @@ TRAINING = ("loss", "tokens_per_s", "learning_rate", "grad_norm", "not_finite")
 
 
 def training_record(row: Mapping[str, Any]) -> StepRecord:
-    """Convert a JSON line to the record of a training step. Such lines are written by training
-    loops without a separate log.
+    """Convert a JSON line to the record of a training step. Training loops without a separate log
+    write such JSON lines.
     """
     return StepRecord(step=_step(row, "step"), **_floats(_dict(row, "training"), *TRAINING))
 

@@ -100,9 +100,9 @@ def read_run(folder: str | Path) -> RunRecord:
     """Read the files of a single run from a folder and its subfolders, up to three levels deep.
 
     Args:
-        folder: the folder of the run. It must contain layer statistics as JSON lines, or the
-            training log of fairseq or of the Megatron host. The files in this folder may have any
-            name. A run that is still writing to its files can also be read.
+        folder: the folder of the run. The folder must contain layer statistics as JSON lines, or
+            the training log of fairseq or of the Megatron host. The files in this folder may have
+            any name. A run that is still writing to its files can also be read.
     Raises:
         ValueError: If the folder does not exist, contains no record, or contains several runs.
     """
@@ -146,7 +146,8 @@ def _sources(folder: Path) -> list[_Source]:
 
 
 def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
-    """If all files belong to one run, yield this run. Otherwise, yield one run for each subfolder.
+    """If all files belong to one run, yield this run. If the files belong to several runs, yield
+    one run for each subfolder.
     """
     sources = _without_copies(sources)
     several = [kind for kind in ([s for s in sources if s.host], [s for s in sources if s.layers])

@@ -132,7 +132,8 @@ class LayerRecord:
     """The statistics of one MoE layer over one logging interval. See
     `moe_plugin/utils/statistics.py`.
 
-    more: additional statistics by name. They have a chart but are not attributes of this class.
+    more: additional statistics by name. These statistics have a chart but are not attributes of
+    this class.
     load: the number of tokens that chose each expert, or an empty sequence if these numbers are
         unknown. If the record was read from a log, the loads are stored in an `array`.
     choices: the total number of choices, which is the sum of `load`.

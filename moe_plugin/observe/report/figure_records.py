@@ -86,7 +86,7 @@ class HeatMap(Figure):
         rows: the names of the rows.
         steps: for each column, the last step that the column contains. Each column contains several
             consecutive steps.
-        values: a tuple of values for each row, with one value per column. NaN if the load is
+        values: for each row, a tuple of values with one value per column. NaN if the load is
             unknown.
     """
 

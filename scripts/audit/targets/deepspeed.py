@@ -25,7 +25,7 @@ def join_ranks() -> None:
     """Initialize DeepSpeed's communication with the gloo backend.
 
     By default, DeepSpeed first compiles an all-reduce over shared memory and functions that flatten
-    tensors. This function disables the shared-memory all-reduce, and uses torch's functions to
+    tensors. The function disables the shared-memory all-reduce, and uses torch's functions to
     flatten tensors.
     """
     import deepspeed

@@ -1,5 +1,5 @@
-"""Audit targets for a Mixtral model of `transformers`. There is one target for each of the ways in
-which `transformers` can exchange tokens.
+"""Audit targets for a Mixtral model of `transformers`. There is one audit target for each method of
+exchanging tokens in `transformers`.
 """
 
 from __future__ import annotations

@@ -19,9 +19,7 @@ from scripts.bench.problem import Data, Problem
 
 
 class _Expert(nn.Module):
-    """One feed-forward expert. A single expert. One expert of DeepSpeed's MoE layer, which requires
-    a separate module for each expert.
-    """
+    """One feed-forward expert. DeepSpeed's MoE layer requires a separate module for each expert."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__()

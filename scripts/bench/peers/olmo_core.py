@@ -20,8 +20,10 @@ def why_unsupported(problem: Problem) -> str | None:
 
 @register_peer("olmo_core", "olmo_core", refuses=why_unsupported, alone=True)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """OLMo-core's DroplessMoE. Build OLMo-core's MoE layer, which requires a GPU. This layer has
-    never been run on a GPU. Tests only check how its weights are copied.
+    """Build OLMo-core's DroplessMoE layer, which requires a GPU.
+
+    This layer has never been run on a GPU in this benchmark. Tests only check how its weights are
+    copied.
     """
     from olmo_core.config import DType
     from olmo_core.nn.moe import MoEConfig, MoERouterConfig, MoEType

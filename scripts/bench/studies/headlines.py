@@ -192,7 +192,7 @@ def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
     """Return the time of SwinV2-MoE with the layers of fairseq's `moe` branch divided by the time
     with our layers.
 
-    Both models use a plain top-1 gate.
+    The models with both kinds of layers use a plain top-1 gate.
     """
     drawn = torch.Generator().manual_seed(1)
     ours, theirs = (build(replace(size, settings=SWITCH), CLASSES) for _ in range(2))

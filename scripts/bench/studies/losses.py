@@ -70,10 +70,10 @@ class Tracer:
         """Return the experts of the first side, and record the first token for which this side
         would have chosen differently.
 
-        `margin` is computed on the first side. It is the logit of the expert that the side chose
-        (`took`) minus the logit of the expert that the other side would have chosen (`other`).
-        `rounding` is the difference between the margin on the first side and the margin on the
-        other side.
+        `margin` is computed on the first side. The margin is the logit of the expert that the side
+        chose (`took`) minus the logit of the expert that the other side would have chosen
+        (`other`). `rounding` is the difference between the margin on the first side and the margin
+        on the other side.
         """
         theirs_TE, ids_TK = self.kept[layer]
         own_TK = logits_TE.detach().topk(self.top_k, dim=1).indices

@@ -155,8 +155,8 @@ def settings(kind: Kind) -> dict[str, Any]:
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure all layouts on one rank. Each round measures three things in the forward and the
-    backward pass: the exchange alone, the matmuls alone, and each layout.
+    """Measure all layouts on one rank. In each round, the exchange alone, the matmuls alone, and
+    each layout are measured in the forward and the backward pass.
     """
     torch.manual_seed(0)
     kind, choices = KINDS[at.kind], layouts(at.degrees, KINDS[at.kind].cuts)

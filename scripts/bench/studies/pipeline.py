@@ -93,8 +93,8 @@ class WaitFunction(torch.autograd.Function):
 
 
 class WaitingStage(nn.Module):
-    """A pipeline stage that waits instead of computing. It has the attributes and methods that
-    Megatron's schedules use.
+    """A pipeline stage that waits instead of computing. The stage has the attributes and methods
+    that Megatron's schedules use.
     """
 
     position_embedding_type, model_type = "none", None
@@ -196,8 +196,8 @@ def _overlapped(**passes: Any) -> None:
 
 
 def slices_of(part: str) -> dict[str, tuple[int, ...]]:
-    """Return the best slices of a long sequence. Also return slices of equal lengths. Their number
-    is the same as the number of best slices.
+    """Return the best slices of a long sequence. Also return slices of equal lengths. The number of
+    slices with equal lengths is the same as the number of best slices.
     """
     if part == "schedules":
         return {}

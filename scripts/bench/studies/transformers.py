@@ -164,7 +164,7 @@ class OnGPU:
     """Measure training steps of `transformers` models on one GPU in bfloat16. The models use the
     experts of `transformers`, or those of this package. The models have two layers. The widths and
     the numbers of experts are those of published models. All models start with the same weights and
-    are trained in a single process. They alternate after every step.
+    are trained in a single process. The models alternate after every training step.
     """
 
     TITLE = "Models of transformers on one GPU"

@@ -103,8 +103,8 @@ class TrainReport:
         return max(abs(a - b) for a, b in zip(mine, theirs, strict=False))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values. Convert the report to plain values. Times are rounded to a
-        microsecond, and losses to 1e-5.
+        """Convert the report to plain values. Times are rounded to a microsecond, and losses to
+        1e-5.
         """
         rounded = {"seconds": 6, "optimizer_s": 6, "losses": 5}
         sides = [{key: [round(v, rounded[key]) for v in value] if key in rounded else value

@@ -1,4 +1,4 @@
-"""Pictures of the schedule of a collective. They show the network, its cut and the trees.
+"""Pictures of the schedule of a collective. The pictures show the network, its cut and the trees.
 
 This subpackage does not import torch.
 """
