@@ -31,8 +31,7 @@ EXPERTS, REPLICAS = 8, 2
 
 
 class Shape(NamedTuple):
-    """The sizes of a layer in which pairs of ranks have the same tokens. In each shape, pairs of
-    ranks have the same tokens.
+    """The sizes of a layer in which pairs of ranks have the same tokens.
 
     Attributes:
         grid: number of nodes and of ranks per node.
