@@ -1,1 +1,3 @@
-"""The `moe-plugin` command. No module outside this package imports it."""
+"""The `moe-plugin` command. The modules of `moe_plugin.cli` are only imported by this package
+itself.
+"""

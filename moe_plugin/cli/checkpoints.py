@@ -26,12 +26,11 @@ _OF_EXPERTS = re.compile("moe|expert|router|gate")
 
 
 def _add_source_options(p: argparse.ArgumentParser) -> None:
-    """Add the options for the format of a checkpoint and for trusting the files."""
     from moe_plugin.checkpoint import trust
     from moe_plugin.checkpoint.formats.all import formats
 
     p.add_argument("--from", dest="origin", choices=formats.names(),
-                   help="format of the checkpoint (default: detected)")
+                   help="format of the checkpoint (default: detected automatically)")
     p.add_argument("--trust", trust.FLAG, action="store_true",
                    help="read files with classes that are not listed as safe, which can run code")
 
@@ -62,7 +61,9 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def inspection_lines(found: Mapping[str, Any], every: bool) -> list[str]:
-    """Return the lines that `inspect` prints. every: whether to print more than one screen."""
+    """Return the lines that `moe-plugin inspect` prints. If `every` is true, return all lines. If
+    `every` is false, return at most `SCREEN` lines.
+    """
     from moe_plugin.planner.units import show_size
 
     layout = ", ".join(f"{name} {value}" for name, value in found["layout"].items())
@@ -99,7 +100,8 @@ def inspection_lines(found: Mapping[str, Any], every: bool) -> list[str]:
 
 
 def _cut(lines: list[str], most: int, what: str) -> list[str]:
-    """Limit the number of lines. The last line reports how many lines were left out."""
+    """Return at most `most` lines. If lines are left out, the last returned line reports how many.
+    """
     if len(lines) <= most:
         return lines
     return [*lines[:most - 1], f"  and {len(lines) - most + 1} more {what} (--all prints them)"]
@@ -126,7 +128,7 @@ def reshard_options(p: argparse.ArgumentParser) -> None:
 
 
 def reshard(args: argparse.Namespace) -> int:
-    """Convert a checkpoint. Convert a checkpoint, and print what was written, the speed and the
+    """Convert a checkpoint, and print what was written, the speed and the
     peak memory.
     """
     import torch
@@ -161,7 +163,9 @@ def reshard(args: argparse.Namespace) -> int:
 
 
 def peak_bytes() -> int:
-    """Return the peak memory of this process in bytes, including pages of mapped files."""
+    """Return the peak memory of this process in bytes, including resident pages of memory-mapped
+    files.
+    """
     try:  # counts only this program; getrusage includes what ran earlier in the same process
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         return int(re.findall(r"VmHWM:\s*(\d+) kB", status)[0]) * 1024
@@ -179,7 +183,7 @@ def upcycle_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("source", type=Path, metavar="IN", help="dense checkpoint, of any format")
     p.add_argument("target", type=Path, metavar="OUT", help="folder to write; must not exist yet")
     p.add_argument("--experts", type=int, required=True, metavar="E",
-                   help="number of experts of each MoE layer, a multiple of G")
+                   help="number of experts in each MoE layer; must be a multiple of G")
     p.add_argument("--top-k", type=int, required=True, metavar="K",
                    help="number of experts per token, at least 2 and a multiple of G")
     p.add_argument("--granularity", type=int, default=1, metavar="G",
@@ -256,11 +260,12 @@ def check_hf_options(p: argparse.ArgumentParser) -> None:
 
 
 def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Print a note if a model contains Python code, which is not executed.
+    """Print a note if the configuration of a model refers to Python code in the model's folder.
+    Python code of a model is never executed.
 
     Raises:
-        ValueError: If the configuration refers to code in a different repository, which
-            transformers would download.
+        ValueError: If the configuration refers to code in a different repository, because
+            transformers would download and run that code.
     """
     for name, value in config.items():
         if name.endswith("_implementation") and "/" in str(value):
@@ -273,8 +278,9 @@ def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_hf(args: argparse.Namespace) -> int:
-    """Compare the results of this package's layers with those of a model's own layers. Return 0 if
-    the difference is within the tolerance.
+    """Compare the logits of a Hugging Face model before and after its MoE layers are replaced by
+    layers of this package. Return exit status 0 if the difference is within the tolerance, and 1
+    otherwise.
     """
     import torch
     import torch.distributed as dist

@@ -1,7 +1,7 @@
 """Commands for clusters: `calibrate`, `profile-device`, `simulate all-to-all`, `simulate routing`.
 
-The commands `calibrate` and `profile-device` perform measurements and write the files that `plan`
-reads.
+The commands `calibrate` and `profile-device` measure the network and the processor, and write the
+files that `moe-plugin plan` reads.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def calibrate_options(p: argparse.ArgumentParser) -> None:
 
 
 def calibrate(args: argparse.Namespace) -> int:
-    """Measure the network, fit the link model, write the file, and print how well the model
-    describes the measurements.
+    """Measure the network, fit the link model to the measurements, and write the fitted model to a
+    file. Print how well the fitted model predicts the measured times.
     """
     from moe_plugin.cli.measure.all_to_all import NAMES, Plan, measure_rows, measurements_of
     from moe_plugin.planner import Cluster, dump_cluster
@@ -81,7 +81,7 @@ def profile_device_options(p: argparse.ArgumentParser) -> None:
                    help="also measure each way to compute experts by their rows, for `moe-plugin "
                         "plan --prefill`")
     p.add_argument("--experts", type=int, default=8, metavar="N",
-                   help="with --kernels: number of experts of a rank (default: %(default)s)")
+                   help="with --kernels: number of experts per rank (default: %(default)s)")
 
 
 def profile_device(args: argparse.Namespace) -> int:
@@ -121,12 +121,12 @@ def simulate_all_to_all_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--cluster", required=True, metavar="FILE", help="cluster file")
     p.add_argument(
         "--ranks", default="2,4,8,16,32,64,128,256,512,1024,2048,4096", metavar="LIST",
-        help="numbers of ranks; the file sets the ranks per node (default: %(default)s)")
+        help="numbers of ranks; ranks per node: as in the cluster file (default: %(default)s)")
     p.add_argument("--sizes", default="64KiB,1MiB,32MiB,256MiB", metavar="LIST",
-                   help="bytes per rank (default: %(default)s)")
+                   help="message sizes in bytes per rank (default: %(default)s)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     p.add_argument("--plot", metavar="FILE",
-                   help="also draw the time by ranks into FILE (.png or .svg)")
+                   help="also plot the time against the number of ranks (.png or .svg)")
 
 
 def simulate_all_to_all(args: argparse.Namespace) -> int:
@@ -154,37 +154,39 @@ def simulate_routing_options(p: argparse.ArgumentParser) -> None:
     p.description = ("Replays routing traces (observe.trace, or Megatron's "
                      "--moe-routing-trace-path) in the planner. Predicts the time of each policy "
                      "for overloaded experts on a cluster, compared with forced balance. With "
-                     "--emulate the traces also run through the layer itself, on nodes that this "
+                     "--emulate, the layer itself also runs with the traces, on nodes that this "
                      "machine emulates (Linux, root).")
     p.add_argument("trace", metavar="FOLDER",
-                   help="folder with router_trace_rank0.jsonl and so on")
+                   help="folder of the trace, with router_trace_rank0.jsonl and so on")
     p.add_argument("--model", required=True, metavar="FILE", help="model file (configs/plans)")
     p.add_argument("--cluster", required=True, metavar="FILE", help="cluster file")
     p.add_argument("--device", required=True, metavar="FILE", help="device file")
     p.add_argument("--nodes", type=int, default=None, metavar="N",
-                   help="nodes whose ranks share the experts (default: one node with the ranks of "
-                        "the trace)")
+                   help="nodes that share the experts (default: one node with all ranks of the "
+                        "trace)")
     p.add_argument("--ranks-per-node", type=int, default=None, metavar="N",
                    help="ranks per node (default: as in the cluster file)")
     p.add_argument("--tokens", type=int, default=None, metavar="N",
-                   help="tokens of a rank, to which the trace is scaled (default: as in the trace)")
+                   help="scale the trace to this number of tokens per rank (default: unchanged)")
     p.add_argument("--guests", type=int, default=2, metavar="N",
-                   help="experts a rank may borrow, parallel.guests (default: %(default)s)")
+                   help="number of experts that a rank may borrow (parallel.guests; default: "
+                        "%(default)s)")
     p.add_argument("--replan", type=int, default=10, metavar="N",
-                   help="steps between new placements, parallel.replan (default: %(default)s)")
-    p.add_argument("--emulate", metavar="NxP", help="nodes x ranks per node that share the experts "
-                   "and run the layer in float32, e.g. 2x2; then --cluster and --device describe "
-                   "these nodes and processors, e.g. configs/clusters/emulated.yaml and "
+                   help="number of steps between two placements of replicas (parallel.replan; "
+                        "default: %(default)s)")
+    p.add_argument("--emulate", metavar="NxP", help="nodes x ranks per node of an emulated "
+                   "cluster, e.g. 2x2, on which the layer runs in float32. --cluster and --device "
+                   "must describe this cluster, e.g. configs/clusters/emulated.yaml and "
                    "configs/devices/cpu_core.yaml")
     p.add_argument("--steps", type=int, default=None, metavar="N",
-                   help="with --emulate: number of steps of the trace, a third each from its "
-                        "beginning, middle and end (default: 12)")
+                   help="with --emulate: number of steps to replay, a third each from the "
+                        "beginning, the middle and the end of the trace (default: 12)")
     add_links(p)
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def simulate_routing(args: argparse.Namespace) -> int:
-    """Replay routing traces in the planner and print the result."""
+    """Predict the times in a routing trace with the planner, and print the predictions."""
     from moe_plugin.cli.figures import refuse_links
     from moe_plugin.cli.plan import check_counts
     from moe_plugin.observe.traces import read_traces
@@ -210,7 +212,9 @@ def simulate_routing(args: argparse.Namespace) -> int:
 
 
 def _emulate_routing(args: argparse.Namespace) -> int:
-    """Replay routing traces in the layer itself on an emulated cluster and print the result."""
+    """Run the layer on an emulated cluster with the expert choices of a routing trace, and print
+    the measured times.
+    """
     from moe_plugin.cli.figures import links_of
     from moe_plugin.observe.traces import read_traces
     from moe_plugin.planner.model import load_model

@@ -1,9 +1,11 @@
-"""A text corpus that needs no download. It consists of the sources of the Python standard library.
+"""Build a text corpus without downloading any data. The text of the corpus consists of the source
+files of the Python standard library.
 
-The text of the corpus depends only on the Python version. All files except tests are sorted by a
-hash of the file name and added until the requested size is reached. One tenth of the files goes to
-`valid`, and another tenth to `test`. Tokens are bytes in every format, so losses in nats per token
-can be compared between hosts and with the unigram entropy.
+The text of the corpus depends only on the Python version. All source files except tests are sorted
+by a hash of the file name. Files are added to the corpus in this order until the requested size is
+reached. One tenth of the files is assigned to the split `valid`, and another tenth to the split
+`test`. In all files of the corpus, each token is one byte. Therefore losses in nats per token can
+be compared between hosts, and with the unigram entropy of the text.
 
 | file | content |
 |---|---|
@@ -44,14 +46,14 @@ class CorpusInfo:
     """The description of a corpus.
 
     Attributes:
-        size: requested number of bytes.
+        size: requested size of the corpus in bytes.
         source: folder from which the text was read, or `stdlib` for the standard library.
-        python: version of Python that the corpus was built with.
-        files: number of files of each split.
-        tokens: number of tokens of each split. Each token is one byte.
-        unigram_entropy: entropy of the training text in nats per token. It is the loss of a model
-            that knows only the frequency of each byte.
-        format: version of the format.
+        python: version of Python with which the corpus was built.
+        files: number of source files in each split.
+        tokens: number of tokens in each split. Each token is one byte of text.
+        unigram_entropy: entropy of the training text in nats per token. A language model that
+            predicts only the overall frequency of each byte has this loss.
+        format: version of the file format.
     """
 
     size: int
@@ -64,14 +66,16 @@ class CorpusInfo:
 
 
 def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None) -> CorpusInfo:
-    """Write the corpus to `out`, unless it already exists with the same size, source and Python.
+    """Write the corpus to the folder `out`, unless the folder already contains a corpus with the
+    same size, source and Python version.
 
     Args:
-        out: folder to which the corpus is written. It is created if it does not exist.
-        size: requested total number of bytes in all splits. The corpus is slightly larger, because
-            only whole files are added.
+        out: folder to which the corpus is written. The folder `out` is created if it does not
+            exist.
+        size: requested total number of bytes in all splits. The corpus is slightly larger than
+            requested, because only whole files are added.
         source: folder with Python files. Optional. Defaults to the standard library of the running
-            interpreter.
+            Python interpreter.
     Raises:
         ValueError: If a split would be empty, the folder has no sources, or a file cannot be
             written.
@@ -105,7 +109,8 @@ def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None
 
 
 def read_info(out: Path) -> CorpusInfo | None:
-    """Return the description of the complete corpus in `out`, or None if there is no such corpus.
+    """Return the description of the corpus in `out`, or None if `out` does not contain a complete
+    corpus.
     """
     try:
         values = json.loads((out / "corpus.json").read_text())
@@ -133,9 +138,9 @@ def byte_token(byte: int) -> str:
 
 
 def token_lines(text: bytes) -> Iterator[str]:
-    """Yield the lines of a text as tokens that are separated by spaces.
+    """For each line of a text, yield its tokens separated by spaces.
 
-    The line break stands for fairseq's end-of-sentence token.
+    Line breaks are omitted, because fairseq adds an end-of-sentence token to each line.
     """
     names = [byte_token(b) for b in range(256)]
     for line in text.splitlines():
@@ -143,7 +148,9 @@ def token_lines(text: bytes) -> Iterator[str]:
 
 
 def _files(root: Path) -> list[Path]:
-    """Return all source files below `root` in a reproducible order in which packages are mixed."""
+    """Return all source files below `root` in a reproducible order that mixes files of different
+    packages.
+    """
     sources = []
     for folder, folders, names in os.walk(root):
         folders[:] = [
@@ -178,8 +185,8 @@ def _split(files: list[Path], size: int, root: Path) -> dict[str, list[bytes]]:
 
 
 def _read(path: Path) -> bytes:
-    """Read a file as UTF-8 without trailing whitespace. The result is an empty string for skipped
-    files.
+    """Read a file as UTF-8 without trailing whitespace. Return an empty string if the file must be
+    skipped.
     """
     try:
         if path.stat().st_size > _LARGEST_FILE:

@@ -1,4 +1,6 @@
-"""Helpers for Markdown tables, figures in files, readable axes, and shared options."""
+"""Helpers that format Markdown tables, save figures, label axes, and add options shared by several
+commands.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _LINKS = {"rate": "200mbit", "delay": "1ms", "message_cost": "0us"}
 
 
 def add_links(p: argparse.ArgumentParser) -> None:
-    """Add the options for the links of an emulated cluster, which `links_of` reads."""
+    """Add the options that describe the links of an emulated cluster. The function `links_of` reads
+    these options.
+    """
     for name, metavar, text in (
             ("rate", "RATE", "rate of an emulated node's link"),
             ("delay", "TIME", "one-way delay between emulated nodes"),
@@ -29,8 +33,7 @@ def add_links(p: argparse.ArgumentParser) -> None:
 
 
 def links_of(args: argparse.Namespace) -> dict[str, float]:
-    """Return the options for links as keyword arguments of `EmulatedCluster`, in bit/s and seconds.
-    """
+    """Return the link options as keyword arguments for `EmulatedCluster`, in bit/s and seconds."""
     rate, delay, cost = (usual if (given := getattr(args, name)) is None else given
                          for name, usual in _LINKS.items())
     return {"rate_bit_s": parse_rate(rate), "delay_s": parse_time(delay),
@@ -38,7 +41,7 @@ def links_of(args: argparse.Namespace) -> dict[str, float]:
 
 
 def refuse_links(args: argparse.Namespace) -> None:
-    """Raise `ValueError` if an option for emulated links is used without an emulated cluster."""
+    """Raise `ValueError` if an option for emulated links is used but no cluster is emulated."""
     for name in _LINKS:
         if (given := getattr(args, name)) is not None:
             raise ValueError(f"--{name.replace('_', '-')} {short(given)} describes an emulated "
@@ -90,10 +93,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     """Write a figure to a .png or .svg file and close the figure.
 
-    The file contains no date and no random names, so equal plots are written as equal files.
+    The file contains no date and no random names, so equal plots produce identical files.
 
     Raises:
-        ValueError: If the file has a different suffix or cannot be written.
+        ValueError: If the suffix is neither .png nor .svg, or if the file cannot be written.
     """
     content, suffix = io.BytesIO(), check_figure(path)
     if figure.get_layout_engine() is None:
@@ -107,8 +110,8 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
 def check_figure(path: str | os.PathLike[str]) -> str:
     """Return the format in which `save_figure` will write a file.
 
-    This function is called before a measurement, so that `ValueError` is raised early for an
-    invalid file name.
+    Call this function before a long measurement, so that an invalid file name raises `ValueError`
+    early.
     """
     suffix = check_output(path).suffix.removeprefix(".").lower()
     if suffix not in ("png", "svg"):
@@ -117,8 +120,8 @@ def check_figure(path: str | os.PathLike[str]) -> str:
 
 
 def pyplot() -> Any:
-    """Return `matplotlib.pyplot` with a backend that needs no display. Raise `ValueError` if it is
-    not installed.
+    """Return `matplotlib.pyplot` with a backend that needs no display. Raise `ValueError` if
+    matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -132,7 +135,7 @@ def pyplot() -> Any:
 
 def log_ticks(axis: Any, values: Sequence[float],
               show: Callable[[float], str] = "{:,g}".format) -> None:
-    """Make the x axis logarithmic with ticks only at the given values. show: function that formats
+    """Make the x axis logarithmic, with ticks only at the given values. show: function that formats
     a value as a label.
     """
     from matplotlib.ticker import NullLocator
@@ -144,10 +147,11 @@ def log_ticks(axis: Any, values: Sequence[float],
 
 
 def log_scale(axis: Any) -> None:
-    """Make the y axis logarithmic with plain numbers as labels.
+    """Make the y axis logarithmic, with labels in plain decimal notation.
 
-    The ticks are at powers of ten, and also at values in between if the axis spans few decades.
-    Call this function after everything is drawn, because it reads the range of the axis.
+    Ticks are placed at powers of ten, and also between powers of ten if the axis spans few decades.
+    Call this function after everything has been drawn, because the ticks depend on the range of the
+    axis.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 

@@ -1,9 +1,10 @@
-"""The console script `moe-plugin <command>`. It finds the command in `COMMANDS`, imports only the
-module of the command, and runs it.
+"""The console script `moe-plugin <command>`. The script looks up the command in `COMMANDS`, imports
+only the module of this command, and runs the command.
 
-A command is a function `name(args)` in a module and returns the exit status. The function
-`name_options(parser)` in the module adds the options and the description of the command. Laboratory
-commands are in `scripts`, which exists only in a checkout of the repository.
+A command is a function `name(args)` that returns the exit status. In the same module, the function
+`name_options(parser)` adds the options and the description of the command. The commands for
+benchmarks, emulation and audits are in `scripts`, which exists only in a checkout of the
+repository.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ _LINE = 2000  # largest number of characters of an error message
 
 @dataclass(frozen=True)
 class Command:
-    """A command and the line about it in `--help`.
+    """A command of `moe-plugin`.
 
     Attributes:
-        help: the line about the command in `--help`.
+        help: the line that describes the command in `--help`.
         module: module of the command in this package.
-        laboratory: module of the command in `scripts`, which is used instead of `module`.
-        study: module of a study for `bench`. It has the functions `add_arguments(parser)` and
-            `run(args)`.
-        parts: function that returns the subcommands.
+        laboratory: module of the command in the folder `scripts`. If it is set, `module` is not
+            used.
+        study: module of a benchmark study. Set only for the subcommands of `bench`. The module
+            defines the functions `add_arguments(parser)` and `run(args)`.
+        parts: function that returns the subcommands, if the command has subcommands.
     """
 
     help: str
@@ -112,10 +114,11 @@ GROUPS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console script.
 
-    If an error occurs, one line is printed on stderr. `--verbose` shows the traceback.
+    If an error occurs, one line is printed on stderr. With `--verbose`, the traceback is printed
+    too.
 
-    Returns: the exit status, which is 0 for success, 1 if the command failed or found a problem,
-        and 2 for invalid arguments.
+    Returns: the exit status: 0 for success, 1 if the command failed or found a problem, and 2 for
+        invalid arguments.
     """
     own = argv is None  # whether this process runs only this command
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -140,11 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _not_collected() -> Iterator[None]:
-    """Disable garbage collection during imports, and exclude the imported objects from later
-    collections.
+    """Disable garbage collection while modules are imported. The imported objects are excluded from
+    later collections.
 
-    Collecting the million objects of torch takes a second, and takes it again when the process
-    ends.
+    Collecting the million objects that torch creates takes one second during the imports, and
+    another second when the process ends.
     """
     gc.disable()
     try:
@@ -161,8 +164,8 @@ def _words(argv: Sequence[str]) -> list[str]:
 def _one_line(error: Exception) -> str:
     """Format an exception as one line.
 
-    Errors of this package contain the remedy. All other errors are shown with the type and a hint
-    about `--verbose`.
+    Error messages of this package already contain the remedy. All other exceptions are shown with
+    their type and a hint to use `--verbose`.
     """
     if isinstance(error, ValueError):
         return printable(" ".join(str(error).split()), _LINE)
@@ -171,8 +174,8 @@ def _one_line(error: Exception) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the options of the command in `argv`. Call `run(options)` of the result to run the
-    command.
+    """Parse the options of the command in `argv`. To run the command, call `options.run(options)`
+    with the returned options.
 
     Raises:
         SystemExit: If argparse finds invalid arguments (status 2).
@@ -214,18 +217,19 @@ def _help(parser: argparse.ArgumentParser, status: int) -> int:
 def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command],
                   words: Sequence[str], above: str = "", level: str = "command",
                   shown: bool = True) -> None:
-    """Add all commands to a parser, and the options of the command that `words` begins with.
+    """Add all commands to a parser, and add the options of the command that is the first item of
+    `words`.
 
-    Options are added only for this command, because importing the module of a command may take
-    seconds.
+    Options are added only for this command, because importing the modules of all commands would
+    take seconds.
 
     Args:
         parser: parser to which the commands are added.
-        commands: the commands by name.
-        words: words of the command line without flags.
-        above: prefix that the function names of subcommands have.
-        level: word that `--help` uses for the commands.
-        shown: whether `--help` lists the commands in this order.
+        commands: mapping from names to commands.
+        words: the words of the command line, without flags.
+        above: prefix for the names of the functions that implement the subcommands.
+        level: the word that `--help` uses for these commands. The value is `command` or `part`.
+        shown: whether `--help` lists the commands with their descriptions.
     """
     listed = all(command.study for command in commands.values())
     parser.set_defaults(run=lambda _: _help(parser, 0 if listed else 2))

@@ -1,8 +1,8 @@
 """`moe-plugin plan`, which plans how to train a model on a cluster and explains the plan.
 
 The command chooses the tensor, expert, data and pipeline parallel sizes, the layout of the experts
-and the all-to-all algorithm. With other options, it plans the memory of one device, the pieces of
-prompts, or the schedule of pipeline stages.
+and the all-to-all algorithm. Other options plan the memory of one device, the number of pieces for
+each prompt length, or the schedule of pipeline stages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLORS = {"experts": "tab:orange", "a2a_out": "tab:blue", "a2a_back": "tab:cyan"
 
 
 def host_options(p: argparse.ArgumentParser, data: str | None, top: int, with_: str = "") -> None:
-    """Add the options that select the host and determine how a plan is shown and written.
+    """Add the options that select the host and specify how a plan is printed and written.
 
     Args:
         p: parser to which the options are added.
@@ -32,16 +32,16 @@ def host_options(p: argparse.ArgumentParser, data: str | None, top: int, with_: 
         with_: prefix of the help texts for the options that write files.
     """
     p.add_argument("--host", choices=HOSTS, default="megatron",
-                   help="host to plan and write for (default: %(default)s); fairseq supports only "
+                   help="host framework of the plan (default: %(default)s); fairseq supports only "
                         "data and expert parallelism")
     p.add_argument("--data", default=data, metavar="PATH",
-                   help=f"{with_}data in the launch line: a folder (fairseq) or a prefix "
+                   help=f"{with_}training data for the launch line: a folder (fairseq) or a prefix "
                         "(Megatron)")
     p.add_argument("--script", default=None, metavar="FILE",
                    help=f"{with_}path of Megatron-LM's pretrain_gpt.py for the launch line; "
                         "default: the training script of this package")
     p.add_argument("--auto", action="store_true",
-                   help=f"{with_}let the layers change the planned layout during training")
+                   help=f"{with_}allow the layers to change the planned layout during training")
     p.add_argument("--top", type=int, default=top, metavar="N",
                    help="number of plans to show (default: %(default)s)")
     p.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -66,17 +66,17 @@ def plan_options(p: argparse.ArgumentParser) -> None:
     host_options(p, None, 8, "with --write: ")
     p.add_argument(
         "--plot", type=Path, default=None, metavar="FILE",
-        help="draw the plans' times by part, and an MoE layer's timeline, as PNG or SVG")
+        help="plot the time of each component of the plans, and the timeline of an MoE layer (.png "
+             "or .svg)")
     p.add_argument("--write", type=Path, default=None, metavar="DIR",
-                   help="write the best plan's launch line and YAML for the host")
+                   help="write the launch line and the YAML file of the best plan to this folder")
     p.add_argument(
         "--scale", default=None, metavar="LIST",
-        help="instead: compare one MoE layer on these numbers of nodes (e.g. 1,2,4) with a static "
-             "layer"
+        help="instead of planning, compare one MoE layer with a static layer, on these numbers of "
+             "nodes (e.g. 1,2,4)"
     )
     p.add_argument("--experts-per-rank", type=float, default=1.0, metavar="X",
-                   help="with --scale: experts per rank, so that experts grow with the ranks "
-                        "(default: %(default)s)")
+                   help="with --scale: number of experts per rank (default: %(default)s)")
     group = p.add_argument_group("memory of one device, instead of parallel sizes")
     group.add_argument("--memory", default=None, metavar="SIZE",
                        help="memory of the device, e.g. 8GiB. With --profile: choose which blocks "
@@ -87,24 +87,24 @@ def plan_options(p: argparse.ArgumentParser) -> None:
                        help="with --memory: measured times and sizes of the model's blocks "
                             "(see docs/activations.md)")
     group.add_argument("--weights-on", choices=("device", "host"), default="device",
-                       help="host: stream segments of weights through the device instead "
-                            "(default: %(default)s)")
+                       help="where weights are stored; host: in host memory, from which segments "
+                            "are streamed to the device (default: %(default)s)")
     group.add_argument("--accumulate", type=int, default=None, metavar="N",
                        help="with --weights-on host: micro-batches per step (default: the smallest "
                             "number that hides all copies)")
     group.add_argument("--link", default=None, metavar="SIZE",
-                       help="with --memory and --model: bytes per second between the device and "
-                            "the memory or disk with the experts (default: 25GB, PCIe 4)")
+                       help="with --memory and --model: bytes per second from the memory or disk "
+                            "that stores the experts to the device (default: 25GB, PCIe 4)")
     group.add_argument("--tokens", type=int, default=None, metavar="N",
-                       help="with --memory and --model: sequences that get a token in each pass "
-                            "(default: 1)")
+                       help="with --memory and --model: number of sequences for which each pass "
+                            "generates a token (default: 1)")
     group.add_argument("--trace", type=Path, default=None, metavar="FILE",
                        help="with --memory: write the timeline for Perfetto or chrome://tracing")
-    group = p.add_argument_group("pieces of prompts, instead of parallel sizes")
+    group = p.add_argument_group("pieces for each prompt length, instead of parallel sizes")
     group.add_argument("--prefill", default=None, metavar="LIST",
-                       help="prompt tokens on each rank (e.g. 256,4096): choose pieces and kernel "
-                            "of an MoE layer's forward pass for each number (EPS-MoE); needs "
-                            "--model, --cluster and --kernels")
+                       help="prompt lengths in tokens per rank (e.g. 256,4096): for each length, "
+                            "choose the number of pieces and the kernel for the forward pass of an "
+                            "MoE layer (EPS-MoE); needs --model, --cluster and --kernels")
     group.add_argument("--kernels", type=Path, default=None, metavar="FILE",
                        help="with --prefill: file written by `moe-plugin profile-device --kernels` "
                             "for the model's widths")
@@ -116,7 +116,7 @@ def plan_options(p: argparse.ArgumentParser) -> None:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Search for plans, and print and write the result."""
+    """Search for plans, print the best plans, and write the best plan to files."""
     if args.plot:
         from moe_plugin.cli.figures import check_figure
 
@@ -198,13 +198,13 @@ def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cl
 
     Args:
         args: parsed arguments with the options of `host_options`.
-        folder: folder to which the files are written.
+        folder: folder in which the files are created.
         model: the model.
         best: a `PlanCost`.
         cluster: the cluster.
         device: the device.
-        start: values in the launch line that do not depend on the plan.
-        activations: policy of each layer for the activations. See `PlanCost`.
+        start: values for the launch line that do not depend on the plan.
+        activations: the policy for the activations of each layer. See `PlanCost`.
     """
     from moe_plugin.cli.planning.explain import predicted
     from moe_plugin.cli.planning.launch import launch_script, launch_text, launch_words, plan_yaml

@@ -137,8 +137,8 @@ def _check_links(grid: tuple[int, int], wanted: tuple[int, int]) -> None:
 
 def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
             device: Device) -> list[PlanCost]:
-    """Return the plans that do not exceed the memory. In some of these plans, layers are
-    recomputed.
+    """Return the plans that fit in the memory, including plans that recompute the activations of
+    some layers.
     """
     from moe_plugin.planner.all_to_all_cost import distinct
     from moe_plugin.planner.cluster import MAX_NUMBER
@@ -161,11 +161,11 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
 def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: torch.device,
               grid: tuple[int, int], memory: float) -> tuple[MeasuredNetwork | None,
                                                              Processor | None]:
-    """Return the measurements in the folder of rank 0 if they can be reused. Otherwise measure and
-    write the results.
+    """Return the measurements stored in the folder of rank 0 if they can be reused. If the stored
+    measurements cannot be reused, measure the network and the processor, and store the results.
 
-    Cached measurements are not shared with the other ranks. With a single rank there is no network
-    to measure.
+    Measurements that were stored earlier are returned only on rank 0. The network is not measured
+    if there is only one rank.
     """
     from moe_plugin.cli.measure.own_cluster import (
         about_network,
@@ -194,8 +194,8 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
 
 def _kept(args: argparse.Namespace, comm: Comm, kind: type[Record], name: str,
           about: dict[str, str]) -> tuple[bool, Record | None]:
-    """Return whether the folder of rank 0 has measurements that can be reused, and on rank 0 these
-    measurements.
+    """Return whether the folder of rank 0 contains measurements that can be reused. On rank 0, the
+    stored measurements are returned too.
     """
     from moe_plugin.planner.model import load
 

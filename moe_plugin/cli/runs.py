@@ -1,5 +1,5 @@
-"""Commands around runs: `configs` (settings files), `corpus` (data), `report`, and `watch` (current
-state).
+"""Commands for runs: `configs` (settings files), `corpus` (training data), `report`, and `watch`
+(current state).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def _near(name: str) -> list[str]:
 
 
 def summary(text: str) -> str:
-    """Return the first sentence in the comment of a settings file, without a command. For JSON: its
-    name.
+    """Return the first sentence of the comment at the top of a settings file. A command in the
+    comment is left out. For a JSON file, return its `name`.
     """
     if text.startswith("{"):
         return str(json.loads(text).get("name", ""))
@@ -118,8 +118,8 @@ def report_options(p: argparse.ArgumentParser) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write the page. Print the path of the report, and notes about everything that could not be
-    read.
+    """Write the page. Print the path of the report, and a note about each problem in the files of
+    the run.
     """
     # a long log has many records and no reference cycles: collection would take a third of the time
     collects = gc.isenabled()
@@ -164,7 +164,7 @@ def watch_options(p: argparse.ArgumentParser) -> None:
 
 
 def watch(args: argparse.Namespace) -> int:
-    """Show the current state of a run, or follow the run."""
+    """Show the current state of a run, once or continuously."""
     if args.json:
         from moe_plugin.observe.history import read_run
 
@@ -186,8 +186,8 @@ def watch(args: argparse.Namespace) -> int:
 
 
 def _state(run: RunRecord) -> dict[str, Any]:
-    """Return the current state of a run for JSON, which consists of the last records and the
-    findings.
+    """Return the current state of a run as plain values for JSON. The state consists of the last
+    records and the findings.
     """
     from moe_plugin.observe.findings import findings
 

@@ -24,7 +24,7 @@ OF_SIZES = ("model", "device", "cluster", "scale", "write")  # options only for 
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """Return the names of the given options that were used."""
+    """Return the names of those options that the user has set."""
     return [name for name in names if getattr(args, name) is not None]
 
 
@@ -101,7 +101,7 @@ def _weights(args: argparse.Namespace, profile: Any, limit: int) -> Any:
 
 
 def _plot_streams(path: Path, outcome: Any, limit: int) -> None:
-    """Draw the activity of each stream over time, and below it the bytes on the device."""
+    """Plot the activity of each stream over time. Below it, plot the memory used on the device."""
     from moe_plugin.cli.figures import pyplot, save_figure
 
     plt = pyplot()
@@ -165,7 +165,9 @@ def schedule_options(p: argparse.ArgumentParser) -> None:
 
 
 def schedule(args: argparse.Namespace) -> int:
-    """Plan the schedule, compare it with other algorithms, and print and write the results."""
+    """Plan the schedule of a collective, compare it with other algorithms, and print and write the
+    results.
+    """
     from moe_plugin.cli.planning.forest import Report, compare, text
     from moe_plugin.cli.planning.pictures import drawing, page
     from moe_plugin.planner.forest import plan

@@ -1,6 +1,4 @@
-"""Recording of statistics of MoE layers, and display of a run as a log line, a live view or a
-report.
-"""
+"""Record statistics of MoE layers, and show a run as log lines, in a live view, or as a report."""
 
 from __future__ import annotations
 

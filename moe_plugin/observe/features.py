@@ -1,4 +1,4 @@
-"""Features of a run that observe training in every host.
+"""Run features that observe training. The run features of this module work in every host framework.
 
 `LayerRecords` writes the records of the MoE layers, `DropWarning` warns about dropped choices, and
 `FirstStepLine` logs the duration of the first step.
@@ -38,18 +38,18 @@ _EVALUATION = "--model-overrides \"{'moe_capacity_factor': 'none'}\" to drop not
 
 
 class DropWarning(RunFeature):
-    """A run feature that warns once if the capacity drops more than the fraction `WARN_ABOVE` of
-    the choices.
+    """A run feature that warns once if more than the fraction `WARN_ABOVE` of the choices is
+    dropped because of the capacity.
 
-    Training and validation are checked separately, because validation may have fewer slots
-    (`dispatch.eval_token_fraction`, `dispatch.eval_capacity_factor`).
+    Training and validation are checked separately, because experts may have fewer slots in
+    validation (`dispatch.eval_token_fraction`, `dispatch.eval_capacity_factor`).
 
     Args:
-        warns: whether this rank logs the warning.
+        warns: whether this rank logs warnings.
 
     Attributes:
-        validation: counter of the choices in validation, for hosts that do not report dropped
-            choices.
+        validation: counter of the dropped choices in validation. Used only for hosts that do not
+            report dropped choices.
     """
 
     def __init__(self, warns: bool = True) -> None:
@@ -57,18 +57,20 @@ class DropWarning(RunFeature):
         self._warns, self._warned = warns, set[str]()
 
     def after_log(self, facts: StepFacts) -> None:
-        """Check the choices of a step, if the host reports dropped choices."""
+        """Check the fraction of choices that were dropped in a step, if the host reports this
+        fraction.
+        """
         if facts.dropped is not None:
             self._warn(f"step {facts.number}", facts.dropped, "training", _TRAINING)
 
     def after_evaluation(self, number: int, dropped: float | None = None) -> None:
-        """Check the dropped choices of a whole validation."""
+        """Check the fraction of choices that were dropped during a validation."""
         if self._warns:
             dropped = self.validation.take() if dropped is None else dropped
             self._warn(f"validation at step {number}", dropped, "validation", _VALIDATION)
 
     def evaluation(self, fraction: float) -> None:
-        """Check the dropped choices of a fairseq command that evaluates a checkpoint.
+        """Check the fraction of dropped choices after a fairseq command has evaluated a checkpoint.
 
         fraction: the fraction of all choices that were dropped.
         """
@@ -85,13 +87,15 @@ class DropWarning(RunFeature):
 
 
 class DropCount:
-    """A counter on the device that counts the choices of several calls until `take` is called."""
+    """Counts chosen and dropped choices on the device. The counts of several calls are summed until
+    `take` is called.
+    """
 
     def __init__(self) -> None:
         self._counts_2: torch.Tensor | None = None  # int64: chosen, dropped
 
     def add(self, stats: LayerStats | None) -> None:
-        """Add the choices of one call. Nothing is copied to the host."""
+        """Add the counts of one forward call. Adding counts does not copy data to the host."""
         if stats is None or stats.capacity is None:  # without a capacity nothing is dropped
             return
         chosen = stats.load_KE.sum()
@@ -107,13 +111,14 @@ class DropCount:
 
 def listen(layers: Mapping[str, Any], training: Sequence[Callable[[str, LayerStats], None]],
            validation: Callable[[LayerStats], None] | None) -> None:
-    """Make layers pass the statistics of every call to functions.
+    """Pass the statistics of every call of the given layers to the given functions.
 
     Args:
-        layers: the layers of a host by name. The `observer` of each layer is set to a function that
-            receives the statistics of a pass. A pass that is recomputed is counted once.
-        training: functions that receive the layer's name and the statistics in training mode.
-        validation: the function that receives the statistics in evaluation mode. Optional.
+        layers: the layers of a host by name. The attribute `observer` of each layer is set to a
+            function that receives the statistics of each pass. A recomputed pass is counted only
+            once.
+        training: functions that receive the layer's name and its statistics in training mode.
+        validation: a function that receives the statistics in evaluation mode. Optional.
     """
     def take(layer: Any, name: str, stats: LayerStats) -> None:
         if layer.training:
@@ -127,18 +132,19 @@ def listen(layers: Mapping[str, Any], training: Sequence[Callable[[str, LayerSta
 
 
 class LayerRecords(RunFeature):
-    """A run feature that writes records, a timeline and findings of the MoE layers according to the
-    `observe` settings.
+    """A run feature that writes records, timelines and findings about the MoE layers, as specified
+    by the `observe` settings.
 
     Args:
         config: the `observe` settings.
-        layers: the layers by name. The caller passes the statistics of these layers to `recorder`.
-            See `listen`.
+        layers: the layers by name. The caller must pass the statistics of these layers to the
+            attribute `recorder`. See `listen`.
         comm: the ranks over which statistics are summed. Rank 0 writes the files.
-        host: the name of the host that trains, for the report.
-        rank: the rank of this process in timelines and traces. Defaults to the rank in `comm`.
-        has_log: whether the host writes a training log that the report reads. Otherwise the loss
-            and the speed are written together with the records.
+        host: the name of the host framework, which is shown in the report.
+        rank: the rank that identifies this process in timelines and traces. Defaults to the rank
+            within `comm`.
+        has_log: whether the host writes a training log that the report can read. If there is no
+            such log, the loss and the speed are written together with the layer records.
     """
 
     def __init__(self, config: ObserveConfig, layers: Mapping[str, Any], comm: Comm, *, host: str,
@@ -155,7 +161,7 @@ class LayerRecords(RunFeature):
             self.recorder.write_settings(layers)
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:
-        """Record the timeline of the step that `observe.timeline` names."""
+        """Record the timeline of the step if `observe.timeline` is the number of this step."""
         return self.timeline.around(step.number)
 
     def after_step(self, facts: StepFacts) -> None:
@@ -171,7 +177,7 @@ class LayerRecords(RunFeature):
             self.recorder.health.add_step(skipped_step(facts.number))
 
     def after_log(self, facts: StepFacts) -> None:
-        """Plot the metrics of the host's log, and update the findings."""
+        """Plot the metrics of the host's training log, and update the findings."""
         if facts.logged is not None and self.has_log and self.recorder.comm.rank == 0:
             self.recorder.health.add_step(facts.logged)
             self.recorder.plot(facts.logged)
@@ -192,10 +198,10 @@ class LayerRecords(RunFeature):
 
 
 class FirstStepLine(RunFeature):
-    """A run feature that logs after the first step how long this step took and how long the run
-    will take.
+    """A run feature that logs one line after the first step. The logged line reports the duration
+    of the first step, and estimates the duration of the run.
 
-    This line is logged only by ranks that know the number of tokens in a step.
+    Ranks that do not know the number of tokens per step do not log the line.
     """
 
     def __init__(self) -> None:
@@ -207,7 +213,7 @@ class FirstStepLine(RunFeature):
         return nullcontext()
 
     def after_step(self, facts: StepFacts) -> None:
-        """Log the line after the first step that was not skipped."""
+        """Log a line about the duration after the first step that was not skipped."""
         if self._logged or not facts.made or facts.skipped or not facts.tokens:
             return
         self._logged = True
@@ -219,8 +225,8 @@ def first_step(seconds: float, tokens: float, left: int | None) -> str:
 
     Args:
         seconds: the duration of the step in seconds.
-        tokens: the number of tokens of all ranks in the step.
-        left: the number of remaining steps. The value is None if it is unknown.
+        tokens: the number of tokens that all ranks together process in the step.
+        left: the number of remaining steps. None if the number of steps is unknown.
     """
     text = f"first step: {show_time(seconds)}, {tokens / seconds:,.0f} tokens/s"
     if left is None:

@@ -1,9 +1,9 @@
-"""Rules that find problems of a run in the records of the run.
+"""Rules that find problems of a run by examining its records.
 
-The log of a run, the live view and the report all use these rules. Rules about layers examine the
-latest records, so a finding disappears together with its cause. These rules also examine earlier
-records, in which a problem is reported as past. The rules `spikes` and `slower` examine the whole
-run.
+The training log, the live view and the report all use these rules. Rules about layers examine the
+latest records of each layer, so a finding disappears once its cause is gone. Rules about layers
+also examine earlier records. A problem in earlier records is reported as a past problem. The rules
+`spikes` and `slower` examine the whole run.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Finding:
 
     Attributes:
         rule: the name of the rule, a key of `RULES`.
-        title: a description of the problem with numbers.
-        meaning: the consequence for the run.
-        remedy: the flags or settings to change.
-        layers: the names of the affected layers. The list is empty if the finding is about the
+        title: a description of the problem that includes numbers.
+        meaning: the effect of the problem on the run.
+        remedy: the flags or settings that the user should change.
+        layers: the names of the affected layers. The tuple is empty if the finding applies to the
             whole run.
-        past: whether the problem is over.
-        steps: the first and the last affected step. The value is None if the finding belongs to no
-            step.
+        past: whether the problem has disappeared.
+        steps: the first and the last affected step. None if the finding does not apply to
+            particular steps.
     """
 
     rule: str
@@ -83,11 +83,13 @@ class Finding:
 
 
 def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> list[Finding]:
-    """Return the findings of all rules, ordered by severity, with past findings at the end.
+    """Apply all rules to a run. Findings are ordered by severity, and findings about past problems
+    come last.
 
     Args:
         skip: the names of rules that are not applied.
-        past: whether to include past problems, from which layers have recovered. Defaults to True.
+        past: whether to include past problems, from which the layers have recovered. Defaults to
+            True.
     """
     skipped = set(skip)
     results = [finding for name, rule in RULES.items() if name not in skipped for finding in (
@@ -100,8 +102,8 @@ def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> 
 
 
 def _for_host(remedy: str, host: str) -> str:
-    """Replace the flags in a remedy with the flags of the host, or with settings if the host has no
-    flags.
+    """Replace the flags in the text of a remedy with the flags of the given host. If the host has
+    no flags, flags are replaced with settings.
     """
     every = "; ".join(f"{name}: {weight}" for name, weight in _BALANCE_WEIGHTS.items())
     remedy = remedy.replace(BALANCE_WEIGHT, _BALANCE_WEIGHTS.get(host, every))
@@ -113,7 +115,8 @@ def _for_host(remedy: str, host: str) -> str:
 
 
 def too_few(run: RunRecord) -> str:
-    """Return the reason why the rules about layers cannot be applied to a run, or an empty string.
+    """Return the reason why a run has too few records for the rules about layers, or an empty
+    string if there are enough records.
     """
     layers = run.layers or _of_the_log(run)
     most = max(map(len, layers.values()), default=0)
@@ -136,7 +139,7 @@ def _of_layers(rule: LayerRule, run: RunRecord, past: bool) -> Iterator[Finding]
 
 
 def _of_the_log(run: RunRecord) -> dict[str, list[LayerRecord]]:
-    """Return the mean over all layers from fairseq's log for a run without layer statistics."""
+    """For a run without layer statistics, return the means over all layers from fairseq's log."""
     name = "the mean of all layers"
     records = [LayerRecord(step=r.step, layer=name, drop_fraction=share) for r in run.steps
                if (share := r.dropped()) is not None]
@@ -145,7 +148,7 @@ def _of_the_log(run: RunRecord) -> dict[str, list[LayerRecord]]:
 
 def _dropped_in_validation(run: RunRecord) -> Iterator[Finding]:
     """Check whether many choices were dropped in the last validation. The capacity in validation is
-    set separately.
+    set separately from the capacity in training.
     """
     known = [(r.step, share) for r in run.steps if (share := r.dropped("valid ")) is not None]
     if known and known[-1][1] > DROPPED:
@@ -171,7 +174,7 @@ def not_finite(run: RunRecord) -> Iterator[Finding]:
 
 
 def spikes(run: RunRecord) -> Iterator[Finding]:
-    """Find steps at which the loss increases abruptly."""
+    """Find steps at which the loss suddenly increases."""
     losses = [(r.step, r.loss) for r in run.steps if r.loss is not None and math.isfinite(r.loss)]
     seen: list[int] = []
     for index in range(MEMORY, len(losses)):
@@ -188,7 +191,7 @@ def spikes(run: RunRecord) -> Iterator[Finding]:
 
 
 def exchange_dominates(run: RunRecord) -> Iterator[Finding]:
-    """Find a recorded step in which most of the time is spent in exchanges between ranks."""
+    """Find a recorded step that spends most of its time in exchanges between ranks."""
     for (step, rank), spans in sorted(run.timelines.items()):
         total = max((s.end_s for s in spans), default=0.0)
         products = [s for s in spans if s.track == "matmuls"]
@@ -205,7 +208,7 @@ def exchange_dominates(run: RunRecord) -> Iterator[Finding]:
 
 
 def _covered(spans: Sequence[SpanRecord]) -> float:
-    """Return the time in seconds during which at least one span is active."""
+    """Return the total time in seconds during which at least one of the spans is active."""
     total, until = 0.0, -math.inf
     for s in sorted(spans, key=lambda s: s.start_s):
         total += max(0.0, s.end_s - max(s.start_s, until))
@@ -214,7 +217,7 @@ def _covered(spans: Sequence[SpanRecord]) -> float:
 
 
 def undecided(run: RunRecord) -> Iterator[Finding]:
-    """Find layers whose tuner is still trying layouts at the end of a long run."""
+    """Find layers whose tuners are still trying out layouts at the end of a long run."""
     begin, end = run.step_range
     after = end - UNDECIDED * (end - begin)
     names = sorted({d.layer for d in run.decisions if d.event == "explore" and d.step > after}

@@ -1,6 +1,7 @@
-"""Logging of the findings about a run during training.
+"""Log the findings about a run during training.
 
-Each finding is logged once. It is logged again if more layers are affected, or if it occurs again.
+Each finding about a run is logged once. A finding is logged again if more layers are affected, or
+if the problem returns.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ REST = MEMORY  # a finding that was absent for so many checks is logged again if
 
 @dataclass
 class _Logged:
-    """A finding that has been logged.
+    """A finding that was logged earlier.
 
-    layers: the number of layers that the log line named.
-    absent: the number of checks since the finding was last present.
+    layers: the number of layers that were named in the log line.
+    absent: the number of checks since the finding was last reported.
     """
 
     layers: int = 0
@@ -35,16 +36,17 @@ class _Logged:
 
 
 class HealthLog:
-    """An object that logs the findings about a run as soon as records are added.
+    """Log the findings about a run as soon as new records are added.
 
-    The memory that it needs does not grow with the length of the run.
+    The memory usage does not grow with the length of the run.
 
     Args:
-        skip: the names of rules for which the host logs its own warning.
-        unit: the name of the unit in which records are counted, for log lines.
-        tell: a function that is called for each finding with (step, rule, title, remaining text).
-        host: the host whose flags are named in remedies. See `RunRecord.host`. If the string is
-            empty, the flags of all hosts are named.
+        skip: the names of rules that are not applied because the host logs its own warning.
+        unit: the word that log lines use for the numbers of records, such as `step`.
+        tell: a function that is called for each logged finding with the arguments (step, rule,
+            title, remaining text).
+        host: the host framework whose flags are suggested in remedies. See `RunRecord.host`. If the
+            string is empty, the flags of all hosts are suggested.
     """
 
     def __init__(self, skip: Iterable[str] = (), unit: str = "step",
@@ -55,7 +57,7 @@ class HealthLog:
         self._logged: dict[str, _Logged] = {}  # by rule
 
     def add(self, step: int, records: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add the records of a step by layer, and log new findings."""
+        """Add the layer records of one step, and log new findings."""
         for layer, record in records.items():
             known = self.run.layers.setdefault(layer, [])
             known.append(layer_record({"step": step, "layer": layer, **record}))
@@ -65,14 +67,16 @@ class HealthLog:
             self._look(step)
 
     def add_step(self, record: StepRecord) -> None:
-        """Add a record of the training log, and log new findings."""
+        """Add one record of the training log, and log new findings."""
         self.run.steps.append(record)
         if len(self.run.steps) > KEPT:
             self.run.steps = _shortened(self.run.steps)
         self._look(record.step)
 
     def add_timeline(self, row: Mapping[str, Any]) -> None:
-        """Add a timeline in the form in which it is written to the file, and log new findings."""
+        """Add a timeline, and log new findings. The timeline is passed as the row that is written
+        to the file.
+        """
         step, rank, spans = timeline(row)
         self.run.timelines = {(step, rank): spans}
         self._look(step)
@@ -93,7 +97,9 @@ class HealthLog:
 
 
 def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
-    """Join two records. The result has the first step, and the last decision of each kind."""
+    """Join two records. The joined record keeps the step of the first record, and the last decision
+    of each kind.
+    """
     last: dict[bool, DecisionRecord] = {}
     for made in (*first.decisions, *second.decisions):
         if made.event == "explore" or made.event in DECIDED:
@@ -102,7 +108,9 @@ def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
 
 
 def _shortened(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the fastest consecutive steps without losses, and the last steps."""
+    """Return the records of the fastest consecutive steps, without their losses, followed by the
+    records of the last steps.
+    """
     stretches = [steps[i:i + MEMORY] for i in range(0, len(steps) - 3 * MEMORY + 1, MEMORY // 2)]
     fastest = max(stretches, key=lambda some: statistics.median(r.tokens_per_s or 0 for r in some))
     return [*(replace(r, loss=None, not_finite=None) for r in fastest), *steps[-2 * MEMORY:]]

@@ -1,8 +1,8 @@
-"""Numbers that the rules about layers compute for one record of a layer.
+"""Measures of one layer record that are used by the rules about layers.
 
-If the load is even, the largest load divided by the mean load is 1. If a router sends all tokens to
-the same `k` of `E` experts, this ratio is `E / k`. Because `E / k` may be less than 2, the rules
-consider where a ratio lies between these two values.
+If the load is even, the largest load divided by the mean load is 1. If a router sends every token
+to the same `k` of `E` experts, the largest load divided by the mean load is `E / k`. `E / k` may be
+less than 2. Therefore the rules determine where the measured load ratio lies between 1 and `E / k`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ PART = 0.05  # experts per token; smaller differences are rounding
 
 
 def per_token(record: LayerRecord) -> float | None:
-    """Return the number of experts per token, or None if it is unknown."""
+    """Return the number of experts per token, or None if this number is unknown."""
     k = record.choices / record.tokens if record.tokens else 0.0
     return k if k > 0 and math.isfinite(k) else None
 
 
 def ratio_of_same_experts(record: LayerRecord) -> float | None:
-    """Return `E / k`, which is the value of `max_over_mean` if every token chose the same experts.
+    """Return `E / k`, which is the value of `max_over_mean` if all tokens choose the same experts.
     """
     k = per_token(record)
     return None if k is None else len(record.load) / k
 
 
 def concentration(record: LayerRecord) -> float | None:
-    """Return 0 for an even load, 1 if all tokens choose the same `k` experts, or a value in
-    between.
+    """Return how concentrated the load is: 0 for an even load, 1 if all tokens choose the same `k`
+    experts, or a value in between.
 
-    The value is linear in the fraction of choices of the `k` busiest experts. The result is None if
-    it is unknown, or if every token chooses all experts.
+    The concentration is a linear function of the fraction of choices that go to the `k` busiest
+    experts. Return None if the load is unknown, or if every token chooses all experts.
     """
     k, experts, total = per_token(record), len(record.load), record.choices
     if k is None or total < FEW * experts:
@@ -48,7 +48,9 @@ def concentration(record: LayerRecord) -> float | None:
 
 
 def may_be_concentrated(record: LayerRecord) -> bool:
-    """Return False if the busiest expert alone shows that `concentration` is below the limit."""
+    """Return False if `concentration` must be below its limit. Only the load of the busiest expert
+    is examined, which is fast.
+    """
     k, experts = per_token(record), len(record.load)
     if k is None:
         return False
@@ -59,9 +61,9 @@ def may_be_concentrated(record: LayerRecord) -> bool:
 
 
 def bound(record: LayerRecord) -> float:
-    """Return the value of `max_over_mean` above which a load is considered uneven.
+    """Return the limit of `max_over_mean` above which a load is considered uneven.
 
-    The value is infinite if every token chooses every expert.
+    The limit is infinite if every token chooses all experts.
     """
     top = ratio_of_same_experts(record)
     if top is None:
@@ -70,35 +72,37 @@ def bound(record: LayerRecord) -> float:
 
 
 def over_bound(record: LayerRecord) -> float | None:
-    """Return `max_over_mean` divided by the value above which a load is considered uneven."""
+    """Return `max_over_mean` divided by its limit `bound(record)`."""
     return None if record.max_over_mean is None else record.max_over_mean / bound(record)
 
 
 def is_over_bound(record: LayerRecord) -> bool:
-    """Return whether a load is considered uneven."""
+    """Return whether the load of a layer is considered uneven."""
     return (over_bound(record) or 0.0) >= 1
 
 
 def without_loss(record: LayerRecord) -> float | None:
-    """Return `over_bound` for a layer without any balancing, and 0 for all other layers."""
+    """Return `over_bound` for a layer that does not balance its load, and 0 for all other layers.
+    """
     return over_bound(record) if has_no_loss(record) else 0.0
 
 
 def has_no_loss(record: LayerRecord) -> bool:
-    """Return whether a layer is known to have no balancing.
+    """Return whether a layer is known not to balance its load.
 
-    A record without an entropy is from a router of a different framework, whose losses are unknown.
-    The z-loss, named `z_loss` in Megatron, does not balance the load. A router may declare that it
-    balances without a loss.
+    If a record has no entropy, it was written for a router of another framework, whose losses are
+    unknown. The z-loss (`z_loss` in Megatron) does not balance the load. A router may declare that
+    it balances the load without a loss.
     """
     balance = record.losses.keys() - {"z", "z_loss"} or record.self_balanced_calls
     return bool(record.load) and not balance and record.entropy is not None
 
 
 def with_loss(record: LayerRecord) -> float | None:
-    """Return `over_bound` for a layer with balancing, and 0 for all other layers.
+    """Return `over_bound` for a layer that balances its load, and 0 for all other layers.
 
-    The result is also 0 for a collapsed layer, because the rule `collapse` reports such layers.
+    Also return 0 for a collapsed layer, because the rule `collapse` already reports collapsed
+    layers.
     """
     if has_no_loss(record):
         return 0.0
@@ -115,8 +119,8 @@ def unchosen(record: LayerRecord) -> tuple[int, int] | None:
 
 
 def sureness(record: LayerRecord) -> float | None:
-    """Return the entropy divided by the entropy of a uniform distribution if a token has several
-    experts.
+    """Return the entropy divided by the entropy of a uniform distribution, or None if tokens have
+    only one expert.
     """
     k, experts = per_token(record) or 0.0, len(record.load)
     known = record.entropy is not None and experts > 1 and k > 1 + PART

@@ -1,7 +1,7 @@
-"""The rules that find problems of the layers of a run.
+"""The rules that find problems in the layers of a run.
 
-Each rule computes a number for every record, determines for which values of this number a problem
-is reported, and describes the problem.
+For every record, a rule computes a number. The rule decides for which numbers a problem is
+reported, and describes the problem.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ class Episode:
     """A sequence of consecutive records to which a rule applies.
 
     Attributes: first, last: the first and the last step of the episode.
-        begins, ends: whether the episode contains the first and the last record of the layer.
+        begins, ends: whether the episode contains the layer's first record, and whether it contains
+            the layer's last record.
         records: the number of records in the episode.
-        worst: the `RECENT` records with the worst value. If the episode contains the last record of
-            the layer, these are the last records.
-        value: the value of the worst records.
+        worst: the `RECENT` consecutive records in which the problem is worst. If the episode
+            contains the layer's last record, `worst` contains the last `RECENT` records instead.
+        value: the number that the rule computed for `worst`.
     """
 
     first: int
@@ -60,9 +61,11 @@ class Episode:
 
 def episodes(records: Sequence[LayerRecord], rule: LayerRule, *,
              past: bool = True) -> list[Episode]:
-    """Return the episodes in which a rule applies to all groups of `RECENT` consecutive records.
+    """Return the episodes in which a rule applies to a layer. Within an episode, the rule applies
+    to every group of `RECENT` consecutive records.
 
-    past: whether to examine all records rather than only the last `RECENT` records.
+    past: whether to examine all records of the layer. If False, only the last `RECENT` records are
+    examined.
     """
     records = records if past else records[-RECENT:]
     values: list[Any] = [None] * len(records)
@@ -86,7 +89,9 @@ def episodes(records: Sequence[LayerRecord], rule: LayerRule, *,
 
 def _groups(records: Sequence[LayerRecord], suspect: Callable[[LayerRecord], Any]
             ) -> Iterator[int]:
-    """Yield the begin of each group of `RECENT` records that contains a suspect."""
+    """Yield the start index of each group of `RECENT` consecutive records that contains at least
+    one suspect record.
+    """
     begin, last = 0, len(records) - RECENT
     for at, record in enumerate(records):
         if suspect(record):
@@ -107,27 +112,29 @@ Found = Mapping[str, Sequence[Episode]]  # by layer
 
 
 def named(names: Sequence[str]) -> str:
-    """Return a string with the first names and the number of the remaining names."""
+    """Return a string with the first few names and the number of the remaining names."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 
 
 @dataclass(frozen=True)
 class LayerRule:
-    """A rule about layers.
+    """A rule that finds a problem in MoE layers.
 
     Attributes:
         name: the name of the rule.
-        suspect: a fast function that returns a true value for every record that is a problem if it
-            is judged alone. Groups of records without a suspect are never judged.
-        measure: the function that computes a number for one record.
-        judge: the function that decides whether consecutive records are reported as a problem.
-        title: the function that returns the title of a finding. The title is in the past tense if
-            the second argument is True.
-        meaning: the consequence for the run.
-        remedy: the flags or settings to change.
-        lasted: the minimum fraction of a layer's records for which a past problem must have lasted
-            to be reported.
+        suspect: a fast check that returns a truthy value for every record that would be a problem
+            on its own. Groups of records without any suspect record are not examined further.
+        measure: a function that computes a number for one record.
+        judge: a function that decides whether consecutive records have a problem. The function
+            `judge` receives the values of `measure`, and returns the value to report, or None if
+            there is no problem.
+        title: a function that returns the title of a finding. The title is in the past tense if the
+            function's second argument is True.
+        meaning: the effect of the problem on the run.
+        remedy: the flags or settings that the user should change.
+        lasted: the minimum length of a past problem, as a fraction of the layer's records. Shorter
+            past problems are not reported.
     """
 
     name: str
@@ -140,9 +147,10 @@ class LayerRule:
     lasted: float = LASTED
 
     def look(self, layers: Mapping[str, Sequence[LayerRecord]], past: bool) -> tuple[Found, Found]:
-        """Return the current and the past episodes of each layer.
+        """Apply the rule to all layers, and return the current episodes and the past episodes by
+        layer.
 
-        past: whether to search for past episodes.
+        past: whether to also search for past episodes.
         """
         now: dict[str, Sequence[Episode]] = {}
         over: dict[str, Sequence[Episode]] = {}
@@ -156,8 +164,8 @@ class LayerRule:
 
 
 def _where(found: Found, past: bool) -> str:
-    """Return a string with the names of layers, and with steps if only a part of the run is
-    affected.
+    """Return a string that lists the affected layers. If only some steps are affected, the string
+    also contains these steps.
     """
     return named([_steps(name, stretches, past) for name, stretches in found.items()])
 
@@ -171,7 +179,9 @@ def _steps(name: str, stretches: Sequence[Episode], past: bool) -> str:
 
 
 def _at(found: Found, past: bool) -> tuple[str, Episode]:
-    """Return a string that names the most affected layer and the steps, and the worst episode."""
+    """Return a string with the name and the steps of the most affected layer, and the worst episode
+    of this layer.
+    """
     name, worst = max(((name, e) for name, stretches in found.items() for e in stretches),
                       key=lambda item: item[1].value)
     return _steps(name, [worst], past), worst
@@ -185,7 +195,8 @@ def _mean(values: Iterable[Any]) -> float | None:
 
 
 def _mean_is(bad: Callable[[float], bool]) -> Judge:
-    """Return a `judge` function that returns the mean of the known values if `bad(mean)` is true.
+    """Return a function for `LayerRule.judge`. The function computes the mean of the known values,
+    and returns the mean if `bad(mean)` is true.
     """
 
     def judge(values: Sequence[Any]) -> float | None:
@@ -200,8 +211,8 @@ def _peak(records: Sequence[LayerRecord]) -> float:
 
 
 def _against(records: Sequence[LayerRecord]) -> str:
-    """Return a string that compares the load with that of tokens which all choose the same experts,
-    or an empty string.
+    """Return a string that states the load of the busiest expert if all tokens chose the same
+    experts, or an empty string if this load is unknown.
     """
     top = _mean(ratio_of_same_experts(r) for r in records)
     return "" if top is None else f"{top:.1f} would be all tokens on the same experts"
@@ -225,8 +236,8 @@ def _uneven_title(found: Found, past: bool) -> str:
 
 
 def _dead(values: Sequence[tuple[int, int] | None]) -> float | None:
-    """Return the number of experts that received no token in any of the records. The result is None
-    if there is no such expert, or if no token was routed.
+    """Return the number of experts that received no token in any of the records. Return None if
+    every expert received a token, or if no token was routed.
     """
     last = values[-1]
     if last is None or not last[1] or None in values or len({v[0] for v in values if v}) > 1:

@@ -1,4 +1,4 @@
-"""Functions that collect the statistics of every MoE layer of a model, and the settings that the
+"""Functions that collect the statistics of every MoE layer of a model and the settings that the
 user changed.
 """
 
@@ -26,14 +26,15 @@ ON, OFF = "on", "off"  # the values of a flag that is a switch
 
 def chosen(words: Iterable[str], known: Mapping[str, tuple[str, str]],
            several: Collection[str] = ()) -> dict[str, tuple[str, str]]:
-    """Return the settings of a command and its `--moe-config` file that differ from the defaults.
+    """Return the settings that differ from their defaults, in a command and in its `--moe-config`
+    file.
 
     Args:
-        words: the words of the command.
-        known: pairs (value, default) of the host's settings that differ from the defaults, by flag.
-            The values of a boolean flag are `ON` and `OFF`.
-        several: the names of flags that accept several words. See `written`.
-    Returns: pairs (value as written, default) by name.
+        words: the words of the command line.
+        known: the settings of the host that differ from their defaults, as pairs (value, default)
+            by flag. Boolean flags have the values `ON` and `OFF`.
+        several: the names of flags that accept more than one value. See `written`.
+    Returns: The changed settings, as pairs (value as written, default) by name.
     """
     found = written(words, several)
     named = {name: (known[name][0] if _is_switch(text, known[name]) else text or known[name][0],
@@ -47,8 +48,8 @@ def _is_switch(text: str, known: tuple[str, str]) -> bool:
 
 
 def differing(settings: Mapping[str, object]) -> dict[str, tuple[str, str]]:
-    """Return pairs (value, default) of this package's settings that differ from the defaults, by
-    dotted path.
+    """Return the settings of this package that differ from their defaults. Keys of the returned
+    dict are dotted paths, and values are pairs (value, default).
     """
     defaults = {**flatten(to_dict(from_dict({}))), **flatten(to_dict(run_from_dict({})))}
     return {path: (str(value), shown(defaults[path])) for path, value in settings.items()
@@ -56,7 +57,7 @@ def differing(settings: Mapping[str, object]) -> dict[str, tuple[str, str]]:
 
 
 def shown(value: object) -> str:
-    """Return the string that shows a default to readers. It is a dash for None."""
+    """Format the default value of a setting for readers. The value None is shown as a dash."""
     return "–" if value is None else str(value)
 
 
@@ -64,16 +65,15 @@ Take = Callable[[str, LayerStats], None]
 
 
 def listen_to(model: nn.Module, take: Take) -> dict[str, nn.Module]:
-    """Call `take` with the name and the statistics of each training pass of each MoE layer.
+    """Call `take` in each training pass of each MoE layer, with the layer's name and statistics.
 
-    The layers are all layers of this package in the model, and the experts modules of
-    `transformers`. If a block contains nothing but the layer, the name of the block is used. For
-    experts modules of `transformers`, only the choices are known, so the entropy is NaN and there
-    are no losses. Tokens that are marked as padding by the mask of the model are not counted. A
-    pass that is recomputed is counted once.
+    This function supports all layers of this package, and the experts modules of `transformers`. If
+    a block contains only the MoE layer, the layer gets the name of the block. For experts modules
+    of `transformers`, only the chosen experts are known. The entropy of these modules is NaN, and
+    their losses are empty. Tokens that the attention mask of the model marks as padding are not
+    counted. A recomputed pass is counted only once.
 
-    Returns:
-        The layers by name.
+    Returns: The MoE layers by name.
     Raises:
         ValueError: If the model has no MoE layer.
     """
@@ -118,8 +118,8 @@ def _of_experts(take: Take, name: str, experts: int, masks: TokenMasks, module: 
 def _stats(ids_TK: Tensor, experts: int, real_T: Tensor | None = None) -> LayerStats:
     """Return the statistics of one forward call of a `transformers` experts module.
 
-    ids_TK: int [T, K]. Values outside the range 0 to `E - 1` stand for no expert.
-    real_T: bool [T], which is False for padding tokens. The value is None if there is no padding.
+    ids_TK: int [T, K]. Ids outside of the range 0 to `E - 1` mean that no expert was chosen.
+    real_T: bool [T], which is False for padding tokens. None if the batch contains no padding.
     """
     ids_KT = ids_TK.detach().t()
     here_KT = (ids_KT >= 0) & (ids_KT < experts)

@@ -1,4 +1,5 @@
-"""Recorder of `LayerStats`, which are summed over ranks once per interval and written to files.
+"""Record the statistics (`LayerStats`) of MoE layers. Statistics are summed over all ranks once per
+interval and written to files.
 
     recorder = StatsRecorder(run.observe, comm)
     for step in ...:
@@ -6,8 +7,8 @@
         recorder.add("layer3", out.stats)
         host_logs = recorder.step(step)     # {} except at the end of an interval
 
-Between two records, no data is copied to the host or sent to other ranks. Each interval requires
-one all-reduce and one copy to the host. The files are set in `ObserveConfig`.
+Between two intervals, no data are copied to the host or sent to other ranks. Each interval requires
+one all-reduce and one copy to the host. The names of the output files are set in `ObserveConfig`.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ _THREAD = threading.local()
 
 
 class _Copies:
-    """The activity of a copier since the last record, and the memory on the device."""
+    """The activity of a copier since its last record, and the memory that is used on the device."""
 
     def __init__(self, copier: Copier, on_device: Callable[[], OnDevice]) -> None:
         self.copier, self._before = copier, dataclasses.astuple(copier.counters)
         self.on_device = on_device
 
     def vector(self) -> Tensor:
-        """Return the counts as float64 [10], in the order of `CopyCounters` and `OnDevice`."""
+        """Return all counters as one float64 vector [10], in the order of `CopyCounters` and
+        `OnDevice`.
+        """
         now = dataclasses.astuple(self.copier.counters)
         grown = [after - before for after, before in zip(now, self._before, strict=True)]
         self._before = now
@@ -54,9 +57,9 @@ class _Copies:
 
 
 def _copy_record(sums: Tensor, ranks: int) -> dict[str, Any]:
-    """Return one record for JSON, as docs/observability.md describes.
+    """Return one copier record as a dict for JSON, in the form described in docs/observability.md.
 
-    sums: the sum of `_Copies.vector` over all ranks.
+    sums: the sum of `_Copies.vector()` over all ranks.
     """
     return {"ranks": ranks, **{
         field.name: round(value) if isinstance(field.default, int) else value
@@ -65,15 +68,18 @@ def _copy_record(sums: Tensor, ranks: int) -> dict[str, Any]:
 
 
 class StatsRecorder:
-    """A recorder that writes statistics as one record per layer every `config.interval` steps.
+    """Write the statistics of MoE layers to files, with one record per layer every
+    `config.interval` steps.
 
     Args:
-        config: the interval and the files. Only rank 0 of `comm` writes files.
+        config: the `observe` settings, which contain the interval and the names of the files. Only
+            rank 0 of `comm` writes files.
         comm: the ranks over which statistics are summed, such as the ranks of one pipeline stage.
-            All ranks must have the same layers and must call `step` equally often. Defaults to only
-            this rank.
-        skip: the names of findings for which the host logs its own warning.
-        host: the name of the host for the report: `pytorch`, `fairseq` or `megatron`.
+            All ranks must have the same layers and must call `step` the same number of times.
+            Defaults to a group that contains only this rank.
+        skip: the names of rules that are not applied because the host logs its own warning.
+        host: the name of the host framework for the report, one of `pytorch`, `fairseq` and
+            `megatron`.
     Raises:
         ValueError: If a file cannot be written, or if TensorBoard or Weights & Biases is configured
             but not installed.
@@ -95,21 +101,23 @@ class StatsRecorder:
         marked_here(self)
 
     def add(self, layer: str, stats: LayerStats) -> None:
-        """Add the statistics of one forward pass, without a copy to the host or communication."""
+        """Add the statistics of one forward pass of a layer. Adding statistics neither copies data
+        to the host nor communicates with other ranks.
+        """
         if layer not in self._layers:
             self._layers[layer] = StatsSums()
         self._layers[layer].add(stats)
 
     def add_model(self, model: nn.Module) -> list[str]:
-        """Record each training pass of each MoE layer of a model from now on.
+        """From now on, record each training pass of each MoE layer in a model.
 
-        The layers may be created by `replace_ffn`, by `swap_moe_blocks` or by your own code, or
-        they may be experts of `transformers`. The settings of this package's layers are also
-        written. For routers of `transformers` only the load is known. The ranks of a TP group of
-        `transformers` have the same tokens, which each rank counts.
+        The MoE layers may be created by `replace_ffn`, by `swap_moe_blocks` or by your own code.
+        Experts modules of `transformers` are also recorded. The settings of this package's layers
+        are written to the files. For routers of `transformers`, only the load is recorded. All
+        ranks of a tensor-parallel group of `transformers` process the same tokens, and every rank
+        counts these tokens.
 
-        Returns:
-            The names of the layers.
+        Returns: The names of the MoE layers.
         Raises:
             ValueError: If the model has no MoE layer.
         """
@@ -121,7 +129,7 @@ class StatsRecorder:
     def mark(self) -> Callable[[], None]:
         """Return a function that undoes all later calls of `add`.
 
-        The returned function may be called several times before the next record is written.
+        The returned function may be called several times, until the next record is written.
         """
         kept = {name: collected.copied() for name, collected in self._layers.items()}
 
@@ -132,28 +140,31 @@ class StatsRecorder:
 
     def watch(self, name: str, copier: Copier,
               on_device: Callable[[], OnDevice] = OnDevice) -> None:
-        """Record the activity of a copier, such as the copier of activations or weights, from now
-        on.
+        """From now on, record the activity of a copier, such as the copier that moves activations
+        or weights.
 
-        All ranks must watch the same names.
+        All ranks must watch copiers with the same names.
 
         Args:
-            name: a name for the data that the copier moves.
+            name: a name for the data that are copied.
             copier: the copier.
-            on_device: a function that returns the memory on the device. It is called for each
-                record.
+            on_device: a function that returns how much device memory is in use. The function
+                `on_device` is called once for each record.
         """
         self._copiers[name] = _Copies(copier, on_device)
 
     def step(self, step: int) -> dict[str, float]:
-        """End a training step. Call this method once per step on every rank.
+        """End a training step, and write a record at the end of each interval. Every rank must call
+        this method once per step.
 
-        Returns: The result of `flush` at the end of an interval, and an empty dict otherwise.
+        Returns: The result of `flush` at the end of an interval, and an empty dict after all other
+        steps.
         """
         return self.flush(step) if (step + 1) % self.config.interval == 0 else {}
 
     def flush(self, step: int) -> dict[str, float]:
-        """Sum the statistics since the last record over all ranks and write them. Collective.
+        """Sum the statistics since the previous record over all ranks, and write them to the files.
+        Collective.
 
         Returns: Metrics for the host's log, or an empty dict if there are no statistics.
         """
@@ -164,11 +175,12 @@ class StatsRecorder:
         return summary(records)
 
     def training(self, step: int, **numbers: float | None) -> None:
-        """Add metrics of the training loop to the files and the findings. Only rank 0 writes the
-        metrics.
+        """Write metrics of the training loop to the files, and check them for problems. Only rank 0
+        writes these metrics.
 
-        numbers: metrics by name. The names are loss (in nats per token), tokens_per_s, grad_norm,
-            learning_rate and not_finite (the number of skipped steps since the last record).
+        numbers: the metrics by name. The supported names are loss (in nats per token),
+            tokens_per_s, grad_norm, learning_rate and not_finite (the number of skipped steps since
+            the last record).
         """
         if self.comm.rank:
             return
@@ -178,9 +190,10 @@ class StatsRecorder:
         self.health.add_step(training_record(row))
 
     def plot(self, record: StepRecord) -> None:
-        """Send metrics of the host's log to TensorBoard and Weights & Biases.
+        """Send metrics from the host's log to TensorBoard and Weights & Biases.
 
-        The metrics are not in the JSONL file, because the report reads them from the host's log.
+        These metrics are not written to the JSONL file, because the report reads them from the
+        host's log.
         """
         row = {"step": record.step, "time": time.time(), "training": {
             name: getattr(record, name) for name in TRAINING}}
@@ -193,10 +206,10 @@ class StatsRecorder:
             sink.alert(*words)
 
     def write_settings(self, layers: Mapping[str, MoELayer]) -> None:
-        """Write the settings of the layers, for the report.
+        """Write the settings of the layers to the files, so that the report can show them.
 
-        If layers have different values of a setting, all values are listed. layers: the layers by
-        the names that the records use.
+        If a setting has different values in different layers, all values are listed. layers: the
+        layers by name. The names must be the same as in the records.
         """
         flat = [flatten(to_dict(layer.given)) for layer in layers.values()]
         of_all = {path: list(dict.fromkeys(str(settings.get(path)) for settings in flat))
@@ -222,7 +235,8 @@ class StatsRecorder:
     def reduce(self) -> dict[str, dict[str, Any]]:
         """Return one record per layer, summed over all ranks and all calls since the last record.
 
-        This method performs one all-reduce. `write` also writes the records of copiers.
+        Reducing the statistics requires a single all-reduce. The records of copiers are not
+        returned here; `write` adds these records.
         """
         if not self._layers and not self._copiers:
             return {}
@@ -246,19 +260,23 @@ class StatsRecorder:
 
 
 class Marked(Protocol):
-    """An object that counts passes of a step which may be repeated."""
+    """An object that counts passes, and can undo its counts if a training step is repeated."""
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that undoes all later counting. See `StatsRecorder.mark`."""
+        """Return a function that undoes all later counts. See `StatsRecorder.mark`."""
 
 
 def marked_here(marked: Marked) -> None:
-    """Include an object in the `marks` of this thread, as long as the object exists."""
+    """Register an object whose counts must be undone if a step in this thread is repeated. The
+    object is removed from the registry when it is garbage-collected.
+    """
     _of_this_thread().add(marked)
 
 
 def marks() -> list[Callable[[], None]]:
-    """Call `mark` of each recorder that this thread created, before a step that may be repeated."""
+    """Call `mark` of each recorder that was created in this thread. Call this function before a
+    step that may be repeated.
+    """
     return [recorder.mark() for recorder in _of_this_thread()]
 
 
@@ -270,9 +288,10 @@ def _of_this_thread() -> weakref.WeakSet[Marked]:
 
 
 def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return the metrics for a line of a host's log.
+    """Summarize the records of all layers as metrics for one line of the host's training log.
 
-    They are means over layers, the largest `max_over_mean`, and sums of counts.
+    Depending on the metric, the summary is a mean over layers, a maximum (`max_over_mean`), or a
+    sum (counts).
     """
     if not records:
         return {}
@@ -291,7 +310,9 @@ def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def _rows_sent(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the rows per token and the fraction of saved rows for layers that send rows."""
+    """For layers that send rows, return the number of rows per token and the fraction of rows that
+    were saved.
+    """
     if not rows:
         return {}
     sent, between, tokens = (sum(row[key] for row in rows) for key in (

@@ -1,4 +1,4 @@
-"""Destinations for records: a JSONL file, TensorBoard, and Weights & Biases."""
+"""Outputs for records: a JSONL file, TensorBoard, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ CALLS = 2  # the number of calls of each layer per record
 
 
 class StoreLog:
-    """An observer that warns if an evaluation waits for experts that are not on the device.
+    """Log a warning if an evaluation waits for experts that are not on the device.
 
-    The files of statistics contain only training, in which hosts store all experts on the device.
-    During evaluation, the store of experts is therefore reported only in the log.
+    The statistics files describe only training. During training, hosts store all experts on the
+    device. Therefore, statistics of the expert store during an evaluation are only logged.
     """
 
     def __init__(self) -> None:
@@ -35,10 +35,9 @@ class StoreLog:
         self._seen: dict[str, Counter[str]] = {}
 
     def add(self, layer: str, store: Mapping[str, int]) -> None:
-        """Add the counters of one call.
+        """Add the expert-store counters of one forward call.
 
-        A new record begins with a call of the first layer, so that all layers are considered
-        together.
+        A new record begins when the first layer is called, so that each record covers all layers.
         """
         if layer == next(iter(self._seen), None) and self._seen[layer]["calls"] == CALLS:
             self._record()
@@ -57,9 +56,10 @@ _LOGS: WeakKeyDictionary[ExpertCache, StoreLog] = WeakKeyDictionary()  # layers 
 
 
 def watch_store(layer: MoELayer, name: Callable[[], str]) -> None:
-    """Watch the calls of a layer whose experts are in a store. Only rank 0 logs warnings.
+    """Watch the calls of a layer whose experts are loaded from a store, and log warnings. Only rank
+    0 logs these warnings.
 
-    name: a function that returns the layer's name for the log.
+    name: a function that returns the layer's name for log messages.
     """
     if not layer.experts.stored or (dist.is_initialized() and dist.get_rank() > 0):
         return
@@ -78,18 +78,18 @@ TOP = "moe"  # the first part of the names of all plots
 
 
 class Sink(Protocol):
-    """A destination of records.
+    """An output to which records can be written.
 
-    A record has `step` and `time` (seconds since the epoch). A record also has `layer` or `copier`
-    with further fields, or `training` with metrics by name.
+    Each record has the fields `step` and `time` (seconds since the epoch). A record also has
+    `layer` or `copier` with further fields, or `training` with metrics by name.
     """
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record."""
 
     def alert(self, step: int, rule: str, title: str, text: str) -> None:
-        """Accept a warning that consists of the rule and the title of a finding, and the meaning
-        with the remedy.
+        """Receive a warning. The arguments are the number of the step, the rule and the title of a
+        finding, and a text with its meaning and its remedy.
         """
 
     def close(self) -> None:
@@ -99,17 +99,18 @@ class Sink(Protocol):
 class JsonlSink:
     """A sink that appends records to a file, with one JSON object per line.
 
-    Every record is in the file when `write` returns, so no record is lost if the run is killed. If
-    a record cannot be written, for example because the disk is full, the record is lost with a
-    warning and training continues.
+    When `write` returns, the record has been written to the file. Therefore records are not lost if
+    the run is killed. If a record cannot be written, for example because the disk is full, the sink
+    logs a warning, discards the record and continues.
 
     Args:
-        path: the file. The folder of the file is created if necessary.
-        name: the setting or flag that contains the path of the file. It is used in messages.
-        take_over: whether to lock the file even if another run has locked it (`folder_lock`).
-            Optional. By default the file is not locked.
+        path: the file. The folder of the file is created if it does not exist.
+        name: the setting or flag that specifies the path of the file. The name of the setting or
+            flag is used in messages.
+        take_over: whether to lock the file even if a different run has locked it (see
+            `folder_lock`). Optional. By default, the file is not locked.
     Raises:
-        ValueError: If the file cannot be opened, or if another run writes to it.
+        ValueError: If the file cannot be opened, or if a different run is writing to the file.
     """
 
     def __init__(self, path: str, name: str = "observe.jsonl",
@@ -154,7 +155,7 @@ class JsonlSink:
 
 
 def _ends_within_a_line(path: str) -> bool:
-    """Return whether the last line of a file is unfinished because a run was killed."""
+    """Return whether the last line of a file is incomplete because a run was killed."""
     with open(path, "rb") as stream:
         if stream.seek(0, os.SEEK_END) == 0:
             return False
@@ -163,10 +164,9 @@ def _ends_within_a_line(path: str) -> bool:
 
 
 class TensorBoardSink:
-    """A sink that writes the numbers in records to TensorBoard, under the names that `points`
-    returns.
+    """Write the numbers in records to TensorBoard, under the names that `points` returns.
 
-    If the files cannot be written, the sink logs one warning and stops writing. Training continues.
+    If a file cannot be written, the sink logs a warning once and stops writing. Training continues.
 
     Raises:
         ValueError: If TensorBoard is not installed, or if the directory cannot be created.
@@ -178,12 +178,13 @@ class TensorBoardSink:
         except ImportError as error:
             raise ValueError(
                 f"observe.tensorboard={short(directory)} needs TensorBoard, which is not "
-                "installed; pip install 'moe-plugin[observe]', or set it to none") from error
+                "installed. Run: pip install 'moe-plugin[observe]', or set observe.tensorboard to "
+                "none") from error
         try:
             self._writer = SummaryWriter(directory)
         except OSError as error:
             raise ValueError(f"observe.tensorboard={short(directory)} cannot be written "
-                             f"({error.strerror}); give a directory") from error
+                             f"({error.strerror}). Set it to the path of a directory") from error
         self._directory, self._failed = directory, False
 
     def write(self, record: dict[str, Any]) -> None:
@@ -213,17 +214,17 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A sink that adds a run to a project of Weights & Biases, under the names that `points`
-    returns.
+    """Log the numbers in records to a run in a Weights & Biases project, under the names that
+    `points` returns.
 
-    The axis of every plot is the training step, so the records of a step may be written separately.
-    The package `wandb` sends data in the background and reads environment variables, such as
-    WANDB_MODE=offline, WANDB_DIR, WANDB_NAME and WANDB_RUN_GROUP. A different run in the same
-    process, such as the run of fairseq's `--wandb-project`, is not changed.
+    All plots use the training step as the horizontal axis, so the records of a step may be written
+    one after the other. The package `wandb` sends data in the background and reads environment
+    variables, such as WANDB_MODE=offline, WANDB_DIR, WANDB_NAME and WANDB_RUN_GROUP. Other runs in
+    the same process, such as the run of fairseq's `--wandb-project`, are not affected.
 
     Raises:
-        ValueError: If `wandb` is not installed or cannot start, for example without a key or a
-            network.
+        ValueError: If `wandb` is not installed, or if it cannot start, for example because there is
+            no API key or no network.
     """
 
     def __init__(self, project: str) -> None:
@@ -231,15 +232,16 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise ValueError(
-                f"observe.wandb={short(project)} needs Weights & Biases, which is not installed; "
-                "pip install 'moe-plugin[wandb]', or set it to none") from error
+                f"observe.wandb={short(project)} needs Weights & Biases, which is not installed. "
+                "Run: pip install 'moe-plugin[wandb]', or set observe.wandb to none") from error
         entity, _, name = project.rpartition("/")
         try:
             self._run = wandb.init(project=name, entity=entity or None, reinit="create_new")
         except wandb.Error as error:
             raise ValueError(
-                f"observe.wandb={short(project)} does not start ({short(error)}); run `wandb "
-                "login`, or write to a folder: WANDB_MODE=offline") from error
+                f"observe.wandb={short(project)}: Weights & Biases cannot start "
+                f"({short(error)}). Run `wandb login`, or set WANDB_MODE=offline to write to a "
+                "folder") from error
         self._run.define_metric(f"{TOP}/step", hidden=True)
         self._run.define_metric(f"{TOP}/*", step_metric=f"{TOP}/step")
 
@@ -254,11 +256,11 @@ class WandbSink:
 
 
 def points(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a record, by the names of the plots.
+    """Return the numbers in a record by the names of their plots.
 
-    The names of a layer's numbers are `moe/<layer>/<field>`, `moe/<layer>/loss/<name>` and
-    `moe/<layer>/share/expert<number>`. Other names are `moe/copies/<copier>/<field>` and
-    `moe/training/<name>`.
+    Numbers of a layer have the names `moe/<layer>/<field>`, `moe/<layer>/loss/<name>` and
+    `moe/<layer>/share/expert<number>`. All other numbers have the names
+    `moe/copies/<copier>/<field>` and `moe/training/<name>`.
     """
     fields = record.get("training", record)
     numbers = {key: value for key, value in fields.items()

@@ -1,7 +1,7 @@
-"""Recording of a timeline of one training step with torch's profiler.
+"""Record a timeline of one training step with torch's profiler.
 
-The timeline shows layers, exchanges, matmuls and GPU kernels. Ranks that do not record the timeline
-wait only while rank 0 starts the profiler.
+The timeline shows layers, exchanges, matmuls and GPU kernels. Ranks that record no timeline wait
+only until rank 0 has started the profiler.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ JOINED_US = 50  # consecutive spans of one name with smaller gaps are joined
 
 
 class _Row(NamedTuple):
-    """One span. `begin` and `end` are times of the profiler's clock in microseconds."""
+    """One span. `begin` and `end` are times in microseconds, measured by the profiler's clock."""
 
     track: str
     name: str
@@ -45,16 +45,17 @@ class _Row(NamedTuple):
 
 
 class StepTimeline:
-    """An object that records the timeline of one step.
+    """Record the timeline of one training step.
 
     Args:
-        config: settings in which `timeline` is the step, and `jsonl` is the file to which one
-            record is appended.
-        layers: the layers by name. The timeline shows their forward and backward passes.
-        comm: the ranks of the run. Rank 0 records the timeline. By default this rank records the
-            timeline.
-        rank: the rank that is written into the record.
-        health: an object that logs findings about the timeline. Optional.
+        config: the `observe` settings. `timeline` is the number of the step to record. `jsonl` is
+            the file to which the timeline is appended.
+        layers: the layers by name. The timeline shows the forward and backward passes of these
+            layers.
+        comm: the ranks of the run. Only rank 0 records the timeline. If `comm` is omitted, this
+            rank records the timeline.
+        rank: the rank that is stored in the record of the timeline.
+        health: the log to which findings about the timeline are added. Optional.
     """
 
     def __init__(self, config: ObserveConfig, layers: Mapping[str, nn.Module],
@@ -65,8 +66,8 @@ class StepTimeline:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Return a context for a whole training step, which is recorded if it is the configured
-        step.
+        """Return a context manager for a whole training step. The timeline is recorded if this is
+        the configured step.
         """
         if self.path is None or not self.step or step != self.step:
             yield
@@ -95,7 +96,7 @@ class StepTimeline:
 
 
 def _marked(name: str, layer: nn.Module) -> list[Any]:
-    """Register hooks that mark a layer's forward pass in the profile."""
+    """Register hooks that mark the forward pass of a layer in the profile."""
     open_marks: list[Any] = []
 
     def enter(*_: Any) -> None:
@@ -113,8 +114,8 @@ def _marked(name: str, layer: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Pass:
-    """The forward pass of a layer, and the range [first, after) of the sequence numbers of autograd
-    nodes.
+    """The forward pass of a layer. The autograd nodes of the pass have sequence numbers in the
+    range [first, after).
     """
 
     name: str
@@ -127,7 +128,7 @@ class _Pass:
 def spans(events: Sequence[Any]) -> list[list[Any]]:
     """Return the `SPANS` longest spans in a profile as [track, name, begin, end].
 
-    Times are in seconds from the start of the profile. events: the result of
+    Times are in seconds from the start of the profile. events: the profiler events, as returned by
     `torch.profiler.profile.events()`.
     """
     timed = sorted((e for e in events if e.time_range.end >= e.time_range.start),
@@ -169,7 +170,9 @@ def _on_host(event: Any) -> bool:
 
 
 def _row(event: Any, passes: Sequence[_Pass]) -> _Row | None:
-    """Return the span of an event, or None if the event is not shown."""
+    """Convert a profiler event to a span, or return None if the timeline does not show events of
+    this type.
+    """
     name, begin, end = event.name, event.time_range.start, event.time_range.end
     if not _on_host(event):
         if name.startswith((MARK, *EXCHANGES)):
@@ -185,7 +188,7 @@ def _row(event: Any, passes: Sequence[_Pass]) -> _Row | None:
 
 
 def _joined(rows: Sequence[_Row]) -> list[_Row]:
-    """Join consecutive spans that have the same track and name."""
+    """Merge consecutive spans that have the same track and the same name."""
     done: list[_Row] = []
     latest: dict[tuple[str, str], _Row] = {}
     for row in sorted(rows, key=lambda r: r.begin):

@@ -1,17 +1,18 @@
-"""Writing, reading and replaying of routing traces, which contain the experts of each token in each
+"""Write, read and replay routing traces, which contain the chosen experts of each token in each
 step.
 
-The format is the same as that of Megatron's `--moe-routing-trace-path` in version 0.19 and later.
-Each rank writes one file, which is named `router_trace_rank0.jsonl` on rank 0. The file has one
-JSON object for each forward pass of a layer in training:
+The file format is that of Megatron's `--moe-routing-trace-path` in version 0.19 and later. Each
+rank writes one trace file. For example, the file of rank 0 is `router_trace_rank0.jsonl`. A trace
+file contains one JSON object for each forward pass of a layer during training:
 
     {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0,
      "num_tokens": 128, "topk": 2, "top_indices": [[5, 0], ...]}
 
-`step` is the number of completed steps. `layer` is the index of the layer in the whole model,
-whereas Megatron counts the layers of the pipeline stage. Layers of multi-token prediction have the
-`block` "mtp" and also `mtp_idx`. Tokens have the same order as in the layer's input. The index -1
-stands for no expert and is used for padding and for a dropped second choice.
+`step` is the number of steps completed before this pass. `layer` is the index of the layer in the
+whole model. In Megatron's own traces, `layer` is the index within the pipeline stage. Layers of
+multi-token prediction have the `block` "mtp" and an additional field `mtp_idx`. The tokens in
+`top_indices` are in the same order as in the layer's input. The expert index -1 means that no
+expert was chosen. The index -1 is used for padding and for dropped second choices.
 """
 
 from __future__ import annotations
@@ -42,18 +43,19 @@ Key = tuple[str, int | None, int]  # block, mtp_idx, layer
 
 
 def trace_path(folder: str, rank: int) -> Path:
-    """Return the path of a rank's trace."""
+    """Return the path of the trace file of a rank."""
     return Path(folder, f"router_trace_rank{rank}.jsonl")
 
 
 def read_trace(path: str | Path) -> dict[Key, list[list[Tensor]]]:
-    """Read the choices in a file. The layers are in the order of the model.
+    """Read the chosen experts from the trace file of one rank. The layers in the returned dict are
+    ordered as in the model.
 
-    Returns: A list of steps for each layer. Each step is a list of passes, which are int64 tensors
-        [T, K] on the host.
+    Returns: For each layer, a list of steps. Each step is a list of passes, and each pass is an
+        int64 tensor [T, K] on the CPU.
     Raises:
-        ValueError: If the file cannot be read or is not a trace. The message contains the line
-            number.
+        ValueError: If the file cannot be read or is not a trace. The error message contains the
+            number of the invalid line.
     """
     found: dict[Key, dict[int, list[Tensor]]] = {}
     check_input(path, "routing trace", "write one with observe.trace")
@@ -74,41 +76,41 @@ def read_trace(path: str | Path) -> dict[Key, list[list[Tensor]]]:
 
 
 def read_traces(folder: str | Path) -> list[dict[Key, list[list[Tensor]]]]:
-    """Read the traces of all ranks in a folder, in the order of the ranks.
+    """Read the traces of all ranks from a folder, ordered by rank.
 
     Raises:
-        ValueError: If there is no trace, or if a trace cannot be read.
+        ValueError: If the folder contains no trace, or if a trace cannot be read.
     """
     files = sorted(Path(folder).glob("router_trace_rank*.jsonl"),
                    key=lambda path: (len(path.name), path.name))
     if not files:
-        raise ValueError(f"{short(str(folder))} contains no router_trace_rank*.jsonl. Give the "
+        raise ValueError(f"{short(str(folder))} contains no router_trace_rank*.jsonl. Pass the "
                          "folder of a trace, or write a trace with observe.trace, or with "
                          "Megatron's --moe-routing-trace-path")
     return [read_trace(path) for path in files]
 
 
 class RoutingTrace:
-    """An object that writes the choices of layers in training and replays the choices of a
-    different trace.
+    """During training, write the chosen experts to a trace, or replay the choices of an earlier
+    trace.
 
-    A pass that is recomputed and a step that is repeated are counted once. Passes that
-    torch.compile traces are not written.
+    Recomputed passes and repeated steps are counted only once. Passes during which torch.compile
+    traces the model are not written.
 
     Args:
-        layers: modules that contain a `MoELayer` each, in the order of the model. The `Key` of a
-            layer is the attribute `trace_key` if it exists, or otherwise the position of the layer.
+        layers: modules that each contain one `MoELayer`, ordered as in the model. The `Key` of a
+            layer is its attribute `trace_key` if it exists, and otherwise its index.
         rank: the rank of this process.
         write: the folder to which the trace of this run is written. Optional. If the run resumes
-            from a checkpoint, records of earlier steps are kept.
-        steps: the number of steps that this run records, counted from its first step. If it is 0,
-            all steps are recorded.
-        replay: the folder of a trace to replay. Optional. Pass `m` of a layer in step `n` uses
-            record `m` of step `n` in the trace in place of the router's choice (see
-            `Router.forced`). After the last step, the trace is replayed from the start. Layers of
-            the trace and of the model are matched by their order.
+            from a checkpoint, the records of earlier steps are preserved.
+        steps: the number of steps to record, counted from the first step of this run. If 0, all
+            steps of the run are recorded.
+        replay: the folder of a trace to replay. Optional. In pass `m` of step `n`, a layer uses
+            record `m` of step `n` of the trace instead of its router's choice (see
+            `Router.forced`). After the last step of the trace, replaying continues with the first
+            step. Layers in the trace and layers of the model are matched by their order.
     Raises:
-        ValueError: If a folder cannot be written, or if a trace does not fit these layers.
+        ValueError: If a folder cannot be written, or if a trace does not match these layers.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], rank: int, *, write: str | None = None,
@@ -149,7 +151,7 @@ class RoutingTrace:
         return hook
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that undoes all later passes, as `StatsRecorder.mark` does."""
+        """Return a function that undoes all later passes, as in `StatsRecorder.mark`."""
         kept, passes = len(self.records), [replay.passes for replay in self.replays]
 
         def undo() -> None:
@@ -160,14 +162,15 @@ class RoutingTrace:
         return undo
 
     def end_step(self, number: int, made: bool = True) -> None:
-        """Write the records of a step to the trace.
+        """Write the records of the current step to the trace.
 
         Args:
             number: the number of the step, counted from 1.
-            made: whether the step was applied to the model. The records of a step that was not
-                applied are dropped.
+            made: whether the optimizer has applied the step to the model. If False, the records of
+                the step are discarded.
         Raises:
-            ValueError: If the replayed trace has more records of this step than passes were made.
+            ValueError: If the layers made fewer passes in this step than the replayed trace
+                contains for the step.
         """
         records, self.records = self.records, []
         first, self.ended = not self.ended, self.ended + made
@@ -199,7 +202,9 @@ def _checked(steps: list[list[Tensor]], experts: int, path: Path) -> list[list[T
 
 def trace_of(config: ObserveConfig, layers: Mapping[str, nn.Module],
              rank: int) -> RoutingTrace | None:
-    """Build the trace for `observe.trace` and `observe.replay`, or None if both are unset."""
+    """Create the trace object for `observe.trace` and `observe.replay`. Return None if both
+    settings are unset.
+    """
     if not config.trace and not config.replay:
         return None
     return RoutingTrace(layers, rank, write=config.trace, steps=config.trace_steps,
@@ -207,7 +212,7 @@ def trace_of(config: ObserveConfig, layers: Mapping[str, nn.Module],
 
 
 def _keep(path: Path, step: int) -> None:
-    """Keep only the records of earlier steps in a file."""
+    """Remove the records of the given step and of all later steps from a trace file."""
     kept = path.with_name(path.name + ".kept")
     with open(kept, "w", encoding="utf-8") as file:
         if path.exists() and step:
@@ -225,7 +230,7 @@ def _is_before(step: int, line: str) -> bool:
 
 @dataclass
 class _Replay:
-    """A function object that replays the choices of a trace for one router. See `Router.forced`."""
+    """A callable that replays the choices in a trace for one router. See `Router.forced`."""
 
     router: Router
     steps: list[list[Tensor]]
@@ -233,7 +238,9 @@ class _Replay:
     passes: int = 0  # the number of passes in the current step
 
     def __call__(self, call: RoutingCall) -> Tensor | None:
-        """Return the choices for this pass, or None if the pass is not counted."""
+        """Return the chosen experts for this pass, or None if the pass is not a counted training
+        pass.
+        """
         if self.router.training and inside_backward():
             raise RuntimeError(
                 "the recomputation of a pass found no recorded routing. With observe.replay, "
@@ -247,9 +254,9 @@ class _Replay:
         shape = call.logits_TE.shape[0], call.k
         if tuple(ids_TK.shape) != shape:
             raise ValueError(
-                f"{self._record(self.passes)} has {tuple(ids_TK.shape)} tokens and experts per "
-                f"token, but this pass has {shape}. Replay with the model, the micro-batches and "
-                "the layout of the trace")
+                f"{self._record(self.passes)} has {tuple(ids_TK.shape)} (tokens, experts per "
+                f"token), but this pass has {shape}. Use the same model, micro-batches and "
+                "parallel layout as the run that wrote the trace")
         self.passes += 1
         complete = not bool((ids_TK < 0).any())  # ids_TK is on the host, so nothing waits
         ids_TK = ids_TK.to(call.logits_TE.device)
@@ -262,8 +269,8 @@ class _Replay:
         return ids_TK.clamp(min=0)
 
     def end_step(self, made: bool) -> None:
-        """Continue with the next step of the trace. Raise `ValueError` if an applied step has
-        unused records.
+        """Advance to the next step of the replayed trace. Raise `ValueError` if the step was
+        applied to the model without using all records of the trace's step.
         """
         if made and self.passes < len(self._records):
             raise self._differs(str(self.passes))

@@ -1,6 +1,6 @@
-"""A live view of a running job that is updated whenever the files of the run grow.
+"""A live view of a running job. The live view is updated whenever the files of the run grow.
 
-If the output is not a terminal, the view is printed as plain text without control codes.
+If the output is not a terminal, the live view is printed as plain text without control codes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ POLL_S = 0.2
 
 
 def view(run: RunRecord, console: Console, age_s: float | None = None) -> Group:
-    """Return the view of a run. It is not higher than the console.
+    """Return the live view of a run, which fits into the height of the console.
 
-    age_s: the time in seconds since the files last grew. Optional.
+    age_s: the time in seconds since the run's files last grew. Optional.
     """
     bars = PLAIN if console.options.ascii_only else BARS
     training = _training(run, console.width, bars)
@@ -64,7 +64,7 @@ def _title(run: RunRecord, age_s: float | None) -> Text:
 
 
 def _findings(run: RunRecord, width: int) -> list[RenderableType]:
-    """Return each finding and its remedy, wrapped to the width of the console."""
+    """Return all findings with their remedies, wrapped to the width of the console."""
     parts = [(text, style, indent) for found in findings(run) for text, style, indent in (
         (f"! {found.title}", "bold red", "  "), (f"  try: {found.remedy}", "red", "       "))]
     return [_text(line, style) for text, style, indent in parts for line in textwrap.wrap(
@@ -72,7 +72,9 @@ def _findings(run: RunRecord, width: int) -> list[RenderableType]:
 
 
 def _progress(run: RunRecord) -> RenderableType:
-    """Return the progress of the run, with the elapsed and the remaining time if they are known."""
+    """Return the progress of the run. The elapsed time and the remaining time are included if they
+    are known.
+    """
     total, parts = run.total_steps, [f"step {run.last_step:,}"]
     if total:
         parts[0] += f" of {total:,} ({100 * run.last_step / total:.0f} %)"
@@ -105,7 +107,7 @@ def _training(run: RunRecord, width: int, bars: str) -> Table:
 
 
 def spark(values: Sequence[float], width: int, bars: str = BARS) -> str:
-    """Return values over time as a line of bars. A value that is not finite is shown as `?`."""
+    """Draw a series of values as one line of bars. Values that are not finite are shown as `?`."""
     count = max(1, min(width, len(values)))
     parts = [values[i * len(values) // count : (i + 1) * len(values) // count]
              for i in range(count)]
@@ -119,10 +121,11 @@ def spark(values: Sequence[float], width: int, bars: str = BARS) -> str:
 
 
 def load_bars(record: LayerRecord, width: int, bars: str = BARS) -> Text:
-    """Return one bar per expert. Half of the height stands for the mean load, and the full height
-    for twice the mean load.
+    """Draw the loads of experts as one line of bars, with one bar per expert. A bar of half height
+    represents the mean load, and a bar of full height represents twice the mean load.
 
-    If there are more experts than `width`, each bar shows the busiest expert of a group.
+    If there are more than `width` experts, each bar represents a group of experts and shows the
+    busiest expert of this group.
     """
     shares = [0.0 if math.isnan(s) else s for s in record.shares]
     count = min(width, len(shares))
@@ -135,7 +138,7 @@ def load_bars(record: LayerRecord, width: int, bars: str = BARS) -> Text:
 
 
 def _warning(value: float | None, high: float, very_high: float) -> str:
-    """Return the colour in which a value that should be small is shown."""
+    """Return the colour that warns about a large value."""
     if value is None:
         return ""
     return "red" if value >= very_high else "yellow" if value >= high else "green"
@@ -173,13 +176,13 @@ def _text(text: str, style: str = "") -> Text:
 
 
 class Watch:
-    """An object that shows a run until the run has finished.
+    """Show the live view of a run until the run has finished.
 
     Args:
         folder: the folder of the run.
-        interval: the number of seconds between two checks of its files.
+        interval: the time in seconds between two checks for new data in the run's files.
         stream: the output. Control codes and colours are used only if the output is a terminal.
-        sleep: the function that waits for a given number of seconds. Tests replace it.
+        sleep: a function that waits for the given number of seconds. Tests replace it.
     Raises:
         ValueError: If `interval` is not positive.
     """
@@ -187,7 +190,7 @@ class Watch:
     def __init__(self, folder: Path, interval: float = 2.0, stream: TextIO | None = None,
                  sleep: Callable[[float], None] = time.sleep) -> None:
         if not interval > 0:
-            raise ValueError(f"--interval {interval} is out of bounds: must be > 0; use 2")
+            raise ValueError(f"--interval {interval} must be > 0. For example, use 2")
         self.folder, self.interval, self.sleep = folder, interval, sleep
         self.stream = stream if stream is not None else sys.stdout
         if isinstance(self.stream, io.TextIOWrapper):
@@ -202,14 +205,15 @@ class Watch:
         self.signature: object = None
 
     def once(self) -> None:
-        """Show the current state of the run once. Raise `ValueError` if the folder contains no run.
+        """Print the current state of the run once. Raise `ValueError` if the folder does not
+        contain a run.
         """
         self.run = read_run(self.folder)
         self._print()
 
     def follow(self) -> None:
-        """Show the run until it has finished, until Ctrl-C is pressed, or until the reader of a
-        pipe has ended.
+        """Show the live view until the run finishes, Ctrl-C is pressed, or the reader of a pipe
+        exits.
         """
         try:
             self._follow()
@@ -235,7 +239,7 @@ class Watch:
                 self._wait()
 
     def _look(self) -> bool:
-        """Read the files of the run if they have changed, and return whether they have changed."""
+        """Read the files of the run if they have changed. Return whether the files have changed."""
         now = self._signature()
         if now == self.signature:
             return False
@@ -264,7 +268,7 @@ class Watch:
         return view(self.run, self.console, time.time() - max(times) if times else None)
 
     def _print(self, last: str | None = None) -> None:
-        """Write the view as plain text, or write a last line after the view."""
+        """Print the live view as plain text, or print a final line below the view."""
         if last is None or self.terminal:
             with self.console.capture() as captured:
                 self.console.print(self._view())
@@ -275,7 +279,7 @@ class Watch:
         self.stream.flush()
 
     def _wait(self) -> None:
-        """Wait for the interval, or until the size of the window changes."""
+        """Wait until the update interval has passed or the window has been resized."""
         size, left = self.console.size, self.interval
         while left > 0 and not (self.terminal and self.console.size != size):
             part = min(POLL_S, left)

@@ -1,4 +1,4 @@
-"""Check an expert-parallel training step of any framework.
+"""Check whether an expert-parallel training step of any framework is correct.
 
 The audit compares the loss, the gradients and the gradient norm with a dense reference.
 """

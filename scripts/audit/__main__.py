@@ -1,4 +1,4 @@
-"""Run `moe-plugin audit` of this checkout: `python scripts/audit ...`."""
+"""Run the command `moe-plugin audit` from this checkout: `python scripts/audit ...`."""
 
 from __future__ import annotations
 

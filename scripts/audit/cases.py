@@ -1,4 +1,6 @@
-"""The training steps of an audit: numbers of ranks, loads, and features of a step."""
+"""The training steps of an audit. These training steps differ in the number of ranks, the load, and
+the features that they use.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ MICRO_BATCHES = 3  # differs from every number of ranks, so that factors can be 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One kind of step. needs: the abilities that a target must support for this scenario."""
+    """A type of training step to audit. needs: the abilities that a target needs for this scenario.
+    """
 
     name: str
     needs: tuple[str, ...] = ()
@@ -46,9 +49,10 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A scenario on `ranks` ranks with expert-parallel groups of size `ep`.
+    """A scenario that runs on `ranks` ranks with expert-parallel groups of size `ep`.
 
-    shared: the number of consecutive ranks that have the same tokens. These ranks are one source.
+    shared: the number of consecutive ranks that process the same tokens. Ranks that process the
+    same tokens form one source.
     """
 
     ranks: int
@@ -58,7 +62,9 @@ class Case:
 
     @property
     def sources(self) -> int:
-        """The number of sources, which are ranks or groups of ranks with different tokens."""
+        """The number of sources of tokens. A source is a rank, or a group of ranks that process the
+        same tokens.
+        """
         return self.ranks // self.shared
 
     @property
@@ -68,11 +74,11 @@ class Case:
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches of each rank in a step."""
+        """The number of micro-batches per rank and step."""
         return self.scenario.micro_batches
 
     def source_of(self, rank: int) -> int:
-        """Return the source of a rank's tokens."""
+        """Return the source to which a rank belongs."""
         return rank // self.shared
 
     def __str__(self) -> str:
@@ -81,7 +87,7 @@ class Case:
 
 
 class Question:
-    """A case with its tokens, its weights and the right answer."""
+    """A case together with its tokens, its weights and the correct results."""
 
     def __init__(self, model: DenseModel, case: Case) -> None:
         self.model, self.case = model, case
@@ -103,11 +109,11 @@ class Question:
 
     @cached_property
     def clip(self) -> float | None:
-        """A bound for clipping that is smaller than the right norm."""
+        """A clipping bound that is smaller than the correct gradient norm."""
         return self.right.norm() / 2 if self.case.scenario.clipped else None
 
     def batch(self, rank: int, dtype: torch.dtype) -> Batch:
-        """Return the batch of a rank."""
+        """Return the batch that a rank processes."""
         def converted(x: Tensor) -> Tensor:
             return x.to(dtype) if x.is_floating_point() else x
 
@@ -116,9 +122,10 @@ class Question:
 
 
 def worlds(target: Target, ranks: Iterable[int], experts: int) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of ranks and the sizes of expert-parallel groups to try.
+    """Yield pairs (number of ranks, expert-parallel size) to try.
 
-    For a target that does not accept a size, the group contains all ranks.
+    If the target does not accept an expert-parallel size, the expert-parallel group contains all
+    ranks.
     """
     for number in ranks:
         sizes = [ep for ep in (4, 2) if number % ep == 0 and experts % ep == 0]
@@ -129,7 +136,8 @@ def worlds(target: Target, ranks: Iterable[int], experts: int) -> Iterator[tuple
 
 
 def cases(target: Target, ranks: int, ep: int) -> list[Case]:
-    """Return the cases with these ranks that a target supports."""
+    """Return all cases that a target supports for a given number of ranks and expert-parallel size.
+    """
     shared = target.tokens_shared(ranks, ep)
     return [Case(ranks, ep, scenario, shared) for scenario in SCENARIOS
             if target.supports.issuperset(scenario.needs)

@@ -1,9 +1,10 @@
-"""Compare the results of a step with the right results.
+"""Compare the results of a training step with the correct results.
 
-A gradient is a sum over the tokens of each source (rank) and micro-batch. The reference stores
-these summands separately, so that a wrong gradient can be written as their sum with coefficients.
-The coefficients show the mistake: all are 2, all are 1/EP, only those of this rank are not 0, or
-only those of the last micro-batch are not 0.
+A gradient is a sum over the tokens of all sources (ranks) and micro-batches. The reference stores
+the summands separately, so that an incorrect gradient can be expressed as a sum of these summands
+with coefficients. The coefficients of an incorrect gradient reveal the fault. For example, all
+coefficients may be 2 or 1/EP, or all coefficients may be 0 except those of this rank or of the last
+micro-batch.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ MISSING, ZERO, NOT_ZERO, OTHER = "missing", "zero", "not zero", "not a multiple"
 
 @dataclass(frozen=True)
 class Observation:
-    """The comparison of one tensor, loss or norm of one rank in one case.
+    """The comparison of one tensor, loss or norm on one rank with the correct result, in one case.
 
     Attributes:
         case: the case.
-        what: the name of the tensor, or `loss` or `norm`.
+        what: the name of the compared tensor, or `loss` or `norm`.
         rank: the rank.
-        readings: every explanation that fits, with its factor. The explanations of a gradient are
-            the constants above, and the factor is the gradient divided by the gradient that the
-            explanation predicts, or NaN if both are 0. The explanations of a norm describe what
-            it counts, and the factor is the norm divided by the right norm.
+        readings: all explanations that match the result, each with a factor. If the result is a
+            gradient, the explanation is one of the constants above. The factor of a gradient's
+            explanation is the gradient divided by the gradient that the explanation predicts, or
+            NaN if both are 0. If the result is a norm, the explanation describes which parameters
+            are counted, and the factor is the norm divided by the correct norm.
         error: the relative error.
-        expert: the index of the expert if the tensor belongs to experts. Otherwise None.
+        expert: the index of the expert, if the tensor contains experts. Otherwise None.
     """
 
     case: Case
@@ -51,14 +53,15 @@ class Observation:
 
     @property
     def right(self) -> bool:
-        """Whether the value is right."""
+        """Whether the result is correct."""
         return RIGHT in self.readings
 
 
 def observe(question: Question, steps: Sequence[RankStep], tolerance: float) -> list[Observation]:
-    """Compare all results of one case in which every rank has completed its step.
+    """Compare the results of all ranks in one case with the correct results. All ranks must have
+    completed the training step.
 
-    tolerance: the largest relative error that counts as right.
+    tolerance: the largest relative error of a correct result.
     """
     case, right = question.case, question.right
     unclipped = {step.rank: _scale(question.clip, step.norm) for step in steps}
@@ -77,7 +80,7 @@ def observe(question: Question, steps: Sequence[RankStep], tolerance: float) -> 
 
 
 def _scale(clip: float | None, norm: float | None) -> float:
-    """Return the factor by which clipping has multiplied the gradients."""
+    """Return the factor by which clipping multiplied the gradients."""
     if clip is None or norm is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, clip / (norm + EPSILON))
@@ -85,9 +88,10 @@ def _scale(clip: float | None, norm: float | None) -> float:
 
 def _tensors(question: Question, name: str, step: RankStep
              ) -> Iterator[tuple[int | None, Tensor, Tensor | None]]:
-    """Yield the rank's parts of a tensor as one gradient, or one gradient per expert.
+    """Yield the rank's shards of a tensor. The shards are combined to one gradient, or to one
+    gradient per expert.
 
-    If only some parts have a gradient, the gradient of the remaining parts is zero.
+    If only some of the shards have a gradient, the gradient of the other shards is set to zero.
     """
     parts = step.grads.get(name, [])
     if not parts:
@@ -111,16 +115,17 @@ def _tensors(question: Question, name: str, step: RankStep
 
 def read_gradient(case: Case, rank: int, tokens_SM: Tensor, rows_SMn: Tensor, g_n: Tensor | None,
                   tolerance: float, size: float) -> tuple[dict[str, float], float]:
-    """Return the readings and the relative error of one gradient.
+    """Return the explanations that match a gradient, and the relative error of the gradient.
 
     Args:
         case: the case.
-        rank: the rank that has the gradient.
-        tokens_SM: the number of tokens of each source and micro-batch.
-        rows_SMn: the contribution of each source and micro-batch to the right gradient.
-        g_n: the gradient of the rank, or None if the rank has no gradient.
-        tolerance: the largest relative error that counts as right.
-        size: the norm of the whole tensor's gradient, of which this gradient may be a small part.
+        rank: the rank that computed the gradient.
+        tokens_SM: the number of tokens in each micro-batch of each source.
+        rows_SMn: the contribution of each source and micro-batch to the correct gradient.
+        g_n: the gradient on the rank, or None if there is no gradient.
+        tolerance: the largest relative error of a correct gradient.
+        size: the norm of the gradient of the whole tensor, of which this gradient may be a small
+            slice.
     """
     right_n = rows_SMn.sum((0, 1))
     norm, zero = float(right_n.norm()), tolerance * size
@@ -151,7 +156,9 @@ def read_gradient(case: Case, rank: int, tokens_SM: Tensor, rows_SMn: Tensor, g_
 
 
 def predictions(case: Case, rank: int, tokens_SM: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield explanations with the coefficients [S, M] of the summands, up to a factor."""
+    """Yield each explanation with the coefficients [S, M] that it implies for the summands, up to a
+    common factor.
+    """
     ones_SM = torch.ones_like(tokens_SM)
     source_S = torch.arange(case.sources)
     mine, groups = case.source_of(rank), max(1, case.ep // case.shared)
@@ -170,7 +177,7 @@ def predictions(case: Case, rank: int, tokens_SM: Tensor) -> Iterator[tuple[str,
 
 
 def _is_sum(rows_SMn: Tensor, g_n: Tensor, zero: float, tolerance: float) -> bool:
-    """Return whether a gradient is a sum of the summands with arbitrary factors."""
+    """Return whether a gradient is a linear combination of the summands in the reference."""
     rows = rows_SMn.flatten(0, 1)
     rows = rows[rows.norm(dim=1) > zero]
     if len(rows) >= len(g_n):
@@ -181,10 +188,10 @@ def _is_sum(rows_SMn: Tensor, g_n: Tensor, zero: float, tolerance: float) -> boo
 
 def _losses(case: Case, right: Reference, losses: Sequence[float | None], tolerance: float
             ) -> Iterator[Observation]:
-    """Compare the losses of all ranks.
+    """Compare the losses of all ranks with the correct losses.
 
-    A loss is right if it is the mean over all tokens, or over the rank's tokens, or over the means
-    of its micro-batches.
+    A correct loss is the mean over all tokens, over the rank's tokens, or over the means of its
+    micro-batches.
     """
     mean_SM = right.losses / right.tokens.clamp(min=1)
     own_S, all_S = right.losses.sum(1) / right.tokens.sum(1).clamp(min=1), torch.ones(case.sources)
@@ -210,9 +217,11 @@ def _losses(case: Case, right: Reference, losses: Sequence[float | None], tolera
 
 def _norms(question: Question, steps: Sequence[RankStep], unclipped: Mapping[int, float],
            tolerance: float) -> Iterator[Observation]:
-    """Compare the norm by which each rank clips with the norm of the actual gradients.
+    """Compare the gradient norm that each rank uses for clipping with the norm of the actual
+    gradients.
 
-    Nothing is compared if ranks that store the same parameter have different gradients of it.
+    The norms are not compared if ranks that store the same parameter have different gradients for
+    the parameter.
     """
     experts = question.model.experts
     squares = {name: _squares(name, w.numel(), steps, unclipped)
@@ -233,7 +242,9 @@ def _norms(question: Question, steps: Sequence[RankStep], unclipped: Mapping[int
 
 @dataclass(frozen=True)
 class _Squares:
-    """The squares of a gradient's elements over the ranks that store them, and sums by rank."""
+    """The squared elements of a gradient, combined over all ranks that store them, and the sum of
+    squares on each rank.
+    """
 
     sum_n: Tensor
     largest_n: Tensor
@@ -247,7 +258,9 @@ class _Squares:
         return float(apart_n.sum()) <= 4 * tolerance * float(mean_n.sum())
 
     def mean(self) -> Tensor:
-        """Return the squared norm, in which each element counts once."""
+        """Return the squared norm of the gradient. Each element is counted once, even if several
+        ranks store it.
+        """
         return (self.sum_n / self.holders_n.clamp(min=1)).sum()
 
 
@@ -268,16 +281,16 @@ def _squares(name: str, size: int, steps: Sequence[RankStep], unclipped: Mapping
 
 def counted(norm: float, experts: float, dense: float, own: Sequence[float], rank: int, case: Case,
             tolerance: float) -> dict[str, float]:
-    """Return every explanation of a norm that gives its value.
+    """Return all explanations that match a gradient norm.
 
     Args:
-        norm: the norm of a rank.
-        experts: the squared norm of all experts.
-        dense: the squared norm of all other parameters.
-        own: the squared norms of each rank's experts.
+        norm: the gradient norm on one rank.
+        experts: the squared gradient norm of all experts.
+        dense: the squared gradient norm of all other parameters.
+        own: for each rank, the squared gradient norm of the experts on the rank.
         rank: the rank.
         case: the case.
-        tolerance: the largest relative error that counts as equal.
+        tolerance: the largest relative error of a match.
     """
     readings = {
         RIGHT: experts + dense, "counts only this rank's experts": own[rank] + dense,

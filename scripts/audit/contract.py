@@ -1,6 +1,7 @@
 """The interface between an audit and a training step.
 
-A training step consists of two functions, and it states which parts of the model each rank has.
+A training step is defined by two functions. The first function reports which slices of the model's
+tensors are stored on each rank, and the second function runs the step.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ ABILITIES = ("accumulation", "clipping", "recompute", "per_token", "empty")
 
 @dataclass(frozen=True)
 class Batch:
-    """The data of one rank for one step.
+    """The data for one training step on one rank.
 
     Attributes:
-        micro_batches: the pairs (x, y). For the model `TINY`, x and y are [T, 8].
-        tokens: the number of tokens in the micro-batches of all ranks. The loss is the mean over
-            these tokens.
-        clip: the bound of the gradient norm. None if gradients are not clipped.
-        recompute: whether the layer is recomputed in the backward pass.
+        micro_batches: pairs (input x, target y). For the model `TINY`, both x and y have the shape
+            [T, 8].
+        tokens: the total number of tokens in the micro-batches of all ranks. The loss is the mean
+            over all tokens.
+        clip: the maximum gradient norm. None if gradients must not be clipped.
+        recompute: whether the layer's forward pass is recomputed during the backward pass.
     """
 
     micro_batches: Sequence[tuple[Tensor, Tensor]]
@@ -43,16 +45,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class HeldPart:
-    """A tensor of this rank and its position in the whole tensor.
+    """A tensor on this rank, and its position in the unsharded tensor.
 
     Attributes:
-        tensor: the parameter of this rank. If it is a DTensor, `where` is not used, because a
-            DTensor knows its position.
-        where: the index into the whole tensor, such as `slice(2, 4)` for the experts 2 and 3.
-        here: the index into `tensor`, if `tensor` contains more than this part.
-        transposed: whether the last two dimensions are exchanged.
-        grad: a function that returns the gradient, if the gradient is neither in `.grad` nor in
-            `.main_grad`. Optional.
+        tensor: the parameter tensor on this rank. For a DTensor, `where` is ignored, because a
+            DTensor stores its position.
+        where: the index into the unsharded tensor, such as `slice(2, 4)` for experts 2 and 3.
+        here: the index into `tensor`, if `tensor` also contains other data.
+        transposed: whether the last two dimensions are swapped.
+        grad: a function that returns the gradient. Required if the gradient is stored neither in
+            `.grad` nor in `.main_grad`. Optional.
     """
 
     tensor: Tensor
@@ -66,31 +68,34 @@ Parts = Mapping[str, Tensor | HeldPart | Sequence[HeldPart]]
 
 
 class AuditTarget(Protocol):
-    """A training step to audit. `load` also accepts a module with `build` and `step`.
+    """A training step to audit. The function `load` also accepts a module with the functions
+    `build` and `step`.
 
-    A target may have these attributes: `supports`, some of `ABILITIES`; `model`, a `DenseModel`;
-    `dtype`, the dtype of the batches, float32 by default; and `tokens_shared(ranks, ep)`, a
-    function that returns the number of consecutive ranks with the same tokens.
+    A target may have these optional attributes: `supports`, a subset of `ABILITIES`; `model`, a
+    `DenseModel`; `dtype`, the dtype of the batches (default: float32); and
+    `tokens_shared(ranks, ep)`, a function that returns the number of consecutive ranks with the
+    same tokens.
     """
 
     def build(self, ranks: int) -> Parts:
-        """Build the model of this rank, and return its parts by the names of the whole tensors.
+        """Build the model on this rank. Return the model's parameters by the names of the unsharded
+        tensors.
 
-        If the function has a second argument `ep`, the audit also tries several sizes of
-        expert-parallel groups.
+        If the method `build` has a second argument `ep`, the audit also tries several
+        expert-parallel sizes.
         """
 
     def step(self, batch: Batch) -> Mapping[str, float]:
-        """Make a training step up to the optimizer, starting from zeroed gradients.
+        """Run a training step without the optimizer. All gradients must be set to zero first.
 
-        Returns:
-            `loss`, and `norm` if the step clips gradients.
+        Returns: A mapping that contains `loss`. If the step clips gradients, the mapping also
+        contains `norm`.
         """
 
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded `AuditTarget` with defaults for missing attributes."""
+    """A loaded `AuditTarget`, with default values for missing attributes."""
 
     name: str
     build: Callable[..., Parts]
@@ -102,7 +107,7 @@ class Target:
 
     @property
     def takes_ep(self) -> bool:
-        """Whether `build` accepts the size of the expert-parallel group."""
+        """Whether the function `build` accepts the expert-parallel size."""
         return "ep" in inspect.signature(self.build).parameters
 
 
@@ -110,8 +115,8 @@ def load(name: str) -> Target:
     """Load a target by a name such as `module`, `module:name`, `file.py` or `file.py:name`.
 
     Raises:
-        ValueError: if the target is not found, has no `build` or `step`, or supports an unknown
-            ability.
+        ValueError: if the target is not found, if it has no `build` or `step` function, or if it
+            supports an unknown ability.
     """
     path, _, attribute = name.partition(":")
     target: Any = _import(path)
@@ -157,13 +162,14 @@ def _import(path: str) -> Any:
 
 def places(parts: Parts, shapes: Mapping[str, Sequence[int]]
            ) -> Iterator[tuple[str, HeldPart, Tensor]]:
-    """Yield the name of each part, the part, and its positions in the flattened whole tensor.
+    """For each part of a tensor, yield the name of the tensor, the part, and the positions of the
+    part in the flattened unsharded tensor.
 
-    The positions are int64 and have the shape of the part.
+    The positions are an int64 tensor with the same shape as the part.
 
     Raises:
-        ValueError: if the names of the parts and of the whole model differ, or if the shape of a
-            part does not match its position.
+        ValueError: if the names of the parts differ from those in the unsharded model, or if the
+            shape of a part does not match its position.
     """
     if set(parts) != set(shapes):
         raise ValueError(f"build returned parts of {', '.join(sorted(parts))}, but the whole model "
@@ -184,7 +190,9 @@ def places(parts: Parts, shapes: Mapping[str, Sequence[int]]
 
 
 def local(part: HeldPart, tensor: Tensor | None = None) -> Tensor:
-    """Return the view of a part into its parameter, or into another tensor of the same shape."""
+    """Return the part as a view of the part's parameter, or as a view of another tensor with the
+    same shape.
+    """
     tensor = part.tensor if tensor is None else tensor
     held = tensor.to_local() if is_sharded(tensor) else tensor
     held = held.detach()[part.here]
@@ -192,7 +200,9 @@ def local(part: HeldPart, tensor: Tensor | None = None) -> Tensor:
 
 
 def gradient(part: HeldPart) -> Tensor | None:
-    """Return the gradient of a part as a view of the part's shape, or None without a gradient."""
+    """Return the gradient of a part as a view with the shape of the part, or None if there is no
+    gradient.
+    """
     if part.grad is not None:
         grad = part.grad()
     else:

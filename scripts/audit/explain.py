@@ -1,8 +1,10 @@
-"""Derive findings from the observations of all cases, and describe each in a sentence.
+"""Derive findings about faults from the observations in all cases, and describe each finding in a
+sentence.
 
-A factor gets a name if one expression gives its value in every case, including the cases in which
-it is 1. For example, the factor 2.0 on two ranks may be EP, the number of ranks, or a loss that is
-counted twice. Cases with one rank, and with groups of two in four ranks, distinguish them.
+The factor of a wrong gradient is replaced with an expression (such as EP) if this expression yields
+the factor in every case. For example, a factor of 2.0 on two ranks may be EP, the number of ranks,
+or a loss that is counted twice. If the audit also tries one rank, and four ranks in groups of two,
+these expressions can be distinguished.
 """
 
 from __future__ import annotations
@@ -117,15 +119,17 @@ class AuditFinding:
     """One fault.
 
     Attributes:
-        names: the affected tensors, or `loss`, `norm` or `step`.
-        pattern: the kind of fault; see `compare`.
-        factor: an expression, a number or a description of a norm. Empty without a factor.
-        cause: the likely cause.
-        only: the feature of a step without which the fault does not occur. Empty if the fault does
-            not depend on a single feature.
-        cases: the number of cases with this fault.
+        names: the names of the affected tensors, or `loss`, `norm` or `step`.
+        pattern: the type of fault, which is one of the constants in `compare`.
+        factor: the factor as an expression or a number, or the description of a norm. An empty
+            string if the fault has no factor.
+        cause: the most likely cause of the fault.
+        only: the feature of a training step that triggers the fault. An empty string if the fault
+            does not depend on a single feature.
+        cases: the number of cases in which the fault occurs.
         of: the number of cases that were tried.
-        example: one case, with its numbers or with the calls in which the ranks wait.
+        example: one case in which the fault occurs, with its numbers or with the calls in which the
+            ranks wait.
     """
 
     names: tuple[str, ...]
@@ -139,7 +143,7 @@ class AuditFinding:
 
 
 def explain(observations: Sequence[Observation], experts: Iterable[str]) -> list[AuditFinding]:
-    """Return all faults. experts: the names of the tensors of experts."""
+    """Return all faults. experts: the names of the tensors that contain experts."""
     by_name: dict[str, list[Observation]] = {}
     # a wrong norm makes all clipped gradients wrong, so such gradients are not reported separately
     norm_wrong = {o.case for o in observations if o.what == "norm" and not o.right}
@@ -157,7 +161,9 @@ def explain(observations: Sequence[Observation], experts: Iterable[str]) -> list
 
 
 def fewest(observations: Sequence[Observation]) -> Iterator[tuple[str, list[Observation]]]:
-    """Yield the patterns that explain most of the faults, with the faults they explain."""
+    """Yield explanations that together cover all faults. Each explanation is returned with the
+    faults that it covers. Explanations that cover many faults are yielded first.
+    """
     left = [o for o in observations if not o.right]
     while left:
         patterns = dict.fromkeys(pattern for o in left for pattern in o.readings)
@@ -195,9 +201,10 @@ def _finding(names: tuple[str, ...], key: tuple[str, str, str], cause: str,
 
 
 def _factor(every: Sequence[Observation], wrong: Sequence[Observation], pattern: str) -> str:
-    """Return the expressions that give the factor in all cases.
+    """Return the expressions that yield the factor of a fault in all cases.
 
-    If there is no such expression, return those that fit the cases with the pattern.
+    If no expression yields the factor in all cases, return expressions that yield the factor in all
+    cases with this explanation.
     """
     if pattern in (MISSING, ZERO, NOT_ZERO, OTHER, SUM):
         return ""
@@ -219,9 +226,9 @@ def _near(found: float, value: float) -> bool:
 
 
 def _only(every: Sequence[Observation], observed: Sequence[Observation]) -> str:
-    """Return the feature that all cases with the fault have, and no case without the fault has.
+    """Return the feature that all cases with the fault have and no case without the fault has.
 
-    Only cases with at least as many ranks are considered.
+    Cases with fewer ranks than the smallest case with the fault are ignored.
     """
     wrong = {o.case for o in observed}
     fewest_ranks = min(case.ranks for case in wrong)
@@ -260,7 +267,9 @@ def _of_norm(observations: Sequence[Observation]) -> Iterator[AuditFinding]:
 
 
 def stopped(case: Case | str, steps: Sequence[RankStep], without_tokens: set[int]) -> AuditFinding:
-    """Return the reason why a step did not end. without_tokens: the ranks that have no tokens."""
+    """Return a finding that explains why a training step did not complete. without_tokens: the
+    ranks that have no tokens.
+    """
     errors = [step for step in steps if step.error is not None and not step.late]
     if errors:
         cause = f"rank {errors[0].rank}: {errors[0].error}"
@@ -280,7 +289,7 @@ def stopped(case: Case | str, steps: Sequence[RankStep], without_tokens: set[int
 
 
 def merged(findings: Sequence[AuditFinding]) -> list[AuditFinding]:
-    """Merge the findings of steps that stopped in the same way."""
+    """Merge findings about training steps that stopped for the same reason."""
     found: dict[tuple[str, str], AuditFinding] = {}
     for finding in findings:
         key = (finding.pattern, finding.cause.partition(": ")[2] or finding.cause)

@@ -1,6 +1,8 @@
-"""A dense Mixtral model of one block in float64, the reference for targets that are whole models.
+"""A dense Mixtral model with one block in float64. This model is the reference for audit targets
+that are whole models.
 
-The model uses the names and the weight layouts of `transformers`, but shares no code with it.
+The model uses the parameter names and weight layouts of `transformers`, but shares no code with
+`transformers`.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _NORMS = (f"{_BLOCK}input_layernorm.weight", f"{_BLOCK}post_attention_layernorm.
 class DenseMixtral:
     """A model with an embedding, causal attention, experts and cross-entropy losses.
 
-    The attention uses rotary positions and shared keys. A sample is a sequence of `length` tokens,
-    each with the next token as its target.
+    The attention uses rotary position embeddings and grouped-query attention. A sample is a
+    sequence of `length` tokens. The target of each token is the next token.
     """
 
     vocabulary: int = 13
@@ -46,7 +48,8 @@ class DenseMixtral:
     def weights(self, skewed: bool) -> dict[str, Tensor]:
         """Return random weights.
 
-        Feature 0 of all tokens is large, so that a router weight on it can skew the load.
+        Feature 0 of every token is large. A large router weight for this feature therefore skews
+        the load.
         """
         d, head, e = self.width, self.width // self.heads, self.num_experts
         shapes = {"model.embed_tokens.weight": (self.vocabulary, d),
@@ -69,12 +72,12 @@ class DenseMixtral:
         return w
 
     def draw(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return token ids and the ids of the next tokens, both int64 [rows, length]."""
+        """Return token ids and the target ids (the next tokens), both int64 [rows, length]."""
         ids = torch.randint(0, self.vocabulary, (rows, self.length + 1), generator=generator)
         return ids[:, :-1], ids[:, 1:]
 
     def losses(self, weights: Mapping[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        """Return the cross-entropy of each token, [rows * length]."""
+        """Return the cross-entropy loss of each token, [rows * length]."""
         rows = [self._sequence(weights, ids_T) for ids_T in x]
         if not rows:
             return weights["lm_head.weight"].new_zeros(0)

@@ -1,7 +1,7 @@
-"""The dense reference of an audit.
+"""The dense reference with which an audit compares results.
 
-It runs in one process in float64 and computes each expert of each token separately. It is slow and
-simple on purpose, and shares no code with the layer.
+The reference runs in a single process in float64, and computes each expert separately for each
+token. The reference is intentionally slow and simple, and shares no code with the layer.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ SEED = 1234
 
 
 class DenseModel(Protocol):
-    """The whole model of an audit, in float64 and without ranks.
+    """The unsharded model of an audit, computed in float64 in a single process.
 
     Attributes:
-        experts: the names of the tensors whose dimension 0 is the experts.
-        rows: the number of samples in a micro-batch. A sample is a token for `TINY`, and a sequence
-            for a language model.
+        experts: the names of the tensors whose first dimension is the expert.
+        rows: the number of samples per micro-batch. For the model `TINY`, a sample is a token. For
+            a language model, a sample is a sequence.
     """
 
     experts: frozenset[str]
     rows: int
 
     def weights(self, skewed: bool) -> dict[str, Tensor]:
-        """Return the whole tensors by name.
+        """Return the unsharded tensors by name.
 
-        skewed: whether the router sends all tokens to the first experts.
+        skewed: whether the router weights send all tokens to the first experts.
         """
 
     def draw(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -43,11 +43,12 @@ class DenseModel(Protocol):
 
 
 def routed_experts(x_TD: Tensor, w: Mapping[str, Tensor], top_k: int) -> Tensor:
-    """Compute gated SiLU experts with a softmax router whose top-k weights sum to 1.
+    """Compute gated experts with the activation SiLU and a softmax router. The top-k weights of
+    each token are normalized so that their sum is 1.
 
     Args:
         x_TD: the tokens.
-        w: the weights `router` [E, D], `gate` and `up` [E, F, D], and `down` [E, D, F].
+        w: the weight matrices `router` [E, D], `gate` and `up` [E, F, D], and `down` [E, D, F].
         top_k: the number of experts per token.
     Returns:
         The output of each token, [T, D].
@@ -67,11 +68,12 @@ def routed_experts(x_TD: Tensor, w: Mapping[str, Tensor], top_k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A model with a linear layer, experts with a residual connection, and a linear layer.
+    """A model that consists of a linear layer, experts with a residual connection, and another
+    linear layer.
 
     The model computes h = inp x and y = out (h + experts(h)), and its loss is the squared error.
-    `inp` and `out` are [D, D], `router` is [E, D], `gate` and `up` are [E, F, D], and `down` is
-    [E, D, F]. All matrices have the layout of `nn.Linear`.
+    The shapes are [D, D] for `inp` and `out`, [E, D] for `router`, [E, F, D] for `gate` and `up`,
+    and [E, D, F] for `down`. All matrices are stored in the layout of `nn.Linear`.
     """
 
     width: int = 8
@@ -82,7 +84,7 @@ class TinyModel:
     experts: frozenset[str] = frozenset({"gate", "up", "down"})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the whole tensors by name."""
+        """Return the shapes of the unsharded tensors by name."""
         d, f, e = self.width, self.hidden, self.num_experts
         return {"inp": (d, d), "router": (e, d), "gate": (e, f, d), "up": (e, f, d),
                 "down": (e, d, f), "out": (d, d)}
@@ -90,7 +92,8 @@ class TinyModel:
     def weights(self, skewed: bool) -> dict[str, Tensor]:
         """Return random weights.
 
-        Feature 0 of every token is 2, so that a router weight on it can skew the load.
+        Feature 0 of every token is 2. A large router weight for this feature therefore skews the
+        load.
         """
         generator = torch.Generator().manual_seed(SEED)
         w = {name: 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -104,7 +107,7 @@ class TinyModel:
         return w
 
     def draw(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return x and y, both [rows, D]."""
+        """Return random inputs x and targets y, both [rows, D]."""
         x_TD = torch.randn(rows, self.width, generator=generator, dtype=torch.float64)
         x_TD[:, 0] = 2.0
         return x_TD, torch.randn(rows, self.width, generator=generator, dtype=torch.float64)
@@ -121,13 +124,13 @@ TINY = TinyModel()
 
 @dataclass(frozen=True)
 class Reference:
-    """The right results of a step, separately for each source and micro-batch.
+    """The correct results of a training step, separately for each source and micro-batch.
 
     Attributes:
-        losses: [S, M], the sum of the losses of the tokens of each source and micro-batch.
-        tokens: [S, M], the number of tokens of each source and micro-batch.
-        grads: by name, the contribution of each source and micro-batch to the flattened gradient
-            of the loss, [S, M, n].
+        losses: [S, M], the sum of the losses over the tokens in each micro-batch of each source.
+        tokens: [S, M], the number of tokens in each micro-batch of each source.
+        grads: for each tensor name, the contribution of each source and micro-batch to the
+            flattened gradient, [S, M, n].
     """
 
     losses: Tensor
@@ -140,19 +143,19 @@ class Reference:
         return float(self.losses.sum() / self.tokens.sum())
 
     def norm(self) -> float:
-        """Return the norm of the whole gradient."""
+        """Return the norm of the gradient of all parameters."""
         return float(sum(g.sum((0, 1)).square().sum() for g in self.grads.values()) ** 0.5)
 
 
 def reference(model: DenseModel, weights: Mapping[str, Tensor],
               data: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Reference:
-    """Compute the losses and gradients of the micro-batches of each source.
+    """Compute the losses and gradients of all micro-batches of all sources.
 
     Args:
         model: the model.
-        weights: the whole weights in float64, by name.
-        data: the inputs and targets by source and micro-batch. A source is a rank, or several ranks
-            that share their tokens.
+        weights: the unsharded weights in float64, by name.
+        data: for each source and micro-batch, the inputs and targets. A source is a rank, or a
+            group of ranks that process the same tokens.
     """
     leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
     losses = [[model.losses(leaves, x, y) for x, y in micro] for micro in data]

@@ -1,4 +1,4 @@
-"""Describe the result of an audit as text."""
+"""Format the result of an audit as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH = 96
 
 
 def text(audit: Audit) -> str:
-    """Return the result as text, with one or more lines for each fault."""
+    """Return the result of an audit as text, with at least one line for each fault."""
     return "\n".join(_lines(audit))
 
 

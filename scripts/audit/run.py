@@ -1,4 +1,5 @@
-"""Run an audit: start the ranks, make the steps, compare the results, and derive findings."""
+"""Run an audit: start the ranks, run the training steps, compare the results, and derive findings.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +19,17 @@ TOLERANCE, TIMEOUT_S = 1e-4, 60.0
 
 @dataclass
 class Audit:
-    """The result of the audit of one target.
+    """The result of auditing one target.
 
     Attributes:
-        target: the name of the target.
+        target: the name of the audited target.
         version: the version of the target's package.
-        tried: the cases in which all ranks completed the step.
+        tried: the cases in which all ranks completed the training step.
         left_out: the scenarios that the target does not support.
         findings: the faults that were found.
-        not_installed: the reason why nothing was tried. None if the target is installed.
-        largest_error: the largest relative error of all values that count as right.
+        not_installed: the reason why the target could not be audited. None if the target's package
+            is installed.
+        largest_error: the largest relative error among all correct results.
     """
 
     target: str
@@ -40,25 +42,27 @@ class Audit:
 
     @property
     def right(self) -> bool:
-        """Whether no fault was found."""
+        """Whether the audit found no fault."""
         return not self.findings
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result for `--json`."""
+        """Convert the result to plain values for `--json`."""
         state = "not installed" if self.not_installed else "right" if self.right else "wrong"
         return {"state": state, **dataclasses.asdict(self)}
 
 
 def audit(target: Target, ranks: Sequence[int] = (1, 2, 4), *, timeout_s: float = TIMEOUT_S,
           tolerance: float = TOLERANCE, version: str = "") -> Audit:
-    """Run all steps that a target supports, and compare each with the dense reference.
+    """Run all training steps that a target supports, and compare each step with the dense
+    reference.
 
     Args:
-        target: the training step.
-        ranks: the numbers of gloo processes to try.
-        timeout_s: the time limit in seconds for building a model, and for one step.
-        tolerance: the largest relative error of a gradient, loss or norm that counts as right.
-        version: the version that is shown with the result.
+        target: the training step to audit.
+        ranks: the numbers of ranks to try. Each rank is a process in a gloo group.
+        timeout_s: the time limit in seconds, both for building the model and for each step.
+        tolerance: the largest relative error of a gradient, loss or norm that is still considered
+            correct.
+        version: the package version to print with the result.
     """
     # imported before the ranks are forked, because the import is slow and the first collective of
     # each rank would need it
@@ -80,7 +84,9 @@ def audit(target: Target, ranks: Sequence[int] = (1, 2, 4), *, timeout_s: float 
 
 def _in_one_world(target: Target, waiting: list[Case], timeout_s: float, tolerance: float,
                   answer: Audit, observations: list[Observation]) -> list[Case]:
-    """Make steps until one does not end, and return the remaining cases."""
+    """Run the training steps of several cases until a step does not complete. Return the cases that
+    remain.
+    """
     first = waiting[0]
     with World(target, first.ranks, first.ep, timeout_s) as world:
         built = world.built()

@@ -1,4 +1,4 @@
-"""Processes that make the steps of an audit and report where they hang."""
+"""Processes that run the training steps of an audit, and report where they hang."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ _TORCH = os.path.dirname(torch.__file__)
 
 @dataclass
 class RankStep:
-    """The result of a step on one rank.
+    """The result of a training step on one rank.
 
     Attributes:
         rank: the rank.
         loss: the loss that the step returned.
         norm: the gradient norm that the step returned.
-        grads: by name, the positions in the flattened whole tensor and the gradient at these
-            positions, both [n]. The gradient is None if the part has no gradient.
-        error: the last line of an exception, with its location.
-        stuck: the call in which the rank is after the time-out, with its location.
-        late: whether another rank had failed before.
+        grads: for each tensor name, a list of pairs (positions in the flattened unsharded tensor,
+            gradient at these positions), both [n]. The gradient is None if this slice of the tensor
+            has no gradient.
+        error: the last line of an exception, and the location at which it was raised.
+        stuck: the function in which the rank was waiting when the time limit expired, and the
+            location of the call.
+        late: whether another rank had already failed before.
     """
 
     rank: int
@@ -53,18 +55,19 @@ class RankStep:
 
     @property
     def ended(self) -> bool:
-        """Whether the rank completed its step."""
+        """Whether the rank completed its training step."""
         return self.error is None and self.stuck is None
 
 
 class World:
-    """A context manager for forked processes in one gloo group, each with the target's model.
+    """A context manager that forks the processes of an audit. The forked processes form one gloo
+    group, and each process builds the target's model.
 
     Args:
-        target: the training step.
-        ranks: the number of processes.
-        ep: the size of expert-parallel groups.
-        timeout_s: the time limit in seconds for building the model, and for each step.
+        target: the training step to audit.
+        ranks: the number of processes to fork.
+        ep: the size of the expert-parallel groups.
+        timeout_s: the time limit in seconds, both for building the model and for each step.
     """
 
     def __init__(self, target: Target, ranks: int, ep: int, timeout_s: float) -> None:
@@ -90,17 +93,17 @@ class World:
         self.folder.cleanup()
 
     def built(self) -> list[RankStep]:
-        """Wait until all ranks have built their models or have reported an error."""
+        """Wait until every rank has built its model or reported an error."""
         return self._answers()
 
     def step(self, weights: dict[str, Tensor], batches: Sequence[Batch]) -> list[RankStep]:
-        """Make one step on every rank, and return the results in rank order.
+        """Run one training step on every rank, and return the results ordered by rank.
 
-        If a rank does not complete the step, `alive` becomes False.
+        If a rank does not complete the training step, `alive` is set to False.
 
         Args:
-            weights: the whole weights by name.
-            batches: one batch for each rank.
+            weights: the unsharded weights by name.
+            batches: one batch per rank.
         """
         for pipe, batch in zip(self.pipes, batches, strict=True):
             pipe.send_bytes(pickle.dumps((weights, batch)))
@@ -143,7 +146,9 @@ class World:
 
 def one_step(target: Target, parts: Parts, weights: dict[str, Tensor], batch: Batch,
              rank: int = 0) -> RankStep:
-    """Set the weights, make a step in this process, and read the loss, norm and gradients."""
+    """Set the weights, run a training step in this process, and return the loss, the norm and the
+    gradients.
+    """
     held = list(places(parts, {name: w.shape for name, w in weights.items()}))
     with torch.no_grad():
         for name, part, where in held:
@@ -160,7 +165,9 @@ def one_step(target: Target, parts: Parts, weights: dict[str, Tensor], batch: Ba
 
 
 class _Reporting:
-    """Sends the result of a rank, its exception, or its location after the time-out."""
+    """Send the result of a rank to the parent process. If the time limit expires, send the current
+    location of the rank instead.
+    """
 
     def __init__(self, rank: int, pipe: Connection, timeout_s: float) -> None:
         self.rank, self.pipe, self.sent = rank, pipe, threading.Lock()
@@ -197,7 +204,9 @@ def _is_collective(frame: traceback.FrameSummary) -> bool:
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the file and line of the innermost frame outside of torch and the audit."""
+    """Return the file and line of the innermost stack frame that is neither in torch nor in the
+    audit.
+    """
     theirs = [f for f in frames if not f.filename.startswith((_TORCH, __file__, "<"))
               and ("site-packages" in f.filename or not f.filename.startswith(_PYTHON))]
     frame = (theirs or [*frames])[-1]

@@ -1,4 +1,4 @@
-"""`python scripts/bench ...` runs `moe-plugin bench ...` of this checkout."""
+"""`python scripts/bench ...` runs `moe-plugin bench ...` from this checkout."""
 
 from __future__ import annotations
 

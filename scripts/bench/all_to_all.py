@@ -1,4 +1,5 @@
-"""Measure all-to-all algorithms on an emulated cluster, and show the times in tables and plots."""
+"""Measure all-to-all algorithms on an emulated cluster, and present the times in tables and plots.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ TITLES = {"native": "gloo's own"}
 
 
 def emulated(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
-    """Measure like `measure_rows`, on emulated clusters."""
+    """Measure all-to-all algorithms on several emulated clusters, in the same way as
+    `measure_rows`.
+    """
     links, rows = links_of(args), []
     for grid in args.emulate.split(","):
         with EmulatedCluster(*parse_grid(grid), **links) as cluster:
@@ -30,7 +33,7 @@ def emulated(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow], d
 
 
 def measure_emulated(cluster: EmulatedCluster, plan: Plan) -> list[ExchangeRow]:
-    """Measure on a running emulated cluster."""
+    """Measure the all-to-all algorithms on a running emulated cluster."""
     plan = replace(plan, helper=cluster.switch_pid)
     answers = cluster.run(measure_rank, plan, timeout_s=1800.0, group_timeout_s=120.0)
     cells = answers[0][1]
@@ -45,24 +48,25 @@ def measure_emulated(cluster: EmulatedCluster, plan: Plan) -> list[ExchangeRow]:
 
 
 def as_dicts(rows: Sequence[ExchangeRow]) -> list[dict]:
-    """Return the rows as plain values, with milliseconds rounded to three digits."""
+    """Convert the rows to plain values. Milliseconds are rounded to three digits."""
     return [{k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(row).items()}
             for row in rows]
 
 
 def wire_floor_s(nodes: int, ranks_per_node: int, size: float, rate_bit_s: float, delay_s: float,
                  mtu: int = 1500) -> float:
-    """Return the least seconds of an exchange on one node's link, with TCP/IP and Ethernet framing.
+    """Return the minimum time in seconds that an exchange takes on one node's link, including
+    TCP/IP and Ethernet headers.
 
-    Every node sends P S (N-1)/N bytes. A frame of `mtu` bytes carries mtu - 52 bytes of data and
-    occupies mtu + 38 bytes on the wire.
+    Every node sends P S (N-1)/N bytes to other nodes. A frame with `mtu` bytes carries mtu - 52
+    bytes of data and occupies mtu + 38 bytes on the wire.
 
     Args:
         nodes: number of nodes, N.
         ranks_per_node: number of ranks per node, P.
-        size: bytes that a rank sends, S.
-        rate_bit_s: rate of a node's link in bit/s.
-        delay_s: delay of the link in seconds.
+        size: number of bytes that each rank sends, S.
+        rate_bit_s: bandwidth of a node's link in bit/s.
+        delay_s: latency of the link in seconds.
         mtu: maximum transmission unit in bytes.
     """
     if nodes == 1:
@@ -72,13 +76,13 @@ def wire_floor_s(nodes: int, ranks_per_node: int, size: float, rate_bit_s: float
 
 
 def grids(rows: Sequence[ExchangeRow]) -> list[tuple[int, int]]:
-    """Return the grids in order of their first occurrence."""
+    """Return the distinct grids (nodes, ranks per node) in order of first occurrence."""
     return list(dict.fromkeys((row.nodes, row.ranks_per_node) for row in rows))
 
 
 def parts(rows: Sequence[ExchangeRow]) -> list[str]:
-    """Return a table per grid: by size, the time of each algorithm, the wire floor and the CPU
-    time.
+    """Return one table per grid of nodes and ranks. For each message size, the table contains the
+    time of each algorithm, the lower bound given by the wire, and the CPU time.
     """
     found = []
     for grid in grids(rows):
@@ -107,7 +111,7 @@ def _time(value: float | None) -> str:
 
 
 def plot(rows: Sequence[ExchangeRow], path: str) -> None:
-    """Draw time by size in a panel per grid, with logarithmic axes."""
+    """Plot the time against the message size, with one panel per grid and logarithmic axes."""
     found = grids(rows)
     figure, axes = pyplot().subplots(1, len(found), figsize=(5.5 * len(found), 4.5), squeeze=False,
                                      sharey=True, layout="constrained")

@@ -1,4 +1,6 @@
-"""Call a function in a separate process with separate memory and modules."""
+"""Call a function in a separate process, so that it has its own memory and its own imported
+modules.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from typing import Any
 
 
 def command(function: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """Return the command that runs `function(*args)` in a process with one thread and our modules.
+    """Return the command line that runs `function(*args)` in a process with one thread. The process
+    can import this repository's modules.
     """
     given = base64.b64encode(pickle.dumps(args)).decode()
     places = os.pathsep.join(sys.path)
@@ -28,8 +31,8 @@ def call(function: Callable[..., Any], *args: Any,
     """Call `function(*args)` in a new process with one thread and return the result.
 
     Args:
-        function: a function defined in a module, which returns plain values.
-        environment: additional environment variables of the process.
+        function: a function defined at the top level of a module, which returns plain values.
+        environment: additional environment variables for the process.
     """
     done = subprocess.run(command(function, args), stdout=subprocess.PIPE, text=True, check=True,
                           env={**os.environ, **(environment or {})})
@@ -37,7 +40,7 @@ def call(function: Callable[..., Any], *args: Any,
 
 
 def result(output: str) -> Any:
-    """Return the function's result from the output of the process."""
+    """Parse the return value of the function from the output of the process."""
     return json.loads(output.splitlines()[-1])
 
 
@@ -55,7 +58,7 @@ if __name__ == "__main__":
 
 
 def free_port() -> int:
-    """Return a port of this machine on which no program listens."""
+    """Return a free network port of this machine."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,6 @@
-"""GPUs for which kernels can be compiled without a GPU: their resources and published rates."""
+"""GPUs for which kernels can be compiled on a machine without a GPU, with their resources and
+published peak rates.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,24 @@ from moe_plugin.kernels.gpu.tilings import Chip
 
 @dataclass(frozen=True)
 class GPU:
-    """One GPU by its compiler target.
+    """A GPU type, identified by its compiler target in Triton.
 
     Attributes:
-        name: product to which the rates belong.
-        kind: kind of the chip, as in `kernels.gpu.tilings.Chip`.
-        backend: Triton's name of the backend.
-        arch: Triton's name of the architecture.
+        name: name of the product, for which the rates are published.
+        kind: type of the chip, as in `kernels.gpu.tilings.Chip`.
+        backend: name of the backend in Triton.
+        arch: name of the architecture in Triton.
         warp: number of threads per warp.
         processors: number of multiprocessors.
         registers: number of registers per multiprocessor (NVIDIA) or per lane (AMD).
         most_registers: maximum number of registers per thread.
-        shared: bytes of shared memory per multiprocessor.
-        shared_block: maximum bytes of shared memory per block.
+        shared: shared memory per multiprocessor in bytes.
+        shared_block: maximum shared memory per block in bytes.
         warps: maximum number of warps per multiprocessor.
-        tflops: dense bf16 rate with float32 sums in TFLOP/s, from the vendor's data sheet.
+        tflops: peak rate of dense bf16 matmuls with float32 accumulation in TFLOP/s, from the
+            vendor's data sheet.
         tbytes: memory bandwidth in TB/s, from the vendor's data sheet.
-        fp8: whether the GPU supports e4m3fn.
+        fp8: whether the GPU supports the dtype e4m3fn.
     """
 
     name: str
@@ -45,15 +48,15 @@ class GPU:
 
     @property
     def chip(self) -> Chip:
-        """The chip as the rules of tiles use it."""
+        """The chip as described by the class `Chip`, which the tiling rules use."""
         return Chip(self.kind, self.processors)
 
     def blocks(self, registers: int, shared: int, warps: int) -> int:
-        """Return how many blocks one multiprocessor runs at the same time.
+        """Return how many blocks can run on one multiprocessor at the same time.
 
         Args:
             registers: number of registers per thread.
-            shared: bytes of shared memory per block.
+            shared: shared memory per block in bytes.
             warps: number of warps per block.
         """
         if self.backend == "hip":

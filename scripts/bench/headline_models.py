@@ -1,8 +1,9 @@
-"""Predictions of published results by the planner. Nothing is fitted to a result.
+"""Predict published results with the planner. The constants of the models are not fitted to
+published results.
 
-The constants are the installed estimates from data sheets (`configs/devices`, `configs/clusters`),
-and constants defined here with their source. If the setting of a result is not public, the
-prediction is a range over a stated setting.
+The constants are either the estimates from data sheets that the package installs
+(`configs/devices`, `configs/clusters`), or constants in this module, whose source is stated. If a
+publication does not state a setting, the prediction is a range over several values of this setting.
 """
 
 from __future__ import annotations
@@ -65,20 +66,23 @@ def _scaled(gpus: int, tokens: int, cluster: Cluster = AZURE) -> ScaleRow:
 
 
 def sparse_layer(gpus: int, slower: float = 1.0) -> float:
-    """Return one-hot over sparse dispatch in the same layout, the comparison of Tutel's blog."""
+    """Return the time of one-hot dispatch divided by the time of sparse dispatch in the same
+    layout, as compared in Tutel's blog.
+    """
     link = replace(AZURE.inter, beta_s=slower * AZURE.inter.beta_s)
     row = _scaled(gpus, LAYER.tokens, replace(AZURE, inter=link))
     return row.static_s / row.plain_s
 
 
 def adaptive_layer(gpus: int) -> Range:
-    """Return one-hot dispatch in one layout over sparse dispatch in the best layout, over `TOKENS`.
+    """Return the time of one-hot dispatch in one layout divided by the time of sparse dispatch in
+    the best layout, as a range over `TOKENS`.
     """
     return spread([_scaled(gpus, tokens).speedup for tokens in TOKENS])
 
 
 def adapted(of: str) -> float:
-    """Return the largest gain of adapting only `r` or only `d`, over 16 to 2,048 GPUs and all
+    """Return the largest speedup from adapting only `r` or only `d`, over 16 to 2,048 GPUs and all
     `TOKENS`.
     """
     return max(row.plain_s / getattr(row, f"{of}_alone_s") for row in (
@@ -86,8 +90,8 @@ def adapted(of: str) -> float:
 
 
 def two_dimensional() -> float:
-    """Return the largest ratio of linear to 2DH all-to-all on 2,048 GPUs, over 64 KiB to 256 MiB
-    per GPU.
+    """Return the largest ratio of the linear all-to-all time to the 2DH all-to-all time, on 2,048
+    GPUs with 64 KiB to 256 MiB per GPU.
     """
     cluster = AZURE.with_ranks(2048)
     return max(predict(cluster, "linear", 2**n).seconds / predict(cluster, "2dh", 2**n).seconds
@@ -95,13 +99,14 @@ def two_dimensional() -> float:
 
 
 def whole_model(gpus: int, mask_bytes: float = 0.0) -> float:
-    """Return one-hot over sparse dispatch in a step of the 1.1 T model of Tutel's table 1.
+    """Return the time with one-hot dispatch divided by the time with sparse dispatch, for a
+    training step of the 1.1 T model in Tutel's table 1.
 
-    Every GPU has 24 sequences and one expert.
+    Each GPU processes 24 sequences and stores one expert.
 
     Args:
         gpus: number of GPUs.
-        mask_bytes: bytes moved for each element of the masks, beyond those that the matmuls read.
+        mask_bytes: bytes moved for each element of the masks, in addition to the reads by matmuls.
     """
     cluster = AZURE.with_ranks(gpus)
     model = ModelShape(layers=32, model_dim=4096, ffn_dim=16384, heads=32, vocab=51200,
@@ -118,13 +123,13 @@ def whole_model(gpus: int, mask_bytes: float = 0.0) -> float:
 
 @cache
 def pipeline_moe() -> tuple[Range, Range, Range]:
-    """Return predictions of PPMoE on DGX-1 machines, each as a range.
+    """Return predictions for PPMoE on DGX-1 machines, each as a range.
 
-    The three ranges are the gain over experts on all ranks of eight nodes, the same gain if every
-    tensor-parallel rank sends all of its rows, and the share of the backbone's throughput. The
-    model has dense layers of GPT-3's 6.7B width and layers of 64 experts, which makes it 22 times
-    as large as its backbone. The ranges cover 1 to 8 sequences of 2,048 tokens, and one or two
-    experts per token.
+    The three ranges are: the speedup over experts on all ranks of eight nodes; the same speedup if
+    every tensor-parallel rank sends all of its rows; and the throughput as a fraction of the dense
+    backbone's throughput. The model has dense layers with the width of GPT-3 6.7B, and MoE layers
+    with 64 experts. The whole MoE model is 22 times as large as its dense backbone. Each range
+    covers 1 to 8 sequences of 2,048 tokens, and one or two experts per token.
     """
     node, found = DGX1.resized(1), []
     for k, sequences in itertools.product((1, 2), (1, 2, 4, 8)):
@@ -146,10 +151,10 @@ def pipeline_moe() -> tuple[Range, Range, Range]:
 
 
 def trees(boxes: int = 2) -> float:
-    """Return the load of the busiest wire with rings over that with planned trees on DGX A100
-    boxes.
+    """Return the load of the busiest wire with rings divided by the load with planned trees, on DGX
+    A100 boxes.
 
-    The result is the largest ratio over three collectives.
+    Of the ratios for three collectives, the largest ratio is returned.
     """
     network = preset(f"dgx-a100:{boxes}")
     return max(float(ring.inverse_bandwidth() / program_of(plan(network, kind)).inverse_bandwidth())
@@ -159,8 +164,8 @@ def trees(boxes: int = 2) -> float:
 
 @cache
 def shared_tokens() -> Range:
-    """Return the range of exchange time of the plain schedule over the better one of Parm's, 1,296
-    layers.
+    """Return the exchange time of the plain schedule divided by the time of the faster Parm
+    schedule, as a range over 1,296 layer shapes.
     """
     gains = []
     for batch, length, width, k, f, replicas, shards in itertools.product(
@@ -175,12 +180,13 @@ def shared_tokens() -> Range:
 
 def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int,
             active: float) -> Range:
-    """Return the range of the speedup of EPS-MoE.
+    """Return the speedup of EPS-MoE as a range.
 
-    The speedup is the time of a prefill in one piece divided by the time with the best pieces.
+    The speedup is the time of a prefill in one piece divided by the time with the best number of
+    pieces.
 
-    The range covers 1,024 to 16,384 tokens per GPU. All matmuls run at the same rate, and attention
-    costs only as much as its weights.
+    The speedup range covers 1,024 to 16,384 tokens per GPU. All matmuls are assumed to run at the
+    same rate. Attention is assumed to cost only as much as its weight matrices.
 
     Args:
         gpus: number of GPUs.
@@ -189,7 +195,7 @@ def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int
         experts: number of experts.
         k: number of experts per token.
         layers: number of layers.
-        active: number of parameters used per token.
+        active: number of parameters that are used for one token.
     """
     each = 3 * width * inner  # number of parameters of an expert
     kernel = Kernel(((0, 0.0), (1, 2 * each / H800_FLOPS)), LAUNCH_S)
@@ -206,11 +212,11 @@ def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int
 
 
 def token_slices(batches: Sequence[int] = (1, 2, 4)) -> Range:
-    """Return the range of TeraPipe's gain: whole sequences over their best slices, by sequences per
-    step.
+    """Return the speedup of TeraPipe as a range over the numbers of sequences per step. The speedup
+    is the time with whole sequences divided by the time with the best slices.
 
-    The model is GPT-3 175B in 48 stages of eight V100 with two layers each, and 2,048 tokens per
-    sequence.
+    The model is GPT-3 175B in 48 pipeline stages of two layers. Each stage runs on eight V100 GPUs,
+    and sequences have 2,048 tokens.
     """
     width, node = 12288, DGX1.resized(1)
 
@@ -227,8 +233,8 @@ def token_slices(batches: Sequence[int] = (1, 2, 4)) -> Range:
 
 
 def streaming_peers() -> Range:
-    """Return the range of ATOM's gain, as `moe-plugin bench offload-plans` computes it, over link
-    rates.
+    """Return the speedup of ATOM as a range over link bandwidths. The speedups are computed by the
+    study `moe-plugin bench offload-plans`.
     """
     found = read_numbers(ROOT / "docs" / "benchmarks" / DATA / "offload_plans.json")
     cells = found["models"]["24 layers of width 2,048"]["cells"]
@@ -237,17 +243,20 @@ def streaming_peers() -> Range:
 
 
 def near_links() -> float:
-    """Return TA-MoE's gain on two nodes: even tokens over its shares, by the busiest link alone."""
+    """Return the speedup of TA-MoE on two nodes. TA-MoE's distribution of tokens is compared with
+    an even distribution. Only the load of the busiest link is considered.
+    """
     ranks, nodes = AZURE.ranks_per_node, 2
     near, far = (1 / link.beta_s for link in (AZURE.intra, AZURE.inter))
     return (ranks * near + (nodes - 1) * ranks * far) / (nodes * ranks) / far
 
 
 def spoiled_files() -> float:
-    """Return ByzShield's gain: the mean share of spoiled files that Latin squares avoid.
+    """Return the gain of ByzShield: the mean fraction of corrupted files that are avoided by Latin
+    squares, compared with repetition.
 
-    The mean covers 2 to 7 wrong workers of 15, with each file on three workers, compared with
-    repetition.
+    The mean is taken over 2 to 7 faulty workers out of 15. Each file is assigned to three of the
+    workers.
     """
     squares, groups = mols(5, 3), repetition(5, 3)
     pairs = zip(squares.worst(7)[2:], groups.worst(7)[2:], strict=True)
@@ -255,23 +264,25 @@ def spoiled_files() -> float:
 
 
 def split_to_whole() -> Range:
-    """Return the range of PPMoE's gain over both ways to use ranks of other layouts."""
+    """Return the range of PPMoE's speedup over both assumptions about what the tensor-parallel
+    ranks of the other layout send.
+    """
     split, whole, _ = pipeline_moe()
     return split[0], whole[1]
 
 
 def backbone_share() -> Range:
-    """Return the range of PPMoE's share of the backbone's throughput."""
+    """Return the throughput of PPMoE as a fraction of its backbone's throughput, as a range."""
     return pipeline_moe()[2]
 
 
 def shared_tokens_end(which: int) -> float:
-    """Return the smallest (0) or the largest (1) gain of Parm."""
+    """Return the smallest (`which=0`) or the largest (`which=1`) speedup of Parm."""
     return shared_tokens()[which]
 
 
 def stated() -> dict[str, Any]:
-    """Return the numbers that texts of `pages/headlines.yaml` state."""
+    """Return the numbers that are inserted into the texts of `pages/headlines.yaml`."""
     split, whole, _ = pipeline_moe()
     return {"MASK_BYTES": MASK_BYTES, "UNTUNED": UNTUNED, "slow": sparse_layer(512, UNTUNED),
             "masks": whole_model(8, MASK_BYTES), "split": split, "whole": whole,

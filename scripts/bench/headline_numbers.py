@@ -1,6 +1,8 @@
-"""Ratios of committed measurements that the page of published results shows.
+"""Ratios of committed measurements, for the benchmark page that compares them with published
+results.
 
-Every function receives the numbers of a page; `pages/headlines.yaml` names the functions.
+Every function receives the numbers of one benchmark page. The file `pages/headlines.yaml` names the
+function for each result.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from scripts.bench.train.sides import OURS, PIECES
 
 
 def ratios(found: Any, text: str) -> list[float]:
-    """Return numbers, or quotients of numbers.
+    """Return numbers of a benchmark page, or quotients of such numbers.
 
     Args:
-        found: numbers of a page.
-        text: a path of keys, such as "rows.*.factor", or two of them, such as "plain / parm.s?".
-            A pattern selects all keys that match, or with `*` all entries of a list. Values
-            without a key of the path are left out.
+        found: the numbers of a benchmark page.
+        text: a path of keys, such as "rows.*.factor", or two paths, such as "plain / parm.s?". A
+            pattern selects all keys of a dict that match the pattern. The pattern `*` also selects
+            all items of a list. Values without any matching key are skipped.
     """
     top, *bottom = (_at(found, path) for path in text.split(" / "))
     if not bottom:
@@ -43,33 +45,41 @@ def _at(found: Any, path: str) -> list[Any]:
 
 
 def faster_policy(found: Any) -> float:
-    """Return the faster one of recomputing and swapping everything, relative to the plan."""
+    """Return the time of the faster uniform policy (recompute everything or swap everything)
+    divided by the time of the plan.
+    """
     seconds = found["seconds"]
     return min(seconds["recompute"], seconds["swap"]) / seconds["auto"]
 
 
 def steps(found: Any, of: dict[str, str]) -> list[float]:
-    """Return the median step of side `over` divided by that of side `under`, for each shape."""
+    """For each shape, return the median step time of the side `over` divided by the median step
+    time of the side `under`.
+    """
     return [median_ms(cell.side(of["over"])) / median_ms(cell.side(of["under"]))
             for cell in newest(reports(found)) if cell.host == of["host"]
             and cell.place.startswith(of["place"]) and of.get("shape", "") in cell.shape.name]
 
 
 def pieces(found: Any, *kinds: str) -> list[float]:
-    """Return the time with one piece divided by that with the best number of pieces."""
+    """Return the time with one piece divided by the time with the best number of pieces."""
     totals = [cell[way]["total"] for kind in kinds for cell in found["cells"][kind]
               for way in ("forward", "backward")]
     return [total["d=1"] / min(total.values()) for total in totals]
 
 
 def by_load(found: Any) -> list[float]:
-    """Return the time of whole evaluations with one piece divided by that with pieces by load."""
+    """Return the time of whole evaluations with one piece, divided by their time if the number of
+    pieces depends on the load.
+    """
     return [median_ms(cell.side(OURS)) / median_ms(cell.side(PIECES))
             for cell in newest(reports(found), evaluate=True)]
 
 
 def hierarchical(found: Any) -> list[float]:
-    """Return the time of linear divided by that of 2DH all-to-all, by grid and size."""
+    """For each grid and size, return the time of the linear all-to-all divided by the time of the
+    2DH all-to-all.
+    """
     times: dict[Any, dict[str, float]] = {}
     for number, rows in enumerate((found["rows"], found["rows_with_message_cost"])):
         for row in rows:
@@ -79,19 +89,23 @@ def hierarchical(found: Any) -> list[float]:
 
 
 def einsum(found: Any) -> list[float]:
-    """Return the time of the one-hot form divided by that of our layer, for each layer."""
+    """For each layer, return the time of the one-hot (einsum) implementation divided by the time of
+    our layer.
+    """
     return [peer["median_ms"] / cell["median_ms"] for cell in found["one_rank"]
             for peer in cell["peers"] if peer["name"] == "einsum"]
 
 
 def tokens_s(found: Any, over: str, under: str) -> float:
-    """Return the tokens per second of one mode divided by those of another."""
+    """Return the tokens per second of the mode `over` divided by the tokens per second of the mode
+    `under`.
+    """
     rate = {row["mode"]: row["tokens_s"] for row in found["rows"]}
     return rate[over] / rate[under]
 
 
 def top1_change(found: Any) -> float:
-    """Return the relative change of the top-1 error by CMCL."""
+    """Return the relative change of the top-1 error that CMCL causes."""
     alone, ours = (statistics.mean(run["top1_error"] for run in found["results"][name])
                    for name in ("independent (k = 5)", "CMCL, features shared"))
     return ours / alone - 1

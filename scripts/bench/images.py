@@ -1,4 +1,4 @@
-"""Training runs of the vision example, with one thread each."""
+"""Training runs of the vision example. Each training run uses one thread."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ CIFAR_OPTIONS = ["--preset", "cifar", "--flips", "--batch-size", "128"]
 
 
 def run_options(name: str, data: str) -> dict[str, Option]:
-    """Return the options of a study that trains on images, which `folder_of_runs` reads.
+    """Return the options of a study that trains on images. The function `folder_of_runs` reads
+    these options.
 
     Args:
         name: name of the study.
-        data: name of an example of digits, which is the default.
+        data: name of the default data set, which contains images of digits.
     """
     return {
         "data": Option(data, f"images to train on. {CIFAR} takes hours and needs its npm package",
                        choices=(data, CIFAR)),
         "images": Option(0, "maximum number of images to train on and to validate with; 0 uses all",
                          quick=100),
-        "runs": Option(f"runs/{name}", "folder of the runs. A second start continues them"),
+        "runs": Option(f"runs/{name}", "folder of the runs, which a second start continues"),
         "fresh": Option(False, "remove the folder of the runs first")}
 
 
 def folder_of_runs(args: argparse.Namespace) -> Path:
-    """Return the folder of a study's runs, with its images in `images`.
+    """Return the folder for a study's runs. The images are written to the subfolder `images`.
 
     Raises:
-        ValueError: if the package of the images is missing.
+        ValueError: if the package that provides the images is not installed.
     """
     place = Path(args.runs) / f"{args.data} {args.images or 'all'}, {args.epochs} epochs"
     if args.fresh:
@@ -63,8 +64,8 @@ def check_counts(args: argparse.Namespace) -> None:
 
 
 def train_images(out: Path, *options: str) -> list[dict[str, Any]]:
-    """Train into the folder `out` and return the records of the log. A second start continues the
-    run.
+    """Train in the folder `out`, and return the records of the training log. If the folder contains
+    an unfinished run, the run is continued.
     """
     subprocess.run(
         [sys.executable, "-m", "moe_plugin.hosts.timm.train", "--out", str(out), *options],
@@ -76,7 +77,7 @@ def train_images(out: Path, *options: str) -> list[dict[str, Any]]:
 
 def spread(values: Sequence[float], factor: float = 1.0, unit: str = "",
            digits: int = 2) -> str:
-    """Return the mean with the smallest and the largest value in parentheses."""
+    """Format the mean, followed by the smallest and the largest value in parentheses."""
     shown = [factor * value for value in values]
     mean, least, most = (f"{value:.{digits}f}"
                          for value in (statistics.mean(shown), min(shown), max(shown)))

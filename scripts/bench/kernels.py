@@ -1,7 +1,8 @@
-"""Measure each operation: its implementations, its reference and its bound.
+"""Measure all implementations of each operation, and compare them with a reference and with a lower
+bound on the time.
 
-The bound is the larger of two times: bytes over the copy bandwidth, and FLOPs over the GEMM rate,
-both measured in the same run.
+The lower bound is the larger of two times: the bytes divided by the copy bandwidth, and the FLOPs
+divided by the GEMM rate. Both the copy bandwidth and the GEMM rate are measured in the same run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from scripts.bench.report import page
 
 @dataclass(frozen=True)
 class Work:
-    """One call of an operation: least bytes (each input and output moved once) and FLOPs."""
+    """One call of an operation, with its number of FLOPs and its minimum number of bytes. Each
+    input and output is moved once.
+    """
 
     operation: str
     args: tuple[Any, ...]
@@ -36,9 +39,10 @@ class Work:
 
 
 def parts(found: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a page from a result of `run`.
+    """Return the sections of a page from a result of `run`.
 
-    A row shows one implementation of an operation; * marks the chosen one.
+    Each row shows one implementation of an operation, and * marks the implementation that the
+    package chooses.
     """
     rows = [{**r, **{name: r[f"{name}_ms"] / 1e3 for name in ("median", "min", "bound")},
              "marked": r["implementation"] + " *" * r["chosen"]} for r in found["results"]]
@@ -50,8 +54,8 @@ def parts(found: Mapping[str, Any]) -> list[str]:
 def run(problem: Problem, rounds: int = 15) -> dict[str, Any]:
     """Measure all implementations of every operation that can run on this machine.
 
-    `refused` has the reason for each operation that was not measured, or whose Triton
-    implementation was not measured on a GPU.
+    `refused` contains the reason for each operation that was not measured, and for each operation
+    whose Triton implementation was not measured on a GPU.
     """
     device = torch.device(problem.device)
     copy_s, gemm_flops = _ceilings(problem, device, rounds)
@@ -97,7 +101,7 @@ def _result(work: Work, name: str, chosen: bool, times: Times, bound: float) -> 
 
 
 def _ceilings(problem: Problem, device: torch.device, rounds: int) -> tuple[float, float]:
-    """Return (seconds per copied byte, FLOP/s of one large matmul), measured on this device."""
+    """Return (seconds per copied byte, FLOP/s of a large matmul), both measured on this device."""
     numel = (1 << 31 if device.type == "cuda" else 1 << 27) // 4
     source, target = torch.randn(numel, device=device), torch.empty(numel, device=device)
     side = 8192 if device.type == "cuda" else 1024
@@ -109,7 +113,7 @@ def _ceilings(problem: Problem, device: torch.device, rounds: int) -> tuple[floa
 
 
 def work_list(problem: Problem) -> Iterator[Work]:
-    """Yield every operation at the sizes of one layer."""
+    """Yield every operation with the sizes that it has in one layer."""
     data = make_data(problem)
     logits_TE = data.x_TD.float() @ data.router_ED.float().t()
     mask_T = torch.ones(problem.tokens, dtype=torch.bool, device=problem.device)

@@ -1,7 +1,8 @@
-"""Record the Triton launches of a layer without a GPU: the kernels to compile, and their work.
+"""Record the Triton launches of a layer on a machine without a GPU. The record contains the kernels
+that must be compiled and the work of each launch.
 
-Tensors are on torch's `meta` device, which has shapes but no values. While launches are recorded,
-the layer treats this device like a GPU. A layer of any size runs in milliseconds.
+Tensors are on torch's `meta` device and have shapes but no values. While launches are recorded, the
+layer treats the `meta` device like a GPU. Recording takes milliseconds for a layer of any size.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ ALIGNED = 16  # Triton compiles separate code for addresses and numbers that are
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with everything for which it is compiled. Equal launches run the same code.
+    """A Triton kernel with all arguments that determine the compiled code. If two launches are
+    equal, they run the same compiled code.
 
     Attributes:
-        module: module below moe_plugin.kernels.gpu.
+        module: name of the kernel's module in moe_plugin.kernels.gpu.
         kernel: name of the kernel.
         types: types of the run-time arguments, in Triton's notation.
-        constants: compile-time values. An argument with the value 1 is a constant too.
-        aligned: names of arguments that are multiples of 16.
-        options: numbers of warps and stages, and a bound of the registers.
+        constants: compile-time values. Arguments with the value 1 are constants too, as in Triton.
+        aligned: names of the arguments that are multiples of 16.
+        options: number of warps, number of stages, and maximum number of registers.
     """
 
     module: str
@@ -55,7 +57,7 @@ class Launch:
 
     @property
     def label(self) -> str:
-        """The kernel and its distinguishing values: dtype, flags, words and sizes."""
+        """The name of the kernel, with the dtype, flags, words and sizes that distinguish it."""
         said = [next((t[1:] for _, t in self.types if t.startswith("*")), "")]
         for name, value in self.constants:
             if value is True or (isinstance(value, str) and value not in ("none", "ieee")):
@@ -66,23 +68,24 @@ class Launch:
 
     @property
     def gathers(self) -> bool:
-        """Whether rows are looked up in the loop over them."""
+        """Whether the kernel looks up the rows in its inner loop."""
         return any(name in ("X_GATHER", "G_GATHER") and value for name, value in self.constants)
 
     def option(self, name: str, default: int) -> int:
-        """Return one of `options`."""
+        """Return the value of one of the launch `options`."""
         return dict(self.options).get(name, default)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One launch with the sizes of its arguments.
+    """One launch of a kernel, together with the sizes of its arguments.
 
     Attributes:
         launch: the launch.
-        shapes: shapes of the tensors by argument.
-        numbers: integer arguments by name.
-        bytes: bytes of all tensors, each counted once, whether read or written.
+        shapes: shapes of the tensor arguments, by name.
+        numbers: values of the integer arguments, by name.
+        bytes: total size of all tensor arguments in bytes. Each tensor is counted once, even if it
+            is both read and written.
         programs: number of programs in the grid.
     """
 
@@ -95,12 +98,12 @@ class Call:
 
 @dataclass
 class Recorded:
-    """The recorded calls and operations in their order.
+    """The recorded calls and operations in the order in which they were made.
 
     Attributes:
         calls: launches of Triton kernels.
-        operations: operations of torch that compute, each as (name, bytes). Views and allocations
-            are not included.
+        operations: operations of torch that compute new tensors, as pairs (name, bytes). Views and
+            memory allocations are not included.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -109,7 +112,8 @@ class Recorded:
 
 @contextlib.contextmanager
 def recording(chip: Chip) -> Iterator[Recorded]:
-    """Record everything that runs on `META` in the block, as if on a GPU of this kind.
+    """Record everything that runs on the device `META` inside the `with` block, as if it ran on the
+    given GPU.
 
     Nothing is computed.
     """
@@ -135,7 +139,7 @@ def recording(chip: Chip) -> Iterator[Recorded]:
 
 
 class _Operations(TorchDispatchMode):
-    """Records operations of torch that write new tensors."""
+    """Record the torch operations that write new tensors."""
 
     def __init__(self, seen: list[tuple[str, int]]) -> None:
         super().__init__()
@@ -161,7 +165,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of all tensors; memory shared by several tensors is counted once."""
+    """Return the total size of tensors in bytes. If several tensors share memory, this memory is
+    counted once.
+    """
     each = {(t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t for t in tensors}
     return sum(t.numel() * t.element_size() for t in each.values())
 
@@ -215,12 +221,12 @@ def _is_aligned(value: Any) -> bool:
 
 
 def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) -> Callable[[], None]:
-    """Return a function that runs forward and backward of one layer, to be recorded.
+    """Return a function that runs the forward and backward pass of one layer on the device `META`.
 
     Args:
         problem: sizes of the layer.
-        adds: whether weight gradients are added to a float32 `main_grad`.
-        sections: settings that override those of the benchmark's layer, by section.
+        adds: whether weight gradients are accumulated in a float32 `main_grad`.
+        sections: settings that override the benchmark's settings of the layer, by section.
     """
     p = problem
     experts = {"hidden_dim": p.hidden_dim, "compute": "kernels", "bias": False,
@@ -247,7 +253,7 @@ def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) ->
 
 
 def recorded(run: Callable[[], object], chip: Chip) -> Recorded:
-    """Return what `run` launches on a GPU of this kind."""
+    """Run a function, and return all launches that it would make on the given GPU."""
     with recording(chip) as found:
         run()
     return found

@@ -1,4 +1,6 @@
-"""Measure the layer and its peers in one run: equal weights, equal input, outputs compared."""
+"""Measure our layer and the layers of other frameworks (peers) in one run. All layers have equal
+weights and inputs, and their outputs are compared.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
 
 
 def parts(found: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a page: the label of the layer, a row for each candidate, and the peers
-    that were not measured.
+    """Return the sections of a page: a label that describes the layer, a table with one row per
+    candidate, and the peers that were not measured.
     """
     bound = {"name": "GEMM bound", "median_ms": found["bound_ms"], "min_ms": found["bound_min_ms"],
              "ratio_to_bound": 1.0, "ratio_of_minima": 1.0}
@@ -59,17 +61,21 @@ def parts(found: Mapping[str, Any]) -> list[str]:
 
 
 def results(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the results of all candidates, ours first."""
+    """Return the results of all candidates, beginning with our layer."""
     return [found, *found["peers"]]
 
 
 def noise(found: Mapping[str, Any]) -> float:
-    """Return the median of the bound divided by its minimum."""
+    """Return the noise of the measurement, which is the median time of the GEMM bound divided by
+    its minimum time.
+    """
     return found["bound_ms"] / found["bound_min_ms"]
 
 
 def not_measured(refused: Mapping[str, str]) -> str:
-    """Return a paragraph about the peers that could not run, without those that no longer exist."""
+    """Return a paragraph that lists the layers of other frameworks that could not run. Layers that
+    have been removed from the benchmark are left out.
+    """
     by_reason: dict[str, list[str]] = {}
     for name in [name for name in refused if name in peers.names()]:
         by_reason.setdefault(refused[name], []).append(name)
@@ -79,16 +85,15 @@ def not_measured(refused: Mapping[str, str]) -> str:
 
 def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,
                      names: Sequence[str]) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Build our layer and the peers.
+    """Build our layer and the layers of the other frameworks.
 
     Args:
-        stack: closes the resources of the peers at its end.
+        stack: exit stack that closes the resources of all layers.
         problem: sizes of the layer.
         data: weights and inputs.
         names: names of the peers.
 
-    Returns:
-        (candidates by name, reason for each peer that cannot run).
+    Returns: A pair (candidates by name, reason for each peer that cannot run).
     """
     refused = {n: why for n in names if (why := peers.entry(n).why_not()) is not None}
     candidates = {"moe-plugin": ours(problem, data)}
@@ -111,10 +116,11 @@ def _failed(error: Exception) -> str:
 
 def checked(candidates: dict[str, Candidate], refused: dict[str, str], data: Data,
             problem: Problem) -> dict[str, float | None]:
-    """Return each candidate's `agreement` with our layer, after `check_losses`.
+    """Check the losses of each candidate, and return the distance between its output and the output
+    of our layer.
 
-    A peer that fails raises an error on CPU. On a GPU, where time is expensive, the peer moves to
-    `refused` and the others are still measured.
+    On the CPU, an error in any candidate is raised. On a GPU, where device time is expensive, the
+    error is added to `refused` and the other candidates are still measured.
     """
     ours_alone = {"moe-plugin": candidates["moe-plugin"]}
     errors: dict[str, float | None] = {}
@@ -132,23 +138,24 @@ def checked(candidates: dict[str, Candidate], refused: dict[str, str], data: Dat
 
 def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
         forward_only: bool = False) -> dict[str, Any]:
-    """Measure our layer and the named peers on the ranks of `expert_group`.
+    """Measure our layer and the given peers on the ranks of `expert_group`.
 
     Args:
         problem: sizes of the layer.
         names: names of the peers.
         rounds: number of timed rounds.
-        forward_only: whether to leave out the backward pass.
+        forward_only: whether to measure only the forward pass.
 
-    Returns:
-        The result of our layer, the sizes of the problem, the time of the bound (`bound_ms`,
-        `bound_min_ms`), the results of the peers, and the reason for each peer that could not run
-        (`refused`). A result has times, the peak memory above weights and inputs
-        (`peak_extra_mib`), rates of the experts' least work, and the distance of the output from
-        ours relative to its norm (`error`).
+    Returns: The result of our layer, the sizes of the problem, the time of the GEMM bound
+        (`bound_ms`, `bound_min_ms`), the results of the peers, and the reason for each peer that
+        could not run (`refused`). Each result contains times, the peak memory in addition to
+        weights and inputs (`peak_extra_mib`), the achieved rates, and the relative distance between
+        the output and the output of our layer (`error`). The achieved rates are computed from the
+        minimum work of the experts.
 
     Raises:
-        ValueError: if a peer is unknown, has a different output, or computes no balance loss.
+        ValueError: if a peer is unknown, computes a different output, or does not compute a balance
+            loss.
     """
     data = make_data(problem)
     device = torch.device(problem.device)
@@ -179,16 +186,18 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
 
 
 class GemmBound:
-    """The matmuls of forward and backward alone, into preallocated memory.
+    """Run only the matmuls of the forward and backward pass, and write the results to preallocated
+    memory.
 
-    On CPU, the bound is one dense matmul per expert with the expert's true number of rows. On GPU,
-    it is one dense matmul of the same FLOPs over all rows.
+    On the CPU, the GEMM bound is one dense matmul per expert with the actual number of rows of this
+    expert. On a GPU, the GEMM bound is a single dense matmul over all rows, which has the same
+    number of FLOPs.
 
     Args:
         problem: sizes of the layer.
         data: weights and inputs.
-        counts: number of rows of each expert.
-        forward_only: whether to run only the matmuls of a forward pass.
+        counts: number of rows for each expert.
+        forward_only: whether to run only the matmuls of the forward pass.
     """
 
     def __init__(self, problem: Problem, data: Data, counts: list[int],
@@ -206,7 +215,7 @@ class GemmBound:
         self.grads = [torch.empty_like(w) for w in (*self.first, self.second)]
 
     def __call__(self) -> None:
-        """Run the matmuls of one forward and backward pass."""
+        """Run all matmuls once."""
         start = 0
         for expert, count in enumerate(self.counts):
             if count:
@@ -222,7 +231,8 @@ class GemmBound:
 
     def _linear(self, x: Tensor, w: Tensor, grad: Tensor, y: Tensor, grad_x: Tensor,
                 grad_w: Tensor) -> None:
-        """Run the three matmuls of a linear map: y = x w, grad_x = grad w^T, grad_w = x^T grad."""
+        """Run the three matmuls of a linear layer: y = x w, grad_x = grad w^T, grad_w = x^T grad.
+        """
         torch.mm(x, w, out=y)
         if not self.forward_only:
             torch.mm(grad, w.t(), out=grad_x)
@@ -230,29 +240,32 @@ class GemmBound:
 
 
 def own_loads(problem: Problem, data: Data, rank: int, ranks: int) -> list[int]:
-    """Return the rows of each expert of a rank, if every rank has the same tokens."""
+    """Return the number of rows for each of a rank's experts, under the assumption that all ranks
+    have the same tokens.
+    """
     own = problem.experts // ranks
     return [ranks * rows for rows in loads(problem, data)[rank * own:(rank + 1) * own]]
 
 
 def on_ranks(problem: Problem, names: Sequence[str], rounds: int, ranks: int,
              threads: int) -> dict[str, Any]:
-    """Run `run` on this number of new processes, with this number of threads each."""
+    """Run `run` in the given number of new processes, each with the given number of threads."""
     return on_processes(ranks, run, problem, names, rounds, threads=threads)
 
 
 def loads(problem: Problem, data: Data) -> list[int]:
-    """Return the number of rows of each expert."""
+    """Return the number of rows that the router sends to each expert."""
     ids_TK = torch.topk(data.x_TD.float() @ data.router_ED.float().t(), problem.top_k,
                         dim=1).indices
     return torch.bincount(ids_TK.reshape(-1).cpu(), minlength=problem.experts).tolist()
 
 
 def _warm_up(problem: Problem, data: Data) -> None:
-    """Run everything that happens only once, before memory is measured.
+    """Run all one-time initialization of libraries and layers before memory is measured, so that
+    this initialization is not counted for any candidate.
 
-    A step of a small layer lets libraries allocate their buffers. A forward pass of a layer like
-    ours lets `experts.compute=auto` choose.
+    A step of a small layer makes libraries allocate their buffers. A forward pass of a layer with
+    the sizes of our layer makes `experts.compute=auto` choose.
     """
     small = Problem(tokens=64, model_dim=64, hidden_dim=64, experts=2, top_k=1, dtype=problem.dtype,
                     device=problem.device)
@@ -265,11 +278,11 @@ def _warm_up(problem: Problem, data: Data) -> None:
 
 def agreement(candidates: dict[str, Candidate], data: Data,
               problem: Problem) -> dict[str, float | None]:
-    """Return the relative distance of each candidate's output from ours, or None if it is not
-    compared.
+    """For each candidate, return the relative distance between its output and the output of our
+    layer, or None if the output is not compared.
 
     Raises:
-        ValueError: if an output differs from ours by more than `TOLERANCE`.
+        ValueError: if an output differs from the output of our layer by more than `TOLERANCE`.
     """
     outputs: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -280,19 +293,20 @@ def agreement(candidates: dict[str, Candidate], data: Data,
         errors[name] = float((y - mine).norm() / mine.norm()) if candidates[name].compared else None
         if errors[name] is not None and not errors[name] <= TOLERANCE[problem.dtype]:
             raise ValueError(
-                f"{name}'s output differs from ours by {errors[name]:.2e} of its norm: must be <= "
-                f"{TOLERANCE[problem.dtype]}. Leave {name} out with --peers, and report this error "
-                f"for {problem.label()}")
+                f"{name}'s output differs from ours by {errors[name]:.2e} relative to the norm of "
+                f"our output: must be <= {TOLERANCE[problem.dtype]}. Leave {name} out with "
+                f"--peers, and report this error for {problem.label()}")
     return errors
 
 
 def check_losses(candidates: dict[str, Candidate], data: Data, problem: Problem) -> None:
-    """Check that every candidate with experts computes the gradient of its balance loss.
+    """Check that every candidate with comparable output computes the gradient of a balance loss.
 
-    Without a gradient of the output, the balance loss alone must reach a parameter.
+    The gradient of the output is set to zero, so a parameter gets a gradient only from the balance
+    loss.
 
     Raises:
-        ValueError: if a candidate has no balance loss.
+        ValueError: if no parameter of a candidate gets a gradient from the balance loss.
     """
     if problem.top_k == problem.experts:  # every token uses every expert, so there is no imbalance
         return

@@ -1,4 +1,4 @@
-"""Measure the time and the memory of several candidates alternately, on CPU and GPU."""
+"""Measure the time and the memory of several candidates alternately, on the CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGES = ("moe-plugin", "triton", "megatron-core", "fairseq", "transformer-eng
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of each round, in order of time."""
+    """The time of each round in seconds, in chronological order."""
 
     seconds: list[float]
 
@@ -39,19 +39,21 @@ class Times:
 
     @property
     def best(self) -> float:
-        """Seconds of the fastest round."""
+        """The time of the fastest round in seconds."""
         return min(self.seconds)
 
 
 def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device, rounds: int = 15,
                 warmup: int = 3, slow: float = math.inf) -> list[Times]:
-    """Time each candidate once per round, so that a slow phase of the machine affects all of them.
+    """Time each candidate once per round, so that a slow phase of the machine affects all
+    candidates.
 
     Args:
         rounds: number of timed rounds.
-        warmup: number of untimed calls of each candidate before the first round.
-        slow: a candidate that is slower than the first candidate by more than this factor runs only
-            in every fourth round. This leaves more rounds for candidates with similar times.
+        warmup: number of untimed calls per candidate before the first round.
+        slow: a candidate runs only in every fourth round if it takes more than `slow` times as long
+            as the first candidate. Skipping slow candidates leaves time for more rounds of
+            candidates with similar times.
     """
     clock = _cuda_seconds if device.type == "cuda" else cpu_seconds
     first = [
@@ -69,17 +71,18 @@ def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device
 
 
 def cpu_seconds(fn: Callable[[], object]) -> float:
-    """Return the seconds of one call on the host's clock."""
+    """Return the duration of one call in seconds, measured with the CPU's clock."""
     start = time.perf_counter()
     fn()
     return time.perf_counter() - start
 
 
 def _cuda_seconds(fn: Callable[[], object]) -> float:
-    """Return the seconds of one call on the GPU.
+    """Return the duration of one call in seconds, measured with GPU events.
 
-    As in training, the host is ahead of the GPU: it launches kernels while the GPU is still busy.
-    The host's work is part of the measured time only where the host waits for the GPU.
+    As in training, the CPU runs ahead of the GPU and launches kernels while the GPU is still busy.
+    Work on the CPU is included in the measured time only if the CPU has to wait for the GPU during
+    the call.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -92,11 +95,11 @@ def _cuda_seconds(fn: Callable[[], object]) -> float:
 
 
 def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 3) -> float | None:
-    """Return the peak memory of `calls` calls above the level before them, in MiB, or None if
-    unknown.
+    """Return the peak memory during `calls` calls, minus the memory in use before these calls, in
+    MiB. Return None if the peak memory cannot be measured.
 
-    On CPU the peak is resident memory of the process: tensors, reused workspaces and the
-    allocator's cache. On GPU the peak is the number of allocated bytes.
+    On the CPU, the peak is measured as resident memory of the process, which includes tensors,
+    reused workspaces and the allocator's cache. On a GPU, the peak is measured as allocated memory.
     """
     gc.collect()
     if device.type == "cuda":
@@ -116,8 +119,8 @@ def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 
 
 
 def _trim() -> None:
-    """Return freed heap memory to the system. Otherwise a candidate could reuse it without being
-    counted.
+    """Return freed heap memory to the operating system. If freed memory were kept, a candidate
+    could reuse it, and this memory would not be counted.
     """
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -127,12 +130,12 @@ def _trim() -> None:
 
 def training_step(forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]],
                   parameters: list[Tensor], x: Tensor, grad: Tensor) -> Callable[[], None]:
-    """Return a function that runs one step: clear gradients, forward, and backward through the
-    losses.
+    """Return a function that runs one training step. The step clears gradients, runs the forward
+    pass, and runs the backward pass through the output and the losses.
 
     Args:
-        x: the input, [T, D].
-        grad: the gradient of the output, [T, D].
+        x: the input [T, D].
+        grad: the gradient of the output [T, D].
     """
 
     def run() -> None:
@@ -146,7 +149,7 @@ def training_step(forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]],
 
 
 def versions(device: str) -> dict[str, str]:
-    """Return the versions, the device and the date of a measurement."""
+    """Return the versions of packages, the device, and the date of a measurement."""
     threads = "" if device == "cuda" else f", {torch.get_num_threads()} threads"
     found = {
         "python": platform.python_version(), "torch": torch.__version__,

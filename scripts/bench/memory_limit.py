@@ -21,12 +21,12 @@ _UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class Limited:
-    """A process that ended successfully.
+    """The output and the memory of a process that ended successfully.
 
     Attributes:
         output: standard output of the process.
-        peak_bytes: peak memory of its cgroup, including pages of files, which the kernel frees if
-            memory is short.
+        peak_bytes: peak memory of the process's cgroup. The peak memory includes cached file pages,
+            which the kernel frees if memory is short.
     """
 
     output: str
@@ -34,19 +34,20 @@ class Limited:
 
 
 def run_limited(command: Sequence[str], limit: int | None = None) -> Limited | None:
-    """Run a process in a cgroup with a memory limit, and without swap if the system allows this.
+    """Run a process in a cgroup with a memory limit. Swap is disabled for the cgroup if the system
+    allows this.
 
-    Needs root and a writable memory controller of version 1 or 2 of cgroups.
+    Setting a memory limit requires root, and a writable memory controller of cgroup version 1 or 2.
 
     Args:
         command: command line of the process.
-        limit: memory limit in bytes. None sets no limit.
+        limit: memory limit in bytes. None means that the memory is not limited.
 
-    Returns:
-        The process's output and memory, or None if the process was killed because of its memory.
+    Returns: The output and the peak memory of the process, or None if the process was killed
+        because it exceeded the limit.
 
     Raises:
-        ValueError: if no limit can be set.
+        ValueError: if no memory limit can be set.
         RuntimeError: if the process failed.
     """
     with _group(limit or _UNLIMITED) as group:
@@ -63,7 +64,9 @@ def run_limited(command: Sequence[str], limit: int | None = None) -> Limited | N
 
 
 def why_not() -> str | None:
-    """Return why no limit can be set on this machine, or None if it can."""
+    """Return the reason why no memory limit can be set on this machine, or None if limits can be
+    set.
+    """
     try:
         with _group(_UNLIMITED):
             return None
@@ -95,10 +98,11 @@ def _group(limit: int) -> Iterator[Path]:
 
 
 class AnonymousPeak:
-    """The peak of this process's memory that is not backed by files, sampled every 10 ms.
+    """The peak of this process's anonymous memory (memory that is not backed by files), sampled
+    every 10 ms.
 
     Attributes:
-        bytes: the peak in bytes.
+        bytes: the peak of the anonymous memory in bytes.
     """
 
     def __init__(self) -> None:
@@ -112,17 +116,20 @@ class AnonymousPeak:
 
 
 def status_bytes(field: str) -> int:
-    """Return a field of this process's status in bytes.
+    """Return a field of this process's `/proc/self/status` in bytes.
 
     Args:
-        field: VmRSS (resident now), VmHWM (peak of resident) or RssAnon (resident without files).
+        field: VmRSS (current resident memory), VmHWM (peak resident memory) or RssAnon (resident
+            anonymous memory).
     """
     with open("/proc/self/status", encoding="ascii") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith(field + ":"))
 
 
 def reset_peak() -> bool:
-    """Reset VmHWM of this process. Return False if the system does not support this."""
+    """Reset the peak resident memory (VmHWM) of this process. Return False if the system does not
+    support resetting the peak.
+    """
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -132,15 +139,15 @@ def reset_peak() -> bool:
 
 def call_limited(limit: int | None, function: Callable[..., Any],
                  *args: Any) -> dict[str, Any] | None:
-    """Call a function that returns a mapping in a process with a memory limit.
+    """Call a function in a process with a memory limit. The function must return a mapping of plain
+    values.
 
     Args:
         limit: memory limit in bytes. None sets no limit.
-        function: a function defined in a module.
+        function: a function defined at the top level of a module.
 
-    Returns:
-        The function's result with `cgroup_peak_bytes`, or None if the process was killed because of
-        its memory.
+    Returns: The function's result with the additional key `cgroup_peak_bytes`, or None if the
+        process was killed because it exceeded the limit.
     """
     done = run_limited(command(function, args), limit)
     return None if done is None else {"cgroup_peak_bytes": done.peak_bytes, **result(done.output)}

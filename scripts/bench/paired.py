@@ -1,4 +1,6 @@
-"""Compare two sides over the same seeds: their difference with a confidence interval."""
+"""Compare two models ("sides") that are trained with the same seeds. The result of the comparison
+is the mean difference with a confidence interval.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.2
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The mean of one side minus another over seeds.
+    """The mean difference between two sides over several seeds.
 
     Attributes:
-        mean: mean of the differences between equal seeds.
-        half: half of the width of the 95 % confidence interval by Student's t, if differences are
-            normally distributed. Infinite for one seed.
-        lower: number of seeds with a difference below zero.
+        mean: mean of the differences between runs with the same seed.
+        half: half the width of the 95 % confidence interval (Student's t), assuming that the
+            differences are normally distributed. Infinite if the comparison has only one seed.
+        lower: number of seeds for which the difference is negative.
         seeds: number of seeds.
     """
 
@@ -34,11 +36,13 @@ class PairedDifference:
 
     @property
     def significant(self) -> bool:
-        """Whether zero is outside of the interval."""
+        """Whether the confidence interval does not contain zero."""
         return abs(self.mean) > self.half
 
     def shown(self, factor: float = 1.0, digits: int = 3) -> str:
-        """Return the mean and its interval in words, and whether the sign is significant."""
+        """Return a text that contains the mean difference, the interval, and whether the difference
+        is significant.
+        """
         mean, half = factor * self.mean, factor * self.half
         interval = (f"{mean - half:+.{digits}f} to {mean + half:+.{digits}f}"
                     if math.isfinite(half) else "one seed")
@@ -46,11 +50,11 @@ class PairedDifference:
 
 
 def paired(side: Sequence[float], other: Sequence[float]) -> PairedDifference:
-    """Return the difference of `side` minus `other`.
+    """Compute the mean difference `side` minus `other` over all seeds.
 
     Args:
-        side: one value per seed.
-        other: one value per seed, for the same seeds.
+        side: results of one side, one per seed.
+        other: results of the other side, for the same seeds.
     """
     found = [a - b for a, b in zip(side, other, strict=True)]
     half = math.inf
@@ -64,22 +68,24 @@ TRIES = 2  # number of seeds used to search for learning rates
 
 def compare(jobs: int, rates: Mapping[str, Sequence[float]], seeds: int,
             run: Callable[[str, float, int], dict[str, Any]], judged: str) -> dict[str, Any]:
-    """Train each side with `seeds` seeds, at the best learning rate of a search with `TRIES` other
-    seeds.
+    """Train each side with `seeds` different seeds. The learning rate of each side is found by a
+    search that uses `TRIES` other seeds.
 
-    All rates are tried with the first seed of the search, and the two best rates with the second
-    one.
+    In the search, all rates are tried with the first seed, and the two best rates are also tried
+    with the second seed.
 
     Args:
-        jobs: number of runs at the same time.
-        rates: learning rates to try, by side.
+        jobs: number of runs that run at the same time.
+        rates: for each side, the learning rates to try.
         seeds: number of seeds of each side.
-        run: a function that trains a side at a rate with a seed and returns its results by name.
-        judged: name of the result with which rates are compared; the lowest mean is the best.
+        run: a function that trains a side with a learning rate and a seed, and returns its results
+            by name.
+        judged: name of the result by which learning rates are compared. The learning rate with the
+            lowest mean is the best.
 
-    Returns:
-        "search": values of `judged` by side and rate (as text, because keys of JSON are texts);
-        "runs": results by side.
+    Returns: A dict with the keys "search" and "runs". "search" contains the values of `judged` by
+        side and by learning rate. Rates are strings, because JSON keys are strings. "runs" contains
+        the results of all seeds by side.
     """
     with ThreadPoolExecutor(jobs) as pool:
         def ran(wanted: Iterable[tuple[str, float, int]]) -> dict[tuple[str, float, int], Any]:
@@ -100,7 +106,9 @@ def compare(jobs: int, rates: Mapping[str, Sequence[float]], seeds: int,
 
 
 def best_rates(search: Mapping[str, Sequence[float]]) -> list[float]:
-    """Return the rates that were tried with the largest number of seeds, best mean first."""
+    """Return the learning rates that were tried with the most seeds, ordered from the best to the
+    worst mean result.
+    """
     most = max(map(len, search.values()))
     left = [rate for rate, values in search.items() if len(values) == most]
     return [float(rate) for rate in sorted(left, key=lambda rate: statistics.mean(search[rate]))]

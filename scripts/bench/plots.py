@@ -16,8 +16,8 @@ TITLES = {"tokens": "tokens", "experts": "experts", "top_k": "experts per token 
 
 
 def layer_plot(found: Mapping[str, Any], path: str) -> None:
-    """Draw time next to its bound and peak memory, with a bar per candidate, ours first and in
-    colour.
+    """Plot the time and its bound next to the peak memory, with one bar per candidate. Our layer is
+    the first bar and is drawn in colour.
     """
     results = [found, *sorted(found["peers"], key=lambda r: r["median_ms"])]
     figure, (time, memory) = pyplot().subplots(
@@ -44,9 +44,10 @@ def layer_plot(found: Mapping[str, Any], path: str) -> None:
 
 
 def _bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Sequence[str]) -> None:
-    """Draw horizontal bars with texts; the first bar is ours.
+    """Draw horizontal bars with labels. The first bar shows our layer.
 
-    Bars that are much longer than most others end at the edge, and their texts contain "(cut)".
+    Bars that are much longer than most other bars are cut at the edge, and their labels contain
+    "(cut)".
     """
     usual = [value for value in values if value <= 2.5 * statistics.median(values)]
     end = min(max(values), 1.6 * max(usual)) if len(usual) < len(values) else max(values)
@@ -61,8 +62,8 @@ def _bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Seque
 
 
 def scaling_plot(found: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Draw time, bound and memory along each axis in log-log scale, so that linear growth has slope
-    one.
+    """Plot time, bound and memory along each axis on a log-log scale, so that linear growth has a
+    slope of one.
     """
     names = list(dict.fromkeys(one["axis"] for one in found))
     figure, grid = pyplot().subplots(2, len(names), figsize=(4 * len(names), 6), squeeze=False,

@@ -1,4 +1,6 @@
-"""One layer to measure: its sizes, its least work, and the data that every candidate receives."""
+"""The definition of the layer to measure: its sizes, its minimum work, and the data that every
+candidate receives.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Sizes of a layer on one device.
+    """The sizes of a layer on one device.
 
     Attributes:
         tokens: number of tokens, T.
@@ -61,14 +63,15 @@ class Problem:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Problem:
-        """Return the problem whose sizes are among these values."""
+        """Return the problem whose sizes are given by the items of a mapping."""
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     def check_device(self) -> None:
-        """Check that the device exists and has enough memory for any implementation of the layer.
+        """Check that the device exists, and that its memory is sufficient for any implementation of
+        the layer.
 
         Raises:
-            ValueError: if the device is missing or too small.
+            ValueError: if the device does not exist or does not have enough memory.
         """
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device='cuda' is not available, because torch sees no GPU. Use "
@@ -91,22 +94,26 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the experts, forward and backward: 3 passes * 2 * rows * D * F per matrix."""
+        """FLOPs of the experts in the forward and backward pass: 3 passes * 2 * rows * D * F per
+        matrix.
+        """
         return 3 * 2 * self.rows * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
 
     @property
     def bytes(self) -> int:
-        """Least memory traffic of forward and backward in bytes.
+        """Minimum memory traffic of the forward and backward pass, in bytes.
 
-        Weights are read twice and their gradients are written. x, y and both gradients are moved
-        once.
+        Weights are read twice, and their gradients are written once. The bytes of x, y and both
+        gradients are counted once.
         """
         weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
         elements = 3 * weights + 5 * self.tokens * self.model_dim
         return elements * self.torch_dtype.itemsize
 
     def work(self, forward_only: bool) -> tuple[float, float]:
-        """Return (FLOPs, least bytes) of forward and backward, or of forward alone."""
+        """Return (FLOPs, minimum bytes) of the forward and backward pass, or of the forward pass
+        alone.
+        """
         if not forward_only:
             return self.flops, self.bytes
         weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
@@ -115,10 +122,10 @@ class Problem:
 
     @property
     def least_memory(self) -> int:
-        """Bytes that every implementation needs.
+        """Number of bytes that every implementation needs.
 
-        They are those of weights and their gradients, x, y, both gradients, and the inner
-        activations.
+        The minimum memory consists of the weights and their gradients, x, y, the gradients of x and
+        y, and the inner activations.
         """
         weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
         elements = 2 * weights + 4 * self.tokens * self.model_dim + self.rows * self.hidden_dim
@@ -133,10 +140,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Data:
-    """Weights and inputs in the problem's dtype. L = E experts.
+    """The weights and inputs of a layer, in the dtype of the problem. In the shapes, L is the
+    number of experts E.
 
     Attributes:
-        router_ED: weight of the router.
+        router_ED: weight matrix of the router.
         w_in_LDF: first matrix of each expert.
         w_gate_LDF: gate matrix of each expert, or None if experts are not gated.
         w_out_LFD: second matrix of each expert.
@@ -152,7 +160,9 @@ class Data:
     grad_TD: Tensor
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights by name, without the gate if experts are not gated."""
+        """Return the weight matrices by name. The gate matrix is included only if experts are
+        gated.
+        """
         found = {
             "router_ED": self.router_ED, "w_in_LDF": self.w_in_LDF, "w_gate_LDF": self.w_gate_LDF,
             "w_out_LFD": self.w_out_LFD
@@ -160,7 +170,9 @@ class Data:
         return {name: value for name, value in found.items() if value is not None}
 
     def local(self, rank: int, ranks: int) -> Data:
-        """Return the same data with only the experts of one of `ranks` ranks."""
+        """Return the same data with only the experts of one rank. The experts are divided equally
+        among `ranks` ranks.
+        """
 
         def own(w_LIO: Tensor | None) -> Tensor | None:
             return None if w_LIO is None else w_LIO.chunk(ranks)[rank]
@@ -170,7 +182,9 @@ class Data:
 
 
 def make_data(problem: Problem) -> Data:
-    """Draw random data, equal for every candidate. A GPU would multiply zeros faster."""
+    """Draw random data. All candidates receive the same data. The data are random, because a GPU
+    multiplies zeros faster.
+    """
     g, p = torch.Generator(problem.device).manual_seed(problem.seed), problem
 
     def draw(*shape: int, std: float = 1.0) -> Tensor:
@@ -188,7 +202,9 @@ def make_data(problem: Problem) -> Data:
 
 
 def add_problem(p: argparse.ArgumentParser) -> None:
-    """Add the options of a `Problem` and of its measurement, which `problem_of` reads."""
+    """Add the options that specify a `Problem` and its measurement. The function `problem_of` reads
+    these options.
+    """
     for name, default, text in (("tokens", 4096, "number of tokens"),
                                 ("model-dim", 512, "width of a token"),
                                 ("hidden-dim", 2048, "inner width of an expert"),
@@ -209,10 +225,10 @@ def add_problem(p: argparse.ArgumentParser) -> None:
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
-    """Return the problem that the options describe, and set the number of torch's threads.
+    """Return the problem specified by the options, and set the number of threads of torch.
 
     Raises:
-        ValueError: if a number is out of bounds or the device cannot run the problem.
+        ValueError: if a number is out of bounds, or if the device cannot run the problem.
     """
     if args.threads is not None:
         if not 1 <= args.threads <= 4096:

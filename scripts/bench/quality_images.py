@@ -1,4 +1,6 @@
-"""Digits of 28 by 28 pixels: SwinV2 with experts and without, and ensembles of five members."""
+"""Experiments with images of digits (28 by 28 pixels): SwinV2 with and without experts, and
+ensembles of five members.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ ROWS = {
 
 
 def flops() -> dict[str, float]:
-    """Return the FLOPs of an image's forward pass by side, if no token is dropped."""
+    """For each side, return the FLOPs of the forward pass for one image, assuming that no token is
+    dropped.
+    """
     size = PRESETS[PRESET]
     x_BCSS = torch.randn(2, 3, size.image, size.image)
     experts = build(size, 10, settings={"dispatch.capacity_factor": None})
@@ -44,17 +48,18 @@ def flops() -> dict[str, float]:
 
 def measure(place: Path, rows: Mapping[str, Sequence[str]], results: Sequence[str], judged: str, *,
             epochs: int, rates: Sequence[float], seeds: int, jobs: int) -> dict[str, Any]:
-    """Return the result of `compare`, from the last evaluation of each run.
+    """Train all sides, and return the result of `compare`. The result of a run is its last
+    evaluation.
 
     Args:
-        place: folder of the runs.
-        rows: options of the training script by side.
-        results: names of the results in its log.
-        judged: name of the result with which rates are compared; see `compare`.
-        epochs: number of epochs of a run.
+        place: folder in which the runs are stored.
+        rows: for each side, the options of the training script.
+        results: names of the results to read from the training log.
+        judged: name of the result by which learning rates are compared. See `compare`.
+        epochs: number of epochs per run.
         rates: learning rates to try.
         seeds: number of seeds of each side.
-        jobs: number of runs at the same time.
+        jobs: number of runs that run at the same time.
     """
     for fold in range(FOLDS):
         write_example(EXAMPLE, place / f"fold {fold}", fold)

@@ -1,4 +1,6 @@
-"""Language models with experts and without, of equal FLOPs, trained in both hosts."""
+"""Experiments with language models with and without experts, which have equal FLOPs and are trained
+in both hosts.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ SIDES = {"moe": 1, "active": SIZES["top_k"], "total": SIZES["experts"]}
 
 
 def flops(side: str) -> int:
-    """Return the FLOPs of the matmuls in a token's forward pass, with attention to all of a sample.
+    """Return the FLOPs of the matmuls in a token's forward pass. The FLOPs of attention are counted
+    over the whole sample.
     """
     width, inner = SIZES["width"], SIZES["hidden"]
     visited = SIZES["top_k"] if side == "moe" else SIDES[side]
@@ -39,7 +42,7 @@ def flops(side: str) -> int:
 
 
 def parameters(side: str) -> int:
-    """Return the number of parameters of all matrices, without embeddings."""
+    """Return the number of parameters in all matrices except the embeddings."""
     width, inner = SIZES["width"], SIZES["hidden"]
     copies = SIZES["experts"] if side == "moe" else SIDES[side]
     router = SIZES["experts"] * width * (side == "moe")
@@ -47,7 +50,8 @@ def parameters(side: str) -> int:
 
 
 def command_of(host: str, side: str, s: dict[str, Any], data: Path, folder: Path) -> list[str]:
-    """Return the quick start's command for a training run with experts in every layer or in none.
+    """Return the quick start's command for a training run. In the model, either all layers or no
+    layers have experts.
     """
     sizes = {**s, "hidden": s["hidden"] * SIDES[side]}
     command = quickstart().HOST_STEPS[host][1](sizes, data, folder, False)
@@ -70,7 +74,9 @@ def _without_experts(command: list[str]) -> Iterator[str]:
 
 def measure(place: Path, steps: int, seeds: int, jobs: int, hosts: Sequence[str]
             ) -> dict[str, Any]:
-    """Return the held-out losses in nats per byte: the result of `compare` by "HOST SIDE"."""
+    """Train all sides, and return the result of `compare` for held-out losses in nats per byte.
+    Keys of the result have the form "HOST SIDE".
+    """
     info = build_corpus(place / "corpus", size=CORPUS_BYTES)
     data = {host: quickstart().HOST_STEPS[host][0](place / "corpus") for host in hosts}
 

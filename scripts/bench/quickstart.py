@@ -1,4 +1,4 @@
-"""The quick start's model, which the checkout's script trains in both hosts."""
+"""The model of the quick start. The quick start's script trains this model in both hosts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def settings(steps: int) -> dict[str, Any]:
 
 
 def begin(args: argparse.Namespace) -> tuple[Path, Path, dict[str, Any]]:
-    """Return (folder of the runs, folder of the corpus, versions and entropy for the numbers)."""
+    """Return (folder of the runs, folder of the corpus, versions and unigram entropy)."""
     place = Path(args.runs).resolve()
     if args.fresh:
         shutil.rmtree(place, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Ranks of a benchmark: new processes on this machine in one gloo group."""
+"""Start the ranks of a benchmark: new processes on this machine that form one gloo group."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from scripts.bench.child import free_port
 
 
 def on_processes(ranks: int, measure: Callable[..., Any], *args: Any, threads: int = 1) -> Any:
-    """Call `measure(*args)` on new processes and return the result of rank 0.
+    """Call `measure(*args)` in new processes, and return the result of rank 0.
 
     Args:
         ranks: number of processes.
-        measure: a function defined in a module. Every rank calls it in an initialized default
-            group.
+        measure: a function defined at the top level of a module. Every rank calls the function
+            `measure` after the default group has been initialized.
         threads: number of torch threads in each process.
     """
     with tempfile.TemporaryDirectory() as folder:

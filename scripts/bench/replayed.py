@@ -1,11 +1,11 @@
-"""Replay a routing trace through the layer on emulated nodes, under each policy for overloaded
-experts.
+"""Replay a routing trace in the layer on emulated nodes, with each policy for overloaded experts.
 
-The same layer also runs under forced balance, and the planner predicts every call. Every call of
-the trace runs once in each variant, one variant after the other in the same processes. The choices
-of experts are those of the trace (`routing.rollouts`) or those of `router.force: balance`.
+The planner predicts the time of every call. The layer is also run with forced balance. Every call
+of the trace is run once with each variant (policy or forced balance). The variants alternate in the
+same processes. The experts of a token are chosen by the trace (`routing.rollouts`)
+or by `router.force: balance`.
 
-Shapes: T tokens, K experts per token.
+Letters in shapes: T tokens, K experts per token.
 """
 
 from __future__ import annotations
@@ -53,16 +53,17 @@ Trace = Mapping[Key, list[list[Tensor]]]  # trace of one rank, see `observe.trac
 
 @dataclass(frozen=True)
 class Emulation:
-    """The emulated cluster and the layer with which a trace is replayed.
+    """The emulated cluster and the layer that are used to replay a trace.
 
     Attributes:
-        grid: numbers of nodes and of ranks per node.
+        grid: number of nodes, and number of ranks per node.
         links: keyword arguments of `EmulatedCluster`.
-        model: model that contains the layer. The layer runs in float32 and drops no tokens.
-        cluster: file of the cluster, used to decide about spilling and to predict times.
-        device: file of the device, used to decide about spilling and to predict times.
-        guests: number of experts that a rank may borrow.
-        replan: number of steps for which a placement of the policy `standing` is kept.
+        model: model to which the layer belongs. The layer computes in float32 and does not drop
+            tokens.
+        cluster: cluster file, which is used to decide about spilling and to predict times.
+        device: device file, which is used to decide about spilling and to predict times.
+        guests: maximum number of experts that a rank may borrow.
+        replan: number of steps between two placements of replicas by the policy `standing`.
     """
 
     grid: tuple[int, int]
@@ -79,27 +80,28 @@ class Emulation:
 
     @property
     def shape(self) -> ModelShape:
-        """The shape of the model as it runs here."""
+        """The shape of the model on the emulated cluster."""
         return replace(self.model, element_bytes=4, capacity_factor=None)
 
 
 def excerpt(traces: Sequence[Trace], experts: int, ranks: int, steps: int,
             tokens: int | None = None) -> list[Trace]:
-    """Return traces of `ranks` ranks, with consecutive steps from the beginning, the middle and the
-    end.
+    """Select consecutive steps from the beginning, the middle and the end of traces, and convert
+    them to traces of `ranks` ranks.
 
     Args:
         traces: traces of the recorded ranks.
         experts: number of experts.
-        ranks: number of ranks that the result has.
-        steps: approximate number of steps, a third from each place. A shorter trace is used
-            completely.
+        ranks: number of ranks in the returned traces.
+        steps: approximate number of steps. A third of the steps is taken from each of the three
+            periods. If the trace has fewer steps, all of its steps are used.
         tokens: mean number of tokens per rank and call. Recorded tokens are repeated or left out
-            evenly to reach it. None (default) keeps the recorded number. Tokens without an expert
-            (padding) and empty calls are always left out.
+            evenly to reach the mean number. None (default) keeps the recorded number. Tokens
+            without an expert (padding) and empty calls are always left out.
 
     Raises:
-        ValueError: if the ranks do not fit, or a token has only some of its choices.
+        ValueError: if the recorded ranks cannot be converted to `ranks` ranks, or if a token has
+            only some of its choices.
     """
     check_fits(traces, experts, ranks)
     made: list[dict[Key, list[list[Tensor]]]] = [{} for _ in range(ranks)]
@@ -116,7 +118,7 @@ def excerpt(traces: Sequence[Trace], experts: int, ranks: int, steps: int,
 
 
 def picked(total: int, steps: int) -> list[int]:
-    """Return the numbers of the steps that `excerpt` selects."""
+    """Return the indices of the steps that `excerpt` selects."""
     if steps >= total:
         return list(range(total))
     each = -(-steps // len(PARTS))
@@ -143,7 +145,9 @@ def _scaled(of_ranks: Sequence[Tensor], tokens: int | None) -> list[Tensor]:
 
 
 def make_layer(where: Emulation, side: str, comm: TorchComm) -> MoELayer:
-    """Build the layer of one variant on every rank. Only the balanced layer uses its own router."""
+    """On every rank, build the layer for one variant. Only the variant with forced balance uses the
+    layer's own router.
+    """
     parallel: dict[str, Any] = {}
     if side not in (BALANCE, POLICIES[0]):
         parallel = {"spill": side, "guests": where.guests}
@@ -167,21 +171,21 @@ class Replayed:
         self.layers = {side: make_layer(where, side, self.comm) for side in SIDES}
 
     def tokens(self, count: int) -> Tensor:
-        """Return tokens of this rank, [T, D]. They are equal for every call and variant."""
+        """Return tokens of this rank, [T, D]. Every call and every variant uses the same tokens."""
         draw = torch.Generator().manual_seed(self.comm.rank)
         return torch.randn(count, self.where.model.model_dim, generator=draw).requires_grad_()
 
     def routed(self, side: str, ids_TK: Tensor) -> AbstractContextManager[None]:
-        """Return a context in which a variant's layer uses these choices; the balanced layer is not
-        changed.
+        """Return a context manager inside which the layer of a variant uses the given choices. The
+        layer with forced balance is not affected.
         """
         if side == BALANCE:
             return nullcontext()
         return replay_choices([self.layers[side].router], ids_TK[:, None])
 
     def step(self, side: str, ids_TK: Tensor) -> tuple[float, int]:
-        """Run forward and backward, which all ranks start together; return seconds and rows
-        computed here.
+        """Run a forward and backward pass that all ranks start at the same time. Return the time in
+        seconds, and the number of rows computed on this rank.
         """
         layer, x_TD = self.layers[side], self.tokens(len(ids_TK))
         with self.routed(side, ids_TK):
@@ -189,8 +193,8 @@ class Replayed:
         return seconds, int(stats.rows)
 
     def begin(self, first_TK: Tensor) -> None:
-        """Prepare for a layer of the trace: remove all replicas, and run an untimed call of each
-        variant.
+        """Prepare for the next layer of the trace: remove all replicas, and make an untimed call of
+        each variant.
         """
         self.layers[STANDING] = make_layer(self.where, STANDING, self.comm)
         for side, layer in self.layers.items():
@@ -200,9 +204,9 @@ class Replayed:
 
 
 def run_rank(where: Emulation, traces: Sequence[Trace]) -> dict[str, dict[str, list[float]]]:
-    """Replay the traces on one rank; return the `seconds` and `rows` of every call by variant.
+    """Replay the traces on one rank. Return the `seconds` and `rows` of every call by variant.
 
-    The time in which replicas are placed is added to the last call before it.
+    The time needed to place replicas is added to the previous call.
     """
     replayed = Replayed(where)
     found: dict[str, dict[str, list[float]]] = {
@@ -223,10 +227,11 @@ def run_rank(where: Emulation, traces: Sequence[Trace]) -> dict[str, dict[str, l
 
 
 def emulate(traces: Sequence[Trace], where: Emulation) -> dict[str, Any]:
-    """Predict and measure every call in traces from `excerpt`; return plain values for `times_of`.
+    """Predict and measure every call in the traces that `excerpt` returned. Return plain values
+    that can be passed to `times_of`.
 
-    The result has the seconds by policy and under forced balance, and the third of the trace to
-    which each call belongs.
+    The result contains the times in seconds for each policy and for forced balance, and the period
+    of the trace to which each call belongs (beginning, middle or end).
     """
     predicted = replay(traces, where.shape, load_cluster(where.cluster).resized(*where.grid),
                        load_device(where.device), where.guests, where.replan, where.ranks)
@@ -254,7 +259,7 @@ def _rounded(seconds: Sequence[float]) -> list[float]:
 
 
 def times_of(found: Mapping[str, Any], what: str) -> list[PolicyTimes]:
-    """Return the `predicted` or `measured` times in a result of `emulate`."""
+    """Return the `predicted` or the `measured` times from a result of `emulate`."""
     return [PolicyTimes(policy, [CallTime(*call) for call in zip(
         one[what], found["balanced"][what], one["lent"], found["third"], strict=True)])
         for policy, one in found["policies"].items()]
@@ -262,14 +267,16 @@ def times_of(found: Mapping[str, Any], what: str) -> list[PolicyTimes]:
 
 HEADER = ("parallel.spill", "time per call", "share", "predicted share", *PARTS, "gain",
           "predicted gain", "busiest rank", "lent")
-MEANING = ("\"Share\" is the throughput relative to that of the same calls under forced balance; "
-           "\"early\", \"middle\" and \"late\" are the shares of each third of the steps. \"Gain\" "
-           "is the speed relative to `never`. \"Busiest rank\" is the number of rows of that rank "
-           "divided by the mean. \"Lent\" is the number of lent experts per call.")
+MEANING = (
+    "\"Share\" is the throughput divided by the throughput of the same calls under forced balance. "
+    "\"Early\", \"middle\" and \"late\" are the shares in the first, second and last third of the "
+    "steps. \"Gain\" is the speed divided by the speed of `never`. \"Busiest rank\" is the number "
+    "of rows on the busiest rank divided by the mean number of rows. \"Lent\" is the number of "
+    "lent experts per call.")
 
 
 def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
-    """Return a table row for each policy; see `HEADER`."""
+    """Return one table row for each policy. The columns are listed in `HEADER`."""
     predicted, measured = times_of(found, "predicted"), times_of(found, "measured")
     rows = []
     for before, after in zip(predicted, measured, strict=True):
@@ -284,11 +291,11 @@ def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def explain(found: Mapping[str, Any], grid: str) -> str:
-    """Return a table with a line for each policy, and a recommendation."""
+    """Return a table with one row for each policy, and a recommendation."""
     predicted, measured = times_of(found, "predicted"), times_of(found, "measured")
     about = (f"{len(measured[0].calls):,} layer calls, forward and backward, were measured on "
-             f"{grid} emulated nodes x ranks. All policies ran alternately; times are those of the "
-             "slowest rank. " + MEANING)
+             f"{grid} emulated nodes x ranks. All policies ran alternately, and times were "
+             "measured on the slowest rank. " + MEANING)
     return "\n".join([paragraph(about), "", aligned([HEADER, *rows_of(found)]), "",
                       paragraph(f"By the measurement: {what_to_use(measured)} By the prediction, "
                                 f"the best policy is {best(predicted).policy}.")])

@@ -1,22 +1,24 @@
-"""Write pages in Markdown: prose and tables from the templates in `pages`, with measured values.
+"""Write pages in Markdown. A page consists of text and tables from a template in `pages`, into
+which measured values are inserted.
 
-`page` fills in a template. Its fields are those of `str.format`, with further formats after the
-colon:
+The function `page` fills in a template. The fields of a template are those of `str.format`, with
+additional formats after the colon:
 
 * a unit, which divides the value and rounds it: `{rate:Mbit}`, or with digits `{seconds:ms.1}` and
   with thousands separated by commas `{size:MiB,}`; see `UNITS`;
 * a notation, such as `{bytes:size}`, `{seconds:time}` or `{names:list}`; see `NOTATIONS`.
 
-A field may be a quotient (`{theirs/ours:.2f}`) or a relative difference
-(`{measured/predicted-1:.0%}`). A field without a value (None) is empty.
+A field may contain a quotient (`{theirs/ours:.2f}`) or a relative difference
+(`{measured/predicted-1:.0%}`). If the value of a field is None, the field is replaced with an empty
+string.
 
-A template consists of paragraphs, which are separated by empty lines:
+A template consists of paragraphs that are separated by empty lines:
 
-* A paragraph that is one field, such as `{cells}`, is replaced by the value: a text, or several
-  parts of a page.
-* A paragraph that begins with `for each of NAME:` is a table. The next two lines are its header and
-  the row that is repeated for each record of the value NAME.
-* A line `<!-- NAME -->` begins a section of the template.
+* A paragraph that consists of one field, such as `{cells}`, is replaced by the value of the field:
+  a text, or several paragraphs.
+* A paragraph that begins with `for each of NAME:` is a table. The next two lines are the header of
+  the table, and the row that is repeated for each record in the value NAME.
+* A line `<!-- NAME -->` starts a new section of the template.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ NOT_PROSE = ("#", "|", "!", "```", "* ")  # parts of a page that start like this
 
 
 def document(*parts: str) -> str:
-    """Return a page: its parts, separated by empty lines, with prose wrapped at 100 columns."""
+    """Return a page. The paragraphs are separated by empty lines, and text is wrapped at 100
+    columns.
+    """
     return "\n\n".join(part if part.startswith(NOT_PROSE) else paragraph(part)
                        for part in parts if part) + "\n"
 
@@ -53,19 +57,19 @@ def paragraph(text: str) -> str:
 
 
 def bullets(*items: str) -> str:
-    """Return a Markdown list, wrapped at 100 columns."""
+    """Format a Markdown list, wrapped at 100 columns."""
     return "\n".join(textwrap.fill(
         " ".join(item.split()), 100, initial_indent="* ", subsequent_indent="  ",
         break_long_words=False, break_on_hyphens=False) for item in items)
 
 
 def made_with(command: str) -> str:
-    """Return the sentence that names the command that writes a page."""
+    """Return a sentence that states the command with which a page is generated."""
     return f"This page is written by `{command}`."
 
 
 def versions_in_words(found: Mapping[str, str]) -> str:
-    """Return a sentence with the date, the device and the versions of a measurement."""
+    """Return a sentence with the date of a measurement, the device and the package versions."""
     left = dict(found)
     date, device = left.pop("date", ""), left.pop("device", "")
     device = re.sub(r", (\d+) threads(?=$| and )", lambda match: (
@@ -86,11 +90,12 @@ def load_in_words(load: Sequence[float], cores: int | None = None) -> str:
 
 
 def layout_in_words(label: str) -> str:
-    """Return a layout label in words.
+    """Describe a layout label in words.
 
     Args:
-        label: a label of `LayoutChoice`, or several separated by commas, each followed by the
-            number of layers that use it, such as "r=0 d=1 linear auto (1 of 2)".
+        label: a label of `LayoutChoice`, or several labels separated by commas. If there are
+            several labels, each label is followed by the number of layers that use it, such as "r=0
+            d=1 linear auto (1 of 2)".
     """
     parts: Iterable[str] = label.split(", ") if label else ()
     shown = []
@@ -111,7 +116,8 @@ _UNIT = re.compile(rf"({'|'.join(UNITS)})(,?)(?:\.(\d+))?")
 
 
 class _Fields(string.Formatter):
-    """`str.format` with the formats and quotients of this module."""
+    """A `str.format` formatter that supports the additional formats and quotients of this module.
+    """
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         if match := re.fullmatch(r"([^/]+)/([^/]+?)(-1)?", field_name):
@@ -132,33 +138,35 @@ class _Fields(string.Formatter):
 
 
 def filled(text: str, values: Any) -> str:
-    """Return a text with its fields filled in.
+    """Return a text in which the fields are replaced with values.
 
     Args:
         text: the text.
-        values: a mapping of the fields' names, or a record, whose attributes are `{0.name}`.
+        values: a mapping from names of fields to values, or a record whose attributes are available
+            as `{0.name}`.
     """
     return _Fields().vformat(text, (values,), values if isinstance(values, Mapping) else {})
 
 
 def columns(records: Iterable[Any], cells: Mapping[str, str | Callable[[Any], str]]) -> str:
-    """Return a Markdown table with a row for each record.
+    """Return a Markdown table with one row for each record.
 
     Args:
         records: one record for each row.
-        cells: for each header a function of the record, or a text for `filled`.
+        cells: for each header, a function of the record or a template string for `filled`.
     """
     return table(list(cells), [[cell(one) if callable(cell) else filled(cell, one)
                                 for cell in cells.values()] for one in records])
 
 
 def page(of: str, found: Mapping[str, Any], section: str = "", **values: Any) -> list[str]:
-    """Return the parts of a page, from the template of a study.
+    """Return the paragraphs of a page, generated from the template of a study.
 
     Args:
-        of: `__name__` of the study's module, whose constants the template may use.
+        of: `__name__` of the study's module. The template may use all constants of this module.
         found: measured numbers.
-        section: a section of the template. The default is the text before the first section.
+        section: name of a section of the template. Defaults to the text before the first section of
+            the template.
         values: further values.
     """
     name = of.rpartition(".")[2]

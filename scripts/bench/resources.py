@@ -1,7 +1,7 @@
-"""Compile a recorded launch without a GPU, and report its registers, shared memory and
+"""Compile a recorded launch on a machine without a GPU, and report its registers, shared memory and
 instructions.
 
-`Resources.failed` checks the rules that the machine code must follow.
+`Resources.failed` checks whether the generated machine code violates any rules.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ from scripts.bench.launches import Launch
 
 @dataclass(frozen=True)
 class Resources:
-    """Resources of a compiled kernel.
+    """The resources that a compiled kernel uses.
 
     Attributes:
         label: label of the launch.
         registers: number of registers per thread.
-        spilled: bytes spilled per thread.
-        shared: bytes of shared memory per block.
-        blocks: number of blocks that a multiprocessor runs at the same time.
-        occupancy: number of warps of these blocks relative to the maximum.
-        matrix: instruction of the matrix units in the assembly, or "".
-        copies: whether the kernel contains the instruction that copies a tile.
-        stages: number of stages of its pipeline that was requested.
-        buffers: number of tiles of one operand in shared memory. 0 if no operand has several.
+        spilled: bytes per thread that are spilled from registers to memory.
+        shared: shared memory per block in bytes.
+        blocks: number of blocks that can run on one multiprocessor at the same time.
+        occupancy: number of warps in these blocks divided by the maximum number of warps.
+        matrix: name of the matrix instruction in the assembly, or "" if there is none.
+        copies: whether the kernel contains the asynchronous instruction that copies a tile.
+        stages: number of pipeline stages that were requested.
+        buffers: number of tiles of the same operand that are stored in shared memory. 0 if every
+            operand has at most one tile in shared memory.
         through_registers: (number of wgmma instructions that read their left operand from
-            registers, number of all wgmma instructions).
-        gathers: whether rows of an operand are looked up in the pipelined loop.
-        turns: whether an operand may have to be transposed. This is the case for tf32, because
-            wgmma reads only tf32 operands whose summed axis is contiguous in memory.
+            registers, total number of wgmma instructions).
+        gathers: whether the pipelined loop looks up the rows of an operand.
+        turns: whether an operand may have to be transposed before it is read. tf32 operands may
+            have to be transposed, because wgmma requires that they are contiguous along the summed
+            axis.
     """
 
     label: str
@@ -57,7 +59,7 @@ class Resources:
     turns: bool = False
 
     def failed(self, gpu: GPU) -> Iterator[str]:
-        """Yield the rules that the kernel breaks, in words."""
+        """Yield a description of each rule that the kernel violates."""
         if self.registers > gpu.most_registers:
             yield f"{self.registers} registers: at most {gpu.most_registers}"
         if self.shared > gpu.shared_block:
@@ -75,7 +77,7 @@ class Resources:
 
 
 def compile_for(launch: Launch, target: str) -> Resources:
-    """Compile one launch for one target and return its resources."""
+    """Compile one launch for one target, and return the resources that the kernel uses."""
     made, gpu = compiled(launch, target), GPUS[target]
     registers, spilled, matrix, copies = (_nvidia(gpu, made) if gpu.backend == "cuda" else
                                           _amd(made))
@@ -116,7 +118,9 @@ def compiled(launch: Launch, target: str) -> Any:
 
 
 def _buffers(ttgir: str) -> int:
-    """Return the smallest number of tiles of an operand among the buffers of pipelines, or 0."""
+    """For each pipelined operand, count the tiles in its buffer. Return the smallest number of
+    tiles, or 0 if no operand is pipelined.
+    """
     found = [int(count) for count in re.findall(
         r"local_alloc : \(\) -> !(?:ttg|triton_gpu|tt)\.memdesc<(\d+)x\d+x\d+x[\dx]*[a-z]",
         ttgir)]
@@ -124,7 +128,9 @@ def _buffers(ttgir: str) -> int:
 
 
 def _through_registers(ptx: str) -> tuple[int, int]:
-    """Return (number of wgmma instructions with the left operand in registers, number of all)."""
+    """Return (number of wgmma instructions with the left operand in registers, total number of
+    wgmma instructions).
+    """
     left = re.findall(r"wgmma\.mma_async\.[\w.]+\s*\{[^}]*\}\s*,\s*(\{|%)", ptx)
     return left.count("{"), len(left)
 
@@ -147,10 +153,10 @@ def _nvidia(gpu: GPU, made: Any) -> tuple[int, int, str, bool]:
 
 
 def _ptxas(capability: int) -> str:
-    """Return the assembler that Triton uses.
+    """Return the path of the assembler (ptxas) that Triton uses.
 
-    Since version 3.5 Triton contains two assemblers, of which only one can read the PTX of a
-    target.
+    Since version 3.5, Triton contains two assemblers, and only one of them can read the PTX code
+    for a given target.
     """
     from triton.backends.nvidia import compiler
 

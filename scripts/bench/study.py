@@ -1,13 +1,15 @@
-"""Measure, write and redraw the pages of docs/benchmarks: one class runs every study.
+"""Measure studies, and write or redraw their pages in docs/benchmarks. All studies are run by a
+single class.
 
-The module of a study defines `TITLE`, `measure(args)`, which returns its numbers as plain values,
-and `body(found)`, which returns the parts of its page below the title, usually by `report.page`
-from a template in `pages`. A study on emulated clusters measures with `sweep.Sweep`. A study with
-several parts defines `PARTS` instead: a pair of these two functions for each part's
-name. A run may measure only some parts; the numbers of the other parts are kept. With `--out`,
-every part is written as soon as it is measured, and `--resume` skips the parts that exist already.
+The module of a study defines `TITLE` and two functions. The function `measure(args)` returns the
+numbers of the study as plain values. The function `body(found)` returns the parts of the page below
+the title, usually by calling `report.page` with a template in `pages`. A study on emulated clusters
+uses `sweep.Sweep` for its measurements. A study with several parts defines `PARTS` instead, which
+maps the name of each part to a pair of these two functions. If a run measures only some of the
+parts, the numbers of the other parts are preserved. With `--out`, every part is written as soon as
+it is measured. With `--resume`, parts that already exist are not measured again.
 
-A module may also define
+The module of a study may also define:
 
 * `OPTIONS`: its options by name, or `add_arguments(parser)` for other kinds of options, and
   `check(args)` to validate them;
@@ -15,7 +17,7 @@ A module may also define
 * `PLOTS`: for each file name, a function of (numbers, path) that draws this plot;
 * `pages(found)`: further pages by file name;
 * `merge(old, new)`: adds the numbers of a run to those of earlier runs in the same folder;
-* `failures(found)`: the goals that a run missed. If there are any, the command exits with status 1.
+* `failures(found)`: the goals that a run missed. If there are missed goals, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -45,11 +47,12 @@ class Option:
     """An option of a study.
 
     Attributes:
-        default: default value, which also determines the option's type. A tuple makes an option
-            that accepts several values.
-        help: help text of one line.
-        quick: value used with `--quick`. None (default) uses the normal default.
-        choices: allowed values. None (default) allows every value.
+        default: default value. The default also determines the type of the option. If the default
+            is a tuple, the option accepts several values.
+        help: one line that describes the option.
+        quick: default value with `--quick`. None (default) means that `--quick` does not change the
+            default.
+        choices: allowed values. None (default) allows all values.
     """
 
     default: Any
@@ -58,8 +61,8 @@ class Option:
     choices: Sequence[Any] | None = None
 
     def add(self, parser: argparse.ArgumentParser, name: str) -> None:
-        """Add the option `--name` to a parser. Its value is None until `Study.fill` sets the
-        default.
+        """Add the option `--name` to a parser. The value of the option is None until `Study.fill`
+        sets the default.
         """
         several = isinstance(self.default, tuple)
         kind = type(self.default[0] if several else self.default)
@@ -78,12 +81,13 @@ class Study:
 
     Attributes:
         name: name of the command, as in `moe-plugin bench NAME`.
-        about: one line that describes what is measured. "(computed)" in this line marks a study
-            that measures nothing on this machine.
-        needs: requirements of the study, keys of `NEEDS`.
-        module: module in `scripts.bench.studies`, followed by a class name if the module defines
-            several studies. Defaults to the study's name.
-        stem: file name of the page without its ending. Defaults to the study's name.
+        about: one line that describes what the study measures. If this line contains "(computed)",
+            the study does not measure anything on this machine.
+        needs: requirements of the study, as keys of `NEEDS`.
+        module: name of the module in `scripts.bench.studies`. If the module defines several
+            studies, the class name follows after the module name. Defaults to the name of the
+            study.
+        stem: file name of the page without the extension. Defaults to the study's name.
     """
 
     name: str
@@ -110,7 +114,9 @@ class Study:
 
     @property
     def parts(self) -> Mapping[str, tuple[Any, Any]]:
-        """The functions (measure, body) of each part by its name, or an empty mapping."""
+        """A mapping from the name of each part to its functions (measure, body), or an empty
+        mapping.
+        """
         return getattr(self.code, "PARTS", {})
 
     @property
@@ -119,7 +125,8 @@ class Study:
 
     @property
     def numbers_name(self) -> str:
-        """Path of the file of numbers, relative to the folder of the pages."""
+        """Path of the file that contains the study's numbers, relative to the folder of the pages.
+        """
         return f"{DATA}/{Path(self.page_name).stem}.json"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -142,7 +149,7 @@ class Study:
             code.add_arguments(parser)
 
     def fill(self, args: argparse.Namespace) -> argparse.Namespace:
-        """Set the options that were not given to their defaults."""
+        """Set all options that were not given to their default values."""
         for name, option in self.options.items():
             if getattr(args, name.replace("-", "_")) is None:
                 quick = args.quick and option.quick is not None
@@ -150,7 +157,7 @@ class Study:
         return args
 
     def measure(self, args: argparse.Namespace) -> Any:
-        """Run the study and return its numbers as plain values; see `with_machine`.
+        """Run the study and return its numbers as plain values. See `with_machine`.
 
         Raises:
             ValueError: if a requirement of the study is missing.
@@ -161,7 +168,9 @@ class Study:
         return json.loads(json.dumps(found))  # the page must be the same when drawn from the file
 
     def _measured(self, args: argparse.Namespace, folder: Path | None) -> Any:
-        """Measure part after part, and write the numbers merged with those of earlier runs."""
+        """Measure one part after the other, and write the numbers. The numbers of parts that were
+        measured in earlier runs are preserved.
+        """
         path = None if folder is None else folder / self.numbers_name
         merge = getattr(self.code, "merge", dict.__or__ if self.parts else None)
         found = self._earlier(folder) if merge and path is not None and path.exists() else None
@@ -179,7 +188,7 @@ class Study:
         return found
 
     def page(self, found: Any) -> str:
-        """Return the page of these numbers in Markdown."""
+        """Generate the page for the given numbers, in Markdown."""
         code = self.code
         sections = [(found[name], write) for name, (_, write) in self.parts.items()
                     if name in found] or [(found, code.body)]
@@ -197,7 +206,7 @@ class Study:
             draw(found, folder / name)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Run the command: measure, print and write. Return the exit status."""
+        """Run the command: measure, print and write the results. Return the exit status."""
         code, args = self.code, self.fill(args)
         if hasattr(code, "check"):
             code.check(args)
@@ -218,7 +227,9 @@ class Study:
         return int(bool(failed))
 
     def _folder(self, out: Path | None) -> Path | None:
-        """Check that all files can be written to `--out`, before hours of measuring."""
+        """Check that all files can be written to `--out`. The files are checked first, because a
+        measurement may take hours.
+        """
         if out is None:
             return None
         output_folder(out / DATA, [Path(self.numbers_name).name])
@@ -232,10 +243,10 @@ class Study:
 
 
 def check_needs(who: str, needs: Sequence[str]) -> None:
-    """Check that all requirements of a study are fulfilled.
+    """Check that all requirements of a study are met.
 
     Raises:
-        ValueError: if a requirement, a key of `NEEDS`, is missing.
+        ValueError: if a requirement (a key of `NEEDS`) is not met.
     """
     for need in needs:
         if (reason := NEEDS[need]()) is not None:
@@ -243,10 +254,10 @@ def check_needs(who: str, needs: Sequence[str]) -> None:
 
 
 def with_machine(measure: Callable[..., Any], *args: Any) -> Any:
-    """Call `measure(*args)` and return its result.
+    """Call `measure(*args)` and return its result, with information about the machine.
 
-    If the result is a mapping, this function adds the versions of the packages, the device, the
-    date, the load average before and after, and the number of cores.
+    If the result is a mapping, this function adds the package versions, the device, the date, the
+    number of cores, and the load averages before and after the measurement.
     """
     from scripts.bench.measure import versions  # imports torch
 
@@ -262,7 +273,9 @@ def with_machine(measure: Callable[..., Any], *args: Any) -> Any:
 
 
 def _say_machine(lines: Sequence[str], found: Any, made_by: str) -> Iterator[str]:
-    """Add a paragraph on command and machine (see `with_machine`) after the first paragraph."""
+    """After the first paragraph, insert a paragraph about the command and the machine (see
+    `with_machine`).
+    """
     said, found = [made_by] * bool(made_by), found if isinstance(found, dict) else {}
     if "versions" in found:
         said.append(versions_in_words(found["versions"]))
@@ -276,7 +289,7 @@ def _say_machine(lines: Sequence[str], found: Any, made_by: str) -> Iterator[str
 
 
 def write_numbers(path: Path, value: Any) -> None:
-    """Write numbers as JSON, with one line for each entry of the outermost list or mapping."""
+    """Write numbers as JSON, with one line for each item of the outermost list or mapping."""
     if isinstance(value, dict):
         lines = [f"{json.dumps(key)}: {_compact(one)}" for key, one in value.items()]
     else:

@@ -1,8 +1,9 @@
-"""Simulate SWARM's experiment with rebalancing (Ryabinin et al. 2023, section 4.4).
+"""Simulate the rebalancing experiment of SWARM (Ryabinin et al. 2023, section 4.4).
 
-The experiment measures the throughput of a pipeline whose peers leave and return, relative to the
-best placement of the peers that are present. The stages of new peers, and the peer that moves, are
-chosen by the code that a trainer runs (`resilience.swarm.members.SwarmMembers`).
+In this experiment, the peers of a pipeline leave and return, and the throughput of the pipeline is
+measured. The throughput is divided by the throughput of the best placement of the peers that are
+present. The stage of a new peer, and the peer that moves to another stage, are chosen by the code
+that a trainer runs (`resilience.swarm.members.SwarmMembers`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ class Experiment:
 
     Attributes:
         stages: number of stages of the pipeline.
-        peers: number of peers, present or not.
-        life_s: mean seconds of presence, with an exponential distribution.
-        absence_s: mean seconds of absence, with an exponential distribution.
-        load_s: seconds for which a new or moved peer loads weights and processes nothing.
-        lives: length of the experiment in mean times of presence.
+        peers: total number of peers, whether or not they are present.
+        life_s: mean duration of a peer's presence in seconds. The duration of a peer's presence has
+            an exponential distribution.
+        absence_s: mean duration of a peer's absence in seconds. The duration has an exponential
+            distribution.
+        load_s: time in seconds that a new or moved peer needs to load weights. While a peer loads
+            weights, it processes nothing.
+        lives: duration of the experiment divided by the mean duration of a peer's presence.
     """
 
     stages: int = 4
@@ -40,18 +44,18 @@ class Experiment:
 
     @property
     def seconds(self) -> float:
-        """Length of the experiment in seconds."""
+        """The duration of the experiment in seconds."""
         return self.lives * self.life_s
 
 
 @dataclass(frozen=True)
 class Rebalanced:
-    """The result of one way to place peers.
+    """The result for one method of placing peers.
 
     Attributes:
-        share: throughput of the slowest stage relative to that of the best placement of the present
-            peers, both summed over time.
-        moves: number of moves of peers between stages.
+        share: throughput of the slowest stage divided by the throughput of the best placement of
+            the present peers. Both throughputs are summed over time.
+        moves: number of times that a peer moved to another stage.
     """
 
     share: float
@@ -60,13 +64,14 @@ class Rebalanced:
 
 def simulate(about: Experiment, rebalance_s: float | None, *, random_stage: bool = False,
              seed: int = 0) -> Rebalanced:
-    """Simulate peers that join, serve and leave.
+    """Simulate peers that join, process micro-batches, and leave.
 
     Args:
         about: the experiment.
-        rebalance_s: seconds between two moves of a peer. None allows no moves.
-        random_stage: whether new peers get a random stage instead of the slowest one.
-        seed: seed of the times at which peers leave and return. Equal seeds give equal times.
+        rebalance_s: time between two moves in seconds. None means that peers never move.
+        random_stage: whether new peers are placed at a random stage instead of the slowest stage.
+        seed: seed for the times at which peers leave and return. Equal seeds produce equal times of
+            leaving and returning.
     """
     lives = [random.Random(f"{seed} {peer}") for peer in range(about.peers)]
     dice, members = random.Random(seed), SwarmMembers(about.stages, seed)
@@ -118,8 +123,8 @@ def _load(about: Experiment, events: list[tuple[float, int, str]], loading: dict
 
 def _throughputs(about: Experiment, stage_of: dict[int, int], loading: dict[int, float]
                  ) -> tuple[int, int]:
-    """Return the number of peers of the slowest stage, now and in the best placement of all present
-    peers.
+    """Return two numbers of peers for the slowest stage: the current number, and the number in the
+    best placement of all present peers.
     """
     serving = [0] * about.stages
     for peer, stage in stage_of.items():

@@ -1,9 +1,10 @@
-"""Measure every combination of some axes on emulated clusters, with sides that alternate.
+"""Measure every combination of values of several axes on emulated clusters. In each measurement,
+several sides are compared, and they alternate in every round.
 
-A study that runs on emulated clusters describes its measurement by a `Sweep`. The function that a
-`Sweep` runs on every rank builds the sides and measures them with `alternate`. Its result has
-`seconds`: for each side, the time of every timed round on this rank. The columns of the cells are
-in the template of the study's page (see `report`).
+A study that runs on emulated clusters describes its measurement with a `Sweep`. On every rank, a
+`Sweep` runs a function that builds the sides and measures them with `alternate`. The result of the
+rank function contains `seconds`: for each side, the times of all timed rounds on this rank. The
+template of the study's page defines the columns of its tables (see `report`).
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ Ranks = Sequence[Mapping[str, Any]]  # results of all ranks, each with `seconds`
 
 @dataclass(frozen=True)
 class Sweep:
-    """A measurement on an emulated cluster for every combination of some axes.
+    """A measurement on emulated clusters for every combination of values of several axes.
 
-    All functions receive a cell: the options of the study, and one value of each axis.
+    All functions of a `Sweep` receive a cell, which contains the options of the study and one value
+    for each axis.
 
     Attributes:
-        axes: function from the study's options to the values of each axis by its name.
-        cluster: function that returns the cluster of a cell.
-        rank: function that measures on one rank, with alternating sides.
-        row: function from a cell and the results of all ranks to the numbers of the cell.
-        timeout_s: seconds after which the ranks of a cell are stopped.
+        axes: function that maps the study's options to a mapping from the names of the axes to
+            their values.
+        cluster: function that returns the cluster for a cell.
+        rank: function that measures alternating sides on one rank.
+        row: function that computes the numbers of a cell from the cell and the results of all
+            ranks.
+        timeout_s: time in seconds after which the ranks of a cell are stopped.
     """
 
     axes: Callable[[Namespace], Mapping[str, Sequence[Any]]]
@@ -51,7 +55,8 @@ class Sweep:
     timeout_s: float = 600.0
 
     def measure(self, args: Namespace) -> list[dict[str, Any]]:
-        """Return the numbers of all cells, each with its values of the axes."""
+        """Measure all cells. Return the numbers of each cell together with its values of the axes.
+        """
         axes, rows = self.axes(args), []
         for values in tracked(list(itertools.product(*axes.values())), "sweep", "cell"):
             cell = dict(zip(axes, values, strict=True))
@@ -64,15 +69,14 @@ class Sweep:
 
 def alternate(sides: Mapping[str, Callable[[], T]], rounds: int,
               warm_up: int = 1) -> dict[str, list[T]]:
-    """Run every side once per round, so that a slow phase of the machine affects all of them.
+    """Run every side once per round, so that a slow phase of the machine affects all sides.
 
     Args:
-        sides: function that runs one step of a side, by the side's name.
+        sides: for each side, a function that runs one step.
         rounds: number of rounds whose results are returned.
-        warm_up: number of rounds before these.
+        warm_up: number of rounds before the rounds whose results are returned.
 
-    Returns:
-        The results of each side, one per round.
+    Returns: For each side, a list with one result per round.
     """
     found: dict[str, list[T]] = {name: [] for name in sides}
     for _ in range(warm_up + rounds):
@@ -82,12 +86,12 @@ def alternate(sides: Mapping[str, Callable[[], T]], rounds: int,
 
 
 def slowest(ranks: Ranks, name: str) -> list[float]:
-    """Return the time of each round of a side on the slowest rank."""
+    """For one side, return the time of each round on the slowest rank."""
     return [max(step) for step in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
 
 
 def medians(ranks: Ranks) -> dict[str, float]:
-    """Return the median time of each side on the slowest rank."""
+    """For each side, return the median time on the slowest rank."""
     return {name: statistics.median(slowest(ranks, name)) for name in ranks[0]["seconds"]}
 
 
@@ -96,13 +100,14 @@ def medians(ranks: Ranks) -> dict[str, float]:
 
 def timed_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None,
                grad_TD: Tensor | None = None) -> tuple[float, LayerStats]:
-    """Run one forward and one backward pass, which all ranks start at the same time.
+    """Run a forward and a backward pass. All ranks start the step at the same time.
 
     Args:
         layer: the layer.
-        x_TD: tokens of this rank.
-        choice: layout of the call. None uses the configured or tuned layout.
-        grad_TD: gradient of the output. None uses the gradient of the output's mean square.
+        x_TD: tokens of this rank [T, D].
+        choice: layout for this call. None uses the layout that is configured or chosen by the
+            tuner.
+        grad_TD: gradient of the output. None uses the gradient of the mean square of the output.
     """
     layer.comm.barrier()
     start = time.perf_counter()
@@ -113,7 +118,9 @@ def timed_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None,
 
 def clean_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None = None,
                grad_TD: Tensor | None = None) -> tuple[float, LayerStats]:
-    """Run `timed_step`, and remove the gradients, to which the next side would add otherwise."""
+    """Run `timed_step`, and then remove the gradients. If the gradients were not removed, the next
+    side would add to them.
+    """
     found = timed_step(layer, x_TD, choice, grad_TD)
     layer.zero_grad(set_to_none=True)
     x_TD.grad = None
@@ -121,15 +128,17 @@ def clean_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None = None
 
 
 def one_step(layer: MoELayer, tokens: int, choice: LayoutChoice | None) -> tuple[float, str]:
-    """Run `timed_step` on random tokens of each rank; return its seconds and its layout."""
+    """Run `timed_step` on random tokens that differ between ranks. Return the time of the step in
+    seconds, and its layout.
+    """
     x_TD = torch.randn(tokens, layer.config.model_dim, requires_grad=True)
     seconds, stats = timed_step(layer, x_TD, choice)
     return seconds, stats.layout
 
 
 def timed_end(layer: MoELayer) -> float:
-    """Return the seconds of the end of a step, in which replicas may be placed. All ranks start
-    together.
+    """Measure the end of a step, during which replicas may be placed. Return the time in seconds.
+    All ranks start at the same time.
     """
     layer.comm.barrier()
     start = time.perf_counter()

@@ -1,4 +1,5 @@
-"""The small language model that several studies train or generate text with: attention and experts.
+"""The small language model that several studies train or use to generate text. The language model
+consists of attention and experts.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from moe_plugin.config import from_dict
 
 
 class ToyBlock(nn.Module):
-    """Causal attention and experts, each with a residual connection.
+    """A block with causal attention and experts, each with a residual connection.
 
     Args:
-        moe: the layer of experts.
+        moe: the MoE layer.
         heads: number of attention heads.
-        weighs: whether `forward` returns (output, weighted balance loss).
-        remembers: whether later calls attend to the tokens of earlier calls.
+        weighs: whether `forward` returns (output, weighted balance loss) instead of only the
+            output.
+        remembers: whether tokens attend to the tokens of earlier calls.
     """
 
     def __init__(self, moe: MoELayer, heads: int = 1, weighs: bool = False,
@@ -35,7 +37,7 @@ class ToyBlock(nn.Module):
         self.seen: list[Tensor] = []
 
     def forward(self, x_BSD: Tensor) -> Any:
-        """Map [B, S, D] to an output of the same shape."""
+        """Map an input [B, S, D] to an output of the same shape."""
         qkv = self.inward(F.layer_norm(x_BSD, x_BSD.shape[-1:]))
         q, k, v = qkv.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if self.remembers:
@@ -65,9 +67,9 @@ def _head(width: int, symbols: int) -> nn.Linear:
 
 def makers(symbols: int, layers: int, width: int, experts: int, hidden: int,
            heads: int = 8) -> list[Any]:
-    """Return functions that build the parts of a model in order: embedding, blocks, head.
+    """Return functions that build the modules of a model in order: embedding, blocks, head.
 
-    Each function uses its own seed.
+    Each of these functions uses its own seed.
     """
     settings = {"model_dim": width, "num_experts": experts,
                 "experts": {"hidden_dim": hidden, "compute_selection": "rule"}}
@@ -77,7 +79,7 @@ def makers(symbols: int, layers: int, width: int, experts: int, hidden: int,
 
 
 def through(parts: Iterable[nn.Module], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (output, sum of the balance losses) of parts that run one after the other."""
+    """Run modules one after the other, and return (output, sum of the balance losses)."""
     balance = torch.zeros(())
     for part in parts:
         x = part(x)
@@ -88,7 +90,7 @@ def through(parts: Iterable[nn.Module], x: Tensor) -> tuple[Tensor, Tensor]:
 
 def batches(seed: int, count: int, sequences: int, length: int,
             symbols: int) -> list[tuple[Tensor, Tensor]]:
-    """Return micro-batches (input, target) of noisy arithmetic progressions."""
+    """Return micro-batches (input, target) that contain noisy arithmetic progressions."""
     random = torch.Generator().manual_seed(seed)
     start, by = torch.randint(0, symbols, (2, sequences * count, 1), generator=random)
     ids = (start + by % 5 * torch.arange(length + 1)) % symbols
@@ -96,5 +98,5 @@ def batches(seed: int, count: int, sequences: int, length: int,
 
 
 def loss_of(count: int, out: Tensor, target: Tensor) -> Tensor:
-    """Return a micro-batch's share of the mean loss over `count` micro-batches."""
+    """Return the loss of one micro-batch, divided by the number `count` of micro-batches."""
     return F.cross_entropy(out.flatten(0, 1), target.flatten()) / count

@@ -1,4 +1,6 @@
-"""A cluster emulated on one Linux machine by network namespaces with links of limited speed."""
+"""Emulate a cluster on one Linux machine. The nodes are network namespaces, which are connected by
+links of limited bandwidth.
+"""
 
 from scripts.emulate.cluster import EmulatedCluster, PortStats
 from scripts.emulate.namespaces import why_not

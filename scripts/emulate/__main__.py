@@ -1,4 +1,4 @@
-"""Run `moe-plugin emulate` of this checkout by `python scripts/emulate ...`."""
+"""Run the command `moe-plugin emulate` from this checkout: `python scripts/emulate ...`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Compile the switch at its first use, and store it in the user's cache."""
+"""Compile the switch when it is used for the first time, and store the compiled program in the
+user's cache.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ def compiler() -> str | None:
 
 
 def build_switch(cache: Path | None = None) -> Path:
-    """Return the path of the compiled switch, and compile the switch if necessary.
+    """Return the path of the compiled switch. The switch is compiled first if this is necessary.
 
-    The file name contains the digest of the source, so that a new version is compiled again.
+    The name of the compiled file contains a hash of the source code, so that a new version is
+    compiled again.
 
     Raises:
-        ValueError: there is no C compiler, or the compiler fails. The error contains its message.
+        ValueError: if there is no C compiler, or the compiler fails. The error message contains the
+            compiler's output.
     """
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     target = user_cache("the emulated cluster's switch cannot be compiled there",

@@ -1,4 +1,6 @@
-"""`EmulatedCluster`: nodes as network namespaces, connected by a switch with shaped ports."""
+"""The class `EmulatedCluster`. The nodes of the cluster are network namespaces, which are connected
+by a switch whose ports have a limited bandwidth and a delay.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,15 @@ ERRORS_SHOWN = 3
 
 @dataclass(frozen=True)
 class PortStats:
-    """Counters of the frames that a node has sent and received.
+    """Counters of the frames that one node has sent and received.
 
     Attributes:
         frames_in: number of frames sent by the node.
-        bytes_in: bytes on the wire sent by the node.
+        bytes_in: number of bytes on the wire that were sent by the node.
         frames_out: number of frames delivered to the node.
-        bytes_out: bytes on the wire delivered to the node.
+        bytes_out: number of bytes on the wire that were delivered to the node.
         drops: number of frames that were dropped.
-        messages: number of frames that ended a message.
+        messages: number of frames that were the last frame of a message.
     """
 
     frames_in: int
@@ -51,24 +53,26 @@ class PortStats:
 
 
 class EmulatedCluster:
-    """A cluster of `nodes` x `ranks_per_node` ranks on this machine, as a context manager.
+    """A context manager that emulates a cluster of `nodes` x `ranks_per_node` ranks on this
+    machine.
 
-    Each node has a separate network, host name and link. The ranks of a node communicate over the
-    loopback interface of the node. The cluster leaves nothing behind, however this process ends:
-    namespaces have no names, the switch ends when its control socket is closed, and ranks end with
-    their parent process.
+    Each node has its own network namespace, host name and link. Ranks on the same node communicate
+    over the loopback interface of the node. However this process ends, the cluster leaves nothing
+    behind: namespaces have no names, the switch exits when its control socket is closed, and ranks
+    exit with their parent process.
 
     Args:
         nodes: number of nodes.
         ranks_per_node: number of ranks on each node.
-        rate_bit_s: rate of each node's link in each direction, in bits per second.
-        delay_s: delay of a link in one direction, in seconds.
-        message_s: additional time that a node's card needs for each message, in seconds.
+        rate_bit_s: bandwidth of each node's link in each direction, in bits per second.
+        delay_s: latency of a link in one direction, in seconds.
+        message_s: additional time that the network card of a node needs for each message, in
+            seconds.
         mtu: maximum transmission unit of the links, in bytes.
 
     Raises:
-        ValueError: a value is out of bounds, or this machine cannot run an emulated cluster. The
-            error contains the reason.
+        ValueError: if a value is out of bounds, or if this machine cannot run an emulated cluster.
+            The error message states the reason.
     """
 
     def __init__(self, nodes: int, ranks_per_node: int, rate_bit_s: float = 200e6,
@@ -144,16 +148,16 @@ class EmulatedCluster:
 
     def start(self, fn: Callable[..., Any], *args: Any, group_timeout_s: float = 60.0,
               join: bool = True) -> list[RankProcess]:
-        """Start `fn(*args)` on every rank, with the environment variables of a launcher.
+        """Start `fn(*args)` on every rank. The environment of each rank contains the variables that
+        a launcher sets.
 
         Args:
             fn: function that every rank calls.
             args: arguments of the function.
-            group_timeout_s: timeout of the gloo group's collectives, in seconds.
-            join: whether to initialise the gloo group of all ranks first.
+            group_timeout_s: timeout of collectives in the gloo group, in seconds.
+            join: whether to initialize the gloo group of all ranks first.
 
-        Returns:
-            The processes in the order of their ranks.
+        Returns: The processes, ordered by rank.
         """
         ours = [self._control.fileno()] if self._control else []
         store, port = serve_store(self.nodes[0], ours)
@@ -169,10 +173,10 @@ class EmulatedCluster:
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0,
             group_timeout_s: float = 60.0) -> list[Any]:
-        """Run `fn(*args)` on every rank, and return the results in the order of the ranks.
+        """Run `fn(*args)` on every rank, and return the results ordered by rank.
 
         Raises:
-            RuntimeError: a rank failed. The error contains the tracebacks.
+            RuntimeError: if a rank failed. The error message contains the tracebacks.
         """
         ends = self.collect(self.start(fn, *args, group_timeout_s=group_timeout_s), timeout_s)
         failed = [end.error for end in ends if end.error is not None]
@@ -183,9 +187,9 @@ class EmulatedCluster:
         return [end.value for end in ends]
 
     def collect(self, ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
-        """Wait for the ranks, return how each rank ended, and stop the stores.
+        """Wait for all ranks to end, return how each rank ended, and stop the stores.
 
-        Ranks that still run after `timeout_s` seconds are killed.
+        Ranks that are still running after `timeout_s` seconds are killed.
         """
         ends = collect(ranks, timeout_s)
         stop([process for process in self.running if process.rank < 0])
@@ -193,9 +197,9 @@ class EmulatedCluster:
         return ends
 
     def command(self, node: int, argv: Sequence[str], **popen: Any) -> subprocess.Popen:
-        """Run a program on a node, for example torchrun.
+        """Run a program on a node, such as torchrun.
 
-        The program and its child processes end with this cluster.
+        The program and its child processes are stopped when this cluster is closed.
         """
         where = self.nodes[node]
         environment = {**os.environ, **popen.pop("env", {}), "GLOO_SOCKET_IFNAME": "eth0"}
@@ -208,24 +212,26 @@ class EmulatedCluster:
         return started
 
     def set_rate(self, node: int, rate_bit_s: float) -> None:
-        """Change one node's link rate."""
+        """Change the link bandwidth of one node."""
         self._tell(f"rate {node} {rate_bit_s}")
 
     def set_network(self, network: Network) -> None:
-        """Send frames between nodes over the wires of a network, each with its own bandwidth.
+        """Route frames between nodes over the wires of a network. Each wire of the network has its
+        own bandwidth.
 
-        Rank i of the network is node i of the cluster. A frame takes the path with the fewest
-        wires. Among equally short paths, a frame takes the path with the wires that come first in
-        the network. The nodes' own links then have the highest possible rate.
+        Rank i of the network corresponds to node i of the cluster. Each frame takes the path with
+        the fewest wires. If several paths are equally short, a frame takes the path whose wires
+        come first in the network. The links of the nodes themselves are set to the highest possible
+        bandwidth.
 
         Raises:
-            ValueError: the network has a different number of ranks than the cluster has nodes, or
-                more wires than the switch supports.
+            ValueError: if the number of ranks in the network differs from the number of nodes in
+                the cluster, or if the network has more wires than the switch supports.
         """
         if len(network.ranks) != self.nodes_wanted:
             raise ValueError(
-                f"network {network.name!r} has {len(network.ranks)} ranks, which does not fit "
-                f"{self.nodes_wanted} emulated nodes. Use a network with one rank per node")
+                f"network {network.name!r} has {len(network.ranks)} ranks, but the emulated "
+                f"cluster has {self.nodes_wanted} nodes. Use a network with one rank per node")
         index = {wire.ends: i for i, wire in enumerate(network.wires)}
         for wire, i in zip(network.wires, index.values(), strict=True):
             self._tell(f"wire {i} {float(wire.bandwidth) * 8e9}")
@@ -238,24 +244,26 @@ class EmulatedCluster:
             self.set_rate(node, FASTEST_BIT_S)
 
     def set_loss(self, node: int, probability: float) -> None:
-        """Drop frames of one node at random with this probability, in each direction."""
+        """Drop frames of one node at random, with the given probability in each direction."""
         self._tell(f"loss {node} {probability}")
 
     def set_hole(self, node: int, on: bool = True) -> None:
-        """Drop all frames from and to one node without an error, as a black hole does."""
+        """Drop all frames from and to one node without reporting an error, like a black hole in a
+        network.
+        """
         self._tell(f"hole {node} {int(on)}")
 
     def set_link(self, node: int, up: bool) -> None:
-        """Switch one node's network interface off or on."""
+        """Bring the network interface of one node up or down."""
         self._tell(f"link {node} {int(up)}")
 
     def stats(self) -> list[PortStats]:
-        """Return the counters of every node's port since the start of the cluster."""
+        """For every node, return the counters of its port since the cluster was started."""
         return [PortStats(*map(int, line.split())) for line in self._tell("stats").splitlines()[1:]]
 
     @property
     def switch_pid(self) -> int:
-        """The process id of the switch."""
+        """The process ID of the switch."""
         return self._switch.pid
 
     def _tell(self, message: str) -> str:

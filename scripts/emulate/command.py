@@ -1,7 +1,7 @@
-"""The commands `emulate` and `fault`, which run a training program.
+"""The commands `emulate` and `fault`, which both run a training program.
 
-`emulate NxP -- COMMAND` runs the program on a cluster of network namespaces on this machine.
-`fault KIND -- COMMAND` runs the program and injects a fault at a given moment.
+`emulate NxP -- COMMAND` runs the program on a cluster that is emulated with network namespaces on
+this machine. `fault KIND -- COMMAND` runs the program, and injects a fault at a specified time.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def emulate_options(p: argparse.ArgumentParser) -> None:
 
 
 def emulate(args: argparse.Namespace) -> int:
-    """Run `moe-plugin emulate`. Return the exit status of the first node that fails, or 0."""
+    """Run the program on an emulated cluster. Return the exit status of the first node that fails,
+    or 0.
+    """
     from moe_plugin.cli.figures import links_of
     from moe_plugin.planner.units import parse_grid
     from scripts.emulate import EmulatedCluster
@@ -149,7 +151,7 @@ def fault(args: argparse.Namespace) -> int:
 
 
 def _why(fault: Fault, made: int) -> str:
-    """Return the reason why the fault did not happen in a program that ran `made` steps."""
+    """Return the reason why the fault was not injected into a program that ran `made` steps."""
     from scripts.emulate.faults import PLACES
 
     if made < fault.step:
@@ -164,10 +166,10 @@ def _say(what: str) -> None:
 
 
 def _program(words: Sequence[str]) -> list[str]:
-    """Return the command with the path of an installed program.
+    """Return the command, in which the name of an installed program is replaced with its path.
 
     Raises:
-        ValueError: the program is not installed.
+        ValueError: if the program is not installed.
     """
     name, *rest = words
     if name == "-m" and rest or name.endswith(".py"):

@@ -1,4 +1,6 @@
-"""Damage the files of a checkpoint between a save and the next start, for tests of loading."""
+"""Damage the files of a checkpoint between a save and the next start. Tests use this module to
+check how damaged checkpoints are loaded.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ _ZEROS = 512  # bytes of a sector
 
 
 def files_of(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return all files below a folder, sorted by name."""
+    """Return all files in a folder and its subfolders, sorted by name."""
     return sorted(path for path in Path(folder).rglob("*") if path.is_file())
 
 
@@ -21,17 +23,16 @@ def damage(path: str | os.PathLike[str], way: str, seed: int = 0) -> str:
 
     Args:
         path: the file to damage.
-        way: kind of damage: `cut` removes at least one byte at the end, `empty` removes all bytes,
-            `bit` flips one bit, `byte` changes one byte, `zeros` writes a sector of zeros,
-            `missing` removes the file, `swapped` replaces the content by that of another file in
-            the folder, and `folder` replaces the file by a folder of the same name.
-        seed: seed of the random position.
+        way: type of damage. `cut` removes at least one byte at the end, `empty` removes all bytes,
+            `bit` flips one bit, `byte` changes one byte, `zeros` overwrites a sector with zeros,
+            `missing` removes the file, `swapped` replaces the content with the content of another
+            file in the folder, and `folder` replaces the file with a folder of the same name.
+        seed: seed for the random position.
 
-    Returns:
-        A description of the damage for people.
+    Returns: A description of the damage in words.
 
     Raises:
-        ValueError: the kind of damage is unknown, or the file cannot be damaged in this way.
+        ValueError: if the type of damage is unknown, or if the file cannot be damaged in this way.
     """
     path, draw = Path(path), random.Random(seed)
     size = path.stat().st_size

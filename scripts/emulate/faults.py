@@ -1,14 +1,14 @@
-"""Inject a fault into a training program at a given moment.
+"""Inject a fault into a training program at a specified time.
 
-Use this module to test what a program does when a rank dies, stalls or slows down, a disk is full,
-a number is wrong, or a connection breaks. Before training starts, call
+Use this module to test how a program reacts if a rank dies, hangs or slows down, if a disk is full,
+if a number is wrong, or if a connection breaks. Before training starts, call
 
     Fault("kill", ranks=(1,), step=5, place="exchange").arm(rank)
 
-or run `moe-plugin fault kill --ranks 1 --step 5 -- fairseq-train ...` on every rank. This works for
-any program that trains `MoELayer`s with torch's optimizers. To simulate a dead node, list all ranks
-of the node. `scripts.emulate.damage` damages files between two runs, and `EmulatedCluster` lets the
-links of a cluster fail.
+or run `moe-plugin fault kill --ranks 1 --step 5 -- fairseq-train ...` on every rank. Faults can be
+injected into any program that trains `MoELayer`s with torch optimizers. To simulate a dead node,
+list all ranks of the node. `scripts.emulate.damage` damages files between two runs, and
+`EmulatedCluster` can make the links of a cluster fail.
 """
 
 from __future__ import annotations
@@ -69,23 +69,25 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the number of
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, with the ranks on which it happens and the time at which it happens.
+    """A fault, the ranks on which it is injected, and the time at which it is injected.
 
     Args:
-        kind: a name of `KINDS`.
-        ranks: the ranks on which the fault happens.
-        step: the step in which the fault happens. Step 1 is the first step after the start of the
-            process; an optimizer step ends each step.
-        place: a name of `PLACES`. The fault happens when the place is reached for the first time in
-            the step. Defaults to the only place of the kind, or to "forward".
-        seconds: duration of the kinds `stall` and `slow`.
-        bytes: largest size of a file for the kind `disk-full`.
+        kind: type of fault, which is a key of `KINDS`.
+        ranks: the ranks on which the fault is injected.
+        step: the step in which the fault is injected. Step 1 is the first step after the process
+            has started. Each step ends with an optimizer step.
+        place: where in the step the fault is injected, which is a key of `PLACES`. The fault is
+            injected when the process reaches this place for the first time in the step. Defaults to
+            "forward", or to the only place at which this type of fault is possible.
+        seconds: duration of the faults `stall` and `slow`.
+        bytes: maximum file size for the fault `disk-full`.
         bit: the bit that `bit-flip` and `wrong-product` flip. Bit 0 is the lowest bit.
-        record: a file to which a line "RANK TIME" is appended when the fault happens. Defaults to
-            no file.
+        record: path of a file. When the fault is injected, a line "RANK TIME" is appended to this
+            file. By default, no line is written.
 
     Raises:
-        ValueError: a value is out of bounds, or the kind cannot happen at the place.
+        ValueError: if a value is out of bounds, or if this type of fault is not possible at this
+            place.
     """
 
     kind: str
@@ -115,10 +117,10 @@ class Fault:
         object.__setattr__(self, "place", known)
 
     def arm(self, rank: int) -> Armed | None:
-        """Set the hooks that inject the fault, if `rank` is one of the fault's ranks.
+        """If `rank` is one of the fault's ranks, install the hooks that inject the fault.
 
-        The hooks on all layers, optimizers and exchanges stay until the process ends. Returns None
-        on ranks without the fault.
+        The hooks on layers, optimizers and exchanges remain installed until the process ends. On
+        ranks without the fault, return None.
         """
         if rank not in self.ranks:
             return None
@@ -128,10 +130,11 @@ class Fault:
 
 
 class Armed:
-    """A fault whose hooks are set in this process.
+    """A fault whose hooks are installed in this process.
 
     Attributes:
-        happened_in: the latest step in which the fault happened. 0 if it has not happened yet.
+        happened_in: the latest step in which the fault was injected. 0 if the fault has not been
+            injected so far.
     """
 
     def __init__(self, fault: Fault, rank: int) -> None:
@@ -145,9 +148,10 @@ class Armed:
         return 1 + max(self._updates.values(), default=0)
 
     def due(self) -> bool:
-        """Return whether the fault happens now, and record that it happened.
+        """Return whether the fault must be injected now. If the fault must be injected, record that
+        it was injected.
 
-        The method is called only when the fault's place is reached.
+        Call this method only when the process has reached the fault's place.
         """
         kind = self.fault.kind
         if self.step < self.fault.step or self.happened_in == self.step and kind not in _ALWAYS:
@@ -161,7 +165,7 @@ class Armed:
         return True
 
     def install(self) -> None:
-        """Set the hooks of the fault."""
+        """Install the hooks that inject the fault."""
         register_optimizer_step_post_hook(self._updated)
         kind, place = self.fault.kind, self.fault.place
         if kind in _ONLY:
@@ -237,7 +241,7 @@ def flip_bit(x: Tensor, bit: int) -> None:
 def _before_exchanges(happen: Callable[[], None]) -> None:
     """Call `happen` before every exchange of `TorchComm`.
 
-    `TorchComm` has no hooks, so its methods are replaced in this process.
+    The methods of `TorchComm` are replaced in this process, because `TorchComm` has no hooks.
     """
     for name in _EXCHANGES:
         original = getattr(TorchComm, name)

@@ -1,4 +1,4 @@
-"""Run a training command on an emulated cluster, with torchrun on every node as on a real one."""
+"""Run a training command on an emulated cluster. As on a real cluster, every node runs torchrun."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ GRACE_S = 15.0
 
 def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restarts: int = 0,
                    **popen: object) -> list[subprocess.Popen]:
-    """Start torchrun on every node with `ranks_per_node` ranks each.
+    """Start torchrun on every node. Each torchrun starts `ranks_per_node` ranks.
 
     Args:
         cluster: the emulated cluster.
         program: `script.py ARGS`, `-m module ARGS`, or an installed command such as
             `fairseq-train ARGS`.
-        max_restarts: how often torchrun restarts all ranks after a rank has failed.
+        max_restarts: how often torchrun may restart all ranks after a rank has failed.
         popen: options of `EmulatedCluster.command`, such as `stdout`.
 
-    Returns:
-        The torchrun processes, one for each node.
+    Returns: The torchrun processes, one per node.
 
     Raises:
-        ValueError: the program is not installed.
+        ValueError: if the program is not installed.
     """
     program = _python_or_command(program)
     first = cluster.nodes[0].address
@@ -58,7 +57,7 @@ def start_plain(cluster: EmulatedCluster, program: Sequence[str],
                 **popen: object) -> list[subprocess.Popen]:
     """Start a launch script on every node.
 
-    The script's environment contains MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and
+    The environment of the script contains MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and
     NPROC_PER_NODE.
     """
     env = {
@@ -72,9 +71,10 @@ def start_plain(cluster: EmulatedCluster, program: Sequence[str],
 
 
 def wait(started: Sequence[subprocess.Popen], grace_s: float = GRACE_S) -> int:
-    """Wait for all processes, and return the first exit status that is not 0.
+    """Wait for all processes to end, and return the first exit status that is not 0.
 
-    After a process has failed, this function waits at most `grace_s` seconds for the others.
+    After one process has failed, this function waits at most `grace_s` seconds for the other
+    processes.
     """
     deadline = None
     while any(process.poll() is None for process in started):

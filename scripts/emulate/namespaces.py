@@ -1,4 +1,6 @@
-"""Linux namespaces without a name or file, which end with their last descriptor and process."""
+"""Linux namespaces without names or files. A namespace is removed when its last file descriptor is
+closed and its last process has ended.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,12 @@ _SYSCTL = {
 
 @dataclass(frozen=True)
 class Node:
-    """A node with a network namespace and a host name namespace.
+    """A node of the cluster, which consists of a network namespace and a host name (UTS) namespace.
 
     Attributes:
-        index: number of the node in the cluster.
-        net: descriptor of the network namespace.
-        uts: descriptor of the namespace with the host name.
+        index: index of the node in the cluster.
+        net: file descriptor of the network namespace.
+        uts: file descriptor of the host name namespace.
     """
 
     index: int
@@ -50,7 +52,9 @@ class Node:
         return f"node{self.index}"
 
     def enter(self) -> None:
-        """Move the calling thread to this node. A new child process moves as a whole."""
+        """Move the calling thread into the namespaces of this node. If a newly forked process calls
+        this method, the whole process moves.
+        """
         call_libc("setns", self.net, _NEWNET)
         call_libc("setns", self.uts, _NEWUTS)
 
@@ -61,7 +65,8 @@ class Node:
 
 
 def make_node(index: int) -> Node:
-    """Create a node in a helper thread, so that the calling thread stays in its namespaces."""
+    """Create a node in a helper thread, so that the calling thread remains in its own namespaces.
+    """
     found: list[Node | BaseException] = []
 
     def work() -> None:

@@ -1,4 +1,6 @@
-"""Ranks of an emulated cluster, which are forked from this process after torch is imported."""
+"""The ranks of an emulated cluster. The ranks are forked from this process after torch has been
+imported.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,11 @@ class RankEnd:
 
     Attributes:
         rank: number of the rank.
-        value: the value that the rank's function returned.
-        error: the error with its traceback as text, or None if the function returned.
-        exit: exit status of the process. Negative for a signal, and None if the process was killed
-            after the timeout.
-        seconds: time from the start to the end of the process.
+        value: the return value of the rank's function.
+        error: the error with its traceback as text, or None if the function returned normally.
+        exit: exit status of the process. Negative if the process was ended by a signal. None if the
+            process was killed after the timeout.
+        seconds: run time of the process in seconds.
     """
 
     rank: int
@@ -46,7 +48,7 @@ class RankEnd:
 
     @property
     def ok(self) -> bool:
-        """Whether the rank's function returned."""
+        """Whether the rank's function returned normally."""
         return self.error is None
 
 
@@ -55,11 +57,11 @@ class RankProcess:
     """A running rank.
 
     Attributes:
-        rank: number of the rank, or -1 for the process of the store.
-        pid: id of the process.
+        rank: number of the rank, or -1 for the process that runs the store.
+        pid: ID of the process.
         pipe: connection that receives the result.
-        log: standard error of the process, which is shown if the rank fails.
-        started: start time by `time.monotonic`.
+        log: standard error of the process, which is printed if the rank fails.
+        started: start time, as returned by `time.monotonic`.
     """
 
     rank: int
@@ -71,13 +73,15 @@ class RankProcess:
 
 def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[int] = ()
          ) -> RankProcess:
-    """Run `work` in a forked process, which ends when this process ends.
+    """Run `work` in a forked process. The forked process is killed when this process ends.
 
     Args:
-        work: function that the process calls. Its result is sent to this process.
-        node: the node on which the process runs. None runs it outside of the emulated nodes.
+        work: function to call in the forked process. The return value of `work` is sent to this
+            process.
+        node: the node on which the process runs. None runs the process outside of the emulated
+            nodes.
         rank: number of the rank.
-        close: descriptors that the new process closes.
+        close: file descriptors that are closed in the forked process.
     """
     ours, theirs = Pipe(duplex=False)
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_close`, when the rank has ended
@@ -111,10 +115,10 @@ def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[
 
 
 def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
-    """Wait for all ranks, and return how each rank ended.
+    """Wait for all ranks to end, and return how each rank ended.
 
-    Ranks without a result after `timeout_s` seconds are killed. Their errors contain the stacks of
-    all threads.
+    Ranks that have not sent a result after `timeout_s` seconds are killed. The errors of these
+    ranks contain the stack traces of all threads.
     """
     ends: dict[int, RankEnd] = {}
     waiting = {process.pipe: process for process in ranks}
@@ -136,7 +140,7 @@ def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
 
 
 def stop(processes: Sequence[RankProcess]) -> None:
-    """Kill the processes that still run."""
+    """Kill all processes that are still running."""
     for process in processes:
         try:
             if os.waitpid(process.pid, os.WNOHANG)[0] == 0:
@@ -148,7 +152,7 @@ def stop(processes: Sequence[RankProcess]) -> None:
 
 
 def initialise(address: str, port: int, rank: int, world: int, timeout_s: float) -> None:
-    """Join the gloo group of all ranks with the store at `address`."""
+    """Initialize the gloo group of all ranks, with the store at `address`."""
     import torch.distributed as dist
 
     store = dist.TCPStore(address, port, is_master=False,
@@ -158,13 +162,14 @@ def initialise(address: str, port: int, rank: int, world: int, timeout_s: float)
 
 
 def serve_store(node: Node, close: Sequence[int] = ()) -> tuple[RankProcess, int]:
-    """Start a separate process on `node` that runs the ranks' store, so that any rank may die.
+    """Start a separate process on `node` that runs the store of the ranks. Because the store has a
+    separate process, any rank may die without stopping the store.
 
     Returns:
         The process and the port of the store.
 
     Raises:
-        RuntimeError: the store did not start.
+        RuntimeError: if the store did not start.
     """
     reader, writer = os.pipe()
 
@@ -206,7 +211,8 @@ def _read(process: RankProcess) -> RankEnd:
 
 
 def _close(process: RankProcess) -> str:
-    """Close a rank's pipe and log, and return the end of the log as text for an error."""
+    """Close the pipe and the log of a rank. Return the end of the log, for use in an error message.
+    """
     process.pipe.close()
     with process.log as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_SHOWN))

@@ -60,7 +60,7 @@ def test_a_start_that_fails_says_what_to_do(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     done = records(tmp_path)  # no key
     assert done.returncode == 1
-    assert "ValueError: observe.wandb='team/moe' does not start" in done.stderr
+    assert "ValueError: observe.wandb='team/moe': Weights & Biases cannot start" in done.stderr
     assert "WANDB_MODE=offline" in done.stderr
 
 

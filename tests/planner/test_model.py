@@ -163,7 +163,8 @@ def test_explanation() -> None:
     found = search(m, c, A100, SPACE)
     text = explain(m, c, A100, found, SPACE)
     assert found.plans[0].plan.label in text
-    assert "why not otherwise" in text and "memory of the fullest rank" in text
+    assert "alternatives: the best plan with a different value" in text
+    assert "memory of the fullest rank" in text
     assert any(line.startswith("  expert group ")
                for line in text.splitlines()) and "%, mostly" in text
 
@@ -233,7 +234,7 @@ def test_what_is_written_can_be_read(host: str, auto: bool, tmp_path: Path) -> N
 
 def test_a_host_that_cannot_is_told() -> None:
     plan = ModelPlan(tp=2, pp=1, dp=2, ep=4, etp=1, micro_batch=1, layout=LayoutChoice(r=1))
-    with pytest.raises(ValueError, match="Plan with --host fairseq"):
+    with pytest.raises(ValueError, match="Search for a plan with --host fairseq"):
         host_flags(model(), plan, "fairseq")
     with pytest.raises(ValueError, match="unknown host"):
         host_flags(model(), plan, "other")

@@ -1,10 +1,11 @@
-"""`moe-plugin doctor`, which checks whether the layer works on this machine and what is missing.
+"""`moe-plugin doctor`, which checks whether the MoE layer works on this machine and which packages
+are missing.
 
-The command also prints the commands that install what is missing. With `--all` it also prints the
-packages, unsupported features of the hosts, and stored measurements.
+The command also prints the commands that install the missing packages. With the flag `--all`, the
+command also prints all packages, the features that hosts do not support, and stored measurements.
 
-The exit status is 0 if the layer works, and 1 otherwise. The layer works if the results of a tiny
-forward and backward pass agree with a dense computation.
+The exit status is 0 if the layer works, and 1 otherwise. The check runs a tiny forward and backward
+pass of the layer, and compares the results with a dense computation.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Run the checks. Print whether the layer works as soon as this is known, and print slower
-    results later.
+    """Run the checks. Print whether the layer works. Then collect and print the results that take
+    longer to compute.
 
     Returns: 0 if the layer works, and 1 otherwise.
     """

@@ -1,7 +1,9 @@
-"""Checks of the environment: package versions, hosts, devices and compiled parts.
+"""Functions that check the environment: package versions, host frameworks, devices and compiled
+functions.
 
-If a package is missing, the functions return the command that installs it. For each host, it is
-checked whether the adapter of this package can be imported, and which fused parts the host uses.
+For each missing package, the functions in this module return the command that installs the package.
+For each host, the functions in this module check whether this package's adapter can be imported,
+and which fused implementations the host uses.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _OPTIONAL = {"rich", "triton"}
 def import_everything() -> list[dict[str, str]]:
     """Import all modules except those of hosts and commands, so that all names are registered.
 
-    Returns: rows with the `module` and the `reason` for each module that cannot be imported.
+    Returns: For each module that cannot be imported, a row with the keys `module` and `reason`.
     """
     failed = []
     names = [m.name for m in pkgutil.iter_modules(moe_plugin.__path__, "moe_plugin.")]
@@ -71,8 +73,9 @@ def import_everything() -> list[dict[str, str]]:
 
 
 def missing_rows() -> list[dict[str, str]]:
-    """Return rows with kind, name and reason for registered objects that cannot run on this
-    machine. Peers of benchmarks are left out.
+    """For each registered component that cannot run on this machine, return a row with its kind,
+    its name and the reason. Frameworks that are used only for comparison in benchmarks are left
+    out.
     """
     return [{"kind": kind, "name": entry.name, "reason": reason}
             for kind in sorted(set(KINDS) - {"bench_peer"}) for entry in KINDS[kind]
@@ -80,10 +83,10 @@ def missing_rows() -> list[dict[str, str]]:
 
 
 def choice_rows() -> list[dict[str, str]]:
-    """Return the stored measurements of `experts.compute=auto` on this machine.
+    """Return the measurements that `experts.compute=auto` has stored on this machine.
 
-    Each row has the load, the name of the choice, the reason, the age, and the spread of the
-    measurements.
+    Each row contains the load, the chosen implementation, the reason for the choice, and the age
+    and the spread of the measurements.
     """
     return [{"load": key, "name": kept.name, "why": kept.why,
              "age": show_time(max(0.0, time.time() - kept.made)),
@@ -91,10 +94,10 @@ def choice_rows() -> list[dict[str, str]]:
 
 
 def run_rows() -> list[dict[str, str]]:
-    """Return rows about the features that may be active around the training steps of a run.
+    """Return one row for each feature that can be attached to the training steps of a run.
 
-    Each row has the setting, the hosts that support it, and the reason and the remedy for each of
-    the remaining hosts.
+    Each row contains the setting of the feature and the hosts that support it. For each other host,
+    the row contains the reason and a remedy.
     """
     settings = (*(row.setting for row in FEATURES if row.setting), *OF_HOSTS)
     return [{"name": name, "state": ", ".join(h for h in HOSTS if (name, h) not in LACKS),
@@ -104,7 +107,9 @@ def run_rows() -> list[dict[str, str]]:
 
 
 def refusal_rows() -> list[dict[str, str]]:
-    """Return a row for each request of a user, with the host and the settings that it excludes."""
+    """Return the combinations of settings that are rejected by a host. Each row contains the host,
+    a requested setting, and the settings that cannot be combined with the requested setting.
+    """
     by_request = dict[tuple[str, str], list[str]]()
     for host, table in (("fairseq", fairseq.TABLE), ("megatron", megatron.TABLE)):
         for request in table.values():
@@ -118,7 +123,7 @@ DRIVER = "/dev/nvidiactl"  # exists if NVIDIA's driver is loaded
 
 
 def devices() -> list[dict[str, str]]:
-    """Return a row for the CPU and for every GPU that torch finds."""
+    """Return a row for the CPU, and one row for each GPU that torch finds."""
     threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
     rows = [{
         "name": "cpu", "state": "active" if not torch.cuda.is_available() else "available",
@@ -144,10 +149,9 @@ def _widened() -> str:
 
 
 def compiled() -> list[dict[str, str]]:
-    """Return rows about the parts that are compiled for the CPU. All other parts use torch's
-    operations.
+    """Return one row for each C++ function that can replace torch operations on the CPU.
 
-    Parts that are not compiled yet are compiled now.
+    C++ functions that have not been compiled yet are compiled during this call.
     """
     parts = [(f"experts' {name}", functions.why_not(name)) for name in ACTIVATIONS]
     parts.append(("several experts at a time, float32", products.why_one_by_one()))
@@ -164,8 +168,8 @@ def _why_no_cuda() -> str:
 
 
 def unused_gpu() -> str | None:
-    """Return the reason why torch uses no GPU although a driver is loaded, or None if there is no
-    such problem.
+    """If a GPU driver is loaded but torch does not use a GPU, return the reason. Otherwise, return
+    None.
     """
     if torch.cuda.is_available() or not os.path.exists(DRIVER):
         return None
@@ -184,9 +188,10 @@ class Package:
     Attributes:
         name: name of the distribution.
         module: name of the Python module in the distribution.
-        use: what moe-plugin uses the distribution for.
+        use: what this package uses the distribution for.
         gpu: whether the distribution is useful only with a GPU.
-        command: the command that installs the distribution, if the name does not suffice for pip.
+        command: the command that installs the distribution. Only needed if `pip install NAME` does
+            not install the distribution.
     """
 
     name: str
@@ -240,8 +245,8 @@ _TIMEOUT_S = 300
 
 
 def installed_version(package: Package) -> str | None:
-    """Return the version of an installed package, `unknown` if there are no metadata, or None if it
-    is not installed.
+    """Return the version of an installed package, `unknown` if the package has no metadata, or None
+    if the package is not installed.
     """
     try:
         if find_spec(package.module) is None:
@@ -255,8 +260,8 @@ def installed_version(package: Package) -> str | None:
 
 
 def requirement(name: str) -> str:
-    """Return the requirement in moe-plugin's metadata (such as `tensorboard>=2.14`), or else the
-    name of the package.
+    """Return the version requirement in moe-plugin's metadata (such as `tensorboard>=2.14`), or the
+    bare package name if the metadata contain no requirement.
     """
     try:
         stated = metadata.requires("moe-plugin") or []
@@ -275,8 +280,8 @@ def install_command(package: Package) -> str:
 
 
 def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
-    """Return a row for each package with the name, the version, the use, the state, and the install
-    command if it is missing.
+    """Return one row for each package, with the name, the version, the use and the state. The row
+    of a missing package also contains the install command.
 
     The state is `installed`, `missing` or `not needed here (no GPU)`.
     """
@@ -290,8 +295,8 @@ def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
 
 
 def host_rows() -> list[dict[str, Any]]:
-    """Return a row for each host with the name, the version, the state, the reason, and the install
-    command if it is missing.
+    """Return one row for each host, with the name, the version, the state and the reason. The row
+    of a missing host also contains the install command.
     """
     started = {name: _start(name) for name in ADAPTER}
     return [_row(name, process) for name, process in started.items()]
@@ -331,8 +336,8 @@ def _row(name: str, process: subprocess.Popen | None) -> dict[str, Any]:
 
 
 def fused_rows() -> list[dict[str, Any]]:
-    """Return rows with the implementation that hosts use for Adam, for norms, and for the norm and
-    scaling of gradients, and the reason.
+    """Return one row for each fused implementation, with its purpose (Adam, norms, or the norm and
+    scaling of gradients), the implementation that is used, and the reason.
     """
     return [{"name": choice.role, "state": choice.active, "reason": choice.reason}
             for choice in fused.choices()]

@@ -1,4 +1,6 @@
-"""The report of `moe-plugin doctor`, which is collected as plain data and formatted as text."""
+"""The report of `moe-plugin doctor`. The report is collected as plain values, and then formatted as
+text.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,13 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 def check_rows(kinds: list[torch.device]) -> list[dict[str, Any]]:
-    """Check the layer and return a row for each device, dtype, dispatcher and number of (simulated)
-    ranks.
+    """Check the layer on each device. Return one row for each combination of device, dtype,
+    dispatcher and number of (simulated) ranks.
 
-    Each row has the largest relative errors of outputs and gradients, and whether these errors are
-    small. On a GPU only one rank is checked. torch runs all backward passes of a GPU in one thread,
-    so several simulated ranks would wait for each other.
+    Each row contains the largest relative error of the output, the largest relative error of the
+    gradients, and whether both errors are within the tolerance. On a GPU, the layer is checked only
+    with a single rank. torch runs all backward passes on a GPU in a single thread. Several
+    simulated ranks would therefore wait for each other forever.
     """
     cases = []
     for device in kinds:
@@ -88,7 +91,8 @@ def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str,
 
 
 def _share(whole: MoELayer, config: MoEConfig, comm: Comm) -> MoELayer:
-    """Return the layer of this rank with weights copied from the whole layer."""
+    """Create this rank's layer, and copy this rank's share of the weights from the layer `whole`.
+    """
     weight_ED = whole.router.get_parameter("weight_ED")
     layer = MoELayer(config, comm, dtype=weight_ED.dtype, device=weight_ED.device)
     first, local = comm.rank * layer.placement.local, layer.placement.local
@@ -113,7 +117,7 @@ def _run(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]
 
 
 def dense(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> tuple[Tensor, ...]:
-    """Compute the results of `_run` in float64, with every expert applied to every token.
+    """Compute the same results as `_run` in float64, by applying every expert to every token.
 
     The output for token `t` is `y[t] = sum_e weight[t, e] * FFN_e(x[t])`. Both `x_TD` and
     `target_TD` have the shape [T, D] and any floating dtype.
@@ -137,8 +141,8 @@ def _relative(got: Tensor, want: Tensor) -> float:
 
 
 def first() -> dict[str, Any]:
-    """Collect the data about whether the layer works, for JSON. The value `works` is True if the
-    self check passed.
+    """Collect the results of the self-check and the properties of the environment as plain values
+    for JSON. The value `works` is True if all checks of the layer passed.
     """
     gpu = torch.cuda.is_available()
     checks = check_rows([torch.device("cpu"),
@@ -152,9 +156,11 @@ def first() -> dict[str, Any]:
 
 
 def rest(everything: bool) -> dict[str, Any]:
-    """Collect all further data, which are missing parts and stored measurements.
+    """Collect the data that are only shown on request, such as missing components and stored
+    measurements.
 
-    everything: whether to collect these data.
+    everything: whether the user requested all data of the report. If False, the returned dict is
+    empty.
     """
     if not everything:
         return {}
@@ -167,7 +173,7 @@ def rest(everything: bool) -> dict[str, Any]:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Return the first lines of the report, which tell what was checked and whether the layer
+    """Return the first lines of the report, which list the checks and state whether the layer
     works.
     """
     checks = report["self_check"]
@@ -182,7 +188,7 @@ def verdict(report: dict[str, Any]) -> str:
 
 
 def problems(report: dict[str, Any]) -> list[str]:
-    """Return one line for each problem."""
+    """Return one line for each problem that the report contains."""
     return [
         *(f"self check, {row['device']} {row['dtype']}, dispatch.name={row['dispatcher']}, "
           f"{_ranks(row)}: {row['reason']}" for row in report["self_check"] if not row["ok"]),
@@ -197,7 +203,7 @@ def problems(report: dict[str, Any]) -> list[str]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """Format everything after the first lines of the report. Problems come first."""
+    """Format the report, except for its first lines. Problems come first."""
     wrong = problems(report)
     parts = [
         "\n".join(["Problems:", *(f"  {line}" for line in wrong)]) if wrong else "Problems: none",
@@ -262,6 +268,7 @@ def _missing(report: dict[str, Any]) -> str:
 
 
 def _load(load: str) -> str:
-    """Shorten a load to the main part. The rest is in other columns and in the output of `--json`.
+    """Return the short form of the text that describes a load. The omitted words appear in other
+    columns, and in the output of `--json`.
     """
     return load.split(": ", 1)[-1].split(", of ")[0]

@@ -33,19 +33,20 @@ COUNTED_RANKS = 64
 
 @dataclass(frozen=True)
 class ExchangeRow:
-    """The measurement of one algorithm at one size.
+    """The measurements of one all-to-all algorithm at one message size.
 
     Attributes:
         nodes: number of nodes.
         ranks_per_node: number of ranks per node.
         algorithm: name of the all-to-all algorithm.
         bytes: size of the input of each rank in bytes.
-        median_ms: median over the repeats of the time of an exchange over all ranks, in ms.
-        min_ms: minimum over the repeats of the time of an exchange over all ranks, in ms.
-        floor_ms: shortest possible time in ms in which the links can transfer the bytes.
-        cpu_ms: CPU time of all ranks and the switch in ms, divided by the number of cores.
-        messages: number of messages that leave one node.
-        chosen: name of the algorithm that `auto` selected.
+        median_ms: median time per exchange over all repeats, in ms.
+        min_ms: shortest time per exchange over all repeats, in ms.
+        floor_ms: lower bound on the time in ms, given by the bandwidth of the links.
+        cpu_ms: total CPU time of all ranks and of the emulated switch in ms, divided by the number
+            of cores.
+        messages: number of messages that each node sends to other nodes.
+        chosen: name of the algorithm that was selected by `auto`.
     """
 
     nodes: int
@@ -62,16 +63,16 @@ class ExchangeRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan of the measurements to perform.
+    """The list of all-to-all measurements to perform.
 
     Attributes:
         names: names of the algorithms to measure.
         sizes: sizes of the input of each rank in bytes.
-        repeats: number of timed repeats. For sizes above `BURST_UP_TO` bytes, half as many repeats
-            are timed.
+        repeats: number of timed repeats. For sizes above `BURST_UP_TO` bytes, only half of the
+            repeats are timed.
         settings: settings of the group, e.g. its topology.
-        helper: id of a process whose CPU time is also counted, such as the switch of an emulated
-            cluster.
+        helper: process ID of a helper process whose CPU time is also counted, such as the switch of
+            an emulated cluster.
     """
 
     names: tuple[str, ...]
@@ -83,12 +84,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """The measurement of one algorithm at one size on one rank.
+    """The measurements of one all-to-all algorithm at one message size on one rank.
 
     Attributes:
         name: name of the algorithm.
         size: size of the input of each rank in bytes.
-        seconds: time in seconds per exchange over all ranks, for each repeat.
+        seconds: for each repeat, the time per exchange in seconds, measured over all ranks.
         cpu_s: CPU time in seconds of this rank per exchange.
         chosen: name of the algorithm that `auto` selected.
     """
@@ -102,10 +103,10 @@ class RankTimes:
 
 def measure_rank(plan: Plan,
                  comm: Comm | None = None) -> tuple[tuple[tuple[int, ...], ...], list[RankTimes]]:
-    """Measure all algorithms on every rank. Return the nodes of the group and one entry per
-    measurement.
+    """Measure all algorithms on every rank. Return the nodes of the group, and one `RankTimes` for
+    each algorithm and size.
 
-    In each repeat all algorithms run, in an order that rotates from repeat to repeat.
+    All algorithms run in each repeat, in an order that rotates from repeat to repeat.
     """
     comm = comm or TorchComm()
     prepare(comm, plan.settings or CommConfig())
@@ -132,8 +133,8 @@ def measure_rank(plan: Plan,
 
 
 def _warm_up(comm: Comm, name: str, x: torch.Tensor) -> None:
-    """Run an algorithm once before it is measured. The algorithm `auto` is repeated until it has
-    selected an algorithm.
+    """Run an all-to-all algorithm once before it is timed. The algorithm `auto` is repeated until
+    it has selected an algorithm.
     """
     run = algorithms.get(name)
     run(comm, x)
@@ -150,10 +151,11 @@ def _chosen(comm: Comm, name: str, x: torch.Tensor) -> str | None:
 
 
 def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -> list[float]:
-    """Return the time in seconds of each repeat over all ranks.
+    """For each repeat, combine the times of all ranks into one time in seconds.
 
-    If all ranks share one clock, a repeat lasts from the first begin to the last end. Without a
-    shared clock, the time of the slowest rank is used.
+    If all ranks share one clock, the time of a repeat lasts from the earliest start on any rank to
+    the latest end on any rank. Without a shared clock, the time of a repeat is the time of the
+    slowest rank.
     """
     if not one_clock:
         return comm.agree_max([end - begin for begin, end in spans])
@@ -166,7 +168,8 @@ def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -
 
 def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int,
            helper: int | None) -> tuple[float, float, float]:
-    """Run `burst` exchanges, which reduces the effect of the barrier on the result.
+    """Run `burst` exchanges after a single barrier, so that the barrier has less effect on the
+    measured time.
 
     Return the start time, the end time, and the CPU time of this rank in seconds.
     """
@@ -191,8 +194,8 @@ def _cpu_s(comm: Comm, helper: int | None) -> float:
 
 def row_of(topology: Topology, cell: RankTimes, floor_ms: float | None = None,
            cpu_ms: float | None = None) -> ExchangeRow:
-    """Convert the measurement of a rank to a row. If `floor_ms` is not given, the links are
-    unknown, as for a real group.
+    """Convert the `RankTimes` of one rank to an `ExchangeRow`. Leave `floor_ms` out for a real
+    group, because the bandwidths of its links are unknown.
     """
     return ExchangeRow(len(topology.nodes), max(map(len, topology.nodes)), cell.name, cell.size,
                        1e3 * statistics.median(cell.seconds), 1e3 * min(cell.seconds), floor_ms,
@@ -200,10 +203,11 @@ def row_of(topology: Topology, cell: RankTimes, floor_ms: float | None = None,
 
 
 def messages_out(topology: Topology, name: str) -> float | None:
-    """Return the number of messages that leave one node. It is computed by a formula or counted on
-    simulated ranks.
+    """Return the number of messages that a node sends to other nodes. The number of messages is
+    computed by a formula, or counted by running the algorithm on simulated ranks.
 
-    For nodes of unequal sizes, the result is the mean, or None if the group is large.
+    If the nodes have different numbers of ranks, return the mean over all nodes, or None if the
+    group has more than `COUNTED_RANKS` ranks.
     """
     algorithm = "linear" if name == "native" else name
     if topology.uniform_nodes and algorithm in COSTS:
@@ -218,10 +222,11 @@ def messages_out(topology: Topology, name: str) -> float | None:
 
 
 def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
-    """Return the measurements to which the planner fits a model, for all algorithms with a cost
-    model.
+    """Return the measurements of all algorithms that have a cost model. The planner fits its
+    network model to these measurements.
 
-    Medians are used, because with many ranks on few cores the fastest repeat is an outlier.
+    Each measurement is a median, because with many ranks on few cores the fastest repeat is an
+    outlier.
     """
     return [
         Measurement(r.nodes, r.ranks_per_node, r.algorithm, r.bytes, r.median_ms / 1e3,
@@ -232,8 +237,8 @@ def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
 
 def measure_rows(args: argparse.Namespace, plan: Plan, command: str
                  ) -> tuple[list[ExchangeRow], dict[str, Any]]:
-    """Return the measurements and a description of the ranks. Only rank 0 receives the
-    measurements.
+    """Measure all algorithms. Return the measurements and a description of the ranks. On all ranks
+    except rank 0, the list of measurements is empty.
 
     command: name of the command for error messages, such as `bench all-to-all`.
     """

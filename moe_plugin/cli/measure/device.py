@@ -33,15 +33,16 @@ SHORTEST_S = 1e-5  # lower bound for the duration of a call when the number of c
 
 @dataclass(frozen=True)
 class Samples:
-    """The measured times in seconds. There is one time for each repeat.
+    """Measured times of matmuls, copies and small operations, in seconds. Each sequence contains
+    one time for each repeat.
 
     Attributes:
         width: width of a token.
         inner: inner width of an expert.
-        products: times of matmuls with shapes [rows, width] x [width, inner], by the number of
-            rows.
+        products: for each number of rows, the times of matmuls with shapes [rows, width] x [width,
+            inner].
         launch: times of the smallest operation, which consist only of launch overhead.
-        copy: times of a copy.
+        copy: times of a memory copy.
         copied: number of bytes that a copy reads and writes.
     """
 
@@ -70,7 +71,7 @@ class Samples:
 
 def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, width: int = 512,
                    inner: int = 2048, repeats: int = 7) -> Device:
-    """Measure this machine as it is available to one rank.
+    """Measure the speed of this machine as one rank experiences it.
 
     In the cost model, a matmul with `n` rows takes `launch + 2 * width * inner * (n + half_rows) /
     flops` seconds, which is linear in `n`.
@@ -99,9 +100,10 @@ def sample_device(device: str, dtype: torch.dtype, width: int, inner: int,
         width: width of a token.
         inner: inner width of an expert.
         repeats: number of repeats.
-        least_s: minimum duration of a repeat on a CPU, in seconds. A repeat makes enough calls for
-            this duration and uses the mean. On a busy processor, a short repeat is rarely
-            interrupted, but a long repeat always is.
+        least_s: minimum duration of a repeat on a CPU, in seconds. Each repeat makes as many calls
+            as are needed to reach this duration. The recorded time is the mean over the calls of
+            the repeat. On a busy processor, short repeats are rarely interrupted, but long repeats
+            always are.
     """
     where = _device(device)
     memory = memory_bytes(where) or float("inf")
@@ -124,24 +126,24 @@ def measure_kernels(device: str, dtype: torch.dtype, width: int, inner: int, exp
                     repeats: int = 3) -> dict[str, dict[str, Any]]:
     """Measure the kernels of experts for `planner.prefill.load_kernels`.
 
-    For each strategy that `compute: auto` considers on this device, the result contains the forward
-    time of one expert in seconds by the number of rows. The fixed cost of a call is derived from a
-    call with one expert and a call with all experts. Larger numbers of rows are left out after a
-    call that takes longer than `LONGEST_S`.
+    For each strategy that `compute: auto` considers on this device, return the forward time of one
+    expert in seconds by the number of rows. The fixed cost of a call is derived from the times of
+    two calls: a call with one expert and a call with all experts. Once a call has taken longer than
+    `LONGEST_S`, larger numbers of rows are not measured.
 
     Args:
         device: torch device.
         dtype: dtype of the experts that are measured.
         width: width of a token.
         inner: inner width of an expert.
-        experts: number of experts in a call.
+        experts: number of experts per call.
         repeats: number of repeats.
     Raises:
         ValueError: If `experts` is below 1.
     """
     where = _device(device)
     if experts < 1:
-        raise ValueError(f"--experts {short(experts)} must be >= 1. Use the number of experts of a "
+        raise ValueError(f"--experts {short(experts)} must be >= 1. Use the number of experts per "
                          "rank")
 
     def call(name: str, count: int, rows: int) -> float:
@@ -171,7 +173,9 @@ def measure_kernels(device: str, dtype: torch.dtype, width: int, inner: int, exp
 
 def _kernels(where: torch.device, dtype: torch.dtype, width: int, inner: int,
              experts: int) -> list[str]:
-    """Return the candidate strategies, first those for few rows and then those for many rows."""
+    """Return the strategies to measure. Strategies for few rows come before strategies for many
+    rows.
+    """
     by_rows = [candidates(ComputeLoad(where.type, dtype, experts, width, inner, False,
                                       rows * experts, False, False), KERNELS[where.type])
                for rows in (1, KERNEL_ROWS[-1])]

@@ -1,7 +1,7 @@
 """Measurement of the network and the processors of the running ranks.
 
-All ranks measure at the same time, and the time of the slowest rank is used for each repeat, so all
-ranks get the same results.
+All ranks perform their measurements at the same time. For each repeat, every rank uses the time of
+the slowest rank, so all ranks obtain the same results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LEAST_S = 0.02  # shortest duration of a repeat of short operations
 
 @contextlib.contextmanager
 def own_ranks(cuda: bool) -> Iterator[Comm]:
-    """Join all ranks that a launcher started to one group. A single process forms a group with one
+    """Return a group of all ranks that a launcher started. A single process forms a group with one
     rank.
     """
     started = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
@@ -65,15 +65,17 @@ def grid_of(comm: Comm) -> tuple[int, int]:
 
 
 def rank_memory(device: torch.device, ranks_per_node: int) -> float:
-    """Return the number of bytes that a rank may use, which is the memory of the GPU or a share of
-    the node's memory.
+    """Return the number of bytes that a rank may use. On a GPU, this is the memory of the GPU. On a
+    CPU, this is the rank's share of the node's memory.
     """
     memory = float(memory_bytes(device) or Device().memory_bytes)
     return memory if device.type == "cuda" else memory / ranks_per_node
 
 
 def largest_size(model: ModelShape) -> int:
-    """Return the largest size in bytes per rank for which a model's network is measured."""
+    """Return the largest message size, in bytes per rank, at which the network is measured for a
+    model.
+    """
     rows = model.layer(MICRO_BATCH * model.sequence)
     size = LEAST_SIZE
     while size < min(rows.rows * rows.row_bytes, MOST_SIZE):
@@ -82,7 +84,9 @@ def largest_size(model: ModelShape) -> int:
 
 
 def about_network(model: ModelShape, grid: tuple[int, int], device: torch.device) -> dict[str, str]:
-    """Return the properties that must be equal for the network measurement to be reused."""
+    """Return the properties of the ranks and the model on which the measurement depends. A stored
+    network measurement is reused only if all of these properties are equal.
+    """
     return {
         "bytes": str(largest_size(model)), "grid": f"{grid[0]}x{grid[1]}",
         "backend": dist.get_backend(), "device": device_name(device), "torch": torch.__version__
@@ -90,9 +94,10 @@ def about_network(model: ModelShape, grid: tuple[int, int], device: torch.device
 
 
 def about_processor(model: ModelShape, comm: Comm, device: torch.device) -> dict[str, str]:
-    """Return the properties that must be equal for the processor measurement to be reused.
+    """Return the properties of the ranks and the model. A stored processor measurement is reused
+    only if all of these properties are equal.
 
-    The number of ranks is included, because the ranks on one machine share the processor.
+    The number of ranks is included because all ranks on a machine share the processor.
     """
     return {
         "device": device_name(device), "ranks": str(comm.size),
@@ -124,7 +129,8 @@ def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memor
     """Measure matmuls with the widths of the experts on all ranks at the same time, and fit a model
     of the device.
 
-    For each repeat, the time of the slowest rank is used. memory: bytes of a rank.
+    For each repeat, the time of the slowest rank is used. memory: number of bytes that a rank may
+    use.
     """
     dtype = torch.float32 if model.element_bytes == 4 else torch.bfloat16
     where = f"cuda:{device.index or 0}" if device.type == "cuda" else "cpu"

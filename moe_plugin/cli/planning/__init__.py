@@ -1,3 +1,3 @@
-"""Functions that plan models on clusters and format explanations of the plans. This package does
-not import torch.
+"""Functions that plan the training of models on clusters, and explain the resulting plans. This
+subpackage does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Functions that format search results: the best layout or plan, the time and memory it needs, and
+"""Functions that format the results of a search: the best layout or plan, its time and memory, and
 the alternatives.
 """
 
@@ -19,7 +19,7 @@ from moe_plugin.planner.units import show_change, show_size, show_time
 
 # Predicted all-to-all times as tables and a plot.
 def sent(size: int) -> str:
-    """Format a size for the row or title of a table."""
+    """Format the number of bytes that each rank sends, for a row or a title of a table."""
     return f"{show_size(size)} by each rank"
 
 
@@ -28,7 +28,8 @@ def _time_of(name: str, item: tuple[int, dict[str, float]]) -> str:
 
 
 def predicted_parts(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the parts of a page with predicted times, which are a title and a table for each size.
+    """Return the sections of a page that shows predicted times. The page has a title and a table
+    for each size.
     """
     parts = []
     for size in dict.fromkeys(row["bytes"] for row in rows):
@@ -46,7 +47,7 @@ def predicted_parts(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def plot_model(rows: list[dict[str, Any]], path: str) -> None:
-    """Draw the time by ranks, with one panel for each size."""
+    """Plot the time against the number of ranks, with one panel for each size."""
     sizes = list(dict.fromkeys(row["bytes"] for row in rows))
     figure, axes = pyplot().subplots(1, len(sizes), figsize=(3.6 * len(sizes), 3.6),
                                      squeeze=False, layout="constrained")
@@ -72,7 +73,7 @@ NAMES = {
 
 
 def breakdown(cost: PlanCost) -> dict[str, Any]:
-    """Return a plan as plain values for JSON."""
+    """Convert a plan to plain values for JSON."""
     return {
         "plan": cost.plan.as_dict(), "label": cost.plan.label, "seconds": cost.seconds,
         "time": cost.time, "memory_bytes": cost.memory_bytes, "memory": cost.memory, "moe_layer": {
@@ -83,8 +84,8 @@ def breakdown(cost: PlanCost) -> dict[str, Any]:
 
 
 def predicted(cost: PlanCost, cluster: Cluster, device: Device) -> str:
-    """Return the predicted step time of a plan, together with the errors of the fitted models that
-    it is based on.
+    """Return the predicted step time of a plan, and the errors of the fitted models that the
+    prediction uses.
     """
     inputs: dict[str, Device | Cluster] = {"device": device}
     if cluster.ranks > 1:
@@ -96,8 +97,8 @@ def predicted(cost: PlanCost, cluster: Cluster, device: Device) -> str:
 
 
 def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, space: Space) -> str:
-    """Return a text with the ranking of plans, the time and memory of the best plan, and the cost
-    of each change.
+    """Return a text that ranks the plans, breaks down the time and memory of the best plan, and
+    shows how much slower each alternative setting would be.
     """
     best = found.plans[0]
     lines = [
@@ -110,13 +111,15 @@ def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, s
         head_room(device),
         "", *plan_lines(found.plans)
     ]
-    lines += ["", "why not otherwise: the best plan with another value",
+    lines += ["", "alternatives: the best plan with a different value of one setting",
               *_why_not(model, cluster, device, best, space)]
     return "\n".join(lines)
 
 
 def plan_lines(plans: Sequence[PlanCost]) -> list[str]:
-    """Return lines with the plans, sorted by time, and the time and memory of the first plan."""
+    """Return lines that list the plans by increasing time. The lines also show the time and memory
+    of the fastest plan.
+    """
     best = plans[0]
     again, layers = best.activations.count(RECOMPUTE), len(best.activations)
     return [
@@ -128,8 +131,8 @@ def plan_lines(plans: Sequence[PlanCost]) -> list[str]:
 
 
 def head_room(device: Device) -> str:
-    """Return a line with the memory that plans may use and the reason why they may not use all
-    memory.
+    """Return a line that states how much memory plans may use, and why the rest of the memory is
+    reserved.
     """
     usable, whole = show_size(device.usable_bytes), show_size(device.memory_bytes)
     return (f"plans use at most {usable} of {whole} per rank: {100 * HEAD_ROOM:.0f} % stay free "
@@ -150,7 +153,9 @@ def _time_and_memory(best: PlanCost) -> list[str]:
 
 def _why_not(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
              space: Space) -> list[str]:
-    """For each value in the best plan, describe the best plan that has a different value."""
+    """For each setting of the best plan, describe the best alternative plan with a different value
+    of this setting.
+    """
     lines = []
     for axis, other in alternatives(model, cluster, device, best, space).items():
         if other.memory_bytes > device.usable_bytes:

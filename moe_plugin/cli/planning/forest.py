@@ -1,5 +1,5 @@
-"""Functions that describe a schedule: the speed, the reason why no schedule is faster, and a
-comparison with other algorithms.
+"""Functions that describe the schedule of a collective: its speed, why no schedule is faster, and
+how it compares with other algorithms.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _NAMED = 8  # largest number of nodes listed by name
 
 @dataclass(frozen=True)
 class Compared:
-    """One of the compared algorithms for a collective.
+    """One of the algorithms that are compared for a collective.
 
     Attributes:
         name: name of the algorithm.
         run: simulation of the algorithm at the requested size.
-        limit_s: time in seconds that the busiest wire needs.
+        limit_s: lower bound on the time in seconds, given by the busiest wire.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Compared:
 
 @dataclass(frozen=True)
 class Report:
-    """All data for the report about a schedule.
+    """Input data for the report about a schedule.
 
     Attributes:
         schedule: the schedule.
         size: size of the collective's result in bytes.
-        ways: the compared algorithms. The schedule comes first. The list is empty if there is only
-            one rank.
+        ways: the algorithms that are compared. The first item is the planned schedule. The tuple is
+            empty if there is only one rank.
         planned_s: time in seconds that planning took.
         note: assumptions about the network.
     """
@@ -55,7 +55,9 @@ class Report:
 
 
 def compare(schedule: Schedule, size: int, chunks: int) -> tuple[Compared, ...]:
-    """Simulate the schedule and the baselines. Each piece is split into up to `chunks` chunks."""
+    """Simulate the schedule and the baselines. The data of each message are split into up to
+    `chunks` chunks, which are sent one after the other.
+    """
     if len(schedule.network.ranks) == 1:
         return ()
     programs = [program_of(schedule)]
@@ -72,8 +74,8 @@ def _compared(program: Program, size: int, chunks: int) -> Compared:
 
 
 def cut_words(schedule: Schedule) -> str:
-    """Explain why no schedule is faster, by the cut of the network, the data that must cross it,
-    and the bandwidth of the cut.
+    """Explain why no schedule is faster. The text names the limiting cut of the network, the data
+    that must cross this cut, and the bandwidth of the cut.
     """
     network = schedule.network
     inside = [rank for rank in network.ranks if rank in schedule.cut]
@@ -97,7 +99,9 @@ def cut_words(schedule: Schedule) -> str:
 
 
 def _parts_words(schedule: Schedule) -> str:
-    """Explain the optimum of an overlapping all-reduce, for which a partition replaces the cut."""
+    """Explain the optimum of an overlapping all-reduce, which is limited by a partition of the
+    nodes instead of a cut.
+    """
     network, parts = schedule.network, schedule.parts
     width = sum((network.out_of(part) for part in parts), Fraction(0))
     single = all(sum(rank in part for rank in network.ranks) == 1 for part in parts)
@@ -114,8 +118,8 @@ def _shards(count: int) -> str:
 
 
 def _nodes(network: Network, cut: frozenset[str]) -> str:
-    """Return a string that names a set of nodes, or the nodes outside the set, and the number of
-    ranks.
+    """Return a string that lists a set of nodes and its number of ranks. If the set contains most
+    nodes, the string lists the nodes that are not in the set.
     """
     inside = [node for node in network.nodes if node in cut]
     outside = [node for node in network.nodes if node not in cut]
@@ -134,7 +138,9 @@ def _listed(names: list[str]) -> str:
 
 
 def number(value: Fraction | float) -> str:
-    """Format a number with at most six digits. The result is exact if six digits suffice."""
+    """Format a number with at most six significant digits. The result is exact if six digits
+    suffice.
+    """
     return f"{float(value):.6g}"
 
 
@@ -147,7 +153,7 @@ def trees_words(schedule: Schedule) -> str:
 
 
 def share_words(schedule: Schedule) -> str:
-    """Describe whether the given trees reach the optimum."""
+    """Describe whether the given trees reach the optimal bandwidth of the network."""
     best = len(schedule.network.ranks) / (schedule.phases * schedule.inverse_rate)
     if schedule.algorithmic_bandwidth == best:
         return "the optimum"
@@ -156,7 +162,7 @@ def share_words(schedule: Schedule) -> str:
 
 
 def network_words(network: Network) -> str:
-    """Describe the size of a network."""
+    """Describe the number of nodes and links in a network."""
     return (f"{len(network.ranks)} ranks, {len(network.switches)} switches, "
             f"{len(network.wires)} wires")
 
@@ -165,7 +171,7 @@ COLUMNS = ("simulated", "limit", "rate", "slower by", "chunks")
 
 
 def comparison(report: Report) -> list[tuple[str, ...]]:
-    """Return a row for each algorithm with the name and the values of `COLUMNS`."""
+    """Return one row for each algorithm, with its name and the values of `COLUMNS`."""
     return [(way.name, show_time(way.run.seconds), show_time(way.limit_s),
              f"{report.size / way.run.seconds / 1e9:.5g} GB/s",
              f"{way.run.seconds / report.ways[0].run.seconds:.2f}x", f"{way.run.chunks:,}")

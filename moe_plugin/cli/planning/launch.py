@@ -26,13 +26,13 @@ BALANCE = "0.01"  # weight of the balance loss
 
 def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
                  keeps_send: bool = False) -> dict[str, Any]:
-    """Convert a plan to settings of this package in the form of nested plain values.
+    """Convert a plan to nested plain values that can be used as settings of this package.
 
     Args:
         model: the model.
         plan: the plan.
-        auto: whether the tuner may change the layout of the plan during training. If so, the tuner
-            starts with one row per token and expert (`rows`).
+        auto: whether the tuner may change the layout of the plan during training. If True, the
+            tuner starts with `dispatch.send=rows`, which sends one row per token and expert.
         keeps_send: whether the tuner must not change `dispatch.send`. See `plan_cost.needs_send`.
     """
     parallel: dict[str, Any] = {
@@ -62,7 +62,7 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
 
 
 def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
-    """Return the flags of the host itself for a plan, as a list of words.
+    """Return the host's own command-line flags for a plan, as a list of words.
 
     Raises:
         ValueError: If the host is unknown or cannot run the plan.
@@ -88,8 +88,8 @@ def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
         raise ValueError(f"unknown host {short(host)}; known: {', '.join(HOSTS)}")
     if plan.tp * plan.pp > 1:
         raise ValueError(
-            f"plan {plan.label} needs tensor or pipeline parallelism, which fairseq does not "
-            "support here. Plan with --host fairseq")
+            f"plan {plan.label} uses tensor or pipeline parallelism, which this package "
+            "does not support in fairseq. Search for a plan with --host fairseq")
     update = model.global_batch // (plan.dp * plan.micro_batch)
     flags = [
         "--moe-freq", model.moe_every, "--batch-size", plan.micro_batch, "--tokens-per-sample",
@@ -101,15 +101,15 @@ def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
 
 def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: str,
               activations: Sequence[str] = (), keeps_send: bool = False) -> str:
-    """Return the content of the file that a plan needs for `--moe-config`.
+    """Return the content of the `--moe-config` file that applies a plan.
 
     Args:
         model: the model.
         plan: the plan.
         host: see `HOSTS`.
         auto: see `moe_settings`.
-        note: comment at the top of the file.
-        activations: policy of each layer for the activations. See `PlanCost`.
+        note: comment to write at the top of the file.
+        activations: the policy for the activations of each layer. See `PlanCost`.
         keeps_send: see `moe_settings`.
     """
     settings = moe_settings(model, plan, auto, keeps_send)
@@ -127,15 +127,15 @@ def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: s
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchCommand:
-    """The values in a command line that do not depend on the plan.
+    """Values for the launch command that do not depend on the plan.
 
     Attributes:
         nodes: number of nodes.
         ranks_per_node: number of processes per node.
-        head: address of the first node. It is needed if there are several nodes.
+        head: address of the first node. Required if the run uses several nodes.
         cpu: whether to train on the CPU.
-        threads: number of CPU threads of each rank, or 0 for no limit.
-        data: folder (fairseq) or prefix (Megatron) of the data.
+        threads: number of CPU threads per rank, or 0 for no limit.
+        data: path of the training data, which is a folder (fairseq) or a prefix (Megatron).
         config: path of the plan's file for `--moe-config`.
         script: path of Megatron-LM's `pretrain_gpt.py`. Optional. Defaults to `SCRIPT`.
         steps: number of training steps in the run.
@@ -155,8 +155,8 @@ class LaunchCommand:
 
 
 def torchrun_words(start: LaunchCommand) -> list[str]:
-    """Return `torchrun` and the options of `torchrun` itself. If there are several nodes, the
-    command must be run on each node.
+    """Return the word `torchrun` followed by the options of `torchrun`. If there are several nodes,
+    the command must be run on each node.
     """
     words = [f"OMP_NUM_THREADS={start.threads}"] if start.cpu and start.threads else []
     if start.nodes == 1:
@@ -171,13 +171,14 @@ def torchrun_words(start: LaunchCommand) -> list[str]:
 def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCommand) -> list[str]:
     """Return all words of the launch line.
 
-    The data type is determined by `model.element_bytes`, where 2 stands for bf16.
+    The dtype is determined by `model.element_bytes`. If `model.element_bytes` is 2, the dtype is
+    bf16.
 
     Args:
         model: the model.
         plan: the plan.
         host: see `HOSTS`.
-        start: the values in the line that do not depend on the plan.
+        start: values for the launch line that do not depend on the plan.
     Raises:
         ValueError: If the host cannot run the plan, or if `script` is set for fairseq.
     """
@@ -225,9 +226,9 @@ def _megatron(start: LaunchCommand) -> list[str]:
 
 
 def launch_text(words: list[str]) -> str:
-    """Return the launch line for a shell, split into parts of at most `COLUMNS` columns.
+    """Return the launch line for a shell, wrapped into lines of at most `COLUMNS` columns.
 
-    A flag and the values of the flag are always in the same part.
+    A flag and its values are always on the same line.
     """
     parts: list[str] = []
     for word in words:
@@ -246,7 +247,7 @@ def launch_text(words: list[str]) -> str:
 
 
 def launch_script(text: str, note: str) -> str:
-    """Return a shell script that runs the launch line followed by the arguments of the script."""
+    """Return a shell script that runs the launch line and passes on the arguments of the script."""
     return f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n'
 
 

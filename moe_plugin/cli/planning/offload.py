@@ -1,5 +1,5 @@
-"""Functions that format memory plans as text and as plain values, with the cost of alternatives for
-each block.
+"""Functions that format memory plans as text and as plain values. The output also contains, for
+each block, the cost of the alternative decisions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moe_plugin.planner.units import show_change, show_size, show_time
 
 
 def keep_all_bytes(plan: SwapPlan) -> int:
-    """Return the number of bytes on the device that are needed to keep all activations."""
+    """Return how many bytes of device memory are needed to keep all activations."""
     held = most = 0
     for block in plan.problem.blocks:
         held += block.activation_bytes
@@ -23,9 +23,9 @@ def keep_all_bytes(plan: SwapPlan) -> int:
 
 
 def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
-    """Return for each block how many seconds per step each alternative decision would add.
+    """For each block, return how many seconds per step each alternative decision would add.
 
-    The value is inf if a decision would exceed the memory.
+    The value for a decision is inf if the decision would exceed the memory.
     """
     by_block = []
     for j, (block, taken) in enumerate(zip(plan.problem.blocks, plan.decisions, strict=True)):
@@ -39,8 +39,8 @@ def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
 
 
 def as_dict(plan: SwapPlan) -> dict[str, Any]:
-    """Return a plan as plain values for JSON. Decisions that would exceed the memory have the value
-    None.
+    """Convert a memory plan to plain values for JSON. Decisions that would exceed the memory have
+    the value None.
     """
     return {
         "seconds": plan.seconds, "bound_s": plan.bound_s, "proved": plan.proved,
@@ -61,8 +61,8 @@ def _finite(value: float) -> float | None:
 
 
 def explain(plan: SwapPlan, name: str = "model") -> str:
-    """Return a text with the decisions and their reasons, the step time of uniform decisions, and
-    the memory.
+    """Return a text with the decisions for all blocks and their reasons, the memory, and the step
+    time if all blocks had the same decision.
     """
     blocks, counts = plan.problem.blocks, {d: plan.decisions.count(d) for d in DECISIONS}
     width = max(5, *(len(block.name) for block in blocks))
@@ -105,7 +105,7 @@ def _change(seconds: float) -> str:
 
 
 def stream_as_dict(plan: StreamPlan) -> dict[str, Any]:
-    """Return the segments as plain values for JSON."""
+    """Convert a plan for streamed weights to plain values for JSON."""
     return {
         "seconds": plan.seconds, "micro_batches": plan.model.batches, "segments": list(plan.counts),
         "hides": plan.hides, "fill_s": plan.fill_s, "stall_s": plan.stall_s,
@@ -115,7 +115,9 @@ def stream_as_dict(plan: StreamPlan) -> dict[str, Any]:
 
 
 def explain_stream(plan: StreamPlan, name: str = "model") -> str:
-    """Describe the segments, whether their copies are hidden, the step time, and memory."""
+    """Describe a plan for streamed weights: the segments, whether their copies are hidden, the step
+    time, and the memory.
+    """
     model = plan.model
     whole = model.base + sum(layer.weight_bytes for layer in model.layers)
     lines = [

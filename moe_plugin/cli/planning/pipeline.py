@@ -1,5 +1,5 @@
-"""Functions that describe pipeline schedules by a table and by the timeline of one schedule in text
-form.
+"""Functions that describe pipeline schedules in a table, and print the timeline of one schedule as
+text.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def explain(profile: StageProfile) -> str:
 
 
 def lanes(timeline: Timeline, stages: int) -> list[str]:
-    """Return one line for each stage that shows the computation of the stage over time."""
+    """For each stage, return one line that shows what the stage computes over time."""
     cells = [["."] * COLUMNS for _ in range(stages)]
     for span in timeline.spans:
         if span.task.phase == "send":

@@ -1,5 +1,5 @@
-"""The table of EPS-MoE, which contains the number of pieces and the kernel for the forward pass of
-an MoE layer by prompt length.
+"""The table of EPS-MoE for prompts of different lengths. For each prompt length, the table contains
+the number of pieces and the kernel for the forward pass of an MoE layer.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ LOOKED_AT = 4096  # number of loads checked for a change of kernel
 
 @dataclass(frozen=True)
 class PrefillRow:
-    """The result for one prompt length.
+    """The choices for one prompt length.
 
     Attributes:
-        tokens: number of prompt tokens on a rank.
-        rows: number of rows of an expert.
-        whole_s: time in seconds if the pass is not split into pieces.
-        best: best choice among all numbers of pieces.
+        tokens: number of prompt tokens per rank.
+        rows: number of rows per expert.
+        whole_s: time of the forward pass in seconds if the pass is not split into pieces.
+        best: best choice over all numbers of pieces.
     """
 
     tokens: int
@@ -44,12 +44,12 @@ class PrefillRow:
 
 @dataclass(frozen=True)
 class PrefillTable:
-    """The best choices by prompt length.
+    """The best choices for all prompt lengths.
 
     Attributes:
         rows: the results.
-        kernels: where the best kernel changes if the pass is not split, as tuples (tokens on a
-            rank, kernel below this number, kernel from this number on).
+        kernels: the lengths at which the best kernel changes if the pass is not split, as tuples
+            (tokens on a rank, kernel below this number, kernel from this number on).
     """
 
     rows: tuple[PrefillRow, ...]
@@ -58,20 +58,20 @@ class PrefillTable:
 
 def prefill_table(model: ModelShape, cluster: Cluster, profile: Profile,
                   lengths: Sequence[int]) -> PrefillTable:
-    """Compute the table for an MoE layer whose experts are spread over all ranks of a cluster.
+    """Compute the table for an MoE layer whose experts are sharded over all ranks of a cluster.
 
     Args:
         model: the model.
         cluster: the cluster.
         profile: measured kernels for the widths and experts of this layer.
-        lengths: numbers of prompt tokens on a rank.
+        lengths: the prompt lengths, in tokens per rank.
     Raises:
         ValueError: If the number of experts is not divisible by the number of ranks.
     """
     ranks = cluster.ranks
     if model.experts % ranks:
-        raise ValueError(f"{model.experts} experts cannot be divided over {ranks} ranks. Use "
-                         "--nodes and --ranks-per-node")
+        raise ValueError(f"{model.experts} experts cannot be divided equally among {ranks} "
+                         "ranks. Change the number of ranks with --nodes and --ranks-per-node")
     local_experts = model.experts // ranks
     host_s = PIECE_OPERATIONS * min((kernel.launch_s for kernel in profile.values()), default=0.0)
     loads = [_load(model, cluster, tokens, local_experts, host_s) for tokens in lengths]
@@ -93,8 +93,8 @@ def _load(model: ModelShape, cluster: Cluster, tokens: int, here: int,
 
 
 def explain(found: PrefillTable) -> str:
-    """Format the table as text with a line for each length, the changes of the kernel, and the
-    settings.
+    """Format the EPS-MoE table as text. The text contains a line for each length, the lengths at
+    which the kernel changes, and the settings.
     """
     lines = [f"{'tokens/rank':>13}{'rows/expert':>16}{'one piece':>12}{'best':>12}"
              "  pieces, kernel"]
@@ -110,5 +110,5 @@ def explain(found: PrefillTable) -> str:
 
 
 def as_dict(found: PrefillTable) -> dict[str, Any]:
-    """Return the table as plain values for JSON."""
+    """Convert the EPS-MoE table to plain values for JSON."""
     return asdict(found)

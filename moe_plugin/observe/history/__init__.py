@@ -1,4 +1,4 @@
-"""Readers for the files of a finished or running job.
+"""Read the files of a finished or running training job.
 
 `read_run(folder)` returns the `RunRecord` of a run, and `read_runs(folder)` returns the records of
 all runs in a folder.

@@ -1,7 +1,7 @@
 """Parser for lines of fairseq's training log.
 
 The formats `json` and `simple` of `--log-format` are supported, with and without Hydra. Lines of a
-`--log-file` contain neither a time nor the kind of the line.
+`--log-file` contain neither the time nor the type of the record.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ _CONFIDENCE = "confidence_"
 
 
 def parse_step(line: str) -> tuple[str, StepRecord] | None:
-    """Return the kind and the record of a line with training metrics, or None for any other line.
+    """Parse a line of the log. Return (type, record) if the line contains training metrics, or None
+    for any other line.
 
-    The kind is `train_inner`, `train` (the end of an epoch) or `valid`.
+    The type of a line is `train_inner`, `train` (the end of an epoch) or `valid`.
 
     Raises:
-        ValueError: If the numbers cannot be read, for example because the line ends too early.
+        ValueError: If a number in the line cannot be read, for example because the line is
+            truncated.
     """
     found = _LINE.search(line)
     if found:
@@ -62,18 +64,18 @@ def parse_step(line: str) -> tuple[str, StepRecord] | None:
 
 
 def parse_json(row: Mapping[str, Any]) -> tuple[str, StepRecord] | None:
-    """Return the kind and the record of a whole line of a `--log-file` in format `json`."""
+    """Parse a complete line of a `--log-file` in the format `json`, and return (type, record)."""
     named = [found for key in row if (found := _FILE_JSON.fullmatch(key))]
     return _record(named[0][1] or "train_inner", row) if named and "epoch" in row else None
 
 
 def _record(kind: str, values: Mapping[str, Any]) -> tuple[str, StepRecord] | None:
-    """Build one record of fairseq's log.
+    """Build one record from the metrics in a line of fairseq's log.
 
     Args:
-        kind: the kind of the line as fairseq names it, such as `valid1` for a second validation
-            subset.
-        values: the values as strings, by name.
+        kind: fairseq's name for the type of the line. For example, the second validation subset is
+            named `valid1`.
+        values: a mapping from the names of metrics to their values as strings.
     """
     prefix = "" if kind == "train_inner" else f"{kind}_"
     kind = "valid" if kind.startswith("valid") else kind
@@ -87,9 +89,11 @@ def skipped_step(step: int) -> StepRecord:
 
 
 def step_record(values: dict[str, Any], kind: str) -> StepRecord | None:
-    """Build the record of a line. Return None if the line has no number of updates.
+    """Build the record of a log line from its metrics. Return None if the metrics do not include
+    the number of updates.
 
-    values: the values by name. The names do not begin with the kind of the line.
+    values: the metrics of the log line by name. The names do not contain the prefix for the type of
+    the line.
     """
     numbers = {key: number for key, value in values.items()
                if (number := _number(value)) is not None}
@@ -129,9 +133,9 @@ def _number(value: Any) -> float | None:
 
 
 def parse_settings(line: str) -> dict[str, str]:
-    """Return the settings in fairseq's configuration line by the names of their flags.
+    """Parse fairseq's configuration line, and return the settings by the names of their flags.
 
-    The result is empty for any other line.
+    If the line is not the configuration line, return an empty dict.
     """
     found = _CONFIG.search(line)
     if not found:
@@ -141,11 +145,11 @@ def parse_settings(line: str) -> dict[str, str]:
 
 
 def parse_changed(line: str) -> dict[str, tuple[str, str]] | None:
-    """Return a pair (value, default) for each setting that differs from the default. The result is
-    None if the line does not list these settings.
+    """Return a pair (value, default) for each setting that differs from its default. Return None if
+    the line is not the list of such settings.
 
     Raises:
-        ValueError: If the line cannot be read.
+        ValueError: If the list of settings cannot be read.
     """
     _, mark, text = line.partition(CHANGED)
     if not mark:

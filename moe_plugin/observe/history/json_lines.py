@@ -1,7 +1,7 @@
-"""Parser for the JSON lines that this package writes.
+"""Parsers for the JSON lines that this package writes.
 
 The lines contain layer statistics, the training log of the Megatron host, settings and timelines.
-`ValueError` is raised if a field has a wrong type.
+All functions in this module raise `ValueError` if a field has a wrong type.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BALANCE = ("max_over_mean", "drop_fraction", "unused_experts", "entropy")
 
 
 def layer_record(row: Mapping[str, Any]) -> LayerRecord:
-    """Return the record of one layer."""
+    """Convert a JSON line to the record of one layer."""
     # interned, because a long log would otherwise keep the same string a hundred thousand times
     step, layer = _step(row, "step"), sys.intern(str(row["layer"]))
     return _filled(LayerRecord, row, step=step, layer=layer,
@@ -41,7 +41,9 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
 
 
 def _more(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the statistics with a chart that are not attributes of `LayerRecord`, by name."""
+    """Return additional statistics by name. The additional statistics have a chart but are not
+    attributes of `LayerRecord`.
+    """
     known, found = _fields(LayerRecord), _NONE
     for name, value in row.items():
         statistic = None if name in known or value is None else statistics.find(name)
@@ -52,9 +54,9 @@ def _more(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loads(values: list[Any]) -> Sequence[float]:
-    """Return the loads of all experts as an array with 2, 4 or 8 bytes per load.
+    """Return the loads of all experts as an array with 2, 4 or 8 bytes per expert.
 
-    A long log contains millions of loads.
+    A compact array saves memory, because a long log contains millions of loads.
     """
     kinds = {*map(type, values)}
     try:
@@ -68,16 +70,17 @@ def _loads(values: list[Any]) -> Sequence[float]:
 
 
 def copy_record(row: Mapping[str, Any]) -> CopyRecord:
-    """Return the record of one copier."""
+    """Convert a JSON line to the record of one copier."""
     return _filled(CopyRecord, row, step=_step(row, "step"), copier=str(row["copier"]),
                    ranks=max(1.0, _maybe(row, "ranks") or 1.0))
 
 
 def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:
-    """Return a record of the training log, and brief records of the layers that the line contains.
+    """Convert a JSON line to a record of the training log and to the brief layer records that are
+    part of the same line.
 
-    The brief records contain no loads. Brief records are used for layers that have no other
-    records.
+    Brief layer records do not contain the loads of the experts. Brief layer records are used only
+    for layers that have no other records.
     """
     step = _step(row, "iteration")
     record = _filled(StepRecord, row, step=step, loss=_maybe(row, "lm_loss"),
@@ -96,12 +99,15 @@ TRAINING = ("loss", "tokens_per_s", "learning_rate", "grad_norm", "not_finite")
 
 
 def training_record(row: Mapping[str, Any]) -> StepRecord:
-    """Return the record of a step in a training loop that has no separate log."""
+    """Convert a JSON line to the record of a training step. Training loops without a separate log
+    write such JSON lines.
+    """
     return StepRecord(step=_step(row, "step"), **_floats(_dict(row, "training"), *TRAINING))
 
 
 def timeline(row: Mapping[str, Any]) -> tuple[int, int, list[SpanRecord]]:
-    """Return the step, the rank and the spans of a timeline."""
+    """Convert a JSON line to a timeline. Return the step, the rank and the spans of the timeline.
+    """
     spans = [
         SpanRecord(str(track), str(name), _finite(start), _finite(end))
         for track, name, start, end in _list(row, "timeline")
@@ -110,15 +116,15 @@ def timeline(row: Mapping[str, Any]) -> tuple[int, int, list[SpanRecord]]:
 
 
 def settings(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings that a host wrote."""
+    """Return the settings of the run that a host has written to a JSON line."""
     return {str(key).replace("_", "-"): str(value)
             for key, value in _dict(row, "settings").items() if value is not None}
 
 
 def changed(row: Mapping[str, Any]) -> dict[str, tuple[str, str]] | None:
-    """Return a pair (value as written, default) for each setting that differs from the default. The
-    result is None if the host did not write them. Raise `ValueError` if a value is not a pair of
-    strings.
+    """For each setting that differs from its default, return a pair (value as written, default).
+    Return None if the JSON line does not contain these settings. Raise `ValueError` if a setting is
+    not a pair of strings.
     """
     if "changed" not in row:
         return None
@@ -126,7 +132,8 @@ def changed(row: Mapping[str, Any]) -> dict[str, tuple[str, str]] | None:
 
 
 def pair_of(pair: Any) -> tuple[str, str]:
-    """Convert a list with two entries to (value, default). Raise `ValueError` for any other value.
+    """Convert a list with two items to a pair (value, default) of a setting. Raise `ValueError` for
+    a list with a different length or any other type.
     """
     if not isinstance(pair, list) or len(pair) != 2:
         raise ValueError(f"{short(pair)} is not a pair of a setting's value and its default")
@@ -159,15 +166,16 @@ def _decision(step: int, layer: str, row: Any) -> DecisionRecord:
 
 @functools.cache
 def _fields(kind: Any) -> dict[str, bool]:
-    """Return for each field of a record whether its value is a dict of numbers."""
+    """For each field of a record class, return whether it stores a dict of numbers."""
     return {field.name: field.default_factory is dict
             for field in dataclasses.fields(kind) if field.init}
 
 
 @functools.cache
 def _absent(kind: Any) -> dict[str, Any]:
-    """Return empty dicts for the fields that are missing in a line. All records share one empty
-    dict.
+    """Return an empty dict for each field of a record class that stores a dict. The empty dicts are
+    used for fields that are missing in a JSON line. All records share the same empty dict in order
+    to save memory.
     """
     return {name: _NONE for name, by_name in _fields(kind).items() if by_name}
 
@@ -175,7 +183,8 @@ def _absent(kind: Any) -> dict[str, Any]:
 @functools.lru_cache(maxsize=1 << 8)  # the lines of a log have few different sets of names
 def _read_fields(kind: Any, names: tuple[str, ...], given: tuple[str, ...]
                  ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names in a line that are numbers of a record, and those that are dicts of numbers.
+    """Return two tuples with names of fields in a JSON line: fields that store a number, and fields
+    that store a dict of numbers.
     """
     fields = {name: by_name for name, by_name in _fields(kind).items()
               if name in names and name not in given}
@@ -184,7 +193,7 @@ def _read_fields(kind: Any, names: tuple[str, ...], given: tuple[str, ...]
 
 
 def _filled(kind: Callable[..., Record], row: Mapping[str, Any], **given: Any) -> Record:
-    """Build the record of a line from the given fields and from the numbers in the line."""
+    """Build a record from the given fields and the numbers in a JSON line."""
     numbers, dicts = _read_fields(kind, tuple(row), tuple(given))
     found = {**_absent(kind), **given}
     for name in dicts:
@@ -204,7 +213,7 @@ _PLAIN = {int, float}  # without bool
 
 @functools.lru_cache(maxsize=1 << 10)  # bounded, because a training run also parses its records
 def _shared(*items: tuple[str, float]) -> dict[str, float]:
-    """Return the same dict for equal counts, because a long log contains many of them."""
+    """Return the same cached dict for equal items, because a long log contains many equal dicts."""
     return dict(items)
 
 
@@ -235,7 +244,9 @@ def _step(row: Mapping[str, Any], name: str) -> int:
 
 
 def step_number(value: float, name: str) -> int:
-    """Convert a value to a number of steps. Raise `ValueError` if it is not a number of steps."""
+    """Convert a value of a JSON line to a number of steps. Raise `ValueError` if the value is not a
+    valid number of steps.
+    """
     if not 0 <= value <= MOST_STEPS:
         raise ValueError(f"{name} is {short(value)}, not a number of steps")
     return int(value)

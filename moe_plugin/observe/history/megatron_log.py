@@ -1,6 +1,6 @@
-"""Parser for lines that the training loop of Megatron (versions 0.15 to 0.19) prints.
+"""Parser for the lines that Megatron's training loop prints (versions 0.15 to 0.19).
 
-With this parser, a run that does not use this plugin can be compared with a run that does.
+With this parser, a run without this plugin can be compared with a run that uses the plugin.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def parse_step(line: str, length: str | None) -> StepRecord | None:
 
     Args:
         line: the line.
-        length: the number of tokens in a sample, as a string. If None, the record has no tokens per
-            second.
+        length: the number of tokens per training sample, as a string. If None, the record does not
+            contain tokens per second.
     Raises:
-        ValueError: If a number cannot be read.
+        ValueError: If a number in the line cannot be read.
     """
     if valid := _VALID.search(line):
         return StepRecord(step=int(valid[1]), valid_loss=_number(valid[2]))
@@ -48,7 +48,8 @@ def parse_step(line: str, length: str | None) -> StepRecord | None:
 
 
 def parse_argument(line: str) -> tuple[str, str] | None:
-    """Return the name and the value of an argument that a line lists, or None for any other line.
+    """If the line prints an argument of Megatron, return the argument's name and value. For any
+    other line, return None.
     """
     found = _ARGUMENT.search(line)
     return found and (found[1].replace("_", "-"), found[2].strip())

@@ -1,4 +1,4 @@
-"""Reader that finds the files of a run by their contents and converts them line by line to a
+"""Reader that recognizes the files of a run by their contents, and converts them line by line to a
 `RunRecord`.
 """
 
@@ -44,7 +44,9 @@ WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's
 
 @dataclass(frozen=True)
 class _BadLine:
-    """A line that cannot be read. record: whether the line looks like a record."""
+    """Raised for a line of a log file that cannot be read. record: whether the line looks like a
+    record and not like other text.
+    """
 
     number: int
     why: str
@@ -53,14 +55,14 @@ class _BadLine:
 
 @dataclass
 class _Source:
-    """The contents of one file.
+    """The contents of one file of a run.
 
     Attributes:
-        brief: the records of layers in the training log.
-        arguments: the arguments that Megatron's script lists.
+        brief: the layer records that are contained in the lines of the training log.
+        arguments: the arguments that Megatron's training script prints.
         writer: the host that is named in the statistics or in the settings.
-        cut: whether the last line of the file is unfinished.
-        done: whether the log of fairseq reports the end of training.
+        cut: whether the last line of the file is incomplete.
+        done: whether fairseq's log reports that training has ended.
     """
 
     path: Path
@@ -84,7 +86,9 @@ class _Source:
 
     @property
     def host(self) -> str | None:
-        """The host that wrote this training log, or None if the file is not a host's log."""
+        """The host framework that wrote this training log, or None if the file is not a training
+        log.
+        """
         kinds = {kind for kind, _ in self.steps} - {"training"}
         if trainer_state.KIND in kinds:
             return "transformers"
@@ -93,14 +97,14 @@ class _Source:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Read the files of one run in a folder, up to three levels deep.
+    """Read the files of a single run from a folder and its subfolders, up to three levels deep.
 
     Args:
-        folder: a folder that contains layer statistics as JSON lines, the Megatron host's training
-            log or fairseq's log. The names of the files do not matter. Files to which a run is
-            still writing are supported.
+        folder: the folder of the run. The folder must contain layer statistics as JSON lines, or
+            the training log of fairseq or of the Megatron host. The files in this folder may have
+            any name. A run that is still writing to its files can also be read.
     Raises:
-        ValueError: If the folder does not exist, has no record, or contains several runs.
+        ValueError: If the folder does not exist, contains no record, or contains several runs.
     """
     runs = list(_runs(Path(folder), _sources(Path(folder))))
     if len(runs) > 1:
@@ -111,10 +115,10 @@ def read_run(folder: str | Path) -> RunRecord:
 
 
 def read_runs(folder: str | Path) -> list[RunRecord]:
-    """Read all runs in a folder, up to three levels deep.
+    """Read all runs from a folder and its subfolders, up to three levels deep.
 
-    If there are several runs, each run is named by its path within the folder. Errors are the same
-    as for `read_run`.
+    If the folder contains several runs, each run is named by its path relative to the folder. This
+    function raises the same errors as `read_run`.
     """
     runs = list(_runs(Path(folder), _sources(Path(folder))))
     return runs if len(runs) == 1 else [replace(run, name=str(_place(run, folder))) for run in runs]
@@ -126,7 +130,7 @@ def _place(run: RunRecord, folder: str | Path) -> Path:
 
 
 def _sources(folder: Path) -> list[_Source]:
-    """Read the files of a folder that contain records or settings of a run."""
+    """Read all files in a folder that contain records or settings of a run."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a directory. Pass a run's folder, which contains "
                          f"{WANTED}")
@@ -142,8 +146,8 @@ def _sources(folder: Path) -> list[_Source]:
 
 
 def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
-    """Yield the run that the given files belong to, or the runs of the folders that contain the
-    files.
+    """If all files belong to one run, yield this run. If the files belong to several runs, yield
+    one run for each subfolder.
     """
     sources = _without_copies(sources)
     several = [kind for kind in ([s for s in sources if s.host], [s for s in sources if s.layers])
@@ -160,8 +164,8 @@ def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
 
 
 def _without_copies(sources: list[_Source]) -> list[_Source]:
-    """Remove a log printed by Megatron if this package's host wrote a log in a folder above or
-    below.
+    """Leave out logs that Megatron itself printed if this package has also written a log of the
+    same run.
     """
     own = [s.path.parent for s in sources if any(kind == "iteration" for kind, _ in s.steps)
            or s.settings and s.writer == "megatron"]
@@ -220,7 +224,7 @@ def _read(path: Path) -> _Source:
 
 
 def _line(source: _Source, text: str, number: int) -> _BadLine | None:
-    """Add one line of a file to the source."""
+    """Parse one line of a file, and add the result to the file's `_Source`."""
     try:
         if text.startswith("{") and not text.startswith("{'"):  # "{'" begins a Python dict
             _json_line(source, text)
@@ -245,7 +249,9 @@ def _line(source: _Source, text: str, number: int) -> _BadLine | None:
 
 
 def _json_line(source: _Source, text: str) -> None:
-    """Add a JSON line. The keys of the line determine what kind of record it is."""
+    """Parse one JSON line of a file, and add the result to the file's `_Source`. The keys of the
+    JSON object determine the type of the record.
+    """
     row = json.loads(text)
     if "layer" in row and "step" in row and "load" in row:
         source.layers.append(json_lines.layer_record(row))
@@ -312,7 +318,7 @@ def _run(folder: Path, sources: list[_Source]) -> RunRecord:
 
 
 def _copies(sources: list[_Source]) -> dict[str, list[CopyRecord]]:
-    """Add the records of copiers from the files of all pipeline stages."""
+    """Sum the records of each copier over the files of all pipeline stages."""
     found: dict[str, list[CopyRecord]] = {}
     for copier, step in sorted({key for source in sources for key in source.copies}):
         parts = [s.copies[copier, step] for s in sources if (copier, step) in s.copies]
@@ -346,9 +352,9 @@ def _notes(source: _Source) -> list[str]:
 
 
 def _merged_steps(valid: list[StepRecord], train: list[StepRecord]) -> list[StepRecord]:
-    """Return one record per step, which contains the validation loss of the step.
+    """Return one record per step. The record includes the validation loss of the step.
 
-    If a step was repeated, the last record is used.
+    If a step was repeated, the last record of this step is used.
     """
     by_step: dict[int, dict] = {}
     for record in [*train, *valid]:
@@ -368,13 +374,13 @@ def _by_layer(records: list[LayerRecord]) -> dict[str, list[LayerRecord]]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a sort key with which `layer10` comes after `layer9`."""
+    """Return a sort key that places `layer10` after `layer9`."""
     return [(int(part), "") if part.isdecimal() else (-1, part)
             for part in re.split(r"(\d+)", name) if part]
 
 
 def _command(folder: Path) -> dict[str, str]:
-    """Return the flags of the last command of a `.sh` file in the folder."""
+    """Return the flags of the last command in a `.sh` file of the folder."""
     for path in sorted(folder.glob("*.sh")):
         try:
             check_input(path)

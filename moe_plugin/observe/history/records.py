@@ -1,5 +1,5 @@
-"""The records of a run as plain values. They do not need torch, so reports can be created on any
-machine.
+"""The records of a run as plain values. This module does not import torch, so reports can be
+created on any machine.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ KEY = "expert_parallel"
 
 @dataclass(frozen=True, kw_only=True)
 class ResizeRecord:
-    """The record of a change of the expert-parallel size.
+    """A change of the expert-parallel size during a run.
 
     Attributes:
-        step: the step before which the size changed.
-        host: the host that trained.
+        step: the number of the step before which the size changed.
+        host: the host framework of the run.
         before, after: the number of expert-parallel ranks before and after the change.
-        bytes: the number of bytes that all ranks together sent.
+        bytes: the total number of bytes sent by all ranks.
         seconds: the duration of the change on the slowest rank, in seconds.
     """
 
@@ -37,7 +37,7 @@ class ResizeRecord:
     seconds: float
 
     def line(self) -> str:
-        """Return a line for the log that describes the change."""
+        """Return a log line that describes the change."""
         return (f"expert-parallel ranks {self.before} -> {self.after} before step {self.step}: "
                 f"{show_size(self.bytes)} sent by all ranks, {show_time(self.seconds)}")
 
@@ -49,8 +49,8 @@ class ResizeRecord:
 
 
 def resize_record(row: Mapping[str, Any]) -> ResizeRecord:
-    """Convert a row that `ResizeRecord.as_row` returned to a record. Raise `ValueError` for any
-    other row.
+    """Convert a row written by `ResizeRecord.as_row` to a record. Raise `ValueError` if the row was
+    not written by this method.
     """
     try:
         given = row[KEY]
@@ -69,19 +69,20 @@ DROPS = "overflow_expert1", "overflow_expert2"
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One record of a host's training log. Fields that are missing in the log are None.
+    """One record of a host's training log. Fields are None if the log does not contain them.
 
     Attributes:
         loss, valid_loss: the losses in nats per token. Losses that fairseq reports in bits are
-            converted. The balance loss is not included if the log separates it.
-        seconds: the duration in seconds that this record covers.
+            converted to nats. The balance loss is excluded if the log reports it separately.
+        seconds: the duration in seconds of the steps that this record covers.
         elapsed_s: the time in seconds since the start of the process.
-        not_finite: the number of steps since the last record that were skipped because a loss or a
-            gradient was not finite. Steps that only reduce a loss scale are not counted.
-        extra: further metrics in the log, by their names in the log. Names of validation metrics
-            begin with `valid `.
-        confidence: for the members of an ensemble in validation, the number of predictions in equal
-            ranges of the largest probability.
+        not_finite: the number of steps since the previous record that were skipped because a loss
+            or a gradient was not finite. Steps that were skipped only to reduce the loss scale are
+            not counted.
+        extra: other metrics from the log. Keys are the names of the metrics in the log. The names
+            of validation metrics begin with `valid `.
+        confidence: histograms of the predictions of an ensemble during validation, by name. The
+            histograms count predictions by their largest probability, in ranges of equal width.
     """
 
     step: int
@@ -97,10 +98,10 @@ class StepRecord:
     confidence: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def dropped(self, kind: str = "") -> float | None:
-        """Return the fraction of dropped choices in fairseq's training log, or None if it is
-        unknown.
+        """Return the fraction of dropped choices that fairseq's training log reports, or None if
+        the log does not report this fraction.
 
-        kind: prefix of the metrics, which is `valid ` for validation.
+        kind: prefix of the metrics' names, which is `valid ` for validation.
         """
         shares = [self.extra[f"{kind}{name}"] / 100 for name in DROPS
                   if f"{kind}{name}" in self.extra]
@@ -109,9 +110,9 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionRecord:
-    """A decision of a layer's tuner. See `moe_plugin.tuning.engine.TunerDecision`.
+    """A decision made by the tuner of a layer. See `moe_plugin.tuning.engine.TunerDecision`.
 
-    All times are in seconds.
+    All times in this record are in seconds.
     """
 
     step: int
@@ -128,12 +129,14 @@ class DecisionRecord:
 # frozen instances take five times as long to create.
 @dataclass(kw_only=True, slots=True)
 class LayerRecord:
-    """The statistics of one layer over one interval. See `moe_plugin/utils/statistics.py`.
+    """The statistics of one MoE layer over one logging interval. See
+    `moe_plugin/utils/statistics.py`.
 
-    more: the statistics with a chart that are not attributes, by name.
-    load: how often each expert was chosen, or an empty sequence if this is unknown. It is an
-        `array` if it was read from a log.
-    choices: the number of choices of all experts, which is the sum of `load`.
+    more: additional statistics by name. These statistics have a chart but are not attributes of
+    this class.
+    load: the number of tokens that chose each expert, or an empty sequence if these numbers are
+        unknown. If the record was read from a log, the loads are stored in an `array`.
+    choices: the total number of choices, which is the sum of `load`.
     """
 
     step: int
@@ -164,20 +167,20 @@ class LayerRecord:
         self.choices = sum(self.load)
 
     def value(self, name: str) -> Any:
-        """Return a statistic by name, or None if it is unknown."""
+        """Return a statistic by name, or None if the statistic was not recorded."""
         return getattr(self, name) if name in self.__slots__ else self.more.get(name)
 
     @property
     def hit_rate(self) -> float | None:
-        """The fraction of experts that were already on the device when a call needed them. The
-        value is None if experts are not stored outside the device.
+        """The fraction of needed experts that were already on the device when a call needed them.
+        None if all experts are always on the device.
         """
         asked = self.store.get("hits", 0.0) + self.store.get("misses", 0.0)
         return self.store.get("hits", 0.0) / asked if asked else None
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The load of each expert divided by the mean load. The values are NaN if no token was
+        """The load of each expert divided by the mean load. The shares are NaN if no token was
         routed.
         """
         total, count = self.choices, len(self.load)
@@ -186,16 +189,17 @@ class LayerRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyRecord:
-    """The activity of a copier since the last record, added over all ranks.
+    """The activity of a copier since its previous record, summed over all ranks.
 
     Attributes:
-        copier: the kind of data that the copier moves, such as `activations` or `weights`.
-        bytes: the number of bytes that were copied.
-        waits: the number of times that computation waited for a copy.
-        stalled_s: the total duration in seconds for which computation waited.
-        busy_s: the total duration of the copies in seconds.
-        resident_bytes: the largest number of bytes on the device in a step. 0 if unknown.
-        keep, recompute, swap: the number of blocks whose activations are kept, recomputed and
+        copier: the type of data that is copied, such as `activations` or `weights`.
+        bytes: the number of copied bytes.
+        waits: how many times computation had to wait for a copy.
+        stalled_s: the total time in seconds that computation spent waiting for copies.
+        busy_s: the total time in seconds during which copies were running.
+        resident_bytes: the largest number of bytes that were stored on the device during a step. 0
+            if unknown.
+        keep, recompute, swap: the number of blocks whose activations are kept, recomputed or
             swapped.
     """
 
@@ -217,9 +221,10 @@ COPIES = ("bytes", "waits", "stalled_s", "busy_s", "resident_bytes", "keep", "re
 
 @dataclass(frozen=True)
 class SpanRecord:
-    """An activity (span) in a recorded step. Times are in seconds since the step began.
+    """One activity (span) in the timeline of a step. Times are in seconds since the start of the
+    step.
 
-    track: the kind of activity, such as `layers` or `exchange`.
+    track: the type of activity, such as `layers` or `exchange`.
     """
 
     track: str
@@ -230,24 +235,24 @@ class SpanRecord:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """The contents of the folder of a run.
+    """All records of a training run, read from its folder.
 
     Attributes:
         name: the name of the run.
-        host: the name of the host that trained.
-        steps: the records of the training log, in the order of steps.
-        layers: the records of each layer by name, in the order of layers and steps.
-        copies: the records of each copier by name, in the order of steps. They are added over all
-            pipeline stages.
-        timelines: the spans of each recorded step, by (step, rank).
+        host: the name of the host framework of the run.
+        steps: the records of the training log, ordered by step.
+        layers: for each layer name, the layer's records ordered by step. Layers are sorted.
+        copies: for each copier name, the copier's records ordered by step. Copier records are
+            summed over all pipeline stages.
+        timelines: the spans of each recorded timeline, by (step, rank).
         resizes: the changes of the expert-parallel size.
-        settings: the values of flags or settings, as the user wrote them.
-        changed: pairs (value as written, default) of the settings that differ from the defaults, by
-            name. None if unknown.
-        notes: sentences that tell the reader of a report about problems with the files.
-        files: the paths of the files, relative to the folder.
-        folder: the folder of the run. The value is None if the run was not read from files.
-        finished: whether the host has completed its last step.
+        settings: the values of flags or settings, in the form in which the user wrote them.
+        changed: for each setting that differs from its default, a pair (value as written, default),
+            by name. None if unknown.
+        notes: sentences that inform the reader of a report about problems with the files.
+        files: the paths of the run's files, relative to the folder.
+        folder: the folder of the run. None if the run was not read from files.
+        finished: whether the run has completed its last training step.
     """
 
     name: str
@@ -266,17 +271,17 @@ class RunRecord:
 
     @property
     def layer_records(self) -> list[LayerRecord]:
-        """All records of all layers."""
+        """All records of all layers, in one list."""
         return [r for records in self.layers.values() for r in records]
 
     @property
     def last_records(self) -> dict[str, LayerRecord]:
-        """The last record of each layer that has records."""
+        """For each layer that has records, the last record."""
         return {name: records[-1] for name, records in self.layers.items() if records}
 
     @property
     def step_range(self) -> tuple[int, int]:
-        """The first and the last step of all records, or (0, 0) if there are no records."""
+        """The first and the last step that have a record, or (0, 0) if there are no records."""
         lists: tuple[Sequence[StepRecord | LayerRecord], ...] = (self.steps, *self.layers.values())
         steps = [r.step for records in lists if records
                  for r in (records[0], records[-1])]
@@ -284,14 +289,15 @@ class RunRecord:
 
     @property
     def last_step(self) -> int:
-        """The last step of all records, or 0 if there are no records."""
+        """The last step that has a record, or 0 if there are no records."""
         return self.step_range[1]
 
     @property
     def steps_covered(self) -> tuple[int, int]:
-        """The first and the last step that the records cover, or (0, -1) if there are no records.
+        """The first and the last step that are covered by records, or (0, -1) if there are no
+        records.
 
-        A record covers all steps since the previous record.
+        A record covers all steps after the previous record.
         """
         known = sorted({*(r.step for r in self.steps), *(r.step for r in self.layer_records)})
         if not known:
@@ -300,17 +306,16 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int | None:
-        """The configured number of steps, or None if it is unknown."""
+        """The configured number of steps, or None if this number is unknown."""
         text = self.settings.get("max-update") or self.settings.get("train-iters") or ""
         known = text.isdecimal() and len(text) <= 15
         return int(text) or None if known else None
 
     @property
     def clock(self) -> list[tuple[int, float]]:
-        """The steps of the run, and the time of each step in seconds since the start.
+        """The steps of the run, and for each step the time in seconds since the start of the run.
 
-        The times are taken from the training log if possible, and otherwise from the records of
-        layers.
+        The times are read from the training log if possible, and otherwise from the layer records.
         """
         elapsed = [(r.step, r.elapsed_s) for r in self.steps if r.elapsed_s is not None]
         if elapsed:
@@ -324,14 +329,15 @@ class RunRecord:
 
     @property
     def seconds(self) -> float | None:
-        """The duration of the run in seconds, or None if it is unknown."""
+        """The duration of the run in seconds, or None if the duration is unknown."""
         return max((elapsed for _, elapsed in self.clock), default=None)
 
     @property
     def remaining_s(self) -> float | None:
-        """The estimated number of seconds until the last step, or None if it is unknown.
+        """The estimated time in seconds until the run has completed its last step, or None if the
+        time cannot be estimated.
 
-        The estimate uses the speed of the last records.
+        The estimate is based on the speed in the last few records.
         """
         recent = self.clock[-RECENT:]
         if self.total_steps is None or len(recent) < 2:
@@ -347,7 +353,7 @@ class RunRecord:
 
     @property
     def experts(self) -> int:
-        """The largest number of experts of all layers, or 0 if it is unknown."""
+        """The maximum number of experts in any layer, or 0 if this number is unknown."""
         return max((len(r.load) for r in self.layer_records), default=0)
 
 

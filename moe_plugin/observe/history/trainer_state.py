@@ -1,6 +1,6 @@
 """Parser for the file `trainer_state.json` of transformers.
 
-A `Trainer` writes this file to the output folder and to each checkpoint.
+A `Trainer` writes this file to its output folder and to each checkpoint folder.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _KNOWN = {"loss", "eval_loss", "learning_rate", "grad_norm", "step", "epoch"}
 
 
 def latest(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the given paths, except the states whose content is repeated in a later checkpoint of
-    the same run.
+    """Yield the given paths, but skip trainer states whose records are repeated in a later
+    checkpoint of the same run.
     """
     found: dict[Path, Path] = {}
     for path in paths:
@@ -40,12 +40,13 @@ def _step_of(path: Path) -> float:
 
 
 def parse(text: bytes) -> tuple[list[tuple[str, StepRecord]], list[tuple[int, str]]]:
-    """Return the training and validation records in a trainer state, and the unreadable entries.
+    """Parse a trainer state. Return the training and validation records in a trainer state, and the
+    log entries that could not be read.
 
-    Returns: A list of pairs (kind, record), and a list of pairs (index of an entry, reason why it
-        is unreadable).
+    Returns: A list of pairs (type, record), and a list of pairs (index of the entry, reason why the
+        entry could not be read).
     Raises:
-        ValueError: If the text is not a trainer state.
+        ValueError: If the text is not a trainer state of transformers.
     """
     state = json.loads(text)
     history = state.get("log_history") if isinstance(state, dict) else None

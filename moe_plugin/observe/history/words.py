@@ -1,4 +1,4 @@
-"""Settings and their values as the words of a command line give them."""
+"""Parse settings and their values from the words of a command line."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _WORDS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "
 
 
 def written(words: Iterable[str], several: Collection[str] = ()) -> dict[str, str]:
-    """Return the settings in the words of a command, by name. Names contain - in place of _.
+    """Return the settings in the words of a command, by name. In the names of settings, `_` is
+    replaced with `-`.
 
-    The forms `--lr 3e-3`, `--lr=3e-3` and `optimization.lr=3e-3` are supported. The value of a flag
-    without a value is an empty string.
+    The forms `--lr 3e-3`, `--lr=3e-3` and `optimization.lr=3e-3` are supported. If a flag has no
+    value, its value is an empty string.
 
-    several: the names of flags that accept more than one word.
+    several: the names of flags that accept more than one value.
     """
     found: dict[str, str] = {}
     name = None
@@ -38,12 +39,12 @@ def written(words: Iterable[str], several: Collection[str] = ()) -> dict[str, st
 
 
 def comparable(value: Any) -> Any:
-    """Convert the value of a setting to a hashable value, which is equal for values with the same
-    meaning.
+    """Convert the value of a setting to a hashable value that can be compared. Two values with the
+    same meaning are converted to equal values.
 
-    Numbers, booleans and None may be given as strings (`3e-3`, `on`, `none`). Sequences of any type
-    are equal if all entries are equal. A sequence with one entry is equal to the entry, because
-    fairseq stores `--lr 0.003` as `[0.003]`.
+    Numbers, booleans and None are also recognized in strings (`3e-3`, `on`, `none`). Sequences of
+    different types are considered equal if all of their items are equal. A sequence with a single
+    item is considered equal to this item, because fairseq stores `--lr 0.003` as `[0.003]`.
     """
     if isinstance(value, str):
         if value.lower() in _WORDS:

@@ -1,1 +1,1 @@
-"""Reports: self-contained HTML pages that show a run, or several runs side by side."""
+"""Reports, which are self-contained HTML pages that show one run, or several runs side by side."""

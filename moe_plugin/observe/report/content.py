@@ -1,4 +1,4 @@
-"""Selection of the figures of a report and of the data that they show."""
+"""Select the figures of a report and the data that the figures show."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FROM_LOG = {"drops": [(f"choice {i}", key, 0.01) for i, key in enumerate(DROPS, 
 
 
 def sections(run: RunRecord) -> list[ReportSection]:
-    """Return all figures for which the run has data."""
+    """Return all sections of the report, with all figures for which the run has data."""
     by_title: dict[str, list[Figure]] = {
         "Training": training(run),
         "Ensemble": ensemble(run),
@@ -82,13 +82,13 @@ def sections(run: RunRecord) -> list[ReportSection]:
 
 
 def statistic_charts() -> list[tuple[Statistic, Chart]]:
-    """Return the charts of all statistics that are curves."""
+    """Return all statistics that are drawn as curves, each with its chart."""
     return [(statistic, shown) for statistic in statistics.values()
             if statistic.reduce != "names" for shown in statistic.charts]
 
 
 def over_steps(run: RunRecord, field: str, name: str, **style: bool) -> Line | None:
-    """Return the curve of a field of the training log."""
+    """Return a curve of one metric in the training log."""
     return line(name, [(r.step, v) for r in run.steps if (v := getattr(r, field)) is not None],
                 **style)
 
@@ -101,13 +101,13 @@ def training(run: RunRecord) -> list[Figure]:
 
 
 def charts_of(run: RunRecord, section: str) -> list[Figure]:
-    """Return the charts of the statistics in a section, with one curve per layer."""
+    """Return the charts of all statistics in a section of the report, with one curve per layer."""
     return [figure for statistic, shown in statistic_charts() if shown.section == section
             for figure in _of_layers(run, statistic, shown)]
 
 
 def value_of(statistic: Statistic, shown: Chart) -> Callable[[LayerRecord], float | None]:
-    """Return the function that computes the value of a chart from a record."""
+    """Return a function that computes the value of a chart from a layer record."""
     return shown.value or (lambda record: record.value(statistic.name))
 
 
@@ -122,9 +122,10 @@ def _of_layers(run: RunRecord, statistic: Statistic, shown: Chart) -> list[LineC
 
 
 def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> list[Line | None]:
-    """Return one curve per layer.
+    """Return one curve per layer for the given value.
 
-    With many layers, return the highest, the middle and the lowest value at each step.
+    If there are many layers, return three curves for the highest, the middle and the lowest value
+    at each step.
     """
     if len(run.layers) <= LINES:
         return [line(name, [(r.step, value(r)) for r in records])
@@ -149,7 +150,7 @@ def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> li
 
 
 def _names(run: RunRecord) -> list[str]:
-    """Return the names of the layers, shortened if they remain distinct."""
+    """Return the names of the layers, in shortened form if the shortened names are distinct."""
     short = [shortened(name, NAME) for name in run.layers]
     return short if len(set(short)) == len(short) else list(run.layers)
 
@@ -200,7 +201,9 @@ def _loss(name: str, r: LayerRecord) -> float | None:
 
 
 def _losses(run: RunRecord) -> list[Figure]:
-    """Return the charts of router losses from the layers' records, or from the training log."""
+    """Return the charts of the router losses. The router losses are read from the layer records or,
+    if these contain no losses, from the training log.
+    """
     names = sorted({name for record in run.layer_records for name in record.losses})
     keys = sorted({key for r in run.steps for key in r.extra
                    if key.startswith("loss ") or key == "moe_gate_loss"})
@@ -230,7 +233,9 @@ def exchange(run: RunRecord) -> list[Figure]:
 
 
 def copies(run: RunRecord) -> list[Figure]:
-    """Return the charts of copies to and from the device, and of the time they cost."""
+    """Return the charts of copies to and from the device, and of the time that computation waits
+    for these copies.
+    """
 
     def of(field: str, records: Iterable[CopyRecord], name: str,
            value: Callable[[float], float | None] = float) -> Line | None:
@@ -261,9 +266,10 @@ def copies(run: RunRecord) -> list[Figure]:
 
 
 def layouts(run: RunRecord) -> list[Figure]:
-    """Return the most frequent layouts and algorithms over steps, and the tuner's decisions.
+    """Return figures of the most frequent layouts and algorithms over time, and of the decisions of
+    the tuners.
 
-    A figure is left out if its value never changes.
+    Figures are left out if they would show only a single value.
     """
     found: list[Figure] = []
     named = [(s.name, shown) for s in statistics.values() if s.reduce == "names"
@@ -311,7 +317,9 @@ def _decisions(run: RunRecord) -> list[Table]:
 
 
 def timelines(run: RunRecord) -> list[Figure]:
-    """Return the spans of each recorded step, and a table of where the time went."""
+    """For each recorded step, return a figure with its spans, and a table that shows where the time
+    was spent.
+    """
     figures: list[Figure] = []
     for i, ((step, rank), spans) in enumerate(sorted(run.timelines.items())[:TIMELINES]):
         if not spans:
@@ -330,9 +338,10 @@ def timelines(run: RunRecord) -> list[Figure]:
 
 
 def _kind(span: SpanRecord) -> str:
-    """Return the kind of a span, which determines the colour of the span.
+    """Return the category of a span, which determines the colour of the span.
 
-    It is forward or backward for layers, the span's name for exchanges, and the row otherwise.
+    The category is `forward` or `backward` for layers, the name of the span for exchanges, and the
+    track for all other spans.
     """
     if span.track == "layers":
         return span.name.rsplit(" ", 1)[-1]

@@ -1,8 +1,9 @@
-"""Functions that draw figures, which `templates/figures.html` converts to HTML.
+"""Functions that convert the figures of a report to inputs for the template
+`templates/figures.html`.
 
 A drawing is an inline SVG image that is stretched to the width of the page. Labels have a fixed
-font size and are next to the image, so that they can be read on a phone. The colours are defined in
-`page.css`.
+font size and are placed next to the image, which keeps them readable on a phone. The colours of
+figures are defined in `page.css`.
 """
 
 from __future__ import annotations
@@ -34,24 +35,26 @@ _Mark = tuple[float, str, str]
 
 @dataclass(frozen=True)
 class Drawing:
-    """The input of the template `figures.html` for one figure.
+    """One figure of a report, in the form that the template `figures.html` requires.
 
     Attributes:
         figure: the figure.
-        words: a description of the figure.
-        unseen: whether the description is only for screen readers, because it is long.
-        wide: whether the figure is as wide as the page.
+        words: a textual description of the figure.
+        unseen: whether the textual description is hidden and only read by screen readers. True if
+            the textual description is long.
+        wide: whether the figure spans the whole width of the page.
         style: the CSS class of the plot.
-        shapes: the contents of an SVG image of size width x height. The string is empty if the
-            figure is a table.
+        shapes: the content of an SVG image of size width x height. An empty string if the figure is
+            shown as a table.
         width, height: the size of the image in its own coordinates.
-        pixels: the height on the screen in pixels.
+        pixels: the height of the figure on the screen in pixels.
         side, below: the labels of the vertical and the horizontal axis.
         axis: the name of the horizontal axis.
         begin, end: the range of the horizontal axis.
-        legend: the entries (name, style) of the legend.
-        table: the numbers of the figure as a table (head, rows). Optional.
-        data: the values that the script of the page shows at the position of the pointer. Optional.
+        legend: the items of the legend as pairs (name, style).
+        table: the values of the figure as a table (header, rows). Optional.
+        data: the values that the script of the page shows next to the mouse pointer, as JSON.
+            Optional.
     """
 
     figure: Figure
@@ -78,8 +81,8 @@ def drawing(f: Figure, span: _Span, top: float) -> Drawing:
 
     Args:
         f: the figure.
-        span: the first and the last step of the run, which are the limits of the axis of steps.
-        top: the largest ratio of a load to the mean load that has a separate colour in heat maps.
+        span: the first and the last step of the run, which are the limits of the horizontal axis.
+        top: the relative load (load divided by mean load) that has the darkest colour in heat maps.
     """
     if isinstance(f, LineChart):
         return _line_chart(f, span)
@@ -108,9 +111,9 @@ def _row_names(names: Sequence[str], shown: Iterable[int]) -> list[_Mark]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Remove the leading parts that all names share, except the last of these parts.
+    """Remove the leading components that all names share, except for the last shared component.
 
-    On a narrow screen there is space for `layers.1`, but not for `decoder.layers.1`.
+    A narrow screen has space for `layers.1`, but not for `decoder.layers.1`.
     """
     parts = [name.split(".") for name in names]
     same = len(os.path.commonprefix(parts)) if len(names) > 1 else 0
@@ -191,7 +194,7 @@ def _curve(one: Line, style: str, x_of: Callable[[float], float],
 
 
 def _values(f: LineChart, curves: list[Line]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Return the head and the rows of a table with the numbers of the curves."""
+    """Return the header and the rows of a table with the values of the curves."""
     at = [dict(zip(one.x, one.y, strict=True)) for one in curves]
     steps = sorted({x for known in at for x in known})
     if len(steps) > TABLE_ROWS:
@@ -201,7 +204,7 @@ def _values(f: LineChart, curves: list[Line]) -> tuple[Sequence[str], Sequence[S
 
 
 def _line_words(f: LineChart) -> str:
-    """Describe the first, last, lowest and highest value of the first curves."""
+    """Describe the first, last, lowest and highest value of the first few curves."""
     parts = []
     for one in [one for one in f.lines if not one.dashed][:6]:
         known = [(x, y) for x, y in zip(one.x, one.y, strict=True) if not math.isnan(y)]
@@ -234,7 +237,9 @@ def _heat_map(f: HeatMap, top: float) -> Drawing:
 
 
 def _cells(f: HeatMap, top: float) -> Markup:
-    """Draw one path per colour, with a stroke of height 1 for each run of equal cells."""
+    """Draw the cells of a heat map with one SVG path per colour. Adjacent cells of the same colour
+    in a row are drawn as one stroke.
+    """
     strokes: dict[int, list[str]] = {}
     for y, row in enumerate(f.values):
         x = 0
@@ -250,9 +255,9 @@ def _cells(f: HeatMap, top: float) -> Markup:
 
 
 def level(value: float, top: float) -> int | None:
-    """Return the colour for the ratio of a load to the mean load, or None for NaN.
+    """Return the colour level for a relative load (load divided by mean load), or None for NaN.
 
-    A load of 0 has the colour -LEVELS, the mean load has the colour 0, and `top` has the colour
+    A load of 0 has the level -LEVELS, the mean load has the level 0, and `top` has the level
     LEVELS.
     """
     if math.isnan(value):
@@ -262,17 +267,18 @@ def level(value: float, top: float) -> int | None:
 
 
 def top_of(values: Sequence[Sequence[float]]) -> float:
-    """Return the largest ratio of a load to the mean load that has a separate colour. It is at
-    least 2.
+    """Return the relative load (load divided by mean load) that has the highest colour level. The
+    returned load is at least 2.
 
-    The ratio is slightly less than the maximum, so that single peaks do not hide other differences.
+    The returned load is slightly less than the maximum, so that single peaks do not hide other
+    differences.
     """
     known = sorted(v for row in values for v in row if not math.isnan(v))
     return max(2.0, known[min(len(known) - 1, int(0.995 * len(known)))]) if known else 2.0
 
 
 def _heat_words(f: HeatMap) -> str:
-    """Describe the last column and the worst cell."""
+    """Describe the last column of a heat map, and the cell with the worst load."""
     cells = [(v, name, step) for name, row in zip(f.rows, f.values, strict=True)
              for step, v in zip(f.steps, row, strict=True) if not math.isnan(v)]
     last = [cell for cell in cells if cell[2] == f.steps[-1]]
@@ -288,10 +294,10 @@ def _heat_words(f: HeatMap) -> str:
 
 
 def _bands(f: Bands, span: _Span) -> Drawing:
-    """Draw the rows of coloured bands.
+    """Draw a figure with rows of coloured bands.
 
-    The legend contains as many kinds as there are colours. The remaining kinds are shown at the
-    pointer.
+    The legend contains at most as many categories of bands as there are colours. The categories of
+    all other bands are only shown next to the mouse pointer.
     """
     if f.unit == "s":
         span = (0.0, max(b.end for b in f.bands))

@@ -1,4 +1,5 @@
-"""The figures of a report as plain records, independent of how they are drawn."""
+"""The figures of a report as plain records. The records do not depend on how the figures are drawn.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ POINTS = 400
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. The coordinate `y` is NaN for unknown values.
+    """One curve. The coordinate `y` is NaN at points where the value is unknown.
 
     Attributes:
         name: the name of the curve in the legend.
         x, y: the coordinates of the points.
-        marks: whether the curve is drawn as points.
-        dashed: whether the curve is a reference and not a measurement.
-        means: for a curve with reduced points, the mean of the values that each point represents.
-            It is None if the curve has all its points.
+        marks: whether to draw points instead of a line.
+        dashed: whether the curve is a reference rather than a measurement.
+        means: for a curve with a reduced number of points, the mean of the original values that
+            each point represents. None if the curve contains all original points.
     """
 
     name: str
@@ -40,10 +41,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Figure:
-    """The base class of all figures.
+    """The base class of all figures in a report.
 
     Attributes:
-        id: a name that is unique in the report.
+        id: an identifier that is unique within the report.
         title: the title of the figure.
         about: one sentence that explains the figure.
     """
@@ -59,9 +60,9 @@ class LineChart(Figure):
 
     Attributes:
         lines: the curves.
-        unit: the unit of the values, as in `text.number`.
-        floor: the start of the vertical axis if all values are larger. If it is None, the axis
-            starts at the lowest value.
+        unit: the unit of the values. The possible units are listed in `text.number`.
+        floor: the lower end of the vertical axis if all values are larger. If None, the vertical
+            axis starts at the lowest value.
     """
 
     lines: tuple[Line, ...]
@@ -70,7 +71,7 @@ class LineChart(Figure):
 
     @property
     def constants(self) -> list[Line]:
-        """The measured curves if none of them ever changes, otherwise an empty list."""
+        """The measured curves if all of them are constant, and an empty list otherwise."""
         measured = [curve for curve in self.lines if not curve.dashed]
         constant = all(len(curve.y) > 1 and len(set(curve.y)) == 1 for curve in measured)
         return measured if constant else []
@@ -78,13 +79,15 @@ class LineChart(Figure):
 
 @dataclass(frozen=True)
 class HeatMap(Figure):
-    """Loads divided by the mean load, with one row per expert or layer.
+    """Relative loads (load divided by mean load), with one row per expert or layer.
 
     Attributes:
-        row: the meaning of a row, such as `expert`.
+        row: what a row represents, such as `expert`.
         rows: the names of the rows.
-        steps: the last step of each column. Each column shows several consecutive steps.
-        values: the values by row and column. Unknown values are NaN.
+        steps: for each column, the last step that the column contains. Each column contains several
+            consecutive steps.
+        values: for each row, a tuple of values with one value per column. NaN if the load is
+            unknown.
     """
 
     row: str
@@ -98,10 +101,10 @@ class Band:
     """A coloured interval in a row of `Bands`.
 
     Attributes:
-        row: the index of the row.
-        start, end: the ends of the interval on the horizontal axis.
-        kind: the kind of the band, which determines the colour.
-        text: the text that is shown at the position of the pointer.
+        row: the index of the row that contains the interval.
+        start, end: the range of the interval on the horizontal axis.
+        kind: the category of the interval, which determines the colour.
+        text: the text that is shown next to the mouse pointer.
     """
 
     row: int
@@ -125,7 +128,9 @@ class Bands(Figure):
 
 @dataclass(frozen=True)
 class Table(Figure):
-    """A table whose cells are strings. holds: the ids of the charts that this table replaces."""
+    """A table whose cells are strings. holds: the identifiers of the charts that this table
+    replaces.
+    """
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -134,19 +139,21 @@ class Table(Figure):
 
 @dataclass(frozen=True)
 class ReportSection:
-    """Figures under one heading."""
+    """A section of a report, which contains figures under a common heading."""
 
     title: str
     figures: list[Figure]
 
     @property
     def has_heat_maps(self) -> bool:
-        """Whether the section needs the colour scale of heat maps."""
+        """Whether the section contains heat maps and therefore needs their colour scale."""
         return any(isinstance(figure, HeatMap) for figure in self.figures)
 
 
 def settled(section: ReportSection) -> ReportSection:
-    """Replace the charts whose curves never change with a table."""
+    """Move the constant curves of a section to a table. Charts in which all curves are constant are
+    removed.
+    """
     constant = [f for f in section.figures if isinstance(f, LineChart) and f.constants]
     if not constant:
         return section
@@ -159,16 +166,18 @@ def settled(section: ReportSection) -> ReportSection:
 
 
 def _distinct(curves: Sequence[Line]) -> list[tuple[str, float]]:
-    """Return pairs (name, value) of constant curves, or a single pair if all values are equal."""
+    """Return a pair (name, value) for each constant curve, or a single pair if all curves have the
+    same constant value.
+    """
     if len({curve.y[0] for curve in curves}) > 1:
         return [(curve.name, curve.y[0]) for curve in curves]
     return [("all" if len(curves) > 1 else curves[0].name, curves[0].y[0])]
 
 
 def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool) -> Line | None:
-    """Build a curve from (x, y) pairs, or return None if no value is known.
+    """Build a curve from (x, y) pairs. Return None if the value of y is unknown at all points.
 
-    Points whose `y` is None or not finite are replaced with gaps.
+    Points at which `y` is None or not finite become gaps in the curve.
     """
     known = [(x, math.nan if y is None or not math.isfinite(y) else float(y)) for x, y in points]
     if all(math.isnan(y) for _, y in known):
@@ -178,10 +187,11 @@ def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool)
 
 
 def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float, float]]:
-    """Reduce a curve to at most `POINTS` points (x, y, mean of the interval).
+    """Reduce a curve to at most `POINTS` points. Each point is a tuple (x, y, mean of the
+    interval).
 
-    The first and the last point are kept. In each interval, the lowest and the highest point are
-    kept, and one gap if there are gaps.
+    The first and the last point are always included. For each interval, the curve keeps the lowest
+    point, the highest point and the first gap.
     """
     if len(points) <= POINTS:
         return [(x, y, y) for x, y in points]
@@ -200,10 +210,10 @@ def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float, float
 
 def heat_map(id: str, title: str, about: str, row: str, cells: Mapping[str, Sequence[float]],
              steps: Sequence[int], columns: int) -> HeatMap:
-    """Build a heat map with at most `columns` columns. Each column contains means over several
-    steps.
+    """Build a heat map with at most `columns` columns. Each column of the heat map contains the
+    means over several steps.
 
-    cells: the values of each row, one per step.
+    cells: for each row, the values of all steps.
     """
     columns_of = stretches(len(steps), columns)
     values = tuple(tuple(mean_known(of_row[a:b]) for a, b in columns_of)
@@ -213,13 +223,15 @@ def heat_map(id: str, title: str, about: str, row: str, cells: Mapping[str, Sequ
 
 
 def stretches(steps: int, columns: int) -> list[tuple[int, int]]:
-    """Divide steps evenly among at most `columns` columns. Return the begin and end of each."""
+    """Divide a number of steps evenly into at most `columns` columns. For each column, return the
+    indices of its start and its end.
+    """
     count = min(columns, steps)
     return list(pairwise(i * steps // count for i in range(count + 1)))
 
 
 def experts_map(id: str, name: str, records: Sequence[LayerRecord], columns: int) -> HeatMap:
-    """Build a heat map of the load of each expert of a layer. See `heat_map`."""
+    """Build a heat map that shows the load of each expert in a layer. See `heat_map`."""
     experts = len(records[-1].load)
     records = [r for r in records if len(r.load) == experts]
     columns_of = stretches(len(records), columns)
@@ -242,7 +254,7 @@ def _mean_shares(records: Sequence[LayerRecord], experts: int) -> list[float]:
 
 
 def mean_known(values: Sequence[float]) -> float:
-    """Return the mean of the values that are not NaN, or NaN if all are NaN."""
+    """Return the mean of the values that are not NaN, or NaN if all values are NaN."""
     total = sum(values)
     if values and total == total:  # a fast check for NaN, which differs from itself
         return total / len(values)
@@ -252,8 +264,8 @@ def mean_known(values: Sequence[float]) -> float:
 
 def chart(id: str, title: str, about: str, lines: Sequence[Line | None], *, unit: str = "",
           floor: float | None = 0.0) -> list[LineChart]:
-    """Return a list with the chart of the known curves. The list is empty if only references are
-    known.
+    """Return a list with one chart that contains all known curves. The list is empty if there are
+    no curves apart from reference curves.
     """
     known = tuple(curve for curve in lines if curve is not None)
     measured = any(not curve.dashed for curve in known)

@@ -1,6 +1,6 @@
-"""Writer of the pages of reports, which are self-contained HTML files.
+"""Write reports as self-contained HTML pages.
 
-A page shows one run, compares several runs side by side, or lists the history of many runs.
+A report shows one run, compares several runs side by side, or lists the history of many runs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LAST = 5  # runs without validation are ordered by the mean of so many last loss
 
 
 def named_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Append numbers to the names of runs that have equal names."""
+    """If several runs have the same name, append numbers to their names."""
     count = Counter(run.name for run in runs)
     seen: Counter[str] = Counter()
     numbered = []
@@ -63,7 +63,7 @@ def named_apart(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def comparison(runs: Sequence[RunRecord]) -> list[ReportSection]:
-    """Compare runs that have different names.
+    """Compare several runs. The names of the compared runs must be distinct.
 
     Raises:
         ValueError: If there are fewer than two runs, or more than `MOST_RUNS`.
@@ -79,9 +79,9 @@ def comparison(runs: Sequence[RunRecord]) -> list[ReportSection]:
 
 def history(runs: Sequence[RunRecord], named: Callable[[RunRecord], str] = lambda run: run.name
             ) -> list[ReportSection]:
-    """List all runs with the best run last, and compare the best runs.
+    """List all runs in a table, ordered so that the best run is last, and compare the best runs.
 
-    named: a function that returns the entry of a run in the table, such as a link.
+    named: a function that returns the text or link for a run in the table.
     """
     by_valid = all(_losses(run, "valid_loss") for run in runs)
     what = "best validation loss" if by_valid else f"mean of the last {LAST} losses"
@@ -116,7 +116,7 @@ def _row(run: RunRecord) -> tuple[str, ...]:
 
 
 def _speed(run: RunRecord) -> float | None:
-    """Return the median of the throughput in tokens per second."""
+    """Return the median throughput in tokens per second."""
     speeds = [r.tokens_per_s for r in run.steps if r.tokens_per_s]
     return statistics.median(speeds) if speeds else None
 
@@ -129,7 +129,9 @@ def _facts(runs: Sequence[RunRecord]) -> Figure:
 
 
 def _against(first: RunRecord, run: RunRecord) -> dict[str, str]:
-    """Compare the speed and the loss at equal steps of a run with those of the first run."""
+    """Compare a run with the first run. The comparison contains the ratio of the speeds, and the
+    largest difference between losses at the same step.
+    """
     if run is first:
         return {}
     found, speeds = {}, (_speed(first), _speed(run))
@@ -216,7 +218,7 @@ TEMPLATES = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=
 
 
 def write_report(run: RunRecord, path: str | Path) -> Path:
-    """Write the page of a run atomically.
+    """Write the report of a run. The file is replaced atomically.
 
     Raises:
         ValueError: If the file cannot be written, or if the path is not a regular file.
@@ -225,10 +227,11 @@ def write_report(run: RunRecord, path: str | Path) -> Path:
 
 
 def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> Path:
-    """Write the page of several runs side by side.
+    """Write a report that compares several runs side by side.
 
     Raises:
-        ValueError: If `write_report` or `comparison` would raise it.
+        ValueError: If the comparison is not possible (see `comparison`), or if the file cannot be
+            written.
     """
     return write_regular(path, render_comparison(runs, Path(path).parent))
 
@@ -236,8 +239,8 @@ def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> Path:
 def render(run: RunRecord, place: Path | None = None) -> str:
     """Return the HTML page of a run as a string.
 
-    place: the folder of the page, which is needed for links to the files of the run. If it is not
-        given, the page has no links.
+    place: the folder in which the page will be stored. Required for links to the files of the run.
+        If omitted, the page contains no links to files.
     """
     found = sections(run)
     facts = summary(run)
@@ -250,8 +253,8 @@ def render(run: RunRecord, place: Path | None = None) -> str:
 
 
 def render_comparison(runs: Sequence[RunRecord], place: Path | None = None) -> str:
-    """Return the HTML page of several runs as a string. place: the folder of the page, as in
-    `render`.
+    """Return the HTML page of several runs as a string. place: the folder in which the page will be
+    stored, as in `render`.
     """
     runs = named_apart(runs)
     title = " and ".join(run.name for run in runs)
@@ -260,10 +263,10 @@ def render_comparison(runs: Sequence[RunRecord], place: Path | None = None) -> s
 
 
 def write_history(runs: Sequence[RunRecord], path: str | Path) -> Path:
-    """Write the page of all runs in a folder.
+    """Write a page that lists all runs in a folder.
 
     Raises:
-        ValueError: If `write_report` would raise it.
+        ValueError: If the file cannot be written.
     """
     place = Path(path).parent
     runs = named_apart(runs)
@@ -273,7 +276,7 @@ def write_history(runs: Sequence[RunRecord], path: str | Path) -> Path:
 
 
 def _report_of(run: RunRecord, place: Path) -> str:
-    """Return the name of a run, with a link to the report if there is one."""
+    """Return the name of a run, as a link if the run has a report."""
     path = run.folder / "report.html" if run.folder else None
     if path is None or not path.is_file():
         return run.name
@@ -282,8 +285,8 @@ def _report_of(run: RunRecord, place: Path) -> str:
 
 
 def document(title: str, body: Sequence[str]) -> str:
-    """Return a page in the style of the report that loads no other files. body: lines of HTML for
-    the body of the page.
+    """Return an HTML page in the style of the reports. The HTML page does not load any other files.
+    body: the lines of HTML between the body tags.
     """
     return TEMPLATES.get_template("document.html").render(
         title=title, body=Markup("\n".join(body)), policy=POLICY, style=_style())
@@ -317,7 +320,7 @@ def _with_plots(found: list[Finding],
 
 
 def _files(run: RunRecord, place: Path | None) -> Iterator[tuple[str, str | None]]:
-    """Yield the names of the run's files, with a link if the file exists."""
+    """Yield the names of the run's files, as links if the files exist."""
     for name in run.files:
         path = run.folder / name if run.folder else None
         if place is None or path is None or not path.is_file():

@@ -1,4 +1,4 @@
-"""The summary of a report, and functions that format numbers and names for readers."""
+"""The summary of a report, and functions that format numbers and names."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def number(value: float | None, unit: str = "") -> str:
 
 
 def shortened(name: str, limit: int) -> str:
-    """Shorten a name in the middle to at most `limit` characters.
+    """Shorten a name to at most `limit` characters by removing characters in its middle.
 
-    The end of a name distinguishes layers, and the beginning distinguishes parts of a model.
+    The end of a name distinguishes layers, and the beginning distinguishes different modules of a
+    model.
     """
     if len(name) <= limit:
         return name
@@ -64,7 +65,7 @@ def ticks(low: float, high: float, count: int = 5, least: float = 0.0,
           unit: str = "") -> list[float]:
     """Return about `count` round numbers within [low, high] that are at least `least` apart.
 
-    If `unit` is `B`, the numbers are round numbers of KiB, MiB or GiB.
+    If `unit` is `B`, the returned numbers are round in KiB, MiB or GiB.
     """
     if not high > low:
         return [low]
@@ -83,7 +84,9 @@ NAME = 32  # the number of characters of a layer's name
 
 @functools.lru_cache(maxsize=1 << 10)
 def layout_words(field: str, name: str) -> str:
-    """Return a name in words if it is the label of a layout."""
+    """Describe a layout in words if the name is the label of a layout. All other names are returned
+    unchanged.
+    """
     try:
         return LayoutChoice.from_label(name).words if field == "layouts" else name
     except ValueError:  # the label was written by an earlier version
@@ -91,7 +94,7 @@ def layout_words(field: str, name: str) -> str:
 
 
 def summary(run: RunRecord) -> list[tuple[str, str]]:
-    """Return the rows (name, value) of the table at the top of the report."""
+    """Return the rows (name, value) of the summary table at the top of the report."""
     losses = [r for r in run.steps if r.loss is not None]
     valid = [r for r in run.steps if r.valid_loss is not None]
     rows = [("Host", HOSTS.get(run.host, "unknown (layer statistics only)")),

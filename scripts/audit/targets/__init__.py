@@ -1,4 +1,6 @@
-"""Audit targets for frameworks: training steps written as a user of the framework would."""
+"""Audit targets for other frameworks. The targets are written in the same way as a user of the
+framework would write a training step.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,15 @@ from scripts.bench.peers.base import not_installed
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework with an audit target.
+    """A framework for which there is an audit target.
 
     Attributes:
-        where: module and class of the target, as `module:class`.
-        package: the package whose version is shown.
-        needs: modules that must be importable. If one is missing, the framework is reported as not
-            installed.
-        imports: modules that are slow to import. They are imported before the ranks are forked.
+        where: the module and the class of the target, as `module:class`.
+        package: the package whose version is printed with the result.
+        needs: modules that must be importable. If one of these modules is missing, the framework is
+            reported as not installed.
+        imports: modules that are slow to import. These modules are imported once, before the ranks
+            are forked.
     """
 
     where: str
@@ -63,16 +66,16 @@ TARGETS = {
 
 
 def audit_named(name: str, ranks: Sequence[int], *, timeout_s: float, tolerance: float) -> Audit:
-    """Audit a framework of `TARGETS`, or a user's file or module.
+    """Audit a framework listed in `TARGETS`, or a file or module written by a user.
 
     Args:
-        name: a name in `TARGETS`, or a target that `load` accepts.
-        ranks: numbers of processes to run the step with.
-        timeout_s: time limit for building a model and for a step, in seconds.
-        tolerance: largest relative error that counts as correct.
+        name: a name in `TARGETS`, or any target name that `load` accepts.
+        ranks: the numbers of ranks to run the training step with.
+        timeout_s: time limit in seconds, both for building the model and for each step.
+        tolerance: the largest relative error that is still considered correct.
 
     Raises:
-        ValueError: the target does not exist (see `load`).
+        ValueError: if the target does not exist (see `load`).
     """
     known = TARGETS.get(name)
     if known is None:

@@ -1,4 +1,6 @@
-"""Audit targets for DeepSpeed's MoE layer and for AutoEP in a Mixtral, without ZeRO."""
+"""Audit targets for DeepSpeed's MoE layer, and for AutoEP in a Mixtral model. Both targets run
+without ZeRO.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ from scripts.audit.targets.transformers import mixtral_config, recompute
 
 
 def join_ranks() -> None:
-    """Initialize DeepSpeed's communication over gloo.
+    """Initialize DeepSpeed's communication with the gloo backend.
 
-    DeepSpeed would first compile an all-reduce in shared memory and functions for flat tensors. The
-    all-reduce is switched off, and torch's functions for flat tensors are used instead.
+    By default, DeepSpeed first compiles an all-reduce over shared memory and functions that flatten
+    tensors. The function disables the shared-memory all-reduce, and uses torch's functions to
+    flatten tensors.
     """
     import deepspeed
     from deepspeed.runtime import engine
@@ -38,9 +41,9 @@ def join_ranks() -> None:
 
 
 class GradientsKept(torch.optim.SGD):
-    """An optimizer that copies the gradients of its step.
+    """An optimizer that copies the gradients of each step.
 
-    The copies are needed because DeepSpeed's engine sets gradients to zero in the same call.
+    The gradients must be copied because DeepSpeed's engine zeros them in the same call.
     """
 
     def __init__(self, parameters: Any) -> None:
@@ -48,21 +51,22 @@ class GradientsKept(torch.optim.SGD):
         self.kept: dict[int, Tensor | None] = {}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Copy every gradient. The parameters do not change."""
+        """Copy every gradient. Parameters are not changed."""
         for group in self.param_groups:
             for p in group["params"]:
                 self.kept[id(p)] = None if p.grad is None else p.grad.clone()
 
     def part(self, tensor: Tensor, where: Any = (), here: Any = ()) -> HeldPart:
-        """Return a part of a parameter, with the gradient of the last step."""
+        """Return a slice of a parameter as a `HeldPart`, whose gradient is that of the last step.
+        """
         return HeldPart(tensor, where, here, grad=lambda: self.kept.get(id(tensor)))
 
 
 class Engine:
-    """DeepSpeed's engine, with accumulation and clipping as each batch requires.
+    """DeepSpeed's engine, with the gradient accumulation and clipping that each batch requires.
 
     Attributes:
-        norm: the gradient norm that the engine used for clipping in the last step.
+        norm: the gradient norm that the engine used to clip the gradients of the last step.
     """
 
     def __init__(self, network: nn.Module, **config: Any) -> None:
@@ -100,7 +104,7 @@ class Engine:
 
 
 class _Expert(nn.Module):
-    """One expert, because DeepSpeed's layer needs a module for each expert."""
+    """A single expert. DeepSpeed's MoE layer needs a separate module for each expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +118,9 @@ class _Expert(nn.Module):
 
 
 class _Experts(nn.Module):
-    """DeepSpeed's layer with input and output of shape [T, D], without its balance loss."""
+    """DeepSpeed's MoE layer with input and output of shape [T, D]. The balance loss of the layer is
+    ignored.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -126,12 +132,12 @@ class _Experts(nn.Module):
 
 
 class DeepSpeed:
-    """The target for `deepspeed.moe.layer.MoE` without dropped tokens."""
+    """The audit target for `deepspeed.moe.layer.MoE`. The layer does not drop tokens."""
 
     supports = ("accumulation", "clipping", "recompute")
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model, with one module for each expert of this rank."""
+        """Build the model on this rank. Each expert is a separate module."""
         from deepspeed.moe.layer import MoE
 
         join_ranks()
@@ -151,19 +157,21 @@ class DeepSpeed:
         return parts
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run the step with the mean squared error of each micro-batch as the loss."""
+        """Run the training step. The loss is the mean squared error of each micro-batch."""
         return self.engine.step(batch, (F.mse_loss(self.engine.engine(x, batch.recompute), y)
                                         for x, y in batch.micro_batches))
 
 
 class AutoEP:
-    """The target for AutoEP, which distributes the experts of a Mixtral of `transformers`."""
+    """The audit target for AutoEP, which shards the experts of a `transformers` Mixtral model."""
 
     supports = ("accumulation", "clipping", "recompute")
     model = MIXTRAL
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model. w1, w3 and w2 are gate, up and down of this rank's experts."""
+        """Build the model. The parameters w1, w3 and w2 are the gate, up and down matrices of this
+        rank's experts.
+        """
         import transformers
         from deepspeed.module_inject.auto_ep_presets import base
 
@@ -187,7 +195,7 @@ class AutoEP:
             DOWN: part(layer.experts.w2, mine)}
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run the step with the mean cross-entropy of each micro-batch as the loss."""
+        """Run the training step. The loss is the mean cross-entropy of each micro-batch."""
         recompute(self.network, batch.recompute)
         return self.engine.step(batch, (
             self.engine.engine(x, labels=x, shift_labels=y.contiguous()).loss

@@ -1,4 +1,6 @@
-"""Audit targets for Megatron-core's own MoE layer, DDP, schedule, optimizer and clipping."""
+"""Audit targets for Megatron-core's own MoE layer, with Megatron's DDP, schedule, optimizer and
+clipping.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from scripts.bench.peers.megatron import native_layer
 
 
 class _Experts(nn.Module):
-    """Megatron's layer with input and output of shape [T, D]."""
+    """Megatron's MoE layer with input and output of shape [T, D]."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -28,7 +30,7 @@ class _Experts(nn.Module):
 
 
 class _Network(TinyNetwork):
-    """The tiny network with the interface that Megatron's schedule needs."""
+    """The network `TINY`, with the interface that Megatron's schedule requires."""
 
     model_type = None
 
@@ -37,19 +39,21 @@ class _Network(TinyNetwork):
         self.config = config
 
     def set_input_tensor(self, tensor: Any) -> None:
-        """Ignore the tensor, because there is no earlier pipeline stage."""
+        """Do nothing, because this stage has no preceding pipeline stage."""
 
 
 class Megatron:
-    """The target for the all-to-all dispatcher, with losses that are means over a micro-batch."""
+    """The audit target for Megatron's all-to-all dispatcher. Each loss is the mean over the tokens
+    of one micro-batch.
+    """
 
     supports: tuple[str, ...] = ("accumulation", "clipping", "recompute")
     dispatcher, per_token = "alltoall", False
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model with `SequentialMLP`.
+        """Build the model with Megatron's `SequentialMLP`.
 
-        Each expert of this rank is a separate module, with gate and up in one matrix.
+        Each expert of this rank is a separate module, which stores gate and up in a single matrix.
         """
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -91,7 +95,8 @@ class Megatron:
             calculate_per_token_loss=self.per_token)
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run Megatron's schedule without pipelining, and the optimizer with learning rate 0."""
+        """Run Megatron's schedule without pipelining, and then the optimizer with learning rate 0.
+        """
         from moe_plugin.hosts.megatron.compat import names
 
         self.layer.moe_layer_recompute = batch.recompute
@@ -121,13 +126,13 @@ class Megatron:
 
 
 class MegatronAllGather(Megatron):
-    """The target for the all-gather dispatcher."""
+    """The audit target for Megatron's all-gather dispatcher."""
 
     dispatcher = "allgather"
 
 
 class MegatronPerToken(Megatron):
-    """The target for the setting `calculate_per_token_loss`."""
+    """The audit target for Megatron's setting `calculate_per_token_loss`."""
 
     supports = (*Megatron.supports, "per_token")
     per_token = True

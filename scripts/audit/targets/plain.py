@@ -1,4 +1,4 @@
-"""Audit target for our own layer in a plain PyTorch loop with `ddp_model`."""
+"""Audit target for our own layer in a plain PyTorch loop that uses `ddp_model`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from scripts.audit.reference import TINY
 
 
 class TinyNetwork(nn.Module):
-    """The model `TINY` around a layer of experts, with input and output of shape [T, D]."""
+    """The model `TINY` with the given MoE layer. The input and output of the MoE layer have the
+    shape [T, D].
+    """
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -29,7 +31,7 @@ class TinyNetwork(nn.Module):
 
         Args:
             x: tokens of shape [T, D].
-            recompute: whether backward recomputes the experts.
+            recompute: whether the experts are recomputed in the backward pass.
 
         Returns:
             The output of shape [T, D].
@@ -40,7 +42,7 @@ class TinyNetwork(nn.Module):
         return y_TD
 
     def dense_parts(self) -> dict[str, Tensor]:
-        """Return the weights of the two linear layers by their names in `TINY`."""
+        """Return the weights of the two linear layers under the names that `TINY` uses."""
         return {"inp": self.inp.weight, "out": self.out.weight}
 
 
@@ -55,9 +57,10 @@ class _Output(nn.Module):
 
 
 class Plain:
-    """The target for our layer, with DDP for the dense part and our clipping.
+    """The audit target for our own layer. DDP reduces the gradients of all parameters except
+    experts, and our own function clips the gradients.
 
-    `ddp_model` also registers the reduction of the experts' gradients.
+    `ddp_model` also registers the hooks that reduce the experts' gradients.
     """
 
     supports = ("accumulation", "clipping", "recompute", "per_token", "empty")
@@ -81,7 +84,9 @@ class Plain:
                 "down": HeldPart(experts.w_out_LFD, mine, transposed=True)}
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run the step. The loss is multiplied by the number of ranks, because DDP averages."""
+        """Run the step. The loss is multiplied by the number of ranks, because DDP averages
+        gradients over the ranks.
+        """
         self.model.zero_grad()
         total = torch.zeros(())
         for x, y in batch.micro_batches:

@@ -1,4 +1,4 @@
-"""Audit target for torchtitan's MoE layer, with torchtitan's meshes, FSDP and clipping."""
+"""Audit target for torchtitan's MoE layer, with torchtitan's device meshes, FSDP and clipping."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from scripts.audit.targets.plain import TinyNetwork
 
 
 def _layer(ep: int) -> nn.Module:
-    """Build torchtitan's layer with the standard all-to-all and without a balancing bias.
+    """Build torchtitan's layer with the standard all-to-all and without a bias for load balancing.
 
-    The weights are zero, because the audit sets them before each step.
+    The weights are initialized with zeros, because the audit sets them before each step.
     """
     import spmd_types as spmd
     from torchtitan.models.common import config_utils
@@ -44,7 +44,7 @@ def _layer(ep: int) -> nn.Module:
 class _Block(TinyNetwork):
     """The model `TINY` as a transformer block of torchtitan.
 
-    torchtitan's FSDP finds the experts in the attribute `moe`.
+    torchtitan's FSDP looks up the experts in the attribute `moe`.
     """
 
     moe_enabled = True
@@ -55,9 +55,9 @@ class _Block(TinyNetwork):
 
 
 class _OfTokens(nn.Module):
-    """torchtitan's layer with input and output of shape [T, D].
+    """torchtitan's MoE layer with input and output of shape [T, D].
 
-    The layer is stored in a tuple, so that it is only registered as a module of the block.
+    The MoE layer is stored in a tuple, so that only the block registers it as a submodule.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -69,7 +69,7 @@ class _OfTokens(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """A decoder of one block, with the attributes that torchtitan's FSDP needs."""
+    """A decoder with a single block and the attributes that torchtitan's FSDP requires."""
 
     enable_weight_tying = False
     tok_embeddings = norm = lm_head = None
@@ -84,7 +84,7 @@ class _Decoder(nn.Module):
 
 
 class TorchTitan:
-    """The target for `torchtitan.models.common.moe.MoE`, with expert parallelism inside FSDP.
+    """The audit target for `torchtitan.models.common.moe.MoE`, with expert parallelism and FSDP.
 
     FSDP is applied by `apply_fsdp_to_decoder`.
     """
@@ -92,7 +92,9 @@ class TorchTitan:
     supports = ("accumulation", "clipping", "recompute", "per_token", "empty")
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model as `parallelize_qwen3` does. The parameters are DTensors."""
+        """Build the model in the same way as `parallelize_qwen3`. The parameters of the model are
+        DTensors.
+        """
         from torchtitan.distributed import parallel_dims
         from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
         from torchtitan.distributed.utils import set_spmd_backend
@@ -118,10 +120,10 @@ class TorchTitan:
                 "gate": experts.w1_EFD, "up": experts.w3_EFD, "down": experts.w2_EDF}
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run the step as torchtitan's `Trainer` does.
+        """Run the training step in the same way as torchtitan's `Trainer`.
 
-        Each loss is a sum divided by the number of valid tokens of all ranks, and FSDP adds the
-        gradients of the ranks.
+        Each loss is a sum divided by the number of valid tokens on all ranks, and FSDP sums the
+        gradients over the ranks.
         """
         from torchtitan.distributed.utils import clip_grad_norm_
 

@@ -1,4 +1,6 @@
-"""Audit targets for a Mixtral of `transformers`, with each of its exchanges of tokens."""
+"""Audit targets for a Mixtral model of `transformers`. There is one audit target for each method of
+exchanging tokens in `transformers`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from scripts.audit.mixtral import MIXTRAL
 
 
 def mixtral_config() -> Any:
-    """Return the configuration of a Mixtral that computes the same as `MIXTRAL`."""
+    """Return the configuration of a `transformers` Mixtral model that computes the same function as
+    `MIXTRAL`.
+    """
     import transformers
 
     return transformers.MixtralConfig(
@@ -26,7 +30,7 @@ def mixtral_config() -> Any:
 
 
 def recompute(network: Any, on: bool) -> None:
-    """Switch activation checkpointing of the model on or off."""
+    """Enable or disable activation checkpointing in the model."""
     if on:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     else:
@@ -34,18 +38,20 @@ def recompute(network: Any, on: bool) -> None:
 
 
 class Transformers:
-    """The target for `all_to_all`, with FSDP over all ranks and experts over `ep` ranks."""
+    """The audit target for `all_to_all`, with FSDP over all ranks and expert parallelism over `ep`
+    ranks.
+    """
 
     supports: tuple[str, ...] = ("accumulation", "clipping", "recompute", "per_token")
     model = MIXTRAL
     implementation = "all_to_all"
 
     def mesh(self, ranks: int, ep: int) -> dict[str, Any]:
-        """Return the sizes for the `DistributedConfig` of `transformers`."""
+        """Return the mesh sizes for the `DistributedConfig` of `transformers`."""
         return {"fsdp_size": ranks, "ep_size": ep}
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model by `from_pretrained`. The parameters are DTensors."""
+        """Build the model with `from_pretrained`. The parameters of the model are DTensors."""
         import transformers
         from transformers.distributed import DistributedConfig
 
@@ -68,10 +74,10 @@ class Transformers:
         return 1
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run the step as `Trainer` does.
+        """Run the training step in the same way as `Trainer`.
 
-        Losses are divided by `num_items_in_batch` and multiplied by the number of ranks over which
-        FSDP averages.
+        Losses are divided by `num_items_in_batch`, and multiplied by the number of ranks over which
+        FSDP averages gradients.
         """
         recompute(self.network, batch.recompute)
         self.network.zero_grad()
@@ -88,7 +94,9 @@ class Transformers:
         return answer
 
     def _clip(self, bound: float) -> float:
-        """Clip as `Trainer` does, which computes the norm of each mesh separately."""
+        """Clip gradients in the same way as `Trainer`, which computes the norm separately for each
+        mesh.
+        """
         import transformers
 
         if dist.get_world_size() == 1:
@@ -98,15 +106,16 @@ class Transformers:
 
 
 class TransformersAllReduce(Transformers):
-    """The target for `all_reduce`, where the ranks of an expert-parallel group share their tokens.
+    """The audit target for `all_reduce`, with which all ranks of an expert-parallel group process
+    the same tokens.
 
-    Tensor and expert parallelism use the same ranks.
+    Tensor parallelism and expert parallelism use the same ranks.
     """
 
     implementation = "all_reduce"
 
     def mesh(self, ranks: int, ep: int) -> dict[str, Any]:
-        """Return sizes that split attention over the ranks that share the experts."""
+        """Return mesh sizes that split attention over the ranks of an expert-parallel group."""
         return {"tp_size": ep, "ep_size": ep, "fsdp_size": ranks // ep}
 
     def tokens_shared(self, ranks: int, ep: int) -> int:
@@ -115,12 +124,12 @@ class TransformersAllReduce(Transformers):
 
 
 class TransformersOurs(Transformers):
-    """The target for our exchange in `transformers`."""
+    """The audit target for this package's exchange in `transformers`."""
 
     implementation = "moe_plugin"
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Register our exchange, and build the model."""
+        """Register this package's exchange, and build the model."""
         import moe_plugin.hosts.transformers  # noqa: F401 - registers the name
 
         return super().build(ranks, ep)

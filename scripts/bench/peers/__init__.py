@@ -1,6 +1,8 @@
-"""Other layers that compute the same function as ours, built from the same weights.
+"""Layers from other frameworks ("peers") that compute the same function as our layer, with the same
+weights.
 
-Importing this package registers every peer in `peers`. A peer imports its library when it is built.
+Importing this package registers every peer in `peers`. The framework of a peer is imported only
+when the peer is built.
 """
 
 from scripts.bench.peers import (

@@ -1,4 +1,4 @@
-"""The registry of all peers, and functions that several peers share."""
+"""The registry of peers, and functions that several peers share."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from scripts.bench.problem import Data, Problem
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layer to measure.
+    """A layer that is measured by the benchmark.
 
     Attributes:
-        forward: a function from x [T, D] to (y [T, D], losses to add to the objective).
+        forward: a function that maps x [T, D] to (y [T, D], losses to add to the training loss).
         parameters: parameters of the layer.
-        note: difference from the other candidates.
-        compared: whether the layer computes the function of our layer, including its balance loss.
+        note: how this candidate differs from the other candidates.
+        compared: whether the layer computes the same function as our layer, including the balance
+            loss.
     """
 
     forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]]
@@ -38,7 +39,9 @@ class Candidate:
 
 
 class UnsupportedProblem(ValueError):
-    """Raised if an installed peer cannot run a problem. The report states the reason."""
+    """Raised if a peer is installed but cannot run a problem. The error message is the reason,
+    which is shown in the report.
+    """
 
 
 Build = Callable[[Problem, Data], AbstractContextManager[Candidate]]
@@ -46,7 +49,7 @@ peers: Registry[Build] = Registry("bench_peer")
 
 
 def not_installed(*modules: str) -> str | None:
-    """Return a sentence that names the missing modules, or None if all modules are installed."""
+    """Return a sentence that lists the missing modules, or None if all modules are installed."""
     missing = [m.replace(".", "-") for m in modules if not _found(m)]
     if not missing:
         return None
@@ -64,15 +67,17 @@ def register_peer(
     name: str, *modules: str, refuses: Callable[[Problem], str | None] = lambda problem: None,
     alone: bool = False,
 ) -> Callable[[Callable[[Problem, Data], Iterator[Candidate]]], Build]:
-    """Return a decorator that registers a generator of one candidate as a peer.
+    """Return a decorator that registers a generator function as a peer. The generator function
+    yields one candidate.
 
-    The peer is available if all `modules` are installed.
+    The peer is available if all of `modules` are installed.
 
     Args:
         name: name of the peer.
         modules: modules that the peer requires.
-        refuses: a function that returns why the peer cannot run a problem, or None if it can.
-            Building a refused peer raises `UnsupportedProblem`.
+        refuses: a function that returns the reason why the peer cannot run a problem, or None if
+            the peer can run it. If a peer refuses a problem, building the peer raises
+            `UnsupportedProblem`.
         alone: whether the peer supports only one rank.
     """
     def add(make: Callable[[Problem, Data], Iterator[Candidate]]) -> Build:
@@ -90,26 +95,26 @@ def register_peer(
 
 
 def copy(parameter: Tensor, value: Tensor) -> None:
-    """Copy a value into a parameter, outside autograd."""
+    """Copy a tensor into a parameter without recording the copy in autograd."""
     with torch.no_grad():
         parameter.copy_(value)
 
 
 def activation(problem: Problem) -> Callable[[Tensor], Tensor]:
-    """Return SiLU for gated experts and GELU otherwise."""
+    """Return SiLU for gated experts, and GELU for all other experts."""
     return F.silu if problem.gated else F.gelu
 
 
 def route(x_TD: Tensor, router_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Route tokens with a plain softmax top-k router in float32.
+    """Compute a plain softmax top-k router in float32.
 
     Args:
-        x_TD: tokens of any float dtype.
-        router_ED: weight of the router.
+        x_TD: tokens of any floating-point dtype.
+        router_ED: weight matrix of the router.
         top_k: number of experts per token.
 
-    Returns:
-        (weights_TK in float32, ids_TK in int64, balance loss of the Switch Transformer).
+    Returns: (weights_TK in float32, ids_TK in int64, balance loss as defined in the Switch
+    Transformer).
     """
     probs_TE = F.softmax(F.linear(x_TD.float(), router_ED.float()), dim=1)
     weights_TK, ids_TK = probs_TE.topk(top_k, dim=1)
@@ -119,10 +124,11 @@ def route(x_TD: Tensor, router_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor, 
 
 
 def switch_loss(probs_TE: Tensor, ids_TK: Tensor) -> Tensor:
-    """Return the balance loss of the Switch Transformer, computed from the first choices.
+    """Return the balance loss as defined in the Switch Transformer. To compute the load, only the
+    first choice of each token is counted.
 
     Args:
-        probs_TE: probabilities of the router in float32.
+        probs_TE: router probabilities in float32.
         ids_TK: selected experts.
     """
     tokens, experts = probs_TE.shape
@@ -132,16 +138,16 @@ def switch_loss(probs_TE: Tensor, ids_TK: Tensor) -> Tensor:
 
 
 def expert_group() -> Comm:
-    """Return the ranks that share the experts: the default group, or this rank if there is no
-    group.
+    """Return the ranks over which the experts are sharded. The experts are sharded over the default
+    group, or are all on this rank if there is no group.
     """
     return TorchComm() if dist.is_initialized() and dist.get_world_size() > 1 else LocalComm()
 
 
 @contextlib.contextmanager
 def one_rank(device: str) -> Iterator[None]:
-    """Create a process group of this process alone for the duration of the block, unless a group
-    exists.
+    """If no process group exists, create a group that contains only this process. The group exists
+    for the duration of the block.
     """
     if dist.is_initialized():
         yield

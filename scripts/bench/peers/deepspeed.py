@@ -19,7 +19,7 @@ from scripts.bench.problem import Data, Problem
 
 
 class _Expert(nn.Module):
-    """One feed-forward expert. DeepSpeed requires a module for each expert."""
+    """One feed-forward expert. DeepSpeed's MoE layer requires a separate module for each expert."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__()
@@ -37,8 +37,8 @@ class _Expert(nn.Module):
 
 @register_peer("deepspeed", "deepspeed")
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """DeepSpeed's MoE layer: one-hot dispatch by einsum, slots for the largest load, no dropped
-    tokens.
+    """Build DeepSpeed's MoE layer, which uses one-hot dispatch by einsum. Each expert has enough
+    slots for the largest load, so DeepSpeed drops no tokens.
     """
     with one_rank(problem.device):
         import deepspeed

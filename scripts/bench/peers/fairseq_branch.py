@@ -1,11 +1,12 @@
-"""The layer of fairseq's `moe` branch, rewritten from its published code.
+"""The layer of fairseq's `moe` branch, reimplemented from the published code.
 
-fairseq 0.12.2 has no MoE layer, and its moe branch cannot be installed together with it. As in the
-branch, the layer has a top-1 or top-2 gate in float32, ceil(S/E) slots per expert for each choice,
-masks of tokens x experts x slots built from one-hot rows, two matmuls with these masks, equal slots
-for all ranks exchanged by torch's all-to-all, and two linear maps per expert, expert after expert.
-The statistics that the branch logs about its gate are left out. Source: fairseq's `moe` branch
-(Artetxe et al. 2021), after GShard (Lepikhin et al. 2020).
+fairseq 0.12.2 has no MoE layer, and the `moe` branch cannot be installed in the same environment.
+As in the branch, the layer has: a top-1 or top-2 gate in float32; ceil(S/E) slots per expert for
+each choice; masks of tokens x experts x slots that are built from one-hot rows; two matmuls with
+these masks; the same number of slots on all ranks, exchanged by torch's all-to-all; and two linear
+maps per expert, computed for one expert after the other.
+The statistics that the branch logs about the gate are not implemented. Source: fairseq's `moe`
+branch (Artetxe et al. 2021), after GShard (Lepikhin et al. 2020).
 """
 
 from __future__ import annotations
@@ -24,19 +25,20 @@ from moe_plugin.experts.base import mark_expert
 
 
 class BranchMoE(nn.Module):
-    """The branch's layer on the ranks of one group.
+    """The layer of fairseq's `moe` branch on the ranks of one group.
 
     Args:
         width: width of a token, D.
         inner: inner width of an expert, F.
-        experts: number of experts, E, a multiple of the number of ranks.
+        experts: number of experts, E. Must be a multiple of the number of ranks.
         top_k: number of experts per token, 1 or 2.
-        comm: the ranks that share the experts; a `TorchComm` if there are several.
-        activation: activation between the two maps of an expert.
+        comm: the ranks over which the experts are sharded. Required to be a `TorchComm` if there
+            are several ranks.
+        activation: activation function between the two linear maps of an expert.
 
     Attributes:
-        choose: a function from logits [S, E] to experts [S, K] that replaces the gate's choices.
-            None (default) uses the gate's choices.
+        choose: a function that maps logits [S, E] to experts [S, K] and replaces the gate's
+            choices. None (default) keeps the gate's choices.
 
     Raises:
         ValueError: if top_k is neither 1 nor 2.
@@ -58,7 +60,7 @@ class BranchMoE(nn.Module):
             mark_expert(parameter)
 
     def forward(self, x_SD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the outputs [S, D] for tokens x_SD, and the gate's balance loss."""
+        """Return the outputs [S, D] for the tokens x_SD, and the balance loss of the gate."""
         logits_SE = self.gate(x_SD.to(self.gate.weight.dtype)).float()
         chosen_SK = None if self.choose is None else self.choose(logits_SE.detach())
         loss, combine_SEC = gate(logits_SE, self.top_k, chosen_SK)
@@ -78,17 +80,17 @@ class BranchMoE(nn.Module):
 
 def gate(logits_SE: Tensor, top_k: int,
          chosen_SK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (balance loss, weights [S, E, C] of each token's row in each slot) as the branch's
-    gates do.
+    """Compute the router (gate) in the same way as fairseq's `moe` branch. Return (balance loss,
+    weight of each token's row in each slot [S, E, C]).
 
-    The number of slots C is ceil(S/E) times top_k. Choices without a free slot are dropped, and
-    first
-    choices are placed before second choices. The weights of two choices are normalised afterwards.
+    The number of slots C is ceil(S/E) times top_k. Choices are dropped if their expert has no free
+    slot. First choices are assigned to slots before second choices. The weights of a token's two
+    choices are normalised after choices have been dropped.
 
     Args:
-        logits_SE: logits of the gate.
+        logits_SE: logits computed by the gate.
         top_k: number of experts per token.
-        chosen_SK: experts to use instead of those with the largest logits.
+        chosen_SK: experts to use instead of the experts with the largest logits.
     """
     gates_SE = F.softmax(logits_SE, dim=1)
     tokens, experts = gates_SE.shape
@@ -134,7 +136,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def exchange(rows_VD: Tensor, comm: Comm) -> Tensor:
-    """Exchange equal pieces by torch's all-to-all, differentiably. A group of one rank returns its
-    rows.
+    """Exchange pieces of equal size with torch's all-to-all. The exchange is differentiable.
+    In a group with one rank, the rows are returned unchanged.
     """
     return rows_VD if comm.size == 1 else _AllToAll.apply(rows_VD, comm.group)

@@ -1,4 +1,5 @@
-"""torch's own grouped GEMM as a candidate: sorted rows and a few lines of torch around it."""
+"""torch's own grouped GEMM as a candidate. Rows are sorted by expert with a few torch operations.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from scripts.bench.problem import Data, Problem
 
 
 def why_unsupported(problem: Problem) -> str | None:
-    """Return why torch cannot run this problem, or None if it can."""
+    """Return the reason why torch cannot run this problem, or None if torch can run it."""
     if (missing := strategies.entry("grouped").why_not()) is not None:
         return missing
     device = torch.device("meta" if problem.device == "cuda" else problem.device)
@@ -27,7 +28,9 @@ def why_unsupported(problem: Problem) -> str | None:
 
 @register_peer("grouped_mm", refuses=why_unsupported, alone=True)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """torch.nn.functional.grouped_mm over sorted rows. The host reads no values from the device."""
+    """Build a layer that calls torch.nn.functional.grouped_mm with sorted rows. The layer does not
+    copy values from the device to the host.
+    """
     p = {name: nn.Parameter(value.clone()) for name, value in data.weights().items()}
     act, k = activation(problem), problem.top_k
 

@@ -1,4 +1,5 @@
-"""Our layer, and the two peers that are implemented here: the dense one-hot form and a dense FFN.
+"""Our layer, and two peers that are implemented in this module: the dense one-hot implementation
+and a dense FFN.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from scripts.bench.problem import Data, Problem
 
 
 def ours(problem: Problem, data: Data, compute: str = "auto") -> Candidate:
-    """Return `MoELayer` with the default settings of this package, on the ranks of `expert_group`.
-    """
+    """Return a `MoELayer` with this package's default settings, on the ranks of `expert_group`."""
     kind = {"kind": "gated_ffn", "activation": "silu"} if problem.gated else {}
     config = from_dict({
         "model_dim": problem.model_dim,
@@ -46,9 +46,11 @@ def ours(problem: Problem, data: Data, compute: str = "auto") -> Candidate:
 @peers.register("einsum")
 @contextlib.contextmanager
 def einsum(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """GShard's dense form, as in fairseq's moe branch: a T x E x C one-hot mask and two einsums.
+    """Build GShard's dense implementation, which fairseq's `moe` branch also uses: a T x E x C
+    one-hot mask and two einsums.
 
-    C is the largest load of any expert from any rank, so that no token is dropped.
+    C is the largest number of tokens that any rank sends to any expert, so that no token is
+    dropped.
     """
     group, act = expert_group(), activation(problem)
     own = data.local(group.rank, group.size).weights()
@@ -81,13 +83,14 @@ def _to_experts(rows_ND: Tensor, ranks: int, slots: int) -> Tensor:
 
 
 def _to_ranks(rows_LRD: Tensor, ranks: int) -> Tensor:
-    """Undo `_to_experts`; the result is [N, D]."""
+    """Undo the reordering by `_to_experts`, and return rows [N, D]."""
     local, _, width = rows_LRD.shape
     return rows_LRD.view(local, ranks, -1, width).transpose(0, 1).reshape(-1, width)
 
 
 def _one_hot(ids_TK: Tensor, weights_TK: Tensor, experts: int, group: Comm) -> Tensor:
-    """Return combine_TEC, the weight of each token's row in the slot of its expert."""
+    """Return combine_TEC, which contains the weight of each token's row in the slot of its expert.
+    """
     chosen_KTE = F.one_hot(ids_TK.t(), experts)
     slot_KTE = (chosen_KTE.flatten(0, 1).cumsum(0) - 1).view_as(chosen_KTE)
     most = (slot_KTE * chosen_KTE).max()
@@ -101,9 +104,10 @@ def _one_hot(ids_TK: Tensor, weights_TK: Tensor, experts: int, group: Comm) -> T
 @peers.register("dense")
 @contextlib.contextmanager
 def dense(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """A dense FFN with the same active FLOPs: inner width K * F, no router.
+    """Build a dense FFN with the same active FLOPs. The inner width of the FFN is K * F, and there
+    is no router.
 
-    The FFN computes a different function, so its output is not compared.
+    The dense FFN computes a different function than our layer, so its output is not compared.
     """
     wide, k = problem.top_k * problem.hidden_dim, problem.top_k
     first = [

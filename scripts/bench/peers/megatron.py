@@ -1,7 +1,9 @@
-"""Megatron-core's own MoE layer as two candidates, with different experts.
+"""Megatron-core's own MoE layer as two candidates, which differ in the implementation of the
+experts.
 
-`megatron` is the layer that Megatron's layer specs build without `moe_grouped_gemm`: one matmul per
-expert. `megatron_te` uses Transformer Engine's grouped GEMM, which is what users of GPUs run.
+`megatron` is the layer that Megatron's layer specs build without `moe_grouped_gemm`. The candidate
+`megatron` computes one matmul per expert. `megatron_te` uses Transformer Engine's grouped GEMM,
+which is the usual choice on GPUs.
 """
 
 from __future__ import annotations
@@ -27,19 +29,23 @@ from scripts.bench.problem import Data, Problem
 
 
 def why_not_engine(problem: Problem) -> str | None:
-    """Return why `TEGroupedMLP` cannot run this problem, or None if it can."""
+    """Return the reason why `TEGroupedMLP` cannot run this problem, or None if it can run the
+    problem.
+    """
     return None if problem.device == "cuda" else "Transformer Engine needs a GPU"
 
 
 @register_peer("megatron", "megatron.core")
 def sequential(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Megatron-core's layer with SequentialMLP: all-to-all dispatcher, one matmul per expert."""
+    """Build Megatron-core's layer with SequentialMLP, which computes one matmul per expert, and the
+    all-to-all dispatcher.
+    """
     yield from _candidate(problem, data, "SequentialMLP")
 
 
 @register_peer("megatron_te", "megatron.core", "transformer_engine", refuses=why_not_engine)
 def engine(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Megatron-core's layer with moe_grouped_gemm and Transformer Engine's GroupedLinear."""
+    """Build Megatron-core's layer with moe_grouped_gemm and Transformer Engine's GroupedLinear."""
     yield from _candidate(problem, data, "TEGroupedMLP")
 
 
@@ -68,8 +74,8 @@ def _building(device: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _groups(device: str) -> Iterator[None]:
-    """Create Megatron's groups for the duration of the block. Candidates of one run share the
-    groups.
+    """Create Megatron's process groups for the duration of the block. All candidates of one run
+    share these groups.
     """
     from megatron.core import parallel_state
 
@@ -117,7 +123,7 @@ def _layer(problem: Problem, experts: str, ranks: int) -> Any:
 
 
 def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) -> Any:
-    """Build Megatron-core's own MoE layer, as its GPT layer specs do.
+    """Build Megatron-core's own MoE layer in the same way as Megatron's GPT layer specs.
 
     Args:
         config: Megatron's configuration.
@@ -136,8 +142,8 @@ def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) 
 
 
 def load(layer: Any, data: Data) -> None:
-    """Copy the weights into a layer with either kind of experts. The gate half precedes the other
-    half.
+    """Copy the weights into a Megatron layer. Both of Megatron's implementations of the experts are
+    supported. For gated experts, the first half of the matrix is the gate.
     """
     copy(layer.router.weight, data.router_ED)
     first_LDF = torch.cat([w for w in (data.w_gate_LDF, data.w_in_LDF) if w is not None], 2)

@@ -12,7 +12,7 @@ from scripts.bench.problem import Data, Problem
 
 
 def why_unsupported(problem: Problem) -> str | None:
-    """Return why OLMo-core cannot run this problem, or None if it can."""
+    """Return the reason why OLMo-core cannot run this problem, or None if OLMo-core can run it."""
     if problem.device != "cuda":
         return "OLMo-core gathers and scatters rows by Triton kernels, which need a GPU"
     return None if problem.gated else "its experts are gated; use --gated"
@@ -20,8 +20,10 @@ def why_unsupported(problem: Problem) -> str | None:
 
 @register_peer("olmo_core", "olmo_core", refuses=why_unsupported, alone=True)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """OLMo-core's DroplessMoE. It needs a GPU, and has not been run on one: tests cover its weights
-    only.
+    """Build OLMo-core's DroplessMoE layer, which requires a GPU.
+
+    This layer has never been run on a GPU in this benchmark. Tests only check how its weights are
+    copied.
     """
     from olmo_core.config import DType
     from olmo_core.nn.moe import MoEConfig, MoERouterConfig, MoEType
@@ -43,7 +45,9 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
 
 
 def load(layer: Any, data: Data) -> None:
-    """Copy the weights. w1, w3 and w2 are [E * F, D], and y = (silu(x w1^T) * (x w3^T)) w2."""
+    """Copy the weights. The parameters w1, w3 and w2 have the shape [E * F, D], and y = (silu(x
+    w1^T) * (x w3^T)) w2.
+    """
     mlp = layer.experts.mlp
     assert data.w_gate_LDF is not None
     copy(layer.router.weight, data.router_ED.flatten())

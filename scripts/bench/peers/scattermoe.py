@@ -13,13 +13,14 @@ from scripts.bench.problem import Data, Problem
 
 
 def why_unsupported(problem: Problem) -> str | None:
-    """Return why ScatterMoE cannot run this problem, or None if it can."""
+    """Return the reason why ScatterMoE cannot run this problem, or None if ScatterMoE can run it.
+    """
     return None if problem.device == "cuda" else "ScatterMoE needs a GPU"
 
 
 @register_peer("scattermoe", "scattermoe", refuses=why_unsupported, alone=True)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """ScatterMoE's experts after a plain router. Needs a GPU."""
+    """Build ScatterMoE's experts with a plain top-k router. Needs a GPU."""
     from scattermoe.mlp import GLUMLP, MLP
 
     kind = GLUMLP if problem.gated else MLP
@@ -37,8 +38,8 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
 
 
 def load(mlp: Any, problem: Problem, data: Data) -> None:
-    """Copy the weights, [E, out, in]. For gated experts, y = h * act(g), and [h, g] is the first
-    product.
+    """Copy the expert weights, which ScatterMoE stores as [E, out, in]. For gated experts, the
+    first matmul returns [h, g], and y = h * act(g).
     """
     halves = [data.w_in_LDF, data.w_gate_LDF] if problem.gated else [data.w_in_LDF]
     copy(mlp.experts.weight, torch.cat([w.transpose(1, 2) for w in halves], 1))  # type: ignore[union-attr]

@@ -1,4 +1,6 @@
-"""SonicMoE's experts (`sonicmoe.functional`, package sonic-moe) after a plain top-k router."""
+"""SonicMoE's experts (`sonicmoe.functional` of the package sonic-moe) as a candidate, with a plain
+top-k router.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from scripts.bench.problem import Data, Problem
 
 
 def why_unsupported(problem: Problem) -> str | None:
-    """Return why SonicMoE cannot run this problem, or None if it can."""
+    """Return the reason why SonicMoE cannot run this problem, or None if SonicMoE can run it."""
     if problem.device != "cuda":
         return "SonicMoE needs a GPU"
     if torch.cuda.get_device_capability()[0] < 9:
@@ -26,9 +28,11 @@ def why_unsupported(problem: Problem) -> str | None:
 
 @register_peer("sonicmoe", "sonicmoe", refuses=why_unsupported, alone=True)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """SonicMoE's experts after a plain router. Needs a Hopper GPU or a later one.
+    """Build SonicMoE's experts with a plain top-k router. SonicMoE requires a Hopper GPU or a newer
+    GPU.
 
-    The first call compiles for minutes (more than 200 s for one problem on an H100).
+    The first call compiles kernels, which takes minutes (more than 200 s for one problem on an
+    H100).
     """
     from sonicmoe.enums import ActivationType
     from sonicmoe.functional import moe_general_routing_inputs
@@ -53,10 +57,10 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
 
 
 def weights(data: Data) -> tuple[nn.Parameter, nn.Parameter]:
-    """Return the weights ([E, I, D], [E, D, F]).
+    """Return the expert weights in SonicMoE's layout, ([E, I, D], [E, D, F]).
 
-    I is F for plain experts. For gated experts I is 2 F, and rows of the gate alternate with rows
-    of the other half.
+    I is F for experts without a gate. For gated experts, I is 2 F, and rows of the gate matrix
+    alternate with rows of the other input matrix.
     """
     first_EFD = data.w_in_LDF.transpose(1, 2)
     if data.w_gate_LDF is not None:

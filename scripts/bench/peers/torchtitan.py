@@ -12,7 +12,8 @@ from scripts.bench.problem import Data, Problem
 
 
 def why_unsupported(problem: Problem) -> str | None:
-    """Return why torchtitan cannot run this problem, or None if it can."""
+    """Return the reason why torchtitan cannot run this problem, or None if torchtitan can run it.
+    """
     if not problem.gated:
         return "its experts are gated; use --gated"
     if problem.dtype != "bfloat16":
@@ -22,7 +23,9 @@ def why_unsupported(problem: Problem) -> str | None:
 
 @register_peer("torchtitan", "torchtitan", refuses=why_unsupported, alone=True)
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """`torchtitan.models.common.moe.MoE`: sorted rows, torch's grouped_mm, scatter_add."""
+    """Build `torchtitan.models.common.moe.MoE`, which uses sorted rows, torch's grouped_mm and
+    scatter_add.
+    """
     from torchtitan.models.common import config_utils
 
     zeros = torch.nn.init.zeros_

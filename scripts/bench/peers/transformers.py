@@ -1,4 +1,5 @@
-"""The experts of transformers' Mixtral as candidates, one for each implementation of the experts.
+"""The experts of `transformers`' Mixtral as candidates. There is one candidate for each
+implementation of the experts in `transformers`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def _candidate(problem: Problem, data: Data, implementation: str) -> Iterator[Ca
 
 
 def _over(group: Comm, experts: nn.Module, device: str) -> Callable[..., Tensor]:
-    """Return the experts, exchanged over several ranks by transformers' all-to-alls."""
+    """Return the experts with an exchange over several ranks that uses the all-to-alls of
+    `transformers`.
+    """
     if group.size == 1:
         return experts
     from torch.distributed import init_device_mesh
@@ -77,7 +80,7 @@ def _register(implementation: str) -> Build:
     @register_peer(f"transformers_{implementation}", "transformers",
                    refuses=partial(_why_not, implementation=implementation))
     def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-        """MixtralExperts, computed by one of transformers' implementations."""
+        """Build MixtralExperts with one of the implementations in `transformers`."""
         yield from _candidate(problem, data, implementation)
 
     return build

@@ -1,4 +1,4 @@
-"""All studies by name. The module of a study is imported only when the study is used."""
+"""All studies by name. The module of a study is imported only when the study is run."""
 
 from __future__ import annotations
 

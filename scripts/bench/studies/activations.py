@@ -1,10 +1,10 @@
-"""Measure time and memory of a training step that keeps, recomputes or swaps activations, or
-chooses one of these for each block.
+"""Measure the time and memory of training steps with different policies for activations. A policy
+keeps, recomputes or swaps all activations, or chooses one of these ways for each block.
 
-The policies run alternately, so that all of them run under the same conditions. Memory is measured
-in a separate process for each policy, because the resident set of a process rarely shrinks.
-Activations are swapped to a file, whose bandwidth is limited by an option. Takes about two minutes
-on two cores.
+The policies run alternately, so that all policies are measured under the same conditions. Memory is
+measured in a separate process for each policy, because the resident memory of a process rarely
+shrinks. Activations are swapped to a file. The bandwidth of this file is limited by an option. The
+study takes about two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ OPTIONS = {
 
 
 class AliveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operators create while this mode is active.
+    """A dispatch mode that counts the bytes of all storages that operators create while the mode is
+    active.
 
     Attributes:
         now: current number of bytes.
@@ -62,7 +63,7 @@ class AliveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
                            kwargs: Any = None) -> Any:
-        """Count the storages of an operator's results."""
+        """Count the storages of the tensors that an operator returns."""
         result = func(*args, **(kwargs or {}))
         for x in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(x, Tensor):
@@ -70,7 +71,7 @@ class AliveBytes(TorchDispatchMode):
         return result
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Exclude these tensors, which exist all the time."""
+        """Exclude the given tensors, which exist during the whole measurement."""
         self._seen |= {x.untyped_storage()._cdata for x in tensors}
 
     def _add(self, storage: Any) -> None:
@@ -113,7 +114,7 @@ class PolicyRun:
 
 
 def times(args: argparse.Namespace, memory: int, folder: str) -> dict[str, Any]:
-    """Return the median seconds of a step of each policy, and the choices of auto."""
+    """Return the median step time of each policy in seconds, and the choices of `auto`."""
     runs = {way: PolicyRun(args, way, memory, folder) for way in WAYS}
     for number in range(WARM_UP + args.steps):
         for run in runs.values():
@@ -122,7 +123,7 @@ def times(args: argparse.Namespace, memory: int, folder: str) -> dict[str, Any]:
             run.step()
     auto = runs["auto"].activations
     if any(run.losses != runs["keep"].losses for run in runs.values()):
-        raise SystemExit("The losses of the policies differ, but they must be equal bit for bit.")
+        raise SystemExit("The losses of the policies differ, but they must be bitwise equal.")
     return {
         "seconds": {way: median(run.seconds) for way, run in runs.items()},
         "all_seconds": {way: run.seconds for way, run in runs.items()},

@@ -1,6 +1,6 @@
 """Compare `parallel: auto` with every fixed layout on an emulated cluster.
 
-Needs Linux and root, and takes about 20 minutes on an idle machine.
+The study requires Linux and root, and takes about 20 minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -35,23 +35,28 @@ OPTIONS = {
 
 
 def steps_of(at: argparse.Namespace) -> tuple[int, int]:
-    """Return a regime's number of steps, and that between two measurements of the fixed layouts."""
+    """For a regime, return the total number of steps, and the number of steps between two
+    measurements of the fixed layouts.
+    """
     regime = REGIMES[at.regime]
     return regime.get("steps", at.steps), regime.get("every", EVERY)
 
 
 def tokens_at(regime: dict[str, Any], step: int, steps: int) -> int:
-    """Return the tokens of a rank: a constant, or one of two loads that alternate twice."""
+    """Return the number of tokens per rank. The number of tokens is constant, or alternates twice
+    between two loads.
+    """
     loads = regime["tokens"]
     return loads[step * 2 * len(loads) // steps % len(loads)]
 
 
 def run_regime(at: argparse.Namespace) -> dict[str, Any]:
-    """Run forward and backward with `auto` on one rank, and at intervals also in each fixed layout.
+    """On one rank, run forward and backward passes with `auto`. At regular intervals, also run
+    forward and backward passes with each fixed layout.
 
-    A fixed layout runs two steps, of which only the second is timed. The first step warms up the
-    buffers and connections, which are always warm for `auto`. No fixed layout is measured in the
-    first step of a load.
+    Each fixed layout runs two steps, and only the second step is timed. The first of these steps
+    warms up buffers and connections, because they are always warm for `auto`. Fixed layouts are not
+    measured in the first step after the load has changed.
     """
     regime = REGIMES[at.regime]
     tree: dict[str, Any] = {
@@ -80,7 +85,9 @@ def run_regime(at: argparse.Namespace) -> dict[str, Any]:
 
 def mean_over_loads(seconds: list[float], loads: list[int],
                     counted: list[bool] | None = None) -> float | None:
-    """Return the mean over the loads of the mean time at each load. None if no step is counted."""
+    """Compute the mean time for each load, and return the mean over all loads. Return None if the
+    list of steps to count is empty.
+    """
     counted = counted or [True] * len(seconds)
     by_load: dict[int, list[float]] = {}
     for found, load, ok in zip(seconds, loads, counted, strict=True):
@@ -91,9 +98,10 @@ def mean_over_loads(seconds: list[float], loads: list[int],
 
 
 def row(at: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """Return the mean over the steps of each load, with equal weights, of each layout and `auto`.
+    """For each layout and for `auto`, return the mean time over the steps. All loads have the same
+    weight in the mean.
 
-    For `auto`, the mean is computed over all steps, and over the steps outside exploration.
+    For `auto`, return two means: over all steps, and over the steps in which no layout is explored.
     """
     (steps, every), first = steps_of(at), ranks[0]
     loads = [tokens_at(REGIMES[at.regime], step, steps) for step in range(steps)]
@@ -121,7 +129,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _settled(rank: dict[str, Any], steps: int) -> list[bool]:
-    """Return for each step whether it lies outside exploration."""
+    """For each step, return whether `auto` does not explore in this step."""
     settled, exploring = [], False
     events = {d["call"]: d["event"] for d in rank["decisions"]}
     for step in range(1, steps + 1):

@@ -1,6 +1,6 @@
-"""Measure each all-to-all algorithm by message size. To measure your own ranks, start the command
-with torchrun (or Slurm) on each node. With --emulate, the command measures a cluster of network
-namespaces on this machine.
+"""Measure each all-to-all algorithm for different message sizes. To measure your own ranks, start
+the command with torchrun (or Slurm) on each node. With --emulate, the command measures a cluster of
+network namespaces on this machine.
 """
 
 from __future__ import annotations

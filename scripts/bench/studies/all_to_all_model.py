@@ -1,7 +1,7 @@
-"""Measure every all-to-all algorithm by size on an emulated cluster, and fit a model to a part of
-the measurements.
+"""Measure every all-to-all algorithm for different message sizes on an emulated cluster, and fit a
+model to some of the measurements.
 
-Needs Linux and root, and takes about 15 minutes on an idle machine.
+The study requires Linux and root, and takes about 15 minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ OPTIONS = {
 
 
 class Quiet:
-    """Measures sizes one after the other, and repeats those that other programs disturbed.
+    """Measure one message size after the other, and repeat measurements during which other programs
+    used the CPU.
 
     Attributes:
         shares: for each measurement, the share of the CPU that other programs used.
@@ -64,12 +65,12 @@ class Quiet:
 
     def measure(self, grids: Sequence[tuple[int, int]], names: Sequence[str], sizes: Sequence[int],
                 repeats: int, message_s: float = 0.0) -> list[ExchangeRow]:
-        """Return the rows of several grids."""
+        """Measure several emulated grids, and return all rows."""
         return [row for grid, size in itertools.product(grids, sizes)
                 for row in self._cell(grid, Plan(tuple(names), (size,), repeats), message_s)]
 
     def _cell(self, grid: tuple[int, int], plan: Plan, message_s: float) -> list[ExchangeRow]:
-        """Return the rows of the attempt with the least disturbance."""
+        """Return the rows of the attempt during which other programs used the least CPU time."""
         found: list[tuple[float, list[ExchangeRow]]] = []
         while len(found) < self.tries and not any(share <= ENOUGH for share, _ in found):
             found.append(_measure_once(grid, plan, message_s))
@@ -81,10 +82,11 @@ class Quiet:
 
 
 def in_rounds(quiet: Quiet, sizes: Sequence[int], rounds: int) -> list[ExchangeRow]:
-    """Measure the grids of the fit and the grid that tests the fit.
+    """Measure the grids to which the model is fitted, and the grid on which the model is tested.
 
-    All grids and sizes are measured in several rounds, because the speed of a machine varies over
-    time. A row has the median of the medians and the minimum of the minima.
+    All grids and message sizes are measured in several rounds, because the speed of the machine
+    varies over time. Each row contains the median of the rounds' medians and the minimum of the
+    rounds' minima.
     """
     found = [quiet.measure((*SMALL_GRIDS, GRIDS[1]), MODELLED, sizes, REPEATS_PER_ROUND)
              for _ in range(rounds)]
@@ -96,7 +98,7 @@ def in_rounds(quiet: Quiet, sizes: Sequence[int], rounds: int) -> list[ExchangeR
 
 def _measure_once(grid: tuple[int, int], plan: Plan,
                   message_s: float) -> tuple[float, list[ExchangeRow]]:
-    """Return (share of the CPU that other programs used, rows)."""
+    """Perform one measurement. Return (share of the CPU that other programs used, rows)."""
     busy, own, begun = _busy_s(), _own_s(), time.monotonic()
     with EmulatedCluster(*grid, rate_bit_s=RATE, delay_s=DELAY, message_s=message_s) as cluster:
         rows = measure_emulated(cluster, plan)
@@ -105,14 +107,14 @@ def _measure_once(grid: tuple[int, int], plan: Plan,
 
 
 def _busy_s() -> float:
-    """Return the CPU seconds used by all programs."""
+    """Return the total CPU time of all programs in seconds."""
     fields = Path("/proc/stat").read_text(encoding="ascii").split("\n")[0].split()[1:]
     return sum(int(fields[i]) for i in (0, 1, 2, 5, 6)) / os.sysconf("SC_CLK_TCK")
 
 
 def _own_s() -> float:
-    """Return the CPU seconds of this process and of its children that have ended (ranks and
-    switch).
+    """Return the CPU time in seconds of this process and of its child processes that have ended
+    (ranks and switch).
     """
     return sum(
         usage.ru_utime + usage.ru_stime
@@ -120,7 +122,7 @@ def _own_s() -> float:
 
 
 def compare(fitted: Fit, rows: Sequence[ExchangeRow]) -> list[dict[str, Any]]:
-    """Return predicted and measured times of the algorithms that have a cost model."""
+    """Return the predicted and the measured times of all algorithms that have a cost model."""
     found = []
     for m in measurements_of(rows):
         seconds = predict(fitted.cluster.resized(m.nodes, m.ranks_per_node), m.algorithm,
@@ -134,7 +136,7 @@ def compare(fitted: Fit, rows: Sequence[ExchangeRow]) -> list[dict[str, Any]]:
 
 
 def predicted_cluster() -> list[dict[str, Any]]:
-    """Return predictions for a cluster of GPUs with up to 4,096 ranks."""
+    """Return predictions for GPU clusters with up to 4,096 ranks."""
     return predict_table(load_cluster(ROOT / "configs" / "clusters" / "a100_ib.yaml"),
                          [16 * 2**i for i in range(9)], [MIB, 32 * MIB, 128 * MIB, 256 * MIB])
 
@@ -181,7 +183,9 @@ def body(about: dict[str, Any]) -> list[str]:
 
 
 def auto_table(rows: Sequence[ExchangeRow]) -> str:
-    """Return a table with the ratio of auto to the best algorithm, by grid and size."""
+    """Return a table with the time of `auto` divided by the time of the best algorithm, by grid and
+    size.
+    """
     cells = []
     for key in dict.fromkeys((r.nodes, r.ranks_per_node, r.bytes) for r in rows):
         times = {r.algorithm: r for r in rows if (r.nodes, r.ranks_per_node, r.bytes) == key}
@@ -196,7 +200,8 @@ def auto_table(rows: Sequence[ExchangeRow]) -> str:
 
 
 def gain_table(rows: Sequence[ExchangeRow], costly: Sequence[ExchangeRow]) -> str:
-    """Return a table of linear over hierarchical algorithms, without and with the cost per message.
+    """Return a table with the time of linear algorithms divided by the time of hierarchical
+    algorithms, without and with a cost per message.
     """
     cells = []
     for what, some in (("no message cost", rows), (f"{show_time(MESSAGE)} per message", costly)):

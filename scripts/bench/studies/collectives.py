@@ -1,10 +1,11 @@
-"""Measure collectives along planned trees on emulated networks with unequal links.
+"""Measure collectives that use planned trees, on emulated networks with unequal links.
 
-The study compares trees with torch's own collectives on gloo and with a ring, for each network and
-size, and with the ratio that the links alone predict. Then fairseq and Megatron train with gathered
-parameters (r = 0) on a ring of nodes, with native collectives and along trees.
+For each network and size, the study compares trees with torch's own gloo collectives and with a
+ring. The measured ratio is compared with the ratio that is predicted from the bandwidths of the
+links. Then fairseq and Megatron train with gathered parameters (r = 0) on a ring of nodes, both
+with native collectives and with trees.
 
-Needs Linux and root, and takes about 25 minutes on an idle machine.
+The study requires Linux and root, and takes about 25 minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ WIRE = 1448 / 1538  # share of a frame's bytes on the wire that are data
 
 
 class Ring(Collectives):
-    """Collectives that send pieces from rank to rank in the order of ranks."""
+    """Collectives that pass chunks from rank to rank along a ring."""
 
     def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
         out = x.new_empty((comm.size, *x.shape))
@@ -73,7 +74,9 @@ class Ring(Collectives):
         return ring_reduce_scatter(comm, x)
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
-        """Reduce x, [n]; n is a multiple of the number of ranks. See `Collectives`."""
+        """Reduce x, [n]. The number of elements n must be a multiple of the number of ranks. See
+        `Collectives`.
+        """
         return self.all_gather(comm, self.reduce_scatter(comm, x))
 
 
@@ -94,13 +97,14 @@ class Gloo(Collectives):
 
 
 def ring_bound_s(network: Network, size: float) -> float:
-    """Return the seconds of an all-gather around the ranks in their order, by the links alone.
+    """Return the time in seconds of an all-gather around a ring of all ranks, computed from the
+    bandwidths of the links.
 
-    Each message uses a path with the fewest wires.
+    Each message takes a path with the smallest number of wires.
 
     Args:
         network: the network.
-        size: size of the whole tensor in bytes.
+        size: size of the gathered tensor in bytes.
     """
     ranks, load = network.ranks, Counter()
     for rank, name in enumerate(ranks):
@@ -111,9 +115,10 @@ def ring_bound_s(network: Network, size: float) -> float:
 
 
 def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
-    """Measure each collective and size. Every rank calls this and returns medians of the slowest
-    rank in seconds: of torch's own collective (`gloo_s`), of a ring, of both choices of `auto`, and
-    by the links alone (`bound_s`, `ring_bound_s`); see `with_ratios`.
+    """Measure each collective with each message size. Every rank must call this function. The
+    returned times are medians on the slowest rank in seconds: torch's own collective (`gloo_s`), a
+    ring, both choices of `auto`, and the times computed from the bandwidths of the links
+    (`bound_s`, `ring_bound_s`). See `with_ratios`.
     """
     comm = TorchComm()
     comm.prepare()
@@ -145,15 +150,18 @@ def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list
 
 
 def with_ratios(cell: dict[str, Any]) -> dict[str, Any]:
-    """Add two ratios: `predicted`, a ring over the trees by the links alone, and `ratio`, the
-    faster one of gloo and ring over the trees as measured.
+    """Add two ratios. `predicted` is the time of a ring divided by the time of the trees, computed
+    from the bandwidths of the links. `ratio` is the measured time of the faster of gloo and ring
+    divided by the measured time of the trees.
     """
     return {**cell, "predicted": cell["ring_bound_s"] / cell["bound_s"],
             "ratio": min(cell["gloo_s"], cell["ring_s"]) / cell["forest_s"]}
 
 
 def _median(comm: Comm, how: Collectives, kind: str, x: Tensor, repeats: int) -> float:
-    """Return the median seconds of the slowest rank, without the first call."""
+    """Return the median time in seconds on the slowest rank. The first call of a collective is not
+    counted.
+    """
     run: Callable[[Comm, Tensor], Tensor] = getattr(how, kind)
     seconds = []
     for _ in range(1 + repeats):
@@ -176,9 +184,11 @@ def measure_network(network: Network, sizes: tuple[int, ...], repeats: int, dela
 
 
 def train(host: str, steps: int) -> dict[str, Any]:
-    """Train a host on every node of an emulated ring with gathered experts (r = 0).
+    """Train with a host framework on an emulated ring of nodes. In each step, every rank gathers
+    all experts (r = 0).
 
-    The collectives are alternately native and along trees. Runs in a separate process.
+    Native collectives and collectives with trees are used alternately. This function runs in a
+    separate process.
     """
     network = SHAPES["ring"](HOST_NODES, HOST_RATE)
     with (tempfile.TemporaryDirectory() as folder,
@@ -198,9 +208,9 @@ def train(host: str, steps: int) -> dict[str, Any]:
 
 
 def saved_s(host: str) -> float:
-    """Return the seconds per step that trees save, predicted from the links alone.
+    """Return how many seconds per step the trees save, predicted from the bandwidths of the links.
 
-    Each layer gathers its experts and scatters their gradients.
+    Each layer gathers its experts, and reduce-scatters their gradients.
     """
     # each expert has two matrices in float32, and in fairseq also biases
     biases = MODEL.inner + MODEL.width if host == "fairseq" else 0

@@ -1,11 +1,13 @@
-"""Compare an ensemble of five members under the confident oracle loss (CMCL) with independent
-members, and optionally with multiple choice learning (MCL), in which a member learns nothing from
-images of the other members.
+"""Compare ensembles of five members. One ensemble is trained with the confident oracle loss (CMCL),
+and another ensemble consists of independent members. Optionally, the study also trains an ensemble
+with multiple choice learning (MCL), in which each member learns nothing from the images of other
+members.
 
-On noisy digits, every member is a SwinV2-MoE. With `--data cifar10`, every member is a dense SwinV2
-on all 50,000 images, similar to the experiment of Lee et al. 2017. All rows have the same images,
-sizes, steps and seeds. Only errors are measured, so the machine need not be idle. Digits take about
-15 minutes on two cores and CIFAR-10 takes hours. A second start continues an interrupted one.
+For the noisy digits, every member is a SwinV2-MoE. With `--data cifar10`, every member is a dense
+SwinV2 that is trained on all 50,000 images, similar to the experiment of Lee et al. 2017. All rows
+of the table use the same images, model sizes, numbers of steps and seeds. The study measures errors
+and no times, so the machine need not be idle. The digits take about 15 minutes on two cores.
+CIFAR-10 takes hours. If the study is interrupted, it can be continued by running it again.
 """
 
 from __future__ import annotations
@@ -64,19 +66,21 @@ def train(folder: Path, data: str, row: str, seed: int, epochs: int) -> dict[str
 
 
 def sure(results: Sequence[dict[str, Any]], kind: str) -> str:
-    """Return the share of predictions in the highest tenth of confidence."""
+    """Return the share of predictions whose confidence is in the highest tenth of its range."""
     counts = [sum(column) for column in zip(*(r["confidence"][kind] for r in results), strict=True)]
     return f"{counts[-1] / max(1, sum(counts)):.0%}"
 
 
 def uncertainty(results: dict[str, list[dict[str, Any]]], images: int) -> float:
-    """Return the standard error of the independent members' top-1 error, for independent images."""
+    """Return the standard error of the independent members' top-1 error, assuming independent
+    images.
+    """
     rate = statistics.mean(r["top1_error"] for r in results[INDEPENDENT])
     return float((rate * (1 - rate) / images) ** 0.5)
 
 
 def verdict(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Return the relative changes of the errors against independent members, as a list."""
+    """Return a list of the relative changes of the errors compared with independent members."""
     lines = []
     base = results[INDEPENDENT]
     for row, found in results.items():

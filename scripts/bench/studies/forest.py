@@ -1,7 +1,8 @@
-"""Measure time and memory of planning trees (ForestColl), by network and number of GPUs.
+"""Measure the time and memory needed to plan trees (ForestColl), for different networks and numbers
+of GPUs.
 
-Needs Linux and takes about three minutes. Each network is planned in a separate process on one
-core. The exit status is 1 if a time is above its limit.
+The study requires Linux, and takes about three minutes. Each network is planned in its own process
+on one core. The exit status is 1 if a planning time exceeds its limit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Train the quick start's model with every router in both hosts.
 
-Takes about 15 minutes. Run `bash scripts/setup.sh` first. The exit status is 1 if a loss does not
-decrease or, after 100 steps or more, a router exceeds its bound of imbalance. `--quick` does not
-check the balance. A second run trains only the missing models (in runs/gates); --fresh starts
-again.
+The study takes about 15 minutes. Run `bash scripts/setup.sh` first. The exit status is 1 if a loss
+does not decrease. The exit status is also 1 if the imbalance of a router exceeds its bound after
+100 steps or more. `--quick` does not check the imbalance. A second run trains only the models that
+are missing in runs/gates. Use --fresh to start with an empty folder.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ SWITCH = {"switch": 0.01}
 
 @dataclass(frozen=True)
 class Gate:
-    """Settings with which a router is trained.
+    """The settings with which one router is trained.
 
     Attributes:
-        most: bound of the largest expert load relative to the mean load at the end.
-        router: settings of the section `router`.
+        most: bound on the largest expert load divided by the mean load, at the end of training.
+        router: settings of the `router` section.
         losses: weights of the balance losses.
-        capacity: capacity factor of the padded dispatcher. None drops no tokens.
+        capacity: capacity factor of the padded dispatcher. None means that no tokens are dropped.
         top_k: number of experts per token.
-        apart: whether every rank counts as a node.
+        apart: whether each rank counts as a separate node.
     """
 
     most: float
@@ -78,7 +78,7 @@ GATES = {
 
 
 def faults(row: dict[str, Any]) -> list[str]:
-    """Return the bounds that a run exceeds, in words."""
+    """Return a list of the bounds that a run exceeds, in words."""
     found = [] if row["last_loss"] < 0.8 * row["first_loss"] else [
         "the loss changed only from {first_loss:.3f} to {last_loss:.3f}".format(**row)]
     if row["steps"] >= BALANCED_AFTER and row["busiest"] > row["most"]:
@@ -88,7 +88,7 @@ def faults(row: dict[str, Any]) -> list[str]:
 
 
 def counts(host: str, corpus: Path) -> list[int]:
-    """Return how often each token id of a host occurs in the training text."""
+    """Return the number of occurrences of each token id in the training text of a host."""
     found = [0] * VOCABULARY
     if host == "megatron":
         for byte in (corpus / "train.txt").read_bytes():
@@ -100,7 +100,7 @@ def counts(host: str, corpus: Path) -> list[int]:
 
 
 def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
-    """Write the router's settings as YAML to a folder next to the run's folder."""
+    """Write the router's settings as YAML to a folder next to the folder of the run."""
     gate, home = GATES[name], folder.with_name(f"{folder.name}.settings")
     make_folder(home)
     router = {"name": name, "top_k": gate.top_k, **gate.router}
@@ -120,8 +120,9 @@ def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
 
 def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path,
         folder: Path) -> dict[str, Any]:
-    """Return the result of one run. Losses are in nats per byte; `busiest` (the largest expert load
-    relative to the mean) and `drops` are those of the worst layer of the last record.
+    """Train with one router in one host, and return the results. Losses are in nats per byte. The
+    numbers `busiest` (the largest expert load divided by the mean load) and `drops` are read from
+    the last record, for the layer with the worst value.
     """
     extra = ["--moe-config", str(settings_file(name, host, corpus, folder))]
     if host == "fairseq":
@@ -150,7 +151,7 @@ def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path,
 
 
 def last_records(folder: Path) -> list[dict[str, Any]]:
-    """Return the statistics of the last step that has any, one record per layer."""
+    """Return the records of the last step that has layer statistics, one per layer."""
     rows = [
         json.loads(line)
         for line in (folder / "stats.jsonl").read_text(encoding="utf-8").splitlines()

@@ -1,7 +1,7 @@
-"""Predict how fast the benchmark's three layers can be on a GPU, from the launches of a step, the
-compiled kernels and published rates, before and after a change of the code.
+"""Predict how fast the benchmark's three layers can be on a GPU, before and after a change of the
+code. The prediction uses the launches of a step, the compiled kernels and published peak rates.
 
-Bytes, FLOPs, tiles and launches are counted in a step on torch's meta device.
+Bytes, FLOPs, tiles and launches are counted during a step on torch's meta device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AIM = (0.85, 0.70, 0.70)
 
 
 def flops(call: Call) -> int:
-    """Return the FLOPs of a matmul, or 0 for other kernels."""
+    """Return the FLOPs of a matmul kernel, or 0 for any other kernel."""
     fixed, shapes = dict(call.launch.constants), call.shapes
     pair = 2 if fixed.get("PAIR") not in (None, False, "none") else 1
     if "K" in fixed and "w" in shapes:
@@ -41,15 +41,16 @@ def flops(call: Call) -> int:
 
 
 def _rows(call: Call) -> int:
-    """Return the rows of all experts, from the operand of a weight gradient that is not gathered.
+    """Return the total number of rows of all experts, which is read from the operand of a weight
+    gradient that is not gathered.
     """
     fixed = dict(call.launch.constants)
     return call.shapes["grad" if fixed["X_GATHER"] else "x"][0]
 
 
 def used(call: Call, gpu: GPU, blocks: int) -> float:
-    """Return the share of a matmul's time that does useful work, from its last wave, rows and
-    columns.
+    """Return the fraction of a matmul's time that does useful work. The last wave of blocks, and
+    the last tiles along rows and columns, are only partly filled.
     """
     fixed, groups = dict(call.launch.constants), call.shapes["ends"][0]
     if call.launch.kernel == "weight_kernel":
@@ -92,12 +93,12 @@ def _layer(problem: Any, target: str) -> dict[str, Any]:
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Merge states by name."""
+    """Merge the numbers of different states of the code."""
     return {**new, "states": old["states"] | new["states"]}
 
 
 def bound(layer: Mapping[str, Any], gpu: GPU) -> float:
-    """Return the share of the dense rate that a layer can reach at most."""
+    """Return the largest fraction of the peak dense rate that a layer can reach."""
     dense = sum(row["flops"] for row in layer["rows"]) / (gpu.tflops * 1e12)
     return dense / (sum(row["seconds"] for row in layer["rows"]) + layer["operation_seconds"])
 

@@ -1,8 +1,9 @@
-"""Compare published results with the planner's predictions and with measurements of this project.
+"""Compare published results with the planner's predictions and with this project's measurements.
 
-Takes a few seconds: predictions are computed, and measurements are read from the committed numbers
-of the other studies. With --measure, the study also measures results that no other study covers.
-This takes about three minutes on an idle machine and needs Linux, root and timm.
+The study takes a few seconds, because predictions are computed and measurements are read from the
+committed numbers of the other studies. With --measure, the study also measures mechanisms that no
+other study covers. The measurements with --measure take about three minutes on an idle machine, and
+require Linux, root and timm.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def plain(row: Mapping[str, Any], stated: Mapping[str, Any],
           here: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a published result with our prediction and our measurement.
+    """Return a published result with our prediction and our measurement as plain values.
 
     Args:
-        row: an entry of `headlines.yaml`.
-        stated: predictions that its texts state.
-        here: the numbers that this study has measured, or None.
+        row: an item of `headlines.yaml`.
+        stated: the predictions that the texts of the item contain.
+        here: the numbers that this study has measured, or None if nothing was measured.
     """
     found = {
         **{key: row.get(key) for key in ("system", "result", "said", "value")},
@@ -97,11 +98,12 @@ def _range(values: Any) -> list[float]:
 
 
 def ratios(row: Mapping[str, Any]) -> list[float] | None:
-    """Return the smallest and the largest ratio of predicted to published, or None if one is
-    missing.
+    """Return the smallest and the largest ratio of the predicted result to the published result, or
+    None if one of them is missing.
 
-    For a factor, the ratio compares the gains: a predicted 1.05 x of a published 1.32 x is 0.16. A
-    share (`percent`) is compared directly.
+    If the results are speedup factors, the ratio compares the gains. For example, a predicted
+    factor of 1.05 and a published factor of 1.32 have the ratio 0.16. If the results are shares
+    (`percent`), they are compared directly.
     """
     if row["predicted"] is None or row["value"] is None:
         return None
@@ -110,7 +112,9 @@ def ratios(row: Mapping[str, Any]) -> list[float] | None:
 
 
 def misses(row: Mapping[str, Any]) -> bool:
-    """Return whether any part of the prediction differs by more than a quarter."""
+    """Return whether any number in the prediction differs from the published number by more than a
+    quarter.
+    """
     return any(abs(ratio - 1) > QUARTER for ratio in ratios(row) or ())
 
 
@@ -118,7 +122,7 @@ def checked(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row.
 
     Raises:
-        ValueError: if the row lacks a field that a reader needs to judge it.
+        ValueError: if the row lacks a field that readers need to judge the result.
     """
     wanted = {key: True for key in ("source", "hardware", "model")}
     wanted |= {"why": misses(row), "what": True, "value": row["predicted"] is not None}
@@ -136,7 +140,7 @@ def checked(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class BranchBlock(nn.Module):
-    """The layer of fairseq's moe branch in the place of a `MoEBlock`.
+    """The layer of fairseq's `moe` branch, in a block that replaces `MoEBlock`.
 
     Attributes:
         loss: balance loss of the last call.
@@ -160,7 +164,8 @@ def measured_here(rounds: int, swin: SwinMoE) -> dict[str, Any]:
 
 
 def counts(rounds: int) -> list[dict[str, float]]:
-    """Return the time of fairseq's `cumsum(mask, 0) - 1`, for a given mask, over that of our count.
+    """Return the time of fairseq's `cumsum(mask, 0) - 1` divided by the time of our count, for a
+    given mask.
     """
     found = []
     for experts in (8, 64, 256):
@@ -175,8 +180,8 @@ def counts(rounds: int) -> list[dict[str, float]]:
 
 
 def switch(rounds: int) -> dict[str, float]:
-    """Return the times of peers over that of our layer with a switch gate, 32 sequences of 128
-    tokens.
+    """Return the times of other layers divided by the time of our layer, with a switch gate and 32
+    sequences of 128 tokens.
     """
     found = layer.run(Problem(tokens=32 * 128, model_dim=256, hidden_dim=1024, experts=16,
                               top_k=1), ["einsum"], rounds)
@@ -184,9 +189,10 @@ def switch(rounds: int) -> dict[str, float]:
 
 
 def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
-    """Return the time of SwinV2-MoE with the branch's layers over the time with ours.
+    """Return the time of SwinV2-MoE with the layers of fairseq's `moe` branch divided by the time
+    with our layers.
 
-    Both models use a plain top-1 gate.
+    The models with both kinds of layers use a plain top-1 gate.
     """
     drawn = torch.Generator().manual_seed(1)
     ours, theirs = (build(replace(size, settings=SWITCH), CLASSES) for _ in range(2))
@@ -210,8 +216,8 @@ def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
 
 
 def parm(rounds: int) -> dict[str, float]:
-    """Return the seconds of each schedule's fastest round, forward and backward, on the slowest
-    rank.
+    """For each schedule, return the time in seconds of the fastest forward and backward pass on the
+    slowest rank.
     """
     with EmulatedCluster(2, 2, rate_bit_s=RATE) as cluster:
         ranks = cluster.run(parm_rank, rounds, timeout_s=300)
@@ -219,7 +225,9 @@ def parm(rounds: int) -> dict[str, float]:
 
 
 def parm_rank(rounds: int) -> dict[str, Any]:
-    """Measure on one rank. The two ranks of a node have equal tokens, and half of each expert."""
+    """Measure Parm's schedules on one rank. The two ranks of a node have the same tokens, and each
+    of the two ranks stores half of each expert.
+    """
     comm, layers = TorchComm(), {}
     for name, schedule in PARM.items():
         layers[name] = MoELayer(from_dict({
@@ -264,10 +272,10 @@ def _span(ends: Sequence[str]) -> str:
 
 
 def _notes(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a bullet for each row, or for several rows with the same notes.
+    """Yield one bullet for each row. Rows with the same notes share a single bullet.
 
-    A bullet has the source, the model, the reason for an error, and the measurement. Each of them
-    is left out if it is the same as in the row before.
+    A bullet contains the source, the model, the reason for an error, and the measurement. An item
+    of the bullet is left out if it is the same as in the previous row.
     """
     made: list[tuple[list[str], list[str]]] = []  # numbers, sentences
     before: list[str] = [""] * 3

@@ -1,7 +1,8 @@
-"""Measure processor time and ATen operations of one layer call on tiny tensors, for our layer,
-Megatron-core's own layer and other peers. Starts its ranks itself.
+"""Measure the CPU time and the number of ATen operations of one layer call on tiny tensors, for our
+layer, Megatron-core's own layer and the layers of other frameworks (peers). The study starts its
+own rank processes.
 
-With few tokens, nearly all time is spent in Python, dispatch and autograd. A host needs the same
+For few tokens, nearly all time is spent in Python, dispatch and autograd. The host needs the same
 time to launch a layer on a GPU.
 """
 
@@ -41,7 +42,7 @@ WARM_UP = 5
 
 
 def parts(found: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a page from a result of `measure_rank`."""
+    """Return the sections of a page that shows a result of `measure_rank`."""
     theirs = {r["name"]: r["step_us"] for r in found["results"]}.get("megatron")
     rows = [{**r, **{name: r[f"{name}_us"] / 1e6 for name in ("forward", "step", "step_min")},
              "over": f"{r['step_us'] / theirs:.2f}" if theirs else "?"} for r in found["results"]]
@@ -57,7 +58,7 @@ def parts(found: Mapping[str, Any]) -> list[str]:
 
 
 class OperationCount(TorchDispatchMode):
-    """Counts the ATen operations, including views, that run inside the `with` block."""
+    """Count the ATen operations, including views, that run inside the `with` block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class OperationCount(TorchDispatchMode):
 
 
 def count_operations(candidate: Candidate, data: Data) -> tuple[int, int]:
-    """Return the numbers of ATen operations of a forward pass and of its backward pass."""
+    """Return the number of ATen operations in a forward pass and in the backward pass."""
     x_TD = data.x_TD.clone().requires_grad_()
     with OperationCount() as forward:
         y_TD, losses = candidate.forward(x_TD)
@@ -80,15 +81,15 @@ def count_operations(candidate: Candidate, data: Data) -> tuple[int, int]:
 
 def run(problem: Problem, ranks: int, rounds: int,
         names: Sequence[str] = PEERS) -> dict[str, Any]:
-    """Measure on `ranks` new processes, each with the number of threads of this process.
+    """Measure in `ranks` new processes, each with as many threads as this process.
 
     Raises:
-        ValueError: if a peer's output differs from ours or a peer has no balance loss, or if the
-            experts cannot be divided equally among the ranks.
+        ValueError: if a peer's output differs from our layer's output, if a peer has no balance
+            loss, or if the experts cannot be divided equally among the ranks.
     """
     if problem.device != "cpu":
         raise ValueError(f"device={problem.device!r} is not supported by bench host: must be cpu, "
-                         "because processor time includes no time of a device. Leave out --device")
+                         "because CPU time does not include the time of a GPU. Leave out --device")
     if ranks < 1 or problem.experts % ranks:
         raise ValueError(f"{problem.experts} experts cannot be divided among ranks={ranks}. The "
                          "number of ranks must be a divisor of the number of experts")
@@ -97,10 +98,11 @@ def run(problem: Problem, ranks: int, rounds: int,
 
 
 def measure_rank(problem: Problem, ranks: int, rounds: int, names: Sequence[str]) -> dict[str, Any]:
-    """Return the costs of all candidates on this rank. All ranks of the default group call this.
+    """Measure all candidates on this rank and return their costs. All ranks of the default group
+    must call this function.
 
-    `results` has a cost for each candidate, ours first, and `refused` the reason for each peer that
-    could not run.
+    `results` contains the cost of each candidate, with our layer first. `refused` contains the
+    reason for each peer that could not run.
     """
     data, before = make_data(problem), os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
@@ -118,8 +120,9 @@ def measure_rank(problem: Problem, ranks: int, rounds: int, names: Sequence[str]
 
 
 def _measured(candidates: dict[str, Candidate], data: Data, rounds: int) -> list[dict[str, Any]]:
-    """Return microseconds of processor time per call, and numbers of ATen operations (including
-    views; collectives are not counted), of a forward pass and of forward and backward ("step").
+    """Return the CPU time of a call in microseconds, and the number of ATen operations. CPU time
+    and operations are returned for a forward pass, and for a forward and backward pass ("step").
+    Views are counted as operations, and collectives are not counted.
     """
     calls = {name: list(_calls(c, data)) for name, c in candidates.items()}
     for mine in calls.values():
@@ -140,15 +143,17 @@ def _measured(candidates: dict[str, Candidate], data: Data, rounds: int) -> list
 
 
 def _calls(candidate: Candidate, data: Data) -> Iterator[Callable[[], object]]:
-    """Yield two functions: a forward pass that records a graph, and forward and backward."""
+    """Yield two functions: one runs a forward pass that records the autograd graph, and the other
+    runs a forward and backward pass.
+    """
     x_TD = data.x_TD.clone().requires_grad_()
     yield lambda: candidate.forward(x_TD)
     yield training_step(candidate.forward, candidate.parameters, x_TD, data.grad_TD)
 
 
 def _processor_us(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Return the processor time of one call in microseconds, a mean over `repeats` calls, for each
-    function.
+    """For each function, return the CPU time of one call in microseconds, as a mean over `repeats`
+    calls.
     """
     found = []
     for call in calls:

@@ -1,4 +1,5 @@
-"""Studies of a layer, its peers and its operations, on one problem and on all problems of a page.
+"""Studies of a layer, its peers and its operations. Some of the studies measure one problem, and
+the others measure all problems of a page.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ ATTEMPTS = {"attempts": Option(3, "maximum number of attempts if a measurement i
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
-    """Set the number of threads, and return all problems of a device, or one small problem with
-    --quick.
+    """Set the number of threads, and return all problems for a device. With --quick, return a
+    single small problem.
     """
     torch.set_num_threads(args.threads)
     every = LAYERS[args.device]
@@ -68,15 +69,15 @@ def problems(args: argparse.Namespace) -> list[Problem]:
 
 def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1,
              forward_only: bool = False) -> dict[str, Any]:
-    """Measure our layer and its peers, and return the attempt with the least noise.
+    """Measure our layer and its peers several times, and return the attempt with the least noise.
 
-    The noise is the ratio of the bound's median to its minimum.
+    The noise is the median time of the bound divided by its minimum time.
 
     Args:
         problem: sizes of the layer.
         args: options of the study.
-        ranks: number of ranks that share the experts and the threads.
-        forward_only: whether to leave out the backward pass.
+        ranks: number of ranks that share the experts and the CPU threads.
+        forward_only: whether to measure only the forward pass.
     """
     slots = problem.tokens * problem.experts * (problem.rows // problem.experts)
     names = [n for n in peers.names()
@@ -91,9 +92,9 @@ def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1,
 
 
 class OneLayer:
-    """Measure forward and backward of one MoE layer and of every installed peer, with equal weights
-    and equal input. The outputs are checked to agree. The bound is the time of the experts' matmuls
-    alone, in the same run.
+    """Measure the forward and backward pass of our MoE layer and of every installed peer, with the
+    same weights and inputs. The study checks that the outputs of all layers agree. The bound is the
+    time of the experts' matmuls alone, measured in the same run.
     """
 
     TITLE = "One layer and its peers"
@@ -142,8 +143,8 @@ def _one_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _two_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure gated layers, which all peers on several ranks support; only on CPU and without
-    `--quick`.
+    """Measure gated layers on two ranks, because all peers support gated layers on several ranks.
+    Gated layers are not measured on a GPU or with `--quick`.
     """
     return [with_machine(quietest, problem, args, 2) for problem in problems(args)
             if problem.gated and problem.device == "cpu" and not args.quick]
@@ -156,7 +157,9 @@ def _generated(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def aim_of(one: dict[str, Any]) -> float | None:
-    """Return the aim for the ratio to the bound on one rank, or None if this layer has no aim."""
+    """Return the aim for the ratio to the bound on one rank, or None if there is no aim for this
+    layer.
+    """
     problem = Problem.of(one)
     if problem not in LAYERS["cpu"]:
         return None
@@ -167,7 +170,7 @@ def aim_of(one: dict[str, Any]) -> float | None:
 
 
 def aims(found: list[dict[str, Any]]) -> list[str]:
-    """Return the aims on one rank, and whether they are reached."""
+    """Return the aims on one rank, and whether each aim is reached."""
     def met(reached: bool) -> str:
         return "yes" if reached else "no"
 
@@ -200,7 +203,7 @@ def _not_measured(found: list[dict[str, Any]]) -> str:
 
 
 def _one_table(title: str, found: list[dict[str, Any]]) -> list[str]:
-    """Return a table with a row for each candidate and a column for each layer."""
+    """Return a table with one row for each candidate and one column for each layer."""
     if not found:
         return []
     names = dict.fromkeys(result["name"] for one in found for result in layer.results(one))
@@ -222,11 +225,11 @@ def _cell(results: dict[str, Mapping[str, Any]], name: str) -> str:
 
 
 class AllLayers:
-    """Measure our layer and every installed peer on all problems of the page: forward and backward
-    on one rank and on two ranks, and a forward pass of 64 tokens, as in text generation. The bound
-    is the time of the experts' matmuls alone, one after the other, in the same run. A layer that
-    computes several matmuls at the same time, as ours does in float32, may be faster than the
-    bound.
+    """Measure our layer and every installed peer on all problems of the page. The study measures
+    the forward and backward pass on one rank and on two ranks, and the forward pass of 64 tokens,
+    as in text generation. The bound is the time of the experts' matmuls alone, one after the other,
+    measured in the same run. Layers that compute several matmuls at the same time, such as our
+    layer in float32, may be faster than the bound.
     """
 
     TITLE = "The layer and its peers"
@@ -239,9 +242,9 @@ class AllLayers:
 
 
 class OneProblemsOperations:
-    """Measure every operation of the layer at one layer's sizes: the time of each implementation
-    that runs here, and its bound. The bound is the larger of bytes over the measured copy bandwidth
-    and FLOPs over the measured rate of one large matmul.
+    """Measure every operation of a layer with the given sizes: the time of each implementation that
+    runs on this machine, and the bound. The bound is the larger of two times: bytes divided by the
+    measured copy bandwidth, and FLOPs divided by the measured rate of a large matmul.
     """
 
     TITLE = "Operations of one layer"
@@ -259,8 +262,9 @@ class OneProblemsOperations:
 
 class AllOperations(OneProblemsOperations):
     """Measure every operation of the layer on the first three problems of the page: the time of
-    each implementation that runs here, and its bound. The bound is the larger of bytes over the
-    measured copy bandwidth and FLOPs over the measured rate of one large matmul.
+    each implementation that runs on this machine, and the bound. The bound is the larger of two
+    times: bytes divided by the measured copy bandwidth, and FLOPs divided by the measured rate of a
+    large matmul.
     """
 
     TITLE = "Each operation and its bound"
@@ -278,8 +282,8 @@ class AllOperations(OneProblemsOperations):
 
 
 class Scaling:
-    """Measure the time and memory of our layer over the numbers of tokens, of experts and of
-    experts per token, around one problem.
+    """Measure how the time and memory of our layer depend on the number of tokens, the number of
+    experts and the number of experts per token.
     """
 
     TITLE = "How the layer scales"

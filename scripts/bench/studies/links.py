@@ -1,8 +1,8 @@
-"""Compare a router whose tokens follow the costs of links (TA-MoE) with the plain router, on
-emulated
-nodes of one rank with unequal links: a layer alone, and whole steps in Megatron and fairseq.
+"""Compare a router that sends tokens according to the costs of links (TA-MoE) with the plain
+router. The study uses emulated nodes with one rank each and unequal links. The study measures a
+single layer, and whole training steps in Megatron and fairseq.
 
-Needs Linux and root, and takes about 15 minutes on an idle machine with two processors.
+The study requires Linux and root, and takes about 15 minutes on an idle machine with two CPU cores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HOSTS = ("megatron", "fairseq")
 
 
 def flows(network: Network) -> dict[tuple[int, int], list[tuple[str, str]]]:
-    """Return the wires on the path between each pair of ranks, as emulated frames use them."""
+    """For each pair of ranks, return the wires on the path that emulated frames take."""
     number = {name: i for i, name in enumerate(network.ranks)}
     return {(i, number[path[-1]]): list(pairwise(path)) for source, i in number.items()
             for path in shortest_paths(network, source).values()
@@ -44,11 +44,11 @@ def flows(network: Network) -> dict[tuple[int, int], list[tuple[str, str]]]:
 
 
 def costs_of(network: Network, own: float) -> np.ndarray:
-    """Return the cost of a byte from rank to rank, [W, W], while all ranks send to all ranks.
+    """Return the cost of a byte for each pair of ranks [W, W] while all ranks send to all ranks.
 
     Args:
         network: the network.
-        own: cost of a byte that stays on its rank, relative to that of the cheapest link.
+        own: cost of a byte that stays on its rank, relative to the cost on the cheapest link.
     """
     paths = flows(network)
     shared = Counter(hop for path in paths.values() for hop in path)
@@ -61,10 +61,10 @@ def costs_of(network: Network, own: float) -> np.ndarray:
 
 
 def sides(costs: str) -> dict[str, Settings]:
-    """Return the settings of both sides.
+    """Return the settings of the router with TA-MoE and of the plain router.
 
     Args:
-        costs: file of the links' costs.
+        costs: file with the costs of the links.
     """
     fixed = {"parallel.mode": "fixed", "comm.all_to_all": "linear"}
     return {PLAIN: {**fixed, "router.name": "topk"}, FOLLOWS: {
@@ -74,8 +74,8 @@ def sides(costs: str) -> dict[str, Settings]:
 
 def run_rank(tree: dict[str, Any], asked: dict[str, Settings], tokens: int,
              rounds: int) -> dict[str, Any]:
-    """Measure one rank; the result also has the shares of this rank's choices by destination rank,
-    and that of dropped choices.
+    """Measure both routers on one rank. The result also contains the shares of this rank's choices
+    by destination rank, and the share of dropped choices.
     """
     comm, shares, dropped, layers = TorchComm(), {}, {}, {}
     for name, settings in asked.items():

@@ -1,10 +1,11 @@
-"""Trace the losses of `bench train` token by token, to show why models with equal weights and equal
-data get different losses.
+"""Trace the losses of `bench train` token by token, to explain why models with equal weights and
+equal data have different losses.
 
-Every side trains on the same steps twice. First, each side chooses its own experts. Then the
-choices of the first side are recorded, and all other sides use them. The remaining difference is
-rounding. If a side would have chosen another expert, the study reports the first such token, with
-the two experts.
+Every model ("side") is trained twice on the same steps. In the first run, each side chooses its own
+experts. In the second run, the choices of the first side are recorded, and all other sides use
+these choices. The differences that remain in the second run are caused by rounding. If a side would
+have chosen a different expert, the study reports the first token for which this happens, and both
+experts.
 """
 
 from __future__ import annotations
@@ -44,12 +45,14 @@ CHANGED = "one rounding"  # the first side, with each weight changed by its last
 
 
 class Tracer:
-    """Records the choices of the first side in a step, which all other sides use.
+    """Record the choices of the first side in a step, and replace the choices of all other sides
+    with them.
 
     Args:
         top_k: number of experts per token.
         rank: this rank.
-        ordered: whether the order of a token's experts matters, as it does with a capacity.
+        ordered: whether the order of a token's experts matters, which is the case if the capacity
+            is limited.
     """
 
     def __init__(self, top_k: int, rank: int, ordered: bool = False) -> None:
@@ -58,16 +61,19 @@ class Tracer:
         self.parted: list[dict[str, Any]] = []
 
     def first(self, layer: int, logits_TE: Tensor) -> Tensor:
-        """Return the experts of the first side, [T, K], with the largest logit first."""
+        """Return the experts [T, K] of the first side, ordered by decreasing logit."""
         ids_TK = logits_TE.detach().topk(self.top_k, dim=1).indices
         self.kept[layer] = logits_TE.detach().clone(), ids_TK
         return ids_TK
 
     def other(self, side: str, layer: int, logits_TE: Tensor) -> Tensor:
-        """Return the experts of the first side, and record the first token with a different choice.
+        """Return the experts of the first side, and record the first token for which this side
+        would have chosen differently.
 
-        `margin` is the first side's logit of the expert that it `took` minus that of the `other`
-        one, and `rounding` the difference from this margin of the other side.
+        `margin` is computed on the first side. The margin is the logit of the expert that the side
+        chose (`took`) minus the logit of the expert that the other side would have chosen
+        (`other`). `rounding` is the difference between the margin on the first side and the margin
+        on the other side.
         """
         theirs_TE, ids_TK = self.kept[layer]
         own_TK = logits_TE.detach().topk(self.top_k, dim=1).indices
@@ -106,7 +112,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the losses and the tokens with different choices, by host, place and shape."""
+    """Return the losses, and the tokens with different choices, by host, place and shape."""
     grid = parse_grid(args.emulate) if args.emulate else None
     shapes = [one for one in for_host(parse_shapes(args.shapes), args.host) if not one.bf16]
     ours = {name: value for name, value in our_settings(grid is not None and grid[0] > 1).items()
@@ -127,7 +133,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def traced(host: str, shapes: list[TrainShape], text: str, ours: Mapping[str, Settings],
            steps: int) -> list[dict[str, Any]]:
-    """Trace all shapes in sequence. Every rank calls this and gets the same result."""
+    """Trace the training of all shapes one after the other. Every rank must call this function, and
+    all ranks get the same result.
+    """
     return [_traced(host, shape, text, ours, steps) for shape in shapes]
 
 
@@ -160,7 +168,9 @@ def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings
 
 @torch.no_grad()
 def change_last_bits(parameters: Iterable[Tensor]) -> None:
-    """Multiply each number by 1 plus or minus the dtype's epsilon, equally on all ranks."""
+    """Multiply each number by 1 plus or minus the epsilon of its dtype. The factors are the same on
+    all ranks.
+    """
     drawn = torch.Generator().manual_seed(0)
     for parameter in parameters:
         up = torch.randint(2, parameter.shape, generator=drawn).to(parameter.dtype)
@@ -174,26 +184,26 @@ def _chooser(tracer: Tracer, place: int, name: str, layer: int) -> Callable[[Ten
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Replace the old results of the same host, place and shape."""
+    """Replace the earlier results for the same host, place and shape."""
     return {**new, "shapes": {**old["shapes"], **new["shapes"]}}
 
 
 def gap(losses: list[list[float]]) -> float:
-    """Return the largest difference between the loss of the first side and that of another side in
-    a step.
+    """Return the largest difference between the loss of the first side and the loss of any other
+    side in any step.
     """
     return max(abs(one - row[0]) for row in losses for one in row[1:])
 
 
 def gaps(one: Mapping[str, Any]) -> tuple[float, float]:
-    """Return two gaps with the same choices: of the other sides, and of the first side with changed
-    bits.
+    """Return two gaps for the case in which all sides use the same choices: the gap of the other
+    sides, and the gap of the copy of the first side with changed bits.
     """
     return gap([row[:-1] for row in one["same"]]), gap([[row[0], row[-1]] for row in one["same"]])
 
 
 def first_apart(losses: list[list[float]]) -> int | None:
-    """Return the number of the first step with different losses, counted from 0, or None."""
+    """Return the index of the first step with different losses, or None if all losses are equal."""
     return next((n for n, row in enumerate(losses) if gap([row]) > SAME), None)
 
 

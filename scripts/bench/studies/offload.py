@@ -1,8 +1,8 @@
 """Generate text with a model whose experts are ten times as large as its memory limit, and compare
 four ways to load the experts.
 
-Needs cgroups (version 1 or 2) with a writable memory controller and 6 GiB of disk, and takes about
-3 minutes.
+The study requires cgroups (version 1 or 2) with a writable memory controller and 6 GiB of disk
+space, and takes about 3 minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TEXT = b"The experts of a layer are many, and a token needs few of them. "
 
 
 def block(number: int, args: argparse.Namespace, mode: str, store: dict[str, Any]) -> ToyBlock:
-    """Return a block with experts and a shared expert of inner width `shared`."""
+    """Return a block with experts, and with a shared expert of inner width `shared`."""
     moe = MoELayer(
         WIDTH, num_experts=args.experts, losses={}, host=HostContext(number, training=False),
         router={"name": "topk", "top_k": 1, "normalize": "none",
@@ -60,7 +60,7 @@ class WritingModel(nn.Module):
         self.all = range(args.experts) if mode == MODES[2] else None
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        """Return the logits [B, V] of the next token."""
+        """Return the logits [B, V] for the next token."""
         x_BSD = self.embed(ids_BS)
         for block, after in zip(self.blocks, [*self.blocks[1:], self.blocks[0]], strict=True):
             if self.all is not None:
@@ -70,7 +70,9 @@ class WritingModel(nn.Module):
 
 
 def write_experts(path: Path, args: argparse.Namespace) -> int:
-    """Write the experts of all layers to a safetensors file, and return the number of bytes."""
+    """Write the experts of all layers to a safetensors file, and return the number of bytes
+    written.
+    """
     shapes = {"w_in_LDF": (WIDTH, args.hidden), "w_out_LFD": (args.hidden, WIDTH)}
     header: dict[str, Any] = {}
     end = 0
@@ -104,7 +106,9 @@ def load_experts(model: WritingModel, path: str) -> None:
 
 @torch.no_grad()
 def child(args: argparse.Namespace, mode: str, file: str) -> dict[str, Any]:
-    """Generate text in this process, and return the text, times, memory and counters."""
+    """Generate text with one mode in this process. Return the text, the times, the memory and the
+    counters.
+    """
     peak, model = AnonymousPeak(), WritingModel(args, mode, file).eval()
     if mode == MODES[0]:
         load_experts(model, file)
@@ -128,7 +132,8 @@ def child(args: argparse.Namespace, mode: str, file: str) -> dict[str, Any]:
 
 
 def counts(model: WritingModel) -> dict[str, float]:
-    """Return the sums of all stores' counters, or an empty dictionary if the experts are resident.
+    """Return the sums of the counters over all stores, or an empty dictionary if the experts are
+    resident.
     """
     stores = [block.moe.experts.store for block in model.blocks
               if isinstance(block.moe.experts, StoredExperts)]
@@ -140,7 +145,7 @@ def counts(model: WritingModel) -> dict[str, float]:
 
 
 def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run all modes, and check that they generate equal text (except for the pre-gated model)."""
+    """Run all modes, and check that all modes except the pre-gated model generate the same text."""
     limit, file = args.limit_mib * MIB or None, folder / "experts.safetensors"
     size = write_experts(file, args)
 

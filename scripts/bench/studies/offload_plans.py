@@ -1,7 +1,7 @@
-"""Compare peers that stream a whole model with a pipeline of the same peers, by the bandwidth of
-their links.
+"""Compare peers that stream a whole model with a pipeline of the same peers, for different
+bandwidths of the links.
 
-Computes and measures nothing. Takes a few seconds on one core.
+All times are computed, and nothing is measured. The study takes a few seconds on one core.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ DELAY_S = 0.01
 
 
 def layers_of_gpt(count: int, width: int) -> list[Layer]:
-    """Return the layers of a GPT in 16 bits, with one sequence per micro-batch and matmuls at
-    `FLOPS`.
+    """Return the layers of a GPT with 16-bit weights. Each micro-batch has one sequence, and
+    matmuls run at `FLOPS`.
     """
     weights = 12 * width**2
     forward = (2 * weights * TOKENS + 4 * TOKENS**2 * width) / FLOPS
@@ -38,7 +38,9 @@ def layers_of_gpt(count: int, width: int) -> list[Layer]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Compute the step times of both, by model, interval of averages and bandwidth."""
+    """Compute the step times of the streaming peers and of the pipeline, by model, averaging
+    interval and bandwidth.
+    """
     found: dict[str, Any] = {}
     for name, (count, width) in MODELS.items():
         made = plan(layers_of_gpt(count, width), BATCHES, LIMIT)
@@ -51,7 +53,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def cells(made: StreamPlan, size: int, every: int) -> list[dict[str, float]]:
-    """Compute one interval of averages for all bandwidths.
+    """Compute the step times for one averaging interval and all bandwidths.
 
     Args:
         made: plan of the streaming peers.

@@ -1,10 +1,11 @@
-"""Compare sending a token once to each rank, or once to each node, with sending it once to each of
-its experts, on emulated nodes: the exchange alone, and whole steps in Megatron and fairseq. The
-study also predicts the bytes on larger clusters.
+"""Compare three ways to send tokens: once to each rank, once to each node, and once to each of
+their experts. All nodes are emulated on one machine. The study measures the exchange alone, and
+whole training steps in Megatron and fairseq. The study also predicts how many bytes are sent on
+larger clusters.
 
-Needs Linux and root. Without --parts it takes about 15 minutes on an idle machine with two
-processors. The parts with 8x4 nodes and with slower links take about half an hour more, and are
-measured only if --parts names them.
+The study requires Linux and root. Without --parts, it takes about 15 minutes on an idle machine
+with two CPU cores. The parts with 8x4 nodes and with slower links take about half an hour more, and
+are measured only if --parts lists them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ LONGEST_WARM_UP = 40  # number of calls in which a tuner can choose
 
 
 class IdentityExpert(nn.Module):
-    """An expert that returns its input. It has a parameter, so that backward reaches it."""
+    """An expert that returns its input unchanged. The expert has a parameter, so that autograd runs
+    the backward pass of the exchange.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +59,13 @@ class IdentityExpert(nn.Module):
 
 
 def make_layer(width: int, k: int, mode: str) -> MoELayer:
-    """Return a layer whose experts compute nothing.
+    """Return a layer whose experts do not compute anything.
 
     Args:
         width: width of a token.
         k: number of experts per token.
-        mode: value of `parallel.mode`. With `auto`, `dispatch.send` is chosen too.
+        mode: value of `parallel.mode`. With `auto`, the layer also chooses the value of
+            `dispatch.send`.
     """
     return MoELayer(from_dict({
         "model_dim": width, "num_experts": EXPERTS, "router": {"top_k": k}, "losses": {},
@@ -71,7 +75,8 @@ def make_layer(width: int, k: int, mode: str) -> MoELayer:
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure one rank; the result also has the rows per token, and the layout that `auto` chose.
+    """Measure all ways to send tokens on one rank. The result also contains the number of rows per
+    token, and the layout that `auto` chose.
     """
     torch.manual_seed(0)
     fixed, tuned = make_layer(at.width, at.k, "fixed"), make_layer(at.width, at.k, "auto")
@@ -104,15 +109,17 @@ EXCHANGE = Sweep(
 
 
 def formula(grid: str, k: int) -> tuple[float, float]:
-    """Return the rows between nodes that `ranks` and `nodes` send, relative to those of `rows`."""
+    """Return the number of rows that `ranks` and `nodes` send between nodes, divided by the number
+    of rows that `rows` sends.
+    """
     nodes, per_node = parse_grid(grid)
     rows = rows_of_token(Cluster(nodes=nodes, ranks_per_node=per_node), k)
     return rows.ranks / k, rows.nodes / k
 
 
 def floor(grid: str, cell: dict[str, Any]) -> float:
-    """Return the bytes that must be sent between nodes, including pairs, relative to those of
-    `rows`.
+    """Return the minimum number of bytes that must be sent between nodes, including (token, expert)
+    pairs, divided by the number of bytes that `rows` sends.
     """
     nodes, per_node = parse_grid(grid)
     cluster = Cluster(nodes=nodes, ranks_per_node=per_node)
@@ -125,10 +132,11 @@ def measure_exchange(grid: str, args: argparse.Namespace, slower: float = 1.0) -
     """Measure the exchange alone.
 
     Args:
-        grid: nodes x ranks per node.
+        grid: number of nodes and of ranks per node.
         args: options of the study.
-        slower: factor by which the links are slower than in the other parts. If it is not 1, only
-            the first width is measured, because the result depends on the number of bytes.
+        slower: factor by which the links are slower than in the other parts of the study. If the
+            factor is not 1, only the first width is measured, because the times mostly depend on
+            the number of bytes.
     """
     rate, widths = args.rate / slower, args.widths if slower == 1 else args.widths[:1]
     at = argparse.Namespace(**{**vars(args), "grid": grid, "rate": rate, "widths": widths})
@@ -194,7 +202,9 @@ PUBLISHED = {16: (43, 43), 32: (58, 57), 64: (51, 50)}
 
 
 def predict(nodes: int) -> dict[str, float]:
-    """Return the bytes of a token between nodes by how it is sent, on nodes of eight GPUs."""
+    """Return the bytes that are sent between nodes for one token, for each way to send the token,
+    on nodes of eight GPUs.
+    """
     cluster = Cluster(nodes=nodes, ranks_per_node=8)
     found = {send: bytes_of_token(cluster, send, CHOICES, ROW_BYTES) for send in SENDS}
     found["nodes, four groups"] = bytes_of_token(cluster, "nodes", CHOICES, ROW_BYTES,

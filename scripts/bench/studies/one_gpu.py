@@ -1,4 +1,6 @@
-"""One GPU: layers, peers and operations, with the results of the script that measures them."""
+"""Measure layers, peers and operations on one GPU. The page contains the results of the script
+`scripts/bench_gpu.sh`, which performs the measurements.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ LEAKS = re.compile(r"nanobind: |See https://nanobind\.| - (leaked |\.\.\. skippe
 
 
 class OneGPU:
-    """Measure layers (alone and with every installed peer) and operations on one GPU. Each part can
-    be measured in a separate process; `bash scripts/bench_gpu.sh` does so.
+    """Measure operations, and layers alone and with every installed peer, on one GPU. Each part can
+    be measured in its own process. The script `scripts/bench_gpu.sh` does this.
     """
 
     TITLE, MADE_BY = "One GPU", "bash scripts/bench_gpu.sh"
@@ -45,8 +47,8 @@ class OneGPU:
 
     @staticmethod
     def steps(args: argparse.Namespace) -> list[dict[str, str]]:
-        """Return what the script logged about its steps, with the last lines of the steps that
-        failed.
+        """Return the lines that the script logged about its steps. For steps that failed, the last
+        lines of their output are included.
         """
         logs = Path(args.out or ".") / "gpu_logs"
         told = logs / "steps.txt"

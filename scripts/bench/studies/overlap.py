@@ -1,12 +1,14 @@
-"""Measure the gain of overlap on emulated nodes with one rank each: exchange and matmuls are timed
-separately and together.
+"""Measure how much time is saved by overlapping communication and computation, on emulated nodes
+with one rank each. Exchange and matmuls are timed separately, and together with overlap.
 
-The matmuls run on the processor, or only wait for their time, as on an accelerator. While they
-wait, the host's processors are free to transfer the packets, which two busy cores are not. Two
-further cases are many small experts, whose matmuls become slower when rows are divided, and Parm's
-S2, in which ranks with the same tokens gather each piece while the next piece is sent.
+The matmuls either run on the CPU, or are replaced by waiting, which imitates an accelerator. While
+a rank waits, the CPU cores are free to transfer packets. The CPU cores are not free if both of them
+compute matmuls. The study also measures two other cases. In the first of these cases, there are
+many small experts, whose matmuls become slower if rows are split. In the second of these cases
+(Parm's S2), ranks with the same tokens gather each piece while the next piece is sent.
 
-Needs Linux and root, and takes about nine minutes on an idle machine with two processors or more.
+The study requires Linux and root, and takes about nine minutes on an idle machine with at least two
+CPU cores.
 """
 
 from __future__ import annotations
@@ -41,16 +43,16 @@ ROW_S = 100e-6  # time of a row's forward matmuls if they only wait; backward wa
 
 
 class Kind(NamedTuple):
-    """The setup of one table.
+    """The configuration of one table.
 
     Attributes:
         title: title of the section.
         nodes: number of nodes, each with one rank.
         experts: number of experts.
         hidden: inner width of an expert.
-        waits: whether the matmuls only wait for their time.
-        cuts: ways to divide the rows into pieces.
-        replicas: number of ranks with the same tokens, under Parm's S2.
+        waits: whether the matmuls are replaced by waiting.
+        cuts: ways to split the rows into pieces.
+        replicas: number of ranks with the same tokens, for Parm's S2.
     """
 
     title: str
@@ -96,7 +98,7 @@ class WaitingExpert(nn.Module):
 
 
 def layouts(degrees: Iterable[int], cuts: Iterable[str]) -> dict[str, LayoutChoice]:
-    """Return the measured layouts by name. The first one has no overlap."""
+    """Return the measured layouts by name. The first of these layouts does not use overlap."""
     found = {"d=1": LayoutChoice(r=1)}
     for cut in cuts:
         found |= {f"d={d} {cut}": LayoutChoice(r=1, d=d, piece_axis=cut) for d in degrees}
@@ -104,10 +106,11 @@ def layouts(degrees: Iterable[int], cuts: Iterable[str]) -> dict[str, LayoutChoi
 
 
 class Alone:
-    """The exchange and the matmuls of one layer call, which can be run separately.
+    """The exchange and the matmuls of one layer call. The exchange and the matmuls can be run
+    separately.
 
     Args:
-        layer: the layer, which runs with r = 1 in one piece.
+        layer: the layer, which uses r = 1 and a single piece.
         x_TD: tokens of this rank, [T, D].
     """
 
@@ -122,8 +125,8 @@ class Alone:
         self.y_RD = self.here_RD
 
     def exchange(self) -> None:
-        """Send rows to the experts and back, and gather them on replicas. Backward sends as many
-        rows.
+        """Send rows to the experts and back, and gather the rows on replicas. The backward pass
+        sends the same number of rows as the forward pass.
         """
         algorithm = self.place.placement.algorithm
         there_RD = algorithm(self.layer.comm, self.rows_ND, self.piece.send, self.piece.recv)
@@ -137,7 +140,7 @@ class Alone:
         self.y_RD = self.layer.experts(ExpertRows(self.here_RD, self.piece.counts))
 
     def products_backward(self) -> None:
-        """Compute the gradients of the rows and of the weights."""
+        """Compute the gradients of the rows and of the expert weights."""
         self.y_RD.backward(torch.ones_like(self.y_RD))
 
 
@@ -152,7 +155,9 @@ def settings(kind: Kind) -> dict[str, Any]:
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure on one rank; a round has the parts alone and each layout, forward and backward."""
+    """Measure all layouts on one rank. In each round, the exchange alone, the matmuls alone, and
+    each layout are measured in the forward and the backward pass.
+    """
     torch.manual_seed(0)
     kind, choices = KINDS[at.kind], layouts(at.degrees, KINDS[at.kind].cuts)
     layer = MoELayer(from_dict(settings(kind)), TorchComm(),
@@ -188,7 +193,9 @@ def run_rank(at: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(ranks: Ranks) -> dict[str, Any]:
-    """Return the median seconds of the slowest rank for each direction."""
+    """Return the median time in seconds on the slowest rank, for the forward pass and the backward
+    pass.
+    """
     found = medians(ranks)
     return {direction: {
         "exchange": found["exchange"], "products": found[f"products {direction}"],

@@ -1,7 +1,9 @@
-"""Compare Parm's schedules S1 and S2 with the choice of `parallel.schedule: auto`, for 12 shapes of
-a layer in which pairs of ranks have the same tokens, on emulated nodes.
+"""Compare Parm's schedules S1 and S2 with the schedule chosen by `parallel.schedule: auto`. The
+study measures 12 layer shapes on emulated nodes. In all shapes, the ranks form pairs, and both
+ranks of a pair have the same tokens.
 
-Needs Linux and root, and takes about six minutes on an idle machine with two processors.
+The study requires Linux and root, and takes about six minutes on an idle machine with two CPU
+cores.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ EXPERTS, REPLICAS = 8, 2
 
 
 class Shape(NamedTuple):
-    """A layer in which pairs of ranks have the same tokens.
+    """The sizes of a layer in which pairs of ranks have the same tokens.
 
     Attributes:
-        grid: nodes x ranks per node.
+        grid: number of nodes and of ranks per node.
         k: number of experts per token.
         f: capacity factor.
         d: number of pieces.
-        tokens: number of tokens of a pair of ranks.
+        tokens: number of tokens of each pair of ranks.
     """
 
     grid: str
@@ -62,13 +64,14 @@ SHAPES = {
 
 
 def settings(shape: Shape, schedule: str, width: int, links: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a layer.
+    """Return the settings of the layer.
 
     Args:
         shape: sizes of the layer.
         schedule: value of `parallel.schedule`.
         width: width of a token.
-        links: `cluster`, the file of the links that `auto` may use, or an empty dictionary.
+        links: a dictionary with the setting `cluster` (a file that describes the links). If `auto`
+            must not use such a file, the dictionary is empty.
     """
     return {
         "model_dim": width, "num_experts": EXPERTS, "experts": {"hidden_dim": 8},
@@ -79,7 +82,9 @@ def settings(shape: Shape, schedule: str, width: int, links: dict[str, Any]) -> 
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure one rank; the result also has the schedule that `auto` chose."""
+    """Measure all schedules on one rank. The result also contains the schedule that was chosen by
+    `auto`.
+    """
     comm, shape, layers = TorchComm(), SHAPES[at.shape], {}
     for name in (*NAMES, AUTO):
         torch.manual_seed(0)
@@ -110,7 +115,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def over_best(cell: dict[str, Any]) -> float:
-    """Return the time of `auto` divided by that of the better schedule."""
+    """Return the time of `auto` divided by the time of the faster schedule."""
     return cell["seconds"][AUTO] / min(cell["seconds"][name] for name in NAMES)
 
 
@@ -119,8 +124,8 @@ def body(found: dict[str, Any]) -> list[str]:
     return page(
         __name__, found, good=sum(over_best(cell) <= AIM for cell in cells),
         taken=" and ".join(sorted({cell["took"] for cell in cells})),
-        knows=("`auto` knows the times of the links from a file (`comm.cluster`)."
-               if found["calibrated"] else "`auto` knows nothing about the links."),
+        knows=("`auto` reads the times of the links from a file (`comm.cluster`)."
+               if found["calibrated"] else "`auto` has no information about the links."),
         rows=[{**SHAPES[cell["shape"]]._asdict(), **cell, "over_best": over_best(cell)}
               for cell in cells])
 

@@ -1,7 +1,7 @@
-"""Compare two peers that each train the whole model with a pipeline of two stages, over a slow
-link.
+"""Compare two ways to train a model over a slow link: two peers that each train the whole model,
+and a pipeline with two stages.
 
-Takes about 4 minutes.
+The study takes about 4 minutes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ loss = partial(loss_of, BATCHES)
 
 
 def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict[str, float]:
-    """Run one of two peers on this rank; return the seconds of `every` steps and of their average.
+    """Run one of the two peers on this rank. Return two times in seconds: the time of `every`
+    training steps, and the time to average the weights.
     """
     rank = int(os.environ["RANK"])
     # torchft finds its node by the host name, which no name server resolves in the emulation
@@ -66,7 +67,8 @@ def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict
 
 
 def stage(steps: int) -> dict[str, float]:
-    """Run one of two pipeline stages on this rank, with all weights in memory; return the seconds.
+    """Run one of the two pipeline stages on this rank, with all weights in memory. Return the time
+    of the training steps in seconds.
     """
     rank, half = dist.get_rank(), BLOCKS // 2 + 1
     torch.manual_seed(0)

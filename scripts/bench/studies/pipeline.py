@@ -1,7 +1,7 @@
-"""Compare measured with simulated steps of pipeline schedules, on emulated stages with slow links.
+"""Compare measured and simulated steps of pipeline schedules, on emulated stages with slow links.
 
-Takes about 4 minutes. A pass waits for its time instead of computing, so that the stages need no
-processors. Transfers are real.
+The study takes about 4 minutes. Computation is replaced by waiting, so that the pipeline stages do
+not need CPU cores. Transfers are real.
 """
 
 from __future__ import annotations
@@ -38,19 +38,22 @@ OWN = {"eager-1f1b": {"schedule": "eager-1f1b"},
 
 
 def slice_s(length: int, context: int) -> float:
-    """Return the seconds of a slice's forward pass. The backward pass takes twice as long."""
+    """Return the duration of a slice's forward pass in seconds. The backward pass of a slice takes
+    twice as long as its forward pass.
+    """
     return 4e-3 + 1.2e-4 * max(length, 64) + 8e-8 * length * (context + length / 2)
 
 
 class Load(NamedTuple):
-    """The micro-batches of a step.
+    """The micro-batches of a training step.
 
     Attributes:
         batches: number of micro-batches.
-        length: number of tokens of a sequence.
-        width: width of the activations; a sequence's activations have 1.25 MiB.
-        forward_s: seconds of a slice's forward pass, by its number of tokens and of those before
-            it.
+        length: number of tokens per sequence.
+        width: width of the activations. The activations of one sequence have 1.25 MiB.
+        forward_s: function that returns the duration of a slice's forward pass in seconds. The
+            arguments of this function are the number of tokens in the slice and the number of
+            tokens before the slice.
     """
 
     batches: int
@@ -64,7 +67,8 @@ LOADS = {"schedules": Load(16, 1024, 320, lambda length, context: FORWARD_S),
 
 
 class WaitFunction(torch.autograd.Function):
-    """Waits as long as a stage would compute. Half of backward belongs to the weights' gradients.
+    """An autograd function that waits as long as a stage would compute. Half of the waiting time of
+    the backward pass represents the gradients of the weights.
     """
 
     @staticmethod
@@ -89,7 +93,9 @@ class WaitFunction(torch.autograd.Function):
 
 
 class WaitingStage(nn.Module):
-    """The attributes and methods of a stage that Megatron's schedules use."""
+    """A pipeline stage that waits instead of computing. The stage has the attributes and methods
+    that Megatron's schedules use.
+    """
 
     position_embedding_type, model_type = "none", None
     later: LaterGrads | None = None
@@ -103,7 +109,7 @@ class WaitingStage(nn.Module):
         [self.taken] = tensors
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return the output [l, 1, D], or [1, l] on the last stage.
+        """Return the output of the stage, [l, 1, D]. The output of the last stage is [1, l].
 
         Args:
             input_ids: token ids, [1, l].
@@ -122,8 +128,8 @@ def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callabl
 
 
 def one_way_s(length: int, width: int) -> float:
-    """Return the seconds of a transfer between neighbours. All ranks share the clock of one
-    machine.
+    """Return the duration in seconds of a transfer between neighbouring stages. The ranks of all
+    stages share the clock of one machine.
     """
     rank, sizes, tries = dist.get_rank(), torch.empty(length, 1, width), 5
     sent = torch.zeros(tries, dtype=torch.float64)
@@ -146,7 +152,8 @@ def one_way_s(length: int, width: int) -> float:
 
 def measure_stages(part: str, schedules: Mapping[str, dict[str, Any] | None],
                    rounds: int) -> dict[str, Any]:
-    """Measure on each rank the transfers of all tokens and of few, and the start and end of steps.
+    """On each rank, measure three things: the transfer of all tokens, the transfer of few tokens,
+    and the start and end of steps.
     """
     from megatron.core import parallel_state as ps
 
@@ -189,7 +196,9 @@ def _overlapped(**passes: Any) -> None:
 
 
 def slices_of(part: str) -> dict[str, tuple[int, ...]]:
-    """Return the best slices of a long sequence, and the same number of equal slices."""
+    """Return the best slices of a long sequence. Also return slices of equal lengths. The number of
+    slices with equal lengths is the same as the number of best slices.
+    """
     if part == "schedules":
         return {}
     load = LOADS[part]
@@ -198,7 +207,7 @@ def slices_of(part: str) -> dict[str, tuple[int, ...]]:
 
 
 def row(part: str, rate_mbit_s: float, rounds: int) -> dict[str, Any]:
-    """Measure and predict all schedules over links of one rate."""
+    """Measure and predict all pipeline schedules for one link bandwidth."""
     load, slices = LOADS[part], slices_of(part)
     names = ["1f1b", *slices] if slices else list(MODES)
     settings = {name: {"schedule": "terapipe", "slices": ",".join(map(str, slices[name]))}
@@ -232,7 +241,7 @@ def row(part: str, rate_mbit_s: float, rounds: int) -> dict[str, Any]:
 
 
 def table_of(rows: list[dict[str, Any]], names: list[str]) -> str:
-    """Return a table with one row per rate and schedule."""
+    """Return a table with one row for each link bandwidth and schedule."""
     cells = [{**rates, **rates[name], "name": name, "base": rates["1f1b"]}
              for rates in rows for name in names]
     return columns(cells, {

@@ -1,10 +1,10 @@
-"""Compare the planner's layout with the best measured layout on an emulated cluster.
+"""Compare the layout chosen by the planner with the fastest measured layout on an emulated cluster.
 
-Needs Linux and root, and takes about five minutes on an idle machine. For each grid, expert size
-and load, the study measures every layout and asks the planner. The planner uses only the cluster
-file (configs/clusters/emulated.yaml, fitted to all-to-alls) and a profile of one rank's processor,
-measured while all ranks are busy. The exit status is 1 if the planner's layout is slower than the
-best layout by more than --most.
+The study requires Linux and root, and takes about five minutes on an idle machine. For each grid,
+expert size and load, the study measures every layout and runs the planner. The planner uses only
+the cluster file (configs/clusters/emulated.yaml, fitted to measured all-to-alls) and a profile of
+one rank's CPU, which is measured while all ranks are busy. The exit status is 1 if the planner's
+layout is slower than the fastest layout by more than --most.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ def choices_of(grid: tuple[int, int]) -> list[LayoutChoice]:
 
 
 def profile_rank() -> Device:
-    """Profile one rank's processor while all ranks measure theirs."""
+    """Profile the CPU of one rank while all other ranks do the same."""
     TorchComm().barrier()
     return measure_device(width=WIDTH, inner=512, repeats=15)
 
 
 def measure_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure one rank: every layout runs in every step, so that all run under the same conditions.
+    """Measure all layouts on one rank. Every layout runs in every step, so that all layouts are
+    measured under the same conditions.
     """
     layer = MoELayer(from_dict({
         "model_dim": WIDTH, "num_experts": GRIDS[at.grid][0], "router": {"top_k": TOP_K},
@@ -57,7 +58,7 @@ def measure_rank(at: argparse.Namespace) -> dict[str, Any]:
 
 
 def profile(grid: tuple[int, int]) -> Device:
-    """Return the medians of the ranks' profiles."""
+    """Return the median of the ranks' CPU profiles."""
     with EmulatedCluster(*grid) as cluster:
         profiles = cluster.run(profile_rank)
     return dataclasses.replace(profiles[0], **{
@@ -81,7 +82,7 @@ SWEEP = Sweep(
 
 
 def cell(times: dict[str, float], planned: dict[str, float]) -> dict[str, Any]:
-    """Return the planned layout, the best layout, and their ratio."""
+    """Return the planned layout, the fastest layout, and the ratio of their times."""
     chosen, best = min(planned, key=planned.get), min(times, key=times.get)
     return {
         "planned": chosen, "best": best, "ratio": times[chosen] / times[best],

@@ -1,9 +1,12 @@
-"""Compare predicted with measured training steps of both hosts, over shapes, layouts and networks.
-Each step is predicted from the same fits that `moe-plugin recommend` computes.
+"""Compare predicted and measured training steps in both hosts, over several shapes, layouts and
+networks. Each training step is predicted with cost models that are fitted in the same way as in
+`moe-plugin recommend`.
 
-Needs Linux and root, and takes about 15 minutes on an idle machine. The study measures the
-exchanges of each network and the processors for each shape, fits both, predicts every layout, and
-trains. The exit status is 1 if fewer than 95 % of the pairs of layouts are in the predicted order.
+The study requires Linux and root, and takes about 15 minutes on an idle machine. The study first
+measures the exchanges on each network and the processors for each shape, and fits cost models to
+these measurements. The study then predicts the step time of every layout and measures training
+steps with this layout. The exit status is 1 if fewer than 95 % of the pairs of layouts are in the
+predicted order.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ VOCABULARY = {"megatron": 384, "fairseq": 260}  # vocabulary sizes of the hosts'
 
 
 def model_of(shape: TrainShape, host: str) -> ModelShape:
-    """Return the planner's record of a trained model, whose weights are its float32 master weights.
+    """Return the planner's description of a model that is trained by this study. The weights in
+    this description have the sizes of the float32 master weights.
     """
     return ModelShape(
         layers=shape.layers, model_dim=shape.width, ffn_dim=shape.inner, heads=4,
@@ -75,20 +79,20 @@ def model_of(shape: TrainShape, host: str) -> ModelShape:
 
 
 def network_rank(model: ModelShape, repeats: int) -> MeasuredNetwork:
-    """Measure the network. Every rank calls this."""
+    """Measure the network. Every rank must call this function."""
     torch.set_num_threads(1)
     comm = TorchComm()
     return measure_network(model, comm, grid_of(comm), {}, 1, repeats)
 
 
 def processor_rank(model: ModelShape, repeats: int) -> Processor:
-    """Measure the processor. Every rank calls this."""
+    """Measure the processor. Every rank must call this function."""
     torch.set_num_threads(1)
     return measure_processor(model, TorchComm(), torch.device("cpu"), MEMORY, {}, repeats)
 
 
 def train_rank(host: str, shape: TrainShape, text: str, settings: Settings) -> float:
-    """Train on every rank, and return the median seconds of a step on the slowest rank."""
+    """Train on every rank, and return the median step time in seconds on the slowest rank."""
     [side] = sides_of(host, shape, read_text(text), {OURS: settings}, others=False)
     [times] = measure_steps([side], TorchComm(), MEASURED, SKIPPED)
     return median(times.seconds)
@@ -96,7 +100,7 @@ def train_rank(host: str, shape: TrainShape, text: str, settings: Settings) -> f
 
 def predicted_s(host: str, shape: TrainShape, layout: str, cluster: Cluster,
                 device: Device) -> float:
-    """Return the seconds of a step that the cost model predicts."""
+    """Return the step time in seconds that the cost model predicts."""
     model, ranks = model_of(shape, host), cluster.ranks
     plan = ModelPlan(tp=1, pp=1, dp=ranks, ep=ranks, etp=1, layout=LAYOUTS[layout][0],
                      micro_batch=shape.sentences(ranks))
@@ -151,10 +155,11 @@ def error(row: dict[str, Any]) -> float:
 
 
 def pairs(rows: Sequence[dict[str, Any]], apart: float = 0.0) -> tuple[int, int]:
-    """Return (number of pairs in the predicted order, number of all pairs).
+    """Return two numbers: the number of pairs in the predicted order, and the total number of
+    pairs.
 
-    A pair consists of two layouts of one shape on one network in one host. Only pairs whose
-    measured steps differ by at least the share `apart` are counted.
+    A pair consists of two layouts for the same shape, network and host. Only pairs whose measured
+    step times differ by at least the fraction `apart` are counted.
     """
     right = total = 0
     for one, other in combinations(rows, 2):
@@ -168,7 +173,9 @@ def pairs(rows: Sequence[dict[str, Any]], apart: float = 0.0) -> tuple[int, int]
 
 
 def _layout_words(name: str) -> str:
-    """Return a layout in words; names that are not in `LAYOUTS` are returned unchanged."""
+    """Describe the layout of a side in words. Names of sides that are not in `LAYOUTS` are returned
+    unchanged.
+    """
     return LAYOUTS[name][0].words if name in LAYOUTS else name
 
 

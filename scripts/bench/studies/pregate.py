@@ -1,9 +1,10 @@
-"""Fine-tune the quick start's model in both hosts, with pre-gates and with its ordinary gates.
+"""Fine-tune the quick start's model in both hosts, with pre-gates and with ordinary gates.
 
-Takes about 5 minutes on two cores. Run `bash scripts/setup.sh` first. Each host trains a model with
-ordinary gates, and continues from its checkpoint twice: with the same gates, and with pre-gates.
-The exit status is 1 if the final loss with pre-gates is more than 1 % above that with ordinary
-gates. A second run trains only the missing models (in runs/pregate); --fresh starts again.
+The study takes about 5 minutes on two cores. Run `bash scripts/setup.sh` first. In each host, a
+model is first trained with ordinary gates. Two runs continue from the checkpoint of this model: one
+with ordinary gates, and one with pre-gates. The exit status is 1 if the final loss with pre-gates
+is more than 1 % higher than the final loss with ordinary gates. A second run trains only the models
+that are missing in runs/pregate. Use --fresh to start with an empty folder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ GATES = {"ordinary": [], "pre-gates": ["--moe-pre-gate", "1"]}
 
 
 def command_of(host: str, s: dict[str, Any], data: Path, folder: Path) -> list[str]:
-    """Return the quick start's command with more frequent validation."""
+    """Return the quick start's training command with more frequent validation."""
     made = quickstart().HOST_STEPS[host][1](s, data, folder, False)
     every = str(s["valid_every"])
     return [*made, "--validate-interval-updates", every] if host == "fairseq" else [
@@ -33,17 +34,17 @@ def command_of(host: str, s: dict[str, Any], data: Path, folder: Path) -> list[s
 
 
 def run(host: str, s: dict[str, Any], command: list[str], folder: Path) -> list[tuple[int, float]]:
-    """Train, and return pairs (step, validation loss)."""
+    """Run the training, and return pairs (step, validation loss)."""
     quickstart().train(quickstart().Run(host, folder, command, s["steps"]))
     return [(r.step, r.valid_loss) for r in quickstart().steps_of(folder)
             if r.valid_loss is not None]
 
 
 def rows_of(host: str, args: argparse.Namespace, place: Path, corpus: Path) -> list[dict[str, Any]]:
-    """Train a host's model, and continue it with each kind of gates.
+    """Train a model in one host, and continue its training with both kinds of gates.
 
-    A result has the validation loss `before`, of the checkpoint with ordinary gates, and `valid`,
-    pairs (step, validation loss). Losses are in nats per byte.
+    Each result contains `before`, the validation loss of the checkpoint with ordinary gates, and
+    `valid`, a list of pairs (step, validation loss). Losses are in nats per byte.
     """
     data = quickstart().HOST_STEPS[host][0](corpus)
     s = {**settings(args.steps), "valid_every": max(1, args.more // 5)}
@@ -63,7 +64,7 @@ def rows_of(host: str, args: argparse.Namespace, place: Path, corpus: Path) -> l
 
 
 def excess(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return by host how much larger the final loss with pre-gates is, as a share."""
+    """For each host, return by which fraction the final loss with pre-gates is larger."""
     last = {(row["host"], row["gates"]): row["valid"][-1][1] for row in rows}
     return {host: last[host, "pre-gates"] / last[host, "ordinary"] - 1
             for host in dict.fromkeys(row["host"] for row in rows)}

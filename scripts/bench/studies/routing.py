@@ -1,9 +1,9 @@
-"""Replay routing traces through the layer on emulated nodes, as `moe-plugin simulate routing
---emulate` does. Every policy for overloaded experts is measured and predicted, and compared with
-the same run under forced balance.
+"""Replay routing traces in the layer on emulated nodes, as `moe-plugin simulate routing --emulate`
+does. Every policy for overloaded experts is measured and predicted, and compared with forced
+balance on the same calls.
 
-Needs Linux and root, and takes about 10 minutes on an idle machine with two processors. The models
-that write the traces are trained first: those of the quick start, and one with 64 experts.
+The study requires Linux and root, and takes about 10 minutes on an idle machine with two CPU cores.
+The traces are recorded first, by training the quick start's models and a model with 64 experts.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ SYNTHETIC = (4, 64, 512)  # number of ranks, steps, and tokens per rank
 
 
 def recorded(host: str, sizes: Mapping[str, Any], args: argparse.Namespace) -> list[Trace]:
-    """Train the quick start's model in a host and return the traces of all steps.
+    """Train the quick start's model in one host, and return the traces of all steps.
 
     Args:
         host: "fairseq" or "megatron".
-        sizes: sizes of the model that differ from the quick start.
+        sizes: sizes of the model that differ from those of the quick start.
         args: options of the study.
     """
     place, corpus, _ = begin(args)
@@ -64,12 +64,12 @@ def recorded(host: str, sizes: Mapping[str, Any], args: argparse.Namespace) -> l
 
 
 def synthetic(popularity: Callable[[float], Tensor], args: argparse.Namespace) -> list[Trace]:
-    """Return traces of one layer whose tokens choose experts at random.
+    """Return traces of a single layer whose tokens choose experts at random.
 
     Args:
-        popularity: a function from the fraction of the steps that is over to the popularity of each
+        popularity: a function that maps the elapsed fraction of the steps to the popularity of each
             expert, [E].
-        args: options of the study, not used.
+        args: options of the study. The options are not used by this function.
     """
     ranks, steps, tokens = SYNTHETIC
     made: list[Trace] = []
@@ -82,16 +82,19 @@ def synthetic(popularity: Callable[[float], Tensor], args: argparse.Namespace) -
 
 
 def drifting(over: float, experts: int = 8) -> Tensor:
-    """Return the popularity under a wave that moves once around the experts.
+    """Return the popularity of each expert at a given time of the trace. The popularity forms a
+    wave that moves once around all experts.
 
-    The most popular expert has 3.2 times the mean.
+    The most popular expert is chosen 3.2 times as often as the mean.
     """
     angle_E = torch.arange(experts) / experts - over
     return (2 * torch.cos(2 * math.pi * angle_E)).exp()
 
 
 def hot(over: float, experts: int = 8) -> Tensor:
-    """Return the popularity with one expert that nearly all tokens choose; all others are equal."""
+    """Return the popularity of each expert. Nearly all tokens choose one expert, and the other
+    experts are equally popular.
+    """
     return torch.tensor([3.0 * (experts - 1), *[1.0] * (experts - 1)])
 
 
@@ -133,11 +136,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each trace: the policy that the planner chooses, the fastest and the
-    slowest.
+    """Return one row for each trace, with the policy that the planner chooses, the fastest policy
+    and the slowest policy.
 
-    Each row has the shares of these policies. The slowest policy, `never` excluded, has its
-    throughput relative to the plain layer.
+    The row of a trace contains the shares of these policies. For the slowest policy (except
+    `never`), the row contains the throughput divided by the throughput of the plain layer.
     """
     rows = []
     for name, one in found["traces"].items():
@@ -155,10 +158,11 @@ def summary(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def noise(found: Mapping[str, Any]) -> list[float]:
-    """Return the quartiles of the time of `never` over that of a policy, in calls without a lent
-    expert.
+    """For calls in which a policy lends no expert, return the quartiles of the time of `never`
+    divided by the time of the policy.
 
-    In these calls both do the same work, so the ratios show the noise of the measurement.
+    If no expert is lent, `never` and the policy do the same work, so the ratios show the noise of
+    the measurement.
     """
     ratios = [plain / mine for one in found["traces"].values()
               for name, policy in one["policies"].items() if name != "never"

@@ -1,7 +1,7 @@
-"""Measure overloaded experts on an emulated cluster: rows that spill to other ranks, compared with
-the plain layer.
+"""Measure a layer with overloaded experts on an emulated cluster. Layers whose rows spill to other
+ranks are compared with the plain layer.
 
-Needs Linux and root, and takes about 8 minutes on an idle machine.
+The study requires Linux and root, and takes about 8 minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ WARM_UP = REPLAN = 2  # untimed rounds; steps between two placements
 
 
 def make_layer(**parallel: Any) -> MoELayer:
-    """Return a layer whose router sends a token to the expert that its first elements select.
+    """Return a layer whose router sends a token to the expert that the first elements of the token
+    select.
 
     Args:
-        parallel: settings of the section `parallel`.
+        parallel: settings of the `parallel` section.
     """
     layer = MoELayer(from_dict({
         "model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1},
@@ -56,7 +57,9 @@ def make_layer(**parallel: Any) -> MoELayer:
 
 
 def make_tokens(rank: int, round_: int, load: str) -> torch.Tensor:
-    """Return the tokens [T, D] of a rank for one round, which are equal for all policies."""
+    """Return the tokens [T, D] that a rank processes in one round. The tokens are the same for all
+    policies.
+    """
     tokens, share = LOADS[load]
     generator = torch.Generator().manual_seed(1000 * round_ + rank)
     parts = torch.full((EXPERTS,), (1 - share) / (EXPERTS - 1))
@@ -68,16 +71,19 @@ def make_tokens(rank: int, round_: int, load: str) -> torch.Tensor:
 
 
 def step(layer: MoELayer, x_TD: torch.Tensor, policy: str) -> tuple[float, int]:
-    """Run forward and backward; return seconds and rows computed here."""
+    """Run a forward and a backward pass. Return the time in seconds, and the number of rows that
+    this rank computed.
+    """
     seconds, stats = clean_step(layer, x_TD, LayoutChoice(r=1, spill=policy))
     return seconds, stats.rows
 
 
 def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, list[Any]]]:
-    """Measure one rank with alternating policies in every round, for each load.
+    """Measure all policies on one rank. For each load, the policies alternate in every round.
 
-    The result has (seconds, rows) of each step by load and policy. The policy "place" has (seconds,
-    experts with replicas) of each placement of replicas.
+    The result contains pairs (seconds, rows) for each step, by load and policy. For the policy
+    "place", the result contains a pair (seconds, number of experts with replicas) for each time
+    that replicas are placed.
     """
     plain, stands = make_layer(), STANDING in policies
     stand = {load: make_layer(spill=STANDING, replan=REPLAN) for load in LOADS if stands}
@@ -101,7 +107,9 @@ def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, lis
 
 
 def run_memory(policy: str, steps: int = 5) -> float:
-    """Return the bytes by which this rank's memory grows at most in a step under the hot load."""
+    """Return the maximum additional memory in bytes that this rank needs during a step with the hot
+    load.
+    """
     layer = make_layer()
     step(layer, make_tokens(layer.comm.rank, 0, "even"), policy)
     inputs = [make_tokens(layer.comm.rank, number, HOT) for number in range(steps)]
@@ -113,11 +121,12 @@ def run_memory(policy: str, steps: int = 5) -> float:
 
 
 def summary(ranks: list[dict[str, Any]], load: str) -> dict[str, dict[str, float]]:
-    """Return statistics by policy.
+    """Return the statistics of the measured steps for each policy.
 
-    They are the median seconds of the slowest rank, the plain layer's time divided by the policy's
-    time in the same rounds (median and quartiles), and the rows of the busiest rank. "place" has
-    seconds and the number of experts.
+    The statistics are: the median time in seconds on the slowest rank; the time of the plain layer
+    divided by the time of the policy in the same rounds (median and quartiles); and the number of
+    rows on the busiest rank. For "place", the statistics are the time in seconds and the number of
+    experts with replicas.
     """
     def most(policy: str, part: int) -> list[float]:
         return [max(one[part] for one in at)
@@ -163,7 +172,8 @@ CELLS = {"policy": "`{policy}`", "ms": "{seconds:ms.1}",
 
 
 def _rows(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return all rows, each with its throughput relative to that of the even load without a policy.
+    """Return all rows. Each row contains the throughput divided by the throughput of an even load
+    without a policy.
     """
     even = found["times"]["even"]["never"]["seconds"]
     return [{"load": load, "policy": policy, **one,

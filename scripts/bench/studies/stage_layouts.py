@@ -1,7 +1,7 @@
-"""Measure the transfer of activations between pipeline stages of different layout: slices that are
-sent to a node once, compared with a separate message to each receiver.
+"""Measure the transfer of activations between pipeline stages with different layouts. The study
+compares slices that are sent to a node once with separate messages to each receiver.
 
-Takes about a minute.
+The study takes about a minute.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ WAYS = {"each": False, "once": True}  # by name: whether data are sent to a node
 
 
 def layouts(case: Sequence[Any]) -> tuple[TensorLayout, TensorLayout]:
-    """Return the layouts of the activations at both stages. Tensor parallelism copies activations.
+    """Return the layouts of the activations on both stages. With tensor parallelism, every rank of
+    a stage has a copy of the activations.
     """
     first, second, before, after = case
     spec: list[list[str]] = [[], ["data"], []]
@@ -50,13 +51,17 @@ def layouts(case: Sequence[Any]) -> tuple[TensorLayout, TensorLayout]:
 
 
 def nodes_of(case: Sequence[Any], once: bool) -> list[int]:
-    """Return the node of each rank. With separate messages, all ranks count as one node."""
+    """Return the node of each rank. If the receivers get separate messages, all ranks count as one
+    node.
+    """
     ranks = (case[0] + case[1]) * PER_NODE
     return [rank // PER_NODE if once else 0 for rank in range(ranks)]
 
 
 def moved(case: Sequence[Any], once: bool) -> tuple[int, int]:
-    """Return the bytes sent between nodes: in total, and over the busiest link in one direction."""
+    """Return the total number of bytes sent between nodes, and the number of bytes sent over the
+    busiest link in one direction.
+    """
     hops: list[Hop] = relays(unique_slices(*layouts(case)), nodes_of(case, once))
     load: Counter[tuple[str, int]] = Counter()
     for hop in hops:
@@ -68,16 +73,16 @@ def moved(case: Sequence[Any], once: bool) -> tuple[int, int]:
 
 
 def predicted_s(case: Sequence[Any], once: bool, bytes_per_s: float) -> float:
-    """Predict the seconds of a move: bytes over the busiest link, and the first chunk's further
-    hops.
+    """Predict the duration of a transfer in seconds, from the bytes on the busiest link and the
+    additional hops of the first chunk.
     """
     chained = once and case[1] > 1
     return moved(case, once)[1] / bytes_per_s * (1 + (case[1] - 1) / CHUNKS if chained else 1)
 
 
 def measure_case(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure a move on each rank alternately with separate messages and with slices that are sent
-    once.
+    """On each rank, measure a transfer with separate messages and with slices that are sent once.
+    The two methods alternate.
     """
     comm, case = TorchComm(), CASES[at.case]
     source, target = layouts(case)

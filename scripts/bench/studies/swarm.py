@@ -1,8 +1,9 @@
-"""Measure a pipeline of peers with unequal speed behind slow links, some of which leave and return,
-on emulated nodes. Each micro-batch is sent to the peers that are free (SWARM). The study compares
-this with the best fixed pipeline of the same peers, and with one process. The part `peers` needs
-Linux and root, and takes about six minutes on an idle machine with two processors. The part
-`rebalancing` is computed: it simulates days of many peers that leave and return.
+"""Measure a pipeline of peers with unequal speed and slow links on emulated nodes. Some of the
+peers leave the pipeline and return. Each micro-batch is sent to peers that are idle (SWARM). The
+study compares this pipeline with the fastest fixed pipeline of the same peers, and with a single
+process. The part `peers` requires Linux and root, and takes about six minutes on an idle machine
+with two CPU cores.
+The part `rebalancing` is computed: it simulates several days in which many peers leave and return.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ LOAD = 1 + BACKWARD  # cost of a micro-batch at each stage, in forward passes
 
 
 class Delay(torch.autograd.Function):
-    """Returns its input after a delay, as an accelerator of the peer's speed would."""
+    """An autograd function that returns its input after a delay, which represents the computation
+    time of a peer.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:  # noqa: D102
@@ -61,7 +64,8 @@ class Delay(torch.autograd.Function):
 
 
 class StagePart(nn.Module):
-    """A residual block of experts. The first stage also embeds, and the last stage also predicts.
+    """A residual block with experts, which is one stage of the pipeline. The first stage also
+    contains the embedding, and the last stage also contains the output layer.
     """
 
     def __init__(self, stage: int, seconds: float) -> None:
@@ -84,10 +88,10 @@ class StagePart(nn.Module):
 
 
 def parts(speed: float | None) -> list[Any]:
-    """Return functions that build the stages.
+    """Return functions that build the stages of the pipeline.
 
     Args:
-        speed: speed of the peer. None builds stages without a delay.
+        speed: speed of the peer. None builds stages without any delay.
     """
     return [partial(StagePart, stage, TASK_S / speed if speed else 0.0) for stage in range(STAGES)]
 
@@ -97,7 +101,7 @@ def loss(out: Tensor, target: Tensor) -> Tensor:
 
 
 def batches(step: int) -> list[tuple[Tensor, Tensor]]:
-    """Return sentences in which a word determines the next word most of the time."""
+    """Return sentences in which a word usually determines the next word."""
     dice = torch.Generator().manual_seed(step)
     words = torch.randint(WORDS, (BATCHES, SENTENCES, LENGTH + 1), generator=dice)
     for i in range(1, LENGTH + 1):
@@ -110,7 +114,7 @@ OPTIMIZER = partial(torch.optim.SGD, lr=0.5)
 
 
 def alone(steps: int) -> list[float]:
-    """Return the losses of training in one process."""
+    """Return the losses of training in a single process."""
     modules = [make_stage(parts(None), number, SEED) for number in range(STAGES)]
     optimizer = OPTIMIZER([p for module in modules for p in module.parameters()])
     found = []
@@ -134,10 +138,10 @@ def alone(steps: int) -> list[float]:
 
 
 def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
-    """Return (micro-batches per second, stage of each peer) of the fastest fixed pipeline.
+    """Return (micro-batches per second, stage of each peer) for the fastest fixed pipeline.
 
-    The peers of a stage get equal numbers of micro-batches. The search includes pipelines in which
-    peers have no stage (-1).
+    All peers of a stage process the same number of micro-batches. The search includes pipelines in
+    which some peers are not used. The stage of an unused peer is -1.
     """
     def rate(places: tuple[int, ...]) -> float:
         stages = [[s for s, place in zip(speeds, places, strict=True) if place == stage]
@@ -149,10 +153,10 @@ def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
 
 
 class Fixed(SwarmMembers):
-    """Members with planned stages, which are used in rotation.
+    """The members of a swarm, with fixed stages. Peers with the same stage take turns.
 
     Args:
-        stage_of: stage by the peer's host.
+        stage_of: the stage of each peer, by host name.
     """
 
     def __init__(self, stage_of: dict[str, int]) -> None:
@@ -172,14 +176,16 @@ class Fixed(SwarmMembers):
 
 
 def trace(args: argparse.Namespace, peer: int) -> Iterator[tuple[float, float]]:
-    """Yield (seconds of presence, seconds of absence) of a peer without end."""
+    """Yield pairs (seconds of presence, seconds of absence) of a peer indefinitely."""
     dice = random.Random(f"{SEED} {peer}")
     while True:
         yield dice.expovariate(1 / args.lifetime), dice.expovariate(1 / args.absence)
 
 
 def peer_rank(trainer: str, host: str, speed: float, lives: list[tuple[float, float]]) -> None:
-    """Serve, leave and return as planned, until the trainer has ended."""
+    """Serve as a peer until the trainer has ended. The peer leaves and returns at the planned
+    times.
+    """
     def serve() -> None:
         torch.set_num_threads(1)
         StagePeer((trainer, PORT), parts(speed), OPTIMIZER, loss, host=host, throughput=speed,
@@ -198,7 +204,7 @@ def peer_rank(trainer: str, host: str, speed: float, lives: list[tuple[float, fl
 
 
 def train_rank(host: str, seconds: float, way: dict[str, Any]) -> dict[str, Any]:
-    """Train for the given number of seconds, and return the numbers of the run."""
+    """Train for the given number of seconds, and return the measurements of the run."""
     torch.set_num_threads(1)
     swarm = Swarm(STAGES, host=host, port=PORT, wire=way["wire"], seed=SEED, timeout_s=TIMEOUT_S,
                   rebalance_s=way["rebalance_s"])
@@ -219,7 +225,7 @@ def train_rank(host: str, seconds: float, way: dict[str, Any]) -> dict[str, Any]
 
 
 def rank(addresses: list[str], args: argparse.Namespace, way: dict[str, Any]) -> Any:
-    """Run one node: the trainer or a peer."""
+    """Run one node, which is the trainer or a peer."""
     logging.getLogger("moe_plugin").setLevel(logging.ERROR)
     number = int(os.environ["RANK"])
     if number == 0:
@@ -252,7 +258,7 @@ WAY_TEXTS = {  # by the key of `WAYS`, which the file of numbers contains
 
 
 def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure one way to use the peers."""
+    """Measure one way to use the peers (swarm or fixed pipeline)."""
     way = {"stage_of": None, "vanish": False, "rebalance_s": None, "peers": len(SPEEDS),
            **WAYS[name]}
     with EmulatedCluster(1 + len(SPEEDS), 1, args.rate, args.delay) as cluster:
@@ -270,7 +276,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def present(args: argparse.Namespace, places: Sequence[int], seconds: float) -> float:
-    """Return the share of the time in which all peers of a fixed pipeline are present."""
+    """Return the fraction of the time during which all peers of a fixed pipeline are present."""
     lost: list[tuple[float, float]] = []
     for i, place in enumerate(places):
         now = 0.0

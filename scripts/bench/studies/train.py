@@ -1,8 +1,9 @@
-"""Compare whole training steps of models with our layer, with the framework's own layer and with
-dense layers of equal active width. All models have equal weights and equal data and run on the same
-ranks and processes, one step of each model after the other. With --evaluate, compare forward passes
-of an evaluation instead, with and without our pieces by load. The command starts its ranks itself
-or uses the ranks that torchrun started.
+"""Compare the times of whole training steps. The study compares models with our layer, models with
+the framework's own MoE layer, and models with dense layers of equal active width. All models have
+the same weights and data, and run on the same ranks in the same processes. The models alternate
+after every training step. With --evaluate, the study compares forward passes of an evaluation
+instead of training steps. In evaluations, our layer is measured with and without pieces that depend
+on the load. The command starts its own ranks, or uses the ranks that torchrun started.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
-    """Return a report of each shape. On ranks of a launcher, only rank 0 returns the reports."""
+    """Return one report for each shape. If a launcher started the ranks, only rank 0 returns the
+    reports.
+    """
     grid = parse_grid(args.emulate) if args.emulate else None
     shapes = for_host(parse_shapes(args.shapes), args.host)
     if "RANK" not in os.environ:
@@ -108,9 +111,11 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
 
 
 def hardware(rate_bit_s: float, folder: Path) -> Settings:
-    """Return the settings that describe links and processors where pieces are chosen.
+    """Return the settings that describe the links and the processor. The layer uses these settings
+    to choose the number of pieces.
 
-    The links of an emulated cluster are the fitted links at the rate of the cluster.
+    For an emulated cluster, the settings describe the fitted links with the bandwidth of the
+    cluster.
     """
     fitted = load_cluster("configs/clusters/emulated.yaml")
     link = replace(fitted.inter, beta_s=fitted.inter.beta_s * FITTED_BIT_S / rate_bit_s)
@@ -120,7 +125,7 @@ def hardware(rate_bit_s: float, folder: Path) -> Settings:
 
 
 def merge(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Replace the old reports of the same host, place and shape."""
+    """Replace earlier reports for the same host, place and shape."""
     return [one.as_dict() for one in merged(reports(old), reports(new))]
 
 

@@ -1,8 +1,9 @@
-"""Measure training steps of models of `transformers` with its own experts and exchanges, and with
-ours. Models with equal weights train in the same processes, one step of each model after the other.
+"""Measure training steps of `transformers` models. The models use the experts and exchanges of
+`transformers`, or those of this package. All models start with the same weights and are trained in
+the same processes. The models alternate after every training step.
 
-The part on emulated nodes needs Linux and root. Takes about ten minutes on an idle machine with two
-processors.
+The part on emulated nodes requires Linux and root. The study takes about ten minutes on an idle
+machine with two CPU cores.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ LARGE: dict[str, tuple[str, dict[str, int]]] = {
 
 
 def build(shape: str, **more: Any) -> Any:
-    """Build the model of a shape with random weights."""
+    """Build the model of the given shape with random weights."""
     import transformers
 
     kind, sizes = (SHAPES | LARGE)[shape]
@@ -85,9 +86,9 @@ def build(shape: str, **more: Any) -> Any:
 
 
 def stepper(model: Any, tokens: Tensor) -> Callable[[], float]:
-    """Return a function that runs one training step by SGD and returns the loss.
+    """Return a function that runs one training step with SGD and returns the loss.
 
-    The learning rate is 0, so that the losses of all steps and sides are comparable.
+    The learning rate is 0, so that losses can be compared across steps and across sides.
     """
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -104,16 +105,17 @@ def stepper(model: Any, tokens: Tensor) -> Callable[[], float]:
 
 
 def data(sequences: int, length: int, part: int = 0) -> Tensor:
-    """Return the token ids of a rank, [B, S]."""
+    """Return the token ids of one rank, [B, S]."""
     return torch.randint(VOCABULARY, (sequences, length),
                          generator=torch.Generator().manual_seed(part))
 
 
 def timed(sides: dict[str, Callable[[], float]], steps: int) -> dict[str, Any]:
-    """Return the seconds of each side's steps, one side after the other, and each side's last loss.
+    """Time the steps of all sides. The sides alternate after every step. For each side, return the
+    step times in seconds and the last loss.
 
-    All ranks start a step together. In a single process, a side that takes `SLOW` times as long as
-    ours is timed only once.
+    All ranks start a step at the same time. In a single process, a side is timed only once if it
+    takes more than `SLOW` times as long as our side.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     losses = {}
@@ -159,10 +161,10 @@ def _dtype(args: argparse.Namespace) -> torch.dtype:
 
 
 class OnGPU:
-    """Measure training steps of models of `transformers` on one GPU, in bfloat16, with its own
-    experts and
-    with ours. The models have two layers and the widths and numbers of experts of published models.
-    Models with equal weights train in one process, one step of each model after the other.
+    """Measure training steps of `transformers` models on one GPU in bfloat16. The models use the
+    experts of `transformers`, or those of this package. The models have two layers. The widths and
+    the numbers of experts are those of published models. All models start with the same weights and
+    are trained in a single process. The models alternate after every training step.
     """
 
     TITLE = "Models of transformers on one GPU"
@@ -190,7 +192,7 @@ class OnGPU:
 
 
 def run_rank(folder: str, mesh: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return seconds and losses of one rank for each shape."""
+    """For each shape, return the step times and the losses on one rank."""
     return [_shape_on_rank(Path(folder, str(number)), mesh, args)
             for number in range(len(args.shapes))]
 
@@ -235,7 +237,7 @@ def measure_ranks(grid: str, mesh: str, args: argparse.Namespace) -> dict[str, A
 
 
 def gathered(folder: str, mesh: str, args: argparse.Namespace) -> list[Any]:
-    """Return the results of `run_rank` of all ranks."""
+    """Gather the results of `run_rank` from all ranks."""
     mine = run_rank(folder, mesh, args)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -244,13 +246,13 @@ def gathered(folder: str, mesh: str, args: argparse.Namespace) -> list[Any]:
 
 def _with_sizes(cells: list[dict[str, Any]], args: argparse.Namespace, parts: int,
                 rate: float | None = None) -> dict[str, Any]:
-    """Add the sizes and versions to the cells.
+    """Add model sizes and versions to the results.
 
     Args:
-        cells: results by shape.
+        cells: the results for each shape.
         args: options of the study.
         parts: number of batches per step.
-        rate: rate of the nodes' links in bit/s, or None.
+        rate: bandwidth of the nodes' links in bit/s, or None.
     """
     return {"cells": cells, "sequences": args.sequences, "length": args.length, "parts": parts,
             "steps": args.steps, "rate": rate, "dtype": args.dtype,
@@ -278,16 +280,16 @@ def part(title: str, about: str, found: dict[str, Any]) -> list[str]:
 
 
 def _spread(losses: dict[str, float]) -> float:
-    """Return the relative difference between the largest and the smallest loss of the last step."""
+    """Return the relative difference between the largest and the smallest loss in the last step."""
     return (max(losses.values()) - min(losses.values())) / min(losses.values())
 
 
 COMPUTED = (f"The columns are values of `experts_implementation`. `{OURS}` computes the experts "
-            "with our layer; the other values are those of transformers.")
+            "with our layer. All other values are implementations in transformers.")
 CHOSEN = (
-    f"`{OURS}` uses our default settings. `{TUNED}` chooses the layout, the all-to-all and how "
-    f"often rows are sent, in {LONGEST_WARM_UP} steps before the timed ones. The other columns are "
-    "exchanges of transformers, which then computes experts by `grouped_mm`.")
+    f"`{OURS}` uses our default settings. `{TUNED}` chooses the layout, the all-to-all algorithm "
+    f"and how often rows are sent, in {LONGEST_WARM_UP} steps before the timed steps. All other "
+    "columns are exchanges of transformers, which computes the experts with `grouped_mm`.")
 OWN_TOKENS = ("The columns are values of `ep_implementation`. The models use FSDP2 and expert "
               f"parallelism over all ranks, and every rank has different sequences. {CHOSEN}")
 SAME_TOKENS = ("The columns are values of `ep_implementation`. The models use tensor parallelism "

@@ -1,10 +1,11 @@
-"""Compare SwinV2-MoE with the dense SwinV2 of timm: images per second and accuracy.
+"""Compare SwinV2-MoE with timm's dense SwinV2: images per second and accuracy.
 
-Both models have equal active FLOPs: a token uses one expert of the dense MLP's width. Speed is
-measured with alternating calls of both models in one process, on all threads of the machine. For
-the accuracy, both models train at the same time, with one process and one thread each, once per
-seed. Takes about ten minutes on two cores, and hours with `--data cifar10`. A second start
-continues the training. Needs 6 GB of memory.
+Both models have the same number of active FLOPs, because each token uses one expert that has the
+width of the dense MLP. The speed is measured in one process that calls both models alternately,
+with all threads of the machine. To measure the accuracy, both models are trained at the same time,
+once per seed. Each of these models is trained in its own process with one thread. The study takes
+about ten minutes on two cores, and hours with `--data cifar10`. If the study is interrupted, the
+training can be continued by running the study again. The study requires 6 GB of memory.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ BATCHES = (2, 8, 16)
 
 
 def rate(cell: dict[str, Any], kind: str, side: str) -> float:
-    """Return the images per second of a cell."""
+    """Return the number of images per second that was measured in one cell."""
     return cell["batch"] / statistics.median(cell["seconds"][kind][side])
 
 
 def overhead(cell: dict[str, Any], kind: str) -> float:
-    """Return the median time of the model with experts relative to that of the dense model."""
+    """Return the median time of the MoE model divided by the median time of the dense model."""
     return rate(cell, kind, "dense") / rate(cell, kind, "moe")
 
 
 def step_of(model: nn.Module, x_BCSS: torch.Tensor, y_B: torch.Tensor) -> Callable[[], None]:
-    """Return a function that computes the gradients of one batch."""
+    """Return a function that computes the gradients for one batch."""
 
     def run() -> None:
         model.train()
@@ -79,11 +80,11 @@ def forward_of(model: nn.Module, x_BCSS: torch.Tensor) -> Callable[[], None]:
 
 
 def cell(preset: str, batch: int, models: dict[str, nn.Module], rounds: int) -> dict[str, Any]:
-    """Measure both models at one number of images per call.
+    """Measure both models with a given number of images per call.
 
-    Returns:
-        The seconds of all rounds by kind and side, the FLOPs of a forward pass per image by side,
-        and the share of tokens without a slot in the worst layer.
+    Returns: The times of all rounds in seconds (by kind of call and side), the FLOPs of a forward
+        pass per image (by side), and the share of tokens without a slot in the layer with the
+        largest share.
     """
     size = PRESETS[preset].image
     random = torch.Generator().manual_seed(1)
@@ -102,11 +103,11 @@ def cell(preset: str, batch: int, models: dict[str, nn.Module], rounds: int) -> 
 
 
 def flops_of(models: dict[str, nn.Module], x_BCSS: torch.Tensor) -> tuple[dict[str, float], float]:
-    """Return (FLOPs of a forward pass by side and image, largest share of dropped tokens).
+    """Return (FLOPs of a forward pass per image by side, largest share of dropped tokens).
 
-    torch counts the FLOPs of the dense model. For the model with experts, tokens without a slot
-    save an MLP, and each token's scores are added: a projection, and a cosine with the direction of
-    every expert.
+    The FLOPs of the dense model are counted by torch. For the MoE model, the FLOPs of an MLP are
+    subtracted for each token without a slot. The FLOPs of the router are added for each token: a
+    projection, and the cosine with the direction of every expert.
     """
     # imported here, because it loads Triton, which prints messages at exit
     from torch.utils.flop_counter import FlopCounterMode
@@ -143,7 +144,7 @@ def speed(presets: Sequence[str], batches: Sequence[int], rounds: int) -> list[d
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the accuracy and the images per second of the example's training, by side and seed."""
+    """Train both models, and return their accuracy and images per second, by side and seed."""
     found: dict[str, dict[str, list[float]]] = {
         name: {side: [] for side in SIDES} for name in ("accuracy", "images_per_s")}
     place = folder_of_runs(args)

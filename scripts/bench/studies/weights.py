@@ -1,8 +1,9 @@
 """Measure memory and speed of training a model that is larger than its memory limit, in one
-process: in plain PyTorch with a model three times as large, and by the training script of Megatron.
+process: in plain PyTorch with a model three times as large as the limit, and with Megatron's
+training script.
 
-Needs cgroups (version 1 or 2) with a writable memory controller and 5 GiB of disk, and takes about
-6 minutes. The second part needs megatron-core.
+The study requires cgroups (version 1 or 2) with a writable memory controller and 5 GiB of disk
+space, and takes about 6 minutes. The second part requires megatron-core.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
 def child(args: argparse.Namespace, mode: str, scratch: str, throttle: float) -> dict[str, Any]:
-    """Train in this process, and return losses, times and memory."""
+    """Train one mode in this process. Return the losses, the times and the memory of the training
+    run.
+    """
     torch.use_deterministic_algorithms(True)
     peak, loss = AnonymousPeak(), partial(loss_of, args.micro_batches)
     blocks = makers(VOCABULARY, args.layers, WIDTH, EXPERTS, args.hidden)
@@ -84,7 +87,7 @@ def child(args: argparse.Namespace, mode: str, scratch: str, throttle: float) ->
 
 def megatron_child(args: argparse.Namespace, mode: str, place: str,
                    throttle: float) -> dict[str, Any]:
-    """Train with Megatron's script in this process, and return losses, times and memory."""
+    """Train with Megatron's script in this process. Return the losses, the times and the memory."""
     from moe_plugin.hosts.megatron.train import main as train
     from moe_plugin.observe.history import read_run
 
@@ -128,7 +131,9 @@ CHILDREN = {"plain": child, "megatron": megatron_child}
 
 
 def compare(part: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run all modes, and check that streamed losses are equal to resident ones, bit for bit."""
+    """Run all modes, and check that the losses with streamed weights are bitwise equal to the
+    losses with resident weights.
+    """
     limit = (LIMIT_MIB[part] if args.limit_mib < 0 else args.limit_mib) * MIB or None
     modes, throttles = (MODES, (0.0, args.throttle)) if part == "plain" else (MODES[:2], (0.0,))
     with tempfile.TemporaryDirectory(dir=args.scratch or Path.cwd()) as scratch:

@@ -1,1 +1,1 @@
-"""Comparison of whole training steps with our layer and with the framework's own layer."""
+"""Compare whole training steps with our layer and with the layer of the host framework."""

@@ -1,7 +1,8 @@
-"""Plot the loss over training time, for our layer and the host's own: the picture of `bench train`.
+"""Plot the loss against the training time, for our layer and for the host framework's own layer.
+The figure is shown on the page of `bench train`.
 
-A line shows the mean over neighbouring steps. The band around the line shows the smallest and the
-largest of these losses.
+Each line shows the mean over neighbouring steps. The band around a line extends from the smallest
+to the largest of the averaged losses.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ NATIVE = {"megatron": "Megatron-core's own layer",
 
 
 def draw(found: Sequence[dict[str, Any]], path: str) -> None:
-    """Draw a panel for each host on one machine: the timed steps of `SHAPE`, or of the first shape.
+    """Draw one panel for each host on one machine. A panel shows the timed steps of `SHAPE`, or of
+    the first shape if `SHAPE` was not measured.
     """
     shown = []
     for (_, place), mine in by_place(reports(found)).items():
@@ -56,15 +58,15 @@ def _panel(axis: Any, report: TrainReport) -> None:
 
 
 def curve(side: SideTimes) -> tuple[list[float], list[float]]:
-    """Return the seconds since the start of the first timed step, and the loss, for each timed
-    step.
+    """For each timed step, return its loss, and the time in seconds since the start of the first
+    timed step.
     """
     return list(accumulate(side.seconds)), list(side.losses[-len(side.seconds):])
 
 
 def smoothed(losses: Sequence[float]) -> list[tuple[float, float, float]]:
-    """Return (mean, minimum, maximum) of the losses around each step, over fewer steps at both
-    ends.
+    """For each step, return (mean, minimum, maximum) of the losses around the step. Near both ends
+    of a curve, fewer steps are averaged.
     """
     reach = len(losses) // (2 * POINTS)
     windows = [losses[max(0, i - reach):i + reach + 1] for i in range(len(losses))]

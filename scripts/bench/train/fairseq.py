@@ -1,5 +1,5 @@
-"""Language models in fairseq's trainer: with our layer, with the layer of the moe branch, and
-dense.
+"""Build language models in fairseq's trainer: with our layer, with the layer of fairseq's `moe`
+branch, and with dense layers.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _FIXED = ("--task dummy_lm --dict-size 256 --arch transformer_lm --decoder-atten
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
           ours: Mapping[str, Settings], others: bool, evaluate: bool = False) -> list[Side]:
-    """Build all models with equal weights. The default process group must exist.
+    """Build all models with the same weights. The default process group must be initialized.
 
     Args:
         shape: sizes of the models.
-        text: the text that the models train on, uint8 [N].
+        text: the training text, uint8 [N].
         rank: this rank.
         ranks: number of ranks.
-        ours: settings of our layer by the name of the side.
-        others: whether to build the layer of fairseq's moe branch and a dense model too.
+        ours: for each side with our layer, the settings of the layer.
+        others: whether to also build the layer of fairseq's `moe` branch and a dense model.
         evaluate: whether steps are forward passes of an evaluation.
     """
     start()
@@ -67,12 +67,12 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
 
 
 class _BranchFFN(nn.Module):
-    """The layer of fairseq's moe branch in the place of ours.
+    """The layer of fairseq's `moe` branch, which replaces our layer.
 
     Attributes:
-        moe: the attributes of a layer that the trainer and the criterion read.
-        run: the run's settings.
-        stats: None, because nothing is logged about this layer.
+        moe: the attributes of an MoE layer that the trainer and the criterion read.
+        run: the settings of the run.
+        stats: always None, because no statistics are logged for this layer.
     """
 
     stats = None
@@ -87,7 +87,7 @@ class _BranchFFN(nn.Module):
                 parameter.register_hook(lambda gradient: gradient * factor)
 
     def forward(self, x_TBD: Tensor, padding_BT: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `FairseqMoELayer`. No token is padding here."""
+        """See `FairseqMoELayer`. The model has no padding tokens."""
         x_BTD = x_TBD.transpose(0, 1)
         y_SD, loss = self.branch(x_BTD.reshape(-1, x_BTD.shape[-1]))
         return y_SD.view(x_BTD.shape).transpose(0, 1), loss
@@ -103,8 +103,8 @@ def _become_branch(model: nn.Module, shape: TrainShape) -> None:
 
 
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy all weights: parameters by name, and experts, which have different names in the two
-    layers.
+    """Copy all weights. Parameters are matched by name, except for experts, which have different
+    names in the two layers.
     """
     from moe_plugin.hosts.fairseq.layers import moe_layers
 
@@ -127,13 +127,13 @@ def _copy_experts(ours: Any, branch: BranchMoE) -> None:
 
 
 def start() -> None:
-    """Prepare this process for the first model."""
+    """Prepare this process before the first model is built."""
     logging.getLogger("fairseq").setLevel(logging.ERROR)
     from moe_plugin.hosts.fairseq import registered  # noqa: F401
 
 
 def flags_of(settings: Settings) -> list[str]:
-    """Return the settings as flags of fairseq's command line."""
+    """Convert the settings to flags of fairseq's command line."""
     # A dispatcher that is set explicitly replaces the one that the flags of the moe branch select,
     # and with it the capacity. Set the capacity factor, unless the settings contain one.
     own = {"dispatch.capacity_factor": 1.0} if "dispatch.name" in settings else {}
@@ -143,7 +143,7 @@ def flags_of(settings: Settings) -> list[str]:
 
 
 class Models:
-    """Builds models of one shape in fairseq's trainer."""
+    """Build several models of one shape in fairseq's trainer."""
 
     def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int,
                  evaluate: bool = False) -> None:

@@ -1,4 +1,6 @@
-"""GPT models in Megatron-core with our layer, with Megatron's own layer, and without experts."""
+"""Build GPT models in Megatron-core: with our layer, with Megatron's own layer, and without
+experts.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,17 @@ SEED, VOCABULARY = 1234, 384  # the vocabulary is that of bytes, padded as in Me
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
           ours: Mapping[str, Settings], others: bool, evaluate: bool = False) -> list[Side]:
-    """Build all models with equal weights in Megatron's process groups. The default group must
-    exist.
+    """Build all models with the same weights in Megatron's process groups. The default process
+    group must be initialized.
 
     Args:
         shape: sizes of the models.
-        text: the text that the models train on, uint8 [N].
+        text: the training text, uint8 [N].
         rank: this rank.
         ranks: number of ranks.
-        ours: settings of our layer by the name of the side.
-        others: whether to build Megatron's own layer, with both dispatchers, and a dense model too.
+        ours: for each side with our layer, the settings of the layer.
+        others: whether to also build Megatron's own layer, with both dispatchers, and a dense
+            model.
         evaluate: whether steps are forward passes of an evaluation.
     """
     start(ranks)
@@ -66,7 +69,8 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
 
 
 def _take_choices(router: Any, choose: Callable[[Tensor], Tensor]) -> None:
-    """Let `choose` make the choices of one of Megatron's routers; see `host_sides.take_choices`."""
+    """Make `choose` select the experts in one of Megatron's routers. See `host_sides.take_choices`.
+    """
     module = sys.modules[type(router).__module__]
     routing, choice = router.routing, module.topk_routing_with_score_function
 
@@ -80,8 +84,8 @@ def _take_choices(router: Any, choose: Callable[[Tensor], Tensor]) -> None:
 
 
 def _copy_weights(source: Made | None, target: Made) -> None:
-    """Copy all weights: parameters by name, and experts, which have different names in the two
-    layers.
+    """Copy all weights. Parameters are matched by name, except for experts, which have different
+    names in the two layers.
     """
     if source is None or source is target:
         return
@@ -114,7 +118,7 @@ def _copy_experts(layer: Any, native: Any) -> None:
 
 
 def start(ranks: int) -> None:
-    """Prepare this process for the first model."""
+    """Prepare this process before the first model is built."""
     from megatron.core import parallel_state
 
     from moe_plugin.hosts.megatron.compat import cpu
@@ -150,7 +154,7 @@ def config_of(shape: TrainShape, ranks: int) -> Any:
 
 @dataclass
 class Made:
-    """A Megatron model with its optimizer and its run."""
+    """A Megatron model with its optimizer and its run features."""
 
     config: Any
     chunk: Any
@@ -170,8 +174,9 @@ def make(shape: TrainShape, config: Any, settings: Settings | None = None,
     Args:
         shape: sizes of the model.
         config: Megatron's configuration.
-        settings: settings of our layer. None (default) builds the layers of Megatron's own spec.
-        fused: whether to use the fused Adam.
+        settings: settings of our layer. None (default) builds the layers of Megatron's own layer
+            spec.
+        fused: whether to use the fused Adam optimizer.
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -215,14 +220,14 @@ def make(shape: TrainShape, config: Any, settings: Settings | None = None,
 
 
 class Batches:
-    """Batches by number: tokens and labels, each [B, T].
+    """A sequence of training batches. Each batch consists of tokens and labels, each [B, T].
 
     Args:
         shape: sizes of the model.
         text: the text, uint8 [N].
         rank: this rank.
         ranks: number of ranks.
-        evaluate: whether the batches are for evaluation.
+        evaluate: whether the batches are used for evaluation.
     """
 
     def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int,

@@ -1,4 +1,6 @@
-"""The results of `bench train`: records, tables and pages. Nothing in this module measures."""
+"""The results of `bench train`: records, tables and pages. This module does not perform any
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,16 @@ MADE_BY = "moe-plugin bench train --host HOST [--emulate 2x2] [--evaluate] --out
 
 @dataclass(frozen=True)
 class TrainReport:
-    """Times of all sides of one shape, in one host and at one place.
+    """The times of all sides for one shape, in one host and at one place.
 
     Attributes:
-        host: name of the host, a key of `HOSTS`.
-        place: where the ranks ran, in words.
+        host: name of the host, which is a key of `HOSTS`.
+        place: description of where the ranks ran.
         ranks: number of ranks.
         shape: sizes of the model.
-        sides: times of every side.
+        sides: the times of each side.
         load: load average of the machine before and after the measurement.
-        versions: versions of the packages, with the date and the device.
+        versions: package versions, the date and the device.
         evaluate: whether forward passes of an evaluation were timed instead of training steps.
     """
 
@@ -59,46 +61,51 @@ class TrainReport:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Identity of the measurement. A later run with the same key replaces this report."""
+        """A key that identifies the measurement of a report. A later report with the same key
+        replaces this report.
+        """
         return self.host, self.place, self.evaluate, self.shape.name, self.version
 
     def side(self, name: str) -> SideTimes:
         return next(side for side in self.sides if side.name == name)
 
     def best(self, kind: str) -> SideTimes:
-        """Return the side of this kind (ours, native or dense) with the lowest median."""
+        """Return the side with the lowest median time among the sides of one kind (ours, native or
+        dense).
+        """
         return min((side for side in self.sides if side.kind == kind), key=median_ms)
 
     def ratio(self, name: str = OURS) -> tuple[float, float]:
-        """Return the times of the native sides divided by those of one of our sides.
+        """Return the times of the native sides divided by the times of one of our sides.
 
-        Above 1 our side is faster.
+        If a ratio is above 1, our side is faster.
 
         Args:
             name: name of our side.
-        Returns:
-            (ratio of medians, with the native side of lower median; ratio of minima, with the
-            fastest step of any native side).
+        Returns: (ratio of medians for the native side with the lowest median, ratio of minima for
+            the native side with the fastest step).
         """
         mine = self.side(name)
         least = min(min(s.seconds) for s in self.sides if s.kind == "native")
         return median_ms(self.best("native")) / median_ms(mine), least / min(mine.seconds)
 
     def behind(self, name: str = OURS) -> float:
-        """Return how much slower a side's median step is than that of our fastest side; 0.03 means
-        3 %.
+        """Return how much slower the median step of a side is than the median step of our fastest
+        side. For example, 0.03 means 3 %.
         """
         return median_ms(self.side(name)) / median_ms(self.best("ours")) - 1
 
     def loss_gap(self) -> float:
-        """Return the largest difference between the losses of our side and the best native side in
-        any step.
+        """Return the largest difference between the losses of our side and of the best native side
+        in any step.
         """
         mine, theirs = self.side(OURS).losses, self.best("native").losses
         return max(abs(a - b) for a, b in zip(mine, theirs, strict=False))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, with times rounded to a microsecond and losses to 1e-5."""
+        """Convert the report to plain values. Times are rounded to a microsecond, and losses to
+        1e-5.
+        """
         rounded = {"seconds": 6, "optimizer_s": 6, "losses": 5}
         sides = [{key: [round(v, rounded[key]) for v in value] if key in rounded else value
                   for key, value in asdict(side).items()} for side in self.sides]
@@ -111,14 +118,14 @@ class TrainReport:
 
 
 def median_ms(side: SideTimes) -> float:
-    """Return the median time of a side's steps in milliseconds."""
+    """Return the median step time of a side in milliseconds."""
     return 1e3 * statistics.median(side.seconds)
 
 
 def spread(side: SideTimes) -> float:
-    """Return the interquartile range of a side's steps over their median.
+    """Return the interquartile range of a side's step times divided by their median.
 
-    With fewer than four steps the result is 0.
+    With fewer than four step times, return 0.
     """
     if len(side.seconds) < 4:
         return 0.0
@@ -127,10 +134,10 @@ def spread(side: SideTimes) -> float:
 
 
 def reports(values: Sequence[dict[str, Any]]) -> list[TrainReport]:
-    """Read the reports of a file of numbers.
+    """Read the reports from the contents of a file of numbers.
 
     Raises:
-        ValueError: if the values were not written by `bench train`.
+        ValueError: if the contents were not written by `bench train`.
     """
     try:
         return [TrainReport.from_dict(one) for one in values]
@@ -140,23 +147,24 @@ def reports(values: Sequence[dict[str, Any]]) -> list[TrainReport]:
 
 
 def merged(old: Sequence[TrainReport], new: Sequence[TrainReport]) -> list[TrainReport]:
-    """Merge reports; a new report replaces the old one with the same `TrainReport.key`."""
+    """Merge reports. A new report replaces the old report with the same `TrainReport.key`."""
     return list({report.key: report for report in (*old, *new)}.values())
 
 
 def newest(every: Sequence[TrainReport], evaluate: bool = False) -> list[TrainReport]:
-    """Return the reports of the most recently measured version of each host.
+    """For each host, return the reports of the version that was measured most recently.
 
     Args:
-        every: reports of all versions.
-        evaluate: whether to return reports of evaluations instead of training steps.
+        every: the reports of all measured versions.
+        evaluate: whether to return reports about evaluations instead of training steps.
     """
     return [one for mine in by_place(every, evaluate).values() for one in mine
             if one.version == mine[0].version]
 
 
 def summary_table(reports: Sequence[TrainReport]) -> str:
-    """Return a table with one row per shape: our layer, the better native side and the dense model.
+    """Return a table with one row per shape that compares our layer, the faster native side and the
+    dense model.
     """
     return columns(reports, {
         "shape": "{0.shape.name}", "sizes": lambda r: r.shape.label(),
@@ -174,8 +182,8 @@ def summary_table(reports: Sequence[TrainReport]) -> str:
 
 
 def evaluation_table(reports: Sequence[TrainReport]) -> str:
-    """Return a table with one row per shape: our layer with and without pieces, and the native
-    side.
+    """Return a table with one row per shape that compares our layer with pieces, our layer without
+    pieces, and the native side.
     """
     return columns(reports, {
         "shape": "{0.shape.name}", "sizes": lambda r: r.shape.label(),
@@ -214,7 +222,9 @@ def _optimizer(side: SideTimes) -> float:
 
 
 def main_parts(reports: Sequence[TrainReport]) -> list[str]:
-    """Return the parts of the main page: a section per kind of place, then the evaluations."""
+    """Return the sections of the main page: one section for each kind of place, followed by the
+    evaluations.
+    """
     trained, evaluated = by_place(reports), by_place(reports, evaluate=True)
     sections = []
     for kind in dict.fromkeys(_kind(place) for _, place in trained):
@@ -237,7 +247,8 @@ def _host_parts(mine: Sequence[TrainReport], table: str, more: str) -> list[str]
 
 
 def side_pages(reports: Sequence[TrainReport]) -> dict[str, str]:
-    """Return a page for each host and kind of place, by file name, with every side of every shape.
+    """Return one page for each host and kind of place. Each page lists every side of every shape.
+    Keys of the returned dict are file names.
     """
     found: dict[str, list[TrainReport]] = {}
     for mine in by_place(reports).values():
@@ -256,7 +267,9 @@ def _page_of(one: TrainReport) -> str:
 
 
 def _kind(place: str) -> str:
-    """Return a place without the number of ranks, rate and delay, which follow after a comma."""
+    """Return the kind of a place, which is the text before the first comma. The number of ranks,
+    the bandwidth and the delay follow after the comma.
+    """
     return place.split(",")[0]
 
 
@@ -268,10 +281,10 @@ def _setup(reports: Sequence[TrainReport]) -> str:
 
 def by_place(every: Sequence[TrainReport],
              evaluate: bool = False) -> dict[tuple[str, str], list[TrainReport]]:
-    """Return the reports of training steps (or evaluations) by host and place.
+    """Return the reports about training steps (or evaluations), grouped by host and place.
 
-    For each host and place, the version that was measured last comes first; reports of one version
-    are ordered by shape.
+    Within a group, the version that was measured most recently comes first, and the reports of each
+    version are ordered by shape.
     """
     known = list(SHAPES)
     last: dict[tuple[str, str, str], str] = {}

@@ -1,4 +1,5 @@
-"""Start ranks on this machine or on an emulated cluster, and measure training steps on them."""
+"""Start ranks on this machine or on an emulated cluster, and measure training steps on these ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +30,17 @@ TIMEOUT_S = 900.0
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """One measurement: a shape in a host, with the sides to train.
+    """One measurement: the host, the shape of the model, and the sides to train.
 
     Attributes:
         host: "megatron" or "fairseq".
         shape: sizes of the model.
-        text: path of the text that the models train on.
-        steps: number of timed steps of each side.
-        warm_up: number of untimed steps of each side before the timed ones.
-        ours: settings of our layer by the name of the side.
-        others: whether the host's own layer and a dense model are measured too.
-        evaluate: whether forward passes of an evaluation are timed instead of training steps.
+        text: path of the training text.
+        steps: number of timed steps per side.
+        warm_up: number of untimed steps per side before the timed steps.
+        ours: for each side with our layer, the settings of the layer.
+        others: whether to also measure the host's own layer and a dense model.
+        evaluate: whether to time forward passes of an evaluation instead of training steps.
     """
 
     host: str
@@ -53,8 +54,8 @@ class TrainPlan:
 
 
 def measure_rank(plan: TrainPlan) -> list[SideTimes]:
-    """Measure all sides of a plan. Every rank calls this in an initialized group and gets the same
-    result.
+    """Measure all sides of one plan. Every rank must call this function in an initialized group,
+    and all ranks get the same result.
     """
     sides = sides_of(plan.host, plan.shape, read_text(plan.text), plan.ours, plan.others,
                      plan.evaluate)
@@ -62,8 +63,8 @@ def measure_rank(plan: TrainPlan) -> list[SideTimes]:
 
 
 def measure_plans(plans: Sequence[TrainPlan]) -> list[tuple[list[SideTimes], Load]]:
-    """Measure all sides of several plans in sequence, with the load average of the machine for each
-    plan.
+    """Measure all sides of several plans one after the other. For each plan, the load average of
+    the machine is recorded.
     """
     found = []
     for plan in tracked(plans, "bench train", "shape"):
@@ -75,14 +76,15 @@ def measure_plans(plans: Sequence[TrainPlan]) -> list[tuple[list[SideTimes], Loa
 
 def sides_of(host: str, shape: TrainShape, text: Tensor, ours: Mapping[str, Settings],
              others: bool = True, evaluate: bool = False) -> list[Side]:
-    """Build all sides with equal weights. Every rank calls this in an initialized group.
+    """Build all sides with the same weights. Every rank must call this function in an initialized
+    group.
 
     Args:
         host: "megatron" or "fairseq".
         shape: sizes of the model.
-        text: the text returned by `read_text`.
+        text: the training text, as returned by `read_text`.
         ours: settings of our layer by the name of the side.
-        others: whether the host's own layer and a dense model are built too.
+        others: whether to also build the host's own layer and a dense model.
         evaluate: whether steps are forward passes of an evaluation.
     """
     torch.set_num_threads(1)
@@ -103,7 +105,8 @@ def _builder(host: str) -> Callable[..., list[Side]]:
 
 
 def on_own_ranks(plans: Sequence[TrainPlan]) -> list[TrainReport]:
-    """Measure on the ranks that a launcher such as torchrun started. Only rank 0 returns reports.
+    """Measure on the ranks that were started by a launcher such as torchrun. Only rank 0 returns
+    reports.
     """
     joined = dist.is_initialized()
     if not joined:
@@ -118,14 +121,14 @@ def on_own_ranks(plans: Sequence[TrainPlan]) -> list[TrainReport]:
 
 
 def on_this_machine(plans: Sequence[TrainPlan], ranks: int) -> list[TrainReport]:
-    """Measure on `ranks` new processes of this machine."""
+    """Measure in `ranks` new processes on this machine."""
     return _reports(plans, f"one machine, {ranks} ranks", ranks,
                     on_processes(ranks, measure_plans, plans))
 
 
 def on_emulated(plans: Sequence[TrainPlan], cluster: EmulatedCluster) -> list[TrainReport]:
-    """Measure on a running emulated cluster. The ranks are forked after the hosts have been
-    imported.
+    """Measure several plans on a running emulated cluster. The hosts are imported before the ranks
+    are forked.
     """
     forked_hosts({plan.host for plan in plans})
     place = (f"{cluster.nodes_wanted}x{cluster.ranks_per_node} emulated nodes, "
@@ -136,26 +139,25 @@ def on_emulated(plans: Sequence[TrainPlan], cluster: EmulatedCluster) -> list[Tr
 
 
 def sides_on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> list[SideTimes]:
-    """Measure one plan on a running emulated cluster and return the times of its sides."""
+    """Measure one plan on a running emulated cluster, and return the times of the sides."""
     forked_hosts([plan.host])
     return cluster.run(measure_rank, plan, timeout_s=TIMEOUT_S, group_timeout_s=120.0)[0]
 
 
 def settings_on_emulated(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
                          args: Namespace, cluster: EmulatedCluster) -> dict[str, Any]:
-    """Train our layer with several settings on a running emulated cluster.
+    """On a running emulated cluster, train models with our layer and different settings.
 
     Args:
         host: "megatron" or "fairseq".
         shape: sizes of the models.
         text: path of the text that the models train on.
         ours: settings of our layer by the name of the side.
-        args: options of a study: the numbers of `steps` and of `warm_up` steps.
+        args: options of a study, including `steps` and `warm_up`.
         cluster: the cluster.
 
-    Returns:
-        The label of the shape, and the layout, the median seconds of a step and the last loss of
-        each side.
+    Returns: The label of the shape, and the results of each side. The results of a side are the
+        layout, the median step time in seconds, and the last loss.
     """
     # in fairseq, k is a setting of our layer, and the ragged dispatcher creates no slots
     more = {"router.top_k": shape.top_k, "dispatch.name": "ragged"} if host == "fairseq" else {}
@@ -168,7 +170,9 @@ def settings_on_emulated(host: str, shape: TrainShape, text: str, ours: Mapping[
 
 
 def forked_hosts(hosts: Iterable[str]) -> None:
-    """Import the hosts before ranks are forked, so that every rank need not import them again."""
+    """Import the host frameworks before ranks are forked, so that the ranks need not import them
+    again.
+    """
     for host in hosts:
         _builder(host)
         _import_host(host)

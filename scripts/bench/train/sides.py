@@ -1,4 +1,6 @@
-"""What both hosts share in training steps: sizes of a model, settings, batches and sides."""
+"""Definitions that both hosts use to measure training steps: model sizes, settings, batches and
+sides.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,9 @@ class TrainShape:
         tokens: number of tokens per step, over all ranks.
         layers: number of transformer layers.
         length: number of tokens per sentence.
-        gated: whether the experts are SwiGLU experts.
-        bf16: whether parameters and activations are in bfloat16. The optimizer keeps copies of the
-            parameters in float32.
+        gated: whether the experts are gated (SwiGLU).
+        bf16: whether parameters and activations are stored in bfloat16. The optimizer stores
+            float32 copies of the parameters.
 
     Raises:
         ValueError: if a size is smaller than 1, or top_k is larger than the number of experts.
@@ -78,10 +80,10 @@ class TrainShape:
                              f"experts={self.experts}. Use a smaller top_k")
 
     def sentences(self, ranks: int) -> int:
-        """Return the number of sentences of one rank in a step.
+        """Return the number of sentences that one rank processes in a step.
 
         Raises:
-            ValueError: if the tokens of a step cannot be divided equally.
+            ValueError: if the tokens of a step cannot be divided equally among the ranks.
         """
         if self.tokens % (self.length * ranks):
             raise ValueError(
@@ -96,21 +98,22 @@ class TrainShape:
 
 @dataclass(frozen=True)
 class Side:
-    """One model in training.
+    """A model that is trained in a comparison.
 
     Attributes:
         name: name of the side.
         kind: "ours", "native" or "dense".
-        step: a function that trains (or evaluates) on the step of the given number and returns the
-            language model's loss over all ranks, in nats per token.
-        optimizers: the torch optimizers, which are timed separately.
-        settled: a function that returns whether the tuners have chosen. All ranks get the same
-            answer.
-        layout: a function that returns the label of the layout in use.
-        parameters: parameters of the model. In 16 bits the optimizers have copies of the
-            parameters.
-        routers: a function for each MoE layer, in the order of the layers. It receives a function
-            from logits [T, E] to experts [T, K], which makes all later choices of the layer.
+        step: a function that receives the number of a step and trains (or evaluates) on this step.
+            The function `step` returns the loss of the language model over all ranks, in nats per
+            token.
+        optimizers: the torch optimizers. The time of the optimizers is measured separately.
+        settled: a function that returns whether the tuners have made their final choices. The
+            function `settled` returns the same value on all ranks.
+        layout: a function that returns the label of the current layout.
+        parameters: parameters of the model. If the model is stored in 16 bits, the optimizers have
+            float32 copies of the parameters.
+        routers: for each MoE layer, in order, a function that replaces all later choices of the
+            layer's router. The argument of this function maps logits [T, E] to experts [T, K].
     """
 
     name: str
@@ -124,8 +127,8 @@ class Side:
 
 
 def tuners_settled(layers: Sequence[MoELayer]) -> Callable[[], bool]:
-    """Return a function that returns whether the layers' tuners have no trials left, equal on all
-    ranks.
+    """Return a function that returns whether the tuners of all layers have finished their trials.
+    The returned value is the same on all ranks.
     """
     return lambda: not any(_exploring(layer) for layer in layers)
 
@@ -140,17 +143,18 @@ def _exploring(layer: MoELayer) -> bool:
 
 
 def take_choices(layer: MoELayer, choose: Callable[[Tensor], Tensor]) -> None:
-    """Let `choose` select the experts [T, K] for logits [T, E] in all later calls of the layer."""
+    """Make `choose` select the experts [T, K] from the logits [T, E] in all later calls of a layer.
+    """
     layer.router.forced = lambda call: choose(call.logits_TE)
 
 
 def layout_of(layers: Sequence[MoELayer], tokens: int) -> str:
-    """Return the labels of the layouts of the latest calls, with the number of layers in each.
-    Collective.
+    """Return the labels of the layouts in the latest calls, each with the number of layers that use
+    this layout. Collective.
 
     Args:
         layers: the layers.
-        tokens: number of tokens of one rank per step.
+        tokens: number of tokens per step on one rank.
     """
     seen = Counter(_latest(layer.routed_experts, tokens).label for layer in layers)
     return ", ".join(label if count == len(layers) else f"{label} ({count} of {len(layers)})"
@@ -164,9 +168,9 @@ def _latest(routed: RoutedExperts, tokens: int) -> LayoutChoice:
 
 
 def batch(text: Tensor, step: int, sentences: int, length: int, rank: int) -> Tensor:
-    """Return the bytes of a rank's sentences in a step, int64 [sentences, length + 1].
+    """Return the bytes of a rank's sentences in one step, int64 [sentences, length + 1].
 
-    Every side gets the same sentences in the same step.
+    All sides get the same sentences in the same step.
 
     Args:
         text: the text, uint8 [N].
@@ -205,11 +209,11 @@ SHAPES = {
 
 
 def parse_shapes(text: str) -> list[TrainShape]:
-    """Return the shapes of the option `--shapes`.
+    """Parse the value of the option `--shapes`.
 
     Args:
-        text: `all`, names separated by commas, or `WxFxExKxT` (width, inner width, experts, experts
-            per token, tokens per step).
+        text: `all`, several names separated by commas, or `WxFxExKxT` (width, inner width, number
+            of experts, experts per token, tokens per step).
 
     Raises:
         ValueError: if a name is unknown.
@@ -230,13 +234,14 @@ def _shape(text: str) -> TrainShape:
 
 
 def for_host(shapes: Sequence[TrainShape], host: str) -> list[TrainShape]:
-    """Return the shapes as the host's own layer can run them.
+    """Adapt the shapes to the limits of the host's own layer.
 
-    The layer of fairseq's moe branch supports at most two experts per token and no gated experts.
-    The number of experts per token is reduced, and shapes with gated experts are removed.
+    The layer of fairseq's `moe` branch does not support gated experts, or more than two experts per
+    token. For fairseq, the number of experts per token is therefore reduced, and shapes with gated
+    experts are removed.
 
     Raises:
-        ValueError: if all shapes have gated experts, and the host is fairseq.
+        ValueError: if the host is fairseq and all shapes have gated experts.
     """
     if host != "fairseq":
         return list(shapes)
@@ -247,10 +252,10 @@ def for_host(shapes: Sequence[TrainShape], host: str) -> list[TrainShape]:
 
 
 def our_settings(several_nodes: bool) -> dict[str, Settings]:
-    """Return the settings of our layer by the name of the side.
+    """Return the settings of our layer for each side.
 
-    The sides are the default settings, `auto` for layout and all-to-all (on one node; on several
-    nodes these are the defaults), and every fixed setting that is not the default.
+    The sides are: the default settings; `auto` for the layout and the all-to-all algorithm (on
+    several nodes, this is the default); and every fixed setting that is not the default.
     """
     if several_nodes:  # the default settings are `auto` already
         return {OURS: {}, **{f"{OURS}, {name}": FIXED[name] for name in FIXED}}
@@ -259,10 +264,12 @@ def our_settings(several_nodes: bool) -> dict[str, Settings]:
 
 
 def evaluated_settings(hardware: Settings) -> dict[str, Settings]:
-    """Return the settings of our layer in evaluations, without and with pieces by load.
+    """Return the settings of our layer for evaluations, without pieces and with pieces that depend
+    on the load.
 
     Args:
-        hardware: settings that describe the links and the processor, used by both sides.
+        hardware: settings that describe the links and the processor. The sides with and without
+            pieces both use these settings.
     """
     return {OURS: hardware, PIECES: {**hardware, "parallel.prefill": True}}
 
@@ -277,5 +284,5 @@ def write_text(folder: Path) -> str:
 
 
 def read_text(path: str) -> Tensor:
-    """Read the text that `write_text` wrote, as uint8 [N]."""
+    """Read the text written by `write_text`, as uint8 [N]."""
     return torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Time training steps of several models on the same ranks, one step of each model after the other.
+"""Time training steps of several models on the same ranks. The models alternate after every step.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ LONGEST_WARM_UP = 60  # maximum number of steps in which tuners can choose
 
 @dataclass(frozen=True)
 class SideTimes:
-    """Times of the steps of one side, in seconds of the slowest rank.
+    """The step times of one side, in seconds on the slowest rank.
 
     Attributes:
         name: name of the side.
         kind: "ours", "native" or "dense".
         seconds: time of each timed step.
-        optimizer_s: time in the optimizer in each timed step.
-        losses: losses of all steps, including those of the last warm-up. The losses of two sides
-            are comparable step by step, because all sides start with equal weights and train on
-            equal data.
-        parameters: number of parameters on one rank.
-        layout: label of the layout in use.
+        optimizer_s: time spent in the optimizer during each timed step.
+        losses: losses of all steps, including the steps of the last warm-up. The losses of two
+            sides can be compared step by step, because all sides start with the same weights and
+            use the same data.
+        parameters: number of parameters per rank.
+        layout: label of the current layout.
     """
 
     name: str
@@ -63,25 +63,27 @@ class _Clock:
         self.seconds += self.now() - self.begun
 
     def take(self) -> float:
-        """Return the seconds since the last call of this method."""
+        """Return the time in seconds since the previous call of this method."""
         taken, self.seconds = self.seconds, 0.0
         return taken
 
 
 def measure(sides: Sequence[Side], comm: Comm, steps: int, warm_up: int = WARM_UP,
             now: Callable[[], float] = time.perf_counter) -> list[SideTimes]:
-    """Train all sides, alternating after each step. Every rank calls this function.
+    """Train all sides. The sides alternate after each training step. Every rank must call this
+    function.
 
-    Every side first runs `warm_up` steps. A side whose tuners have not chosen by then runs more
-    steps alone, and starts again from its initial weights. The timed steps of all sides therefore
-    have equal weights and equal data, and so the same load of the experts.
+    Each side first runs `warm_up` untimed steps. If the tuners of a side have not finished after
+    the warm-up, the side runs more steps alone, and then starts again from its initial weights.
+    Therefore all sides have the same weights, the same data, and the same load of the experts in
+    the timed steps.
 
     Args:
         sides: models to train.
         comm: communicator of all ranks.
-        steps: number of timed steps of each side.
-        warm_up: number of steps before the timed ones.
-        now: clock, in seconds.
+        steps: number of timed steps per side.
+        warm_up: number of steps per side before the timed steps.
+        now: function that returns the current time in seconds.
     """
     runs = [_Run(side, comm, now) for side in sides]
     for run in runs:

@@ -78,5 +78,5 @@ def test_the_text_is_the_words_for_a_shell() -> None:
 def test_what_a_host_cannot_run_is_refused() -> None:
     with pytest.raises(ValueError, match="--script x.py is for Megatron only"):
         launch_words(model(), DATA_PARALLEL, "fairseq", LaunchCommand(script="x.py"))
-    with pytest.raises(ValueError, match="needs tensor or pipeline parallelism"):
+    with pytest.raises(ValueError, match="uses tensor or pipeline parallelism"):
         launch_words(model(), PLAN, "fairseq", LaunchCommand())

@@ -42,7 +42,7 @@ def test_one_rank_sends_nothing() -> None:
     row, = prefill_table(MODEL, Cluster(nodes=1, ranks_per_node=1), PROFILE, (1000,)).rows
     assert row.best.pieces == 1 and row.best.seconds == row.whole_s == pytest.approx(
         1e-3 + 2000 * 2e-6)
-    with pytest.raises(ValueError, match="8 experts cannot be divided over 3 ranks"):
+    with pytest.raises(ValueError, match="8 experts cannot be divided equally among 3 ranks"):
         prefill_table(MODEL, Cluster(nodes=3, ranks_per_node=1), PROFILE, (1,))
 
 

@@ -41,7 +41,7 @@ def test_pairs_are_of_one_network() -> None:
     cells = [row("r=1", "fairseq", 0.1, 0.1), row("r=0", "fairseq", 0.3, 0.2),
              row("r=1", "fairseq", 0.1, 0.3, "slow"), row("r=0", "fairseq", 0.2, 0.25, "slow")]
     page = " ".join(STUDIES["plan-error"].page({"cells": cells}).split())
-    assert "For two layouts on one network" in page and "in 1 of 2 pairs" in page
+    assert "pairs of layouts on the same network" in page and "In 1 of 2 pairs" in page
 
 
 @pytest.mark.parametrize("host", ["megatron", "fairseq"])

@@ -80,7 +80,7 @@ def test_a_network_shapes_what_passes_between_two_nodes(cluster: Make) -> None:
         "ranks": 3, "switches": 2, "links": [["0", "s0", 0.00125], ["s0", "s1", 1],
                                              ["1", "s1", 1], ["2", "s1", 1]]}))
     assert made.run(_both_ways, 250_000)[0] > 0.4
-    with pytest.raises(ValueError, match="has 4 ranks, which does not fit 3"):
+    with pytest.raises(ValueError, match="has 4 ranks, but the emulated cluster has 3"):
         made.set_network(networks.equal(4, 1e9))
 
 

@@ -1,6 +1,6 @@
-"""Pictures of the schedule of a collective, which show the network, the cut and the trees.
+"""Pictures of the schedule of a collective. The pictures show the network, its cut and the trees.
 
-The package does not import torch.
+This subpackage does not import torch.
 """
 
 from moe_plugin.cli.planning.pictures.draw import drawing

@@ -1,4 +1,5 @@
-"""Functions that draw a schedule as an SVG picture with the network, the cut and some of the trees.
+"""Functions that draw a schedule as an SVG picture. The picture shows the network, its minimum cut
+and some of the trees.
 
 The picture has a white background and fixed colors, so it looks the same everywhere.
 """
@@ -21,8 +22,8 @@ SLOW = 0.45  # added to a link's length for each factor of 10 in bandwidth below
 
 
 def network_layout(network: Network) -> dict[str, tuple[float, float]]:
-    """Return the positions of all nodes within [0, 1] x [0, 1]. The positions are the same for
-    equal networks.
+    """Return the positions of all network nodes within [0, 1] x [0, 1]. Equal networks get equal
+    positions.
 
     The distances between nodes approximate the distances along the links (Kamada and Kawai, 1989).
     Fast links are shorter, so nodes with fast connections are drawn close to each other.
@@ -48,7 +49,9 @@ def network_layout(network: Network) -> dict[str, tuple[float, float]]:
 
 
 def _spread(wanted: np.ndarray) -> np.ndarray:
-    """Place nodes by classical scaling, in the two directions in which distances differ most."""
+    """Place network nodes by classical multidimensional scaling, along the two directions in which
+    distances differ most.
+    """
     count = len(wanted)
     centre = np.eye(count) - 1 / count
     values, vectors = np.linalg.eigh(-centre @ wanted**2 @ centre / 2)
@@ -60,9 +63,9 @@ def _spread(wanted: np.ndarray) -> np.ndarray:
 
 
 def tree_layout(tree: Tree) -> dict[int, tuple[int, float]]:
-    """Return the depth and the row of each rank.
+    """For each rank in a tree, return its depth and its row in the drawing.
 
-    Leaves are placed below each other, and each parent is placed between its children.
+    Leaves are placed one below the other, and each parent is placed halfway between its children.
     """
     import igraph
 
@@ -105,7 +108,7 @@ def drawing(schedule: Schedule) -> str:
 
 
 def svg(height: float, content: str) -> str:
-    """Return a picture of `WIDTH` by `height` on a white background."""
+    """Return an SVG picture of `WIDTH` by `height` with a white background."""
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
             f'width="{WIDTH}" height="{height:.0f}" {FONT} role="img">'
             f'<path d="M0 0H{WIDTH}V{height:.0f}H0Z" fill="#ffffff"/>{content}</svg>\n')
@@ -113,7 +116,7 @@ def svg(height: float, content: str) -> str:
 
 def network_picture(schedule: Schedule, top: float) -> tuple[str, float]:
     """Draw the network below the y coordinate `top`. Return the SVG text and the y coordinate of
-    the lower end.
+    the lower edge.
 
     Ranks are circles with their numbers, and switches are boxes. Nodes of the cut are filled, and
     wires that cross the cut are dashed.
@@ -175,8 +178,8 @@ def _links(network: Network, spot: dict[str, tuple[float, float]], rates: Sequen
 
 
 def _arrow(x: float, y: float, u: float, v: float, color: str, share: float = 0.62) -> str:
-    """Draw the head of an arrow from (x, y) to (u, v). It is placed at the fraction `share` of the
-    distance.
+    """Draw an arrowhead that points from (x, y) to (u, v). The arrowhead is placed at the fraction
+    `share` of the distance.
     """
     length = hypot(u - x, v - y) or 1.0
     dx, dy = (u - x) / length, (v - y) / length
@@ -204,8 +207,8 @@ def _node(network: Network, index: int, at: tuple[float, float], radius: float, 
 
 
 def _box(x: float, y: float, half: float, tall: float, fill: str) -> str:
-    """Draw a box around (x, y) as a path, because the page of the report has a different style for
-    `rect`.
+    """Draw a box around (x, y) as a path, because the style sheet of the report changes `rect`
+    elements.
     """
     return (f'<path d="M{x - half:.1f} {y - tall:.1f}h{2 * half:.1f}v{2 * tall:.1f}'
             f'h{-2 * half:.1f}z" fill="{fill}" stroke="{SOFT}" stroke-width="1.3" '
@@ -238,11 +241,12 @@ def _legend(rates: Sequence[Fraction], x: float, y: float, has_switches: bool, h
 
 
 def trees_picture(schedule: Schedule, top: float) -> tuple[str, float]:
-    """Draw up to `PANELS` trees below the y coordinate `top`. Return the SVG text and the y
-    coordinate of the lower end.
+    """Draw up to `PANELS` trees of a schedule below the y coordinate `top`. Return the SVG text and
+    the y coordinate of the lower end.
 
-    The root is on the left, and there is a column for each hop. Ranks are shown by number, and
-    edges have the color of their slowest wire.
+    The root of a tree is on the left, and each column contains the ranks at the same number of hops
+    from the root. Ranks are labelled with their numbers, and edges have the color of their slowest
+    wire.
     """
     chosen = _chosen(schedule.trees)
     rates = sorted({w.bandwidth for w in schedule.network.wires}, reverse=True)
@@ -265,9 +269,7 @@ def trees_picture(schedule: Schedule, top: float) -> tuple[str, float]:
 
 
 def _chosen(trees: Iterable[Tree]) -> list[Tree]:
-    """Choose the tree with the largest weight for each direction and root, or other trees if there
-    are none.
-    """
+    """For each direction and root, choose the tree with the largest weight."""
     trees = sorted(trees, key=lambda tree: (-tree.weight, tree.inward))
     seen: set[tuple[int, bool]] = set()
     first: list[Tree] = []

@@ -1,4 +1,6 @@
-"""The HTML page of a schedule with numbers, the proof, the comparison and pictures."""
+"""The HTML page of a schedule. The page contains the numbers, the proof of optimality, the
+comparison with other algorithms, and pictures.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from moe_plugin.planner.units import show_size, show_time
 
 
 def page(report: Report) -> str:
-    """Return the HTML page as a string. The page refers to no other files."""
+    """Return the HTML page as a string. The page does not load any other files."""
     schedule, network = report.schedule, report.schedule.network
     title = f"{network.name}: {schedule.collective}"
     note = f'<p class="note" role="note">{escape(report.note)}</p>' if report.note else ""
