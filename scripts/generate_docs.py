@@ -2,9 +2,9 @@
 """Write the generated parts of the documentation (`PAGES`).
 
 The generated parts are the pages of settings, flags, registered names and refused settings, the
-tables at the end of some pages, and the figures of the layouts. They are generated from the config
-classes, the registries and the tables in the code. With --check, the script only reports which
-files are out of date.
+tables at the end of some pages, and the figures of the layouts. The generated parts are written
+from the config classes, the registries and the tables in the code. With --check, the script only
+reports which files are out of date.
 
     python scripts/generate_docs.py [--check]
 """
@@ -102,7 +102,9 @@ def _defaults() -> dict[str, Any]:
 
 
 def _sections(*trees: type) -> dict[str, type]:
-    """Return the config sections of the given trees by name. By default, both trees are used."""
+    """Return the config sections of the given config trees by name. By default, both config trees
+    are used.
+    """
     return {f.name: hints[f.name] for tree in trees or (MoEConfig, RunConfig)
             for hints in [typing.get_type_hints(tree)] for f in dataclasses.fields(tree)
             if dataclasses.is_dataclass(hints[f.name])}
@@ -278,8 +280,8 @@ def families_page() -> str:
             "formats do not support."),
         "", _prose(
             "In the column \"routing\", *+ bias* stands for a bias that is used only to select "
-            "experts. *sum 1* means that the gate weights of the selected experts sum to 1. *groups "
-            "(2)* means that groups are ranked by the sum of their two best scores. The name of a "
+            "experts. *sum 1* means that the gate weights of the selected experts sum to 1. "
+            "*groups (2)* means that groups are ranked by the sum of their two best scores. The name of a "
             "setting means that the model's config file contains its value."),
         "", "| family | routing | experts | whole models |", "|---|---|---|---|", *rows, "",
         _prose(

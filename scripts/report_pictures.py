@@ -115,7 +115,8 @@ def save(page: Page, path: Path, first: str, last: str) -> None:
         page: the page.
         path: the file to write.
         first: CSS selector of the topmost element in the screenshot.
-        last: CSS selector of elements. The screenshot ends below the lowest of these elements.
+        last: CSS selector of elements. The screenshot ends below the lowest element that matches
+            `last`.
     """
     top, bottom, width = page.value(f"""(() => {{
         const box = (element) => element.getBoundingClientRect();
