@@ -191,8 +191,8 @@ def shards() -> str:
 def used(r: int, rank: int) -> tuple[range, range]:
     """Return which shards a rank uses, and which quarters of the rows it computes (r >= 1).
 
-    As in `records.Placement`, each run of S/r consecutive ranks gathers its shards and divides its
-    tokens among the ranks of the run.
+    As in `records.Placement`, every S/r consecutive ranks gather their shards and divide their
+    tokens among themselves.
     """
     run, place = SHARDS // r, rank % SHARDS
     first = place // run * run

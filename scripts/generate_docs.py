@@ -243,9 +243,9 @@ def refusals_page(host: str, table: dict[str, Request]) -> str:
     lines = [NOTE.replace("config/", f"hosts/{host.lower()}/refusals.py"), "",
              f"# Settings that exclude others in {host}", "", _prose(
                  f"This page lists settings that cannot be combined in {host}. Each bold row is a "
-                 "setting or a type of model. A run with it raises an error if the run also uses "
-                 "one of the settings in the rows below. The error states the value and what to "
-                 "do. `moe-plugin doctor --all` prints these lists for all frameworks."), "",
+                 "setting or a type of model. Such a run raises an error if it also uses one of "
+                 "the settings in the rows below the bold row. The error states the value and what "
+                 "to do. `moe-plugin doctor --all` prints these lists for all frameworks."), "",
              "| request and excluded settings | what to do |", "|---|---|"]
     found = dict[str, dict[str, list[str]]]()
     for request in table.values():
@@ -276,13 +276,12 @@ def families_page() -> str:
             f"The table lists the {len(blocks)} supported model families with experts by their "
             "`model_type`. A single test covers all rows. In each family, the MoE blocks can be "
             "replaced with our layers and converted back. The last column shows whether whole "
-            "models can be converted to other formats. If not, it names the feature that the other "
-            "formats do not support."),
+            "models can be converted to other formats, or which feature prevents the conversion."),
         "", _prose(
             "In the column \"routing\", *+ bias* stands for a bias that is used only to select "
             "experts. *sum 1* means that the gate weights of the selected experts sum to 1. "
-            "*groups (2)* means that groups are ranked by the sum of their two best scores. The name of a "
-            "setting means that the model's config file contains its value."),
+            "*groups (2)* means that groups are ranked by the sum of their two best scores. The "
+            "name of a setting means that the model's config file contains its value."),
         "", "| family | routing | experts | whole models |", "|---|---|---|---|", *rows, "",
         _prose(
             f"These dense families can be upcycled: {dense}. To support another family, add an "
