@@ -1,7 +1,5 @@
 #!/usr/bin/env python3
-"""Prepare data, train in fairseq and Megatron, and print a table of results, for
-scripts/quickstart.sh.
-"""
+"""Prepare data, train in fairseq and Megatron, and print the results (scripts/quickstart.sh)."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ begin_run {here} "$@"
 
 
 class Failed(Exception):
-    """Raised if a step of the quick start fails. The message names the failed step and its log
-    file.
-    """
+    """Raised if a step of the quick start fails. The message names the step and its log file."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +64,7 @@ class Run:
         return self.folder / "train.log"
 
     def seconds_left(self, step: int, seconds: float) -> float:
-        """Estimate the time in seconds until all runs end, given that the first `step` steps of
-        this run, including its start, took `seconds`.
-        """
+        """Estimate the seconds until all runs end, if `step` steps and the start took `seconds`."""
         return seconds / step * (self.steps - step + self.later)
 
     def losses(self) -> list[StepRecord]:
@@ -155,9 +149,7 @@ def balance(folder: Path) -> float | None:
 
 
 def train(run: Run) -> tuple[dict[str, Any], bool]:
-    """Train a model, unless the run is already finished. Return the result, and whether it was
-    reused.
-    """
+    """Train, unless the run is finished. Return the result and whether it already existed."""
     done, started = run.folder / "result.json", run.folder / "command.sh"
     script = script_of(run)
     if started.is_file() and started.read_text() != script:
@@ -196,7 +188,7 @@ def script_of(run: Run) -> str:
 
 
 def _rename_old(run: Run, started: Path) -> None:
-    """Rename the folder if it contains a run with other settings."""
+    """Rename the folder of an earlier run with other settings."""
     date = time.localtime(started.stat().st_mtime)
     kept = run.folder.with_name(f"{run.folder.name}-{time.strftime('%Y%m%d-%H%M%S', date)}")
     run.folder.rename(kept)
@@ -245,9 +237,7 @@ def _tail(path: Path) -> str:
 
 
 def prepare(command: Sequence[str], made: Path, log: Path, what: str) -> None:
-    """Run a command, and create the marker file `made` if the command succeeds. Do nothing if
-    `made` exists.
-    """
+    """Run a command, and create the marker file `made` on success. Do nothing if `made` exists."""
     if made.exists():
         print(f"  {what}: already exists")
         return
@@ -300,8 +290,7 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 def summary(out: Path, results: list[dict[str, Any]], info: CorpusInfo) -> str:
-    """Return the table of results, the paths of the reports, and suggestions for what to do next.
-    """
+    """Return the table of results, the paths of the reports, and suggestions of next steps."""
     hosts = [r["host"] for r in results]
     return "\n".join([
         "", table(results), "",
@@ -319,9 +308,7 @@ def summary(out: Path, results: list[dict[str, Any]], info: CorpusInfo) -> str:
 
 
 def settings(path: Path, steps: int | None) -> dict[str, Any]:
-    """Return the sizes in configs/quickstart.yaml, with the number of steps replaced if it is
-    given.
-    """
+    """Return the sizes in configs/quickstart.yaml. `steps` overrides the number of steps."""
     values = read_yaml(path)
     if steps is not None:
         if steps < 1:
@@ -332,9 +319,7 @@ def settings(path: Path, steps: int | None) -> dict[str, Any]:
 
 
 def make_corpus(folder: Path, size: int) -> CorpusInfo:
-    """Create the sample text in `folder`. A different text in the folder is removed first, together
-    with the data that was created from it.
-    """
+    """Create the sample text in `folder`, and first delete a different text and its data there."""
     before = read_info(folder)
     info = build_corpus(folder, size=size)
     if before is not None and before != info:
