@@ -1,9 +1,9 @@
-"""Compare the functions of two revisions, and print the functions that only one of them has.
+"""Print the functions that exist in only one of two git revisions.
 
     python scripts/compare_functions.py REV_A REV_B
 
-Functions may be in different files. Two functions are equal if they have the same name and body,
-without docstrings, imports, and names of modules in strings.
+A function may be in different files in the two revisions. Two functions are equal if their names
+and bodies are equal, ignoring docstrings, imports, and module names in strings.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def left_out(node: ast.stmt) -> bool:
 
 
 def bare(function: ast.AST, modules: set[str]) -> str:
-    """Return a function's code without docstrings, imports and names of modules.
+    """Return the code of a function without docstrings, imports and module names.
 
     Args:
         function: the function.
-        modules: the names that the function's file imports from modules.
+        modules: names that the function's file imports with `from ... import`.
     """
     for node in ast.walk(function):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -69,7 +69,7 @@ def functions(revision: str) -> Iterator[tuple[str, str, str]]:
 
 
 def main() -> int:
-    """Print the differences, and return 1 if the revisions differ."""
+    """Print all functions that differ, and return 1 if there are any."""
     found = [Counter(), Counter()]
     files: dict[tuple[str, str], str] = {}
     for count, revision in zip(found, sys.argv[1:], strict=True):

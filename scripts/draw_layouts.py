@@ -1,6 +1,6 @@
-"""Draw the pictures of layouts, docs/layouts.svg and docs/layouts_shards.svg.
+"""Draw the figures of the expert layouts, docs/layouts.svg and docs/layouts_shards.svg.
 
-`generate_docs.py` writes the files.
+`generate_docs.py` calls this module to write the files.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Band:
-    """A line of a panel, which shows the tokens and experts of each rank.
+    """One row of a panel, which shows the tokens and experts of each rank.
 
     Attributes:
-        label: text in front of the line.
+        label: text to the left of the row.
         tokens: the tokens of each rank.
         experts: optional. The experts that each rank stores or borrows.
-        borrowed: pairs (rank, expert) that are drawn with a dashed line.
+        borrowed: pairs (rank, expert) that are drawn with a dashed outline.
     """
 
     label: str
@@ -49,14 +49,14 @@ class Band:
 
 @dataclass(frozen=True)
 class Panel:
-    """The picture of one layout.
+    """The drawing of one layout.
 
     Attributes:
         title: name of the layout.
-        setting: settings that choose the layout.
-        bands: the lines of the picture, from top to bottom.
-        travels: texts between the lines, which describe the data that is sent.
-        expert_of: the expert of each token.
+        setting: settings that select the layout.
+        bands: the rows of the drawing, from top to bottom.
+        travels: texts between the rows, which describe the data that is sent.
+        expert_of: the expert selected by each token.
     """
 
     title: str
@@ -67,12 +67,12 @@ class Panel:
 
 
 def of_experts(expert_of: Sequence[int] = EXPERT_OF) -> list[list[int]]:
-    """Return the tokens of each expert. Rank i stores expert i."""
+    """Return the list of tokens for each expert. Rank i stores expert i."""
     return [[t for t, e in enumerate(expert_of) if e == rank] for rank in range(RANKS)]
 
 
 def panels() -> list[Panel]:
-    """Return the layouts of four ranks that store one expert each."""
+    """Return a panel for each layout of four ranks that store one expert each."""
     own = [[2 * rank, 2 * rank + 1] for rank in range(RANKS)]
     pair = [[4 * (rank // 2) + i for i in range(4)] for rank in range(RANKS)]
     every = [list(range(8))] * RANKS
@@ -117,7 +117,7 @@ def panels() -> list[Panel]:
 
 
 def draw_panel(panel: Panel, x: float, y: float) -> tuple[list[str], float]:
-    """Return the SVG elements of a panel, and the panel's height."""
+    """Return the SVG elements of a panel, and the height of the panel."""
     marks = [text("b", x, y + 16, panel.title),
              text("s", x + 460, y + 16, panel.setting, "end")]
     at = y + 30
@@ -148,7 +148,9 @@ def draw_panel(panel: Panel, x: float, y: float) -> tuple[list[str], float]:
 
 
 def layouts() -> str:
-    """Return docs/layouts.svg, which shows one panel for each layout, with two panels in a row."""
+    """Return the content of docs/layouts.svg, which shows one panel per layout, two panels in each
+    row.
+    """
     marks, y = [], 64.0
     found = panels()
     for one, two in zip(found[::2], found[1::2], strict=True):
@@ -164,7 +166,9 @@ def layouts() -> str:
 
 
 def shards() -> str:
-    """Return docs/layouts_shards.svg: the routing degrees of two experts split over four ranks."""
+    """Return the content of docs/layouts_shards.svg, which shows each routing degree for two
+    experts split over four ranks.
+    """
     marks = [text("h", 24, 30, "Routing degree r: eight ranks and two experts, each split into "
                   "S = 4 shards"),
              text("s", 24, 50, "Upper cells: an expert's four shards, solid if the rank stores the "
@@ -185,9 +189,9 @@ def shards() -> str:
 
 
 def used(r: int, rank: int) -> tuple[range, range]:
-    """Return the shards that a rank uses, and the quarters of the rows that it computes (r >= 1).
+    """Return which shards a rank uses, and which quarters of the rows it computes (r >= 1).
 
-    As in `records.Placement`, runs of S/r consecutive ranks gather their shards and divide the
+    As in `records.Placement`, every S/r consecutive ranks gather their shards and divide their
     tokens among themselves.
     """
     run, place = SHARDS // r, rank % SHARDS
@@ -197,7 +201,7 @@ def used(r: int, rank: int) -> tuple[range, range]:
 
 
 def shard_column(r: int, rank: int, x: float, y: float) -> list[str]:
-    """Draw the shards that one rank uses, and the rows that it computes."""
+    """Draw the shards that one rank uses and the rows that it computes."""
     expert, own = rank // SHARDS, rank % SHARDS
     marks = [f'<rect class="box" x="{x}" y="{y}" width="112" height="{80 if r == 0 else 52}" '
              'rx="6"/>']
@@ -223,7 +227,7 @@ def text(kind: str, x: float, y: float, words: str, anchor: str = "start") -> st
 
 
 def svg(title: str, width: float, height: float, marks: Sequence[str]) -> str:
-    """Return the text of an SVG file with these elements."""
+    """Return an SVG file that contains these elements."""
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
         'aria-labelledby="title">', f'<title id="title">{escape(title)}</title>',

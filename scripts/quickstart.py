@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The part of scripts/quickstart.sh that prepares data, trains in both hosts and prints a table."""
+"""Prepare data, train in fairseq and Megatron, and print the results (scripts/quickstart.sh)."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ begin_run {here} "$@"
 
 
 class Failed(Exception):
-    """A step of the quick start failed. The message names the step and its log."""
+    """Raised if a step of the quick start fails. The message names the step and its log file."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run, with its host, folder, command and number of steps. later: the number of
-    steps of the runs that follow.
+    """One training run: its framework, folder, command and number of steps. later: total number of
+    training steps in all later runs.
     """
 
     host: str
@@ -60,20 +60,20 @@ class Run:
 
     @property
     def log(self) -> Path:
-        """The file with the standard output and error of the command."""
+        """The file that contains the standard output and error of the command."""
         return self.folder / "train.log"
 
     def seconds_left(self, step: int, seconds: float) -> float:
-        """Return the time until all runs end, if `step` steps took `seconds`, start included."""
+        """Estimate the seconds until all runs end, if `step` steps and the start took `seconds`."""
         return seconds / step * (self.steps - step + self.later)
 
     def losses(self) -> list[StepRecord]:
-        """Return the logged steps that have a training loss."""
+        """Return the logged steps that contain a training loss."""
         return [r for r in steps_of(self.folder) if r.loss is not None]
 
 
 def steps_of(folder: Path) -> list[StepRecord]:
-    """Return the logged steps of a run. Losses are in nats per token."""
+    """Return the logged steps of the run in a folder. Losses are in nats per token."""
     try:
         return read_run(folder).steps
     except ValueError:  # no record yet
@@ -81,7 +81,7 @@ def steps_of(folder: Path) -> list[StepRecord]:
 
 
 def fairseq_command(s: dict[str, Any], data: Path, folder: Path, gpu: bool) -> list[str]:
-    """Return a command of stock `fairseq-train` with our `--user-dir` and flags."""
+    """Return a `fairseq-train` command that uses our `--user-dir` and flags."""
     cpu = [] if gpu else ["--cpu", "--distributed-backend", "gloo"]
     program = Path(sys.executable).with_name("fairseq-train")
     return [
@@ -105,7 +105,7 @@ def fairseq_command(s: dict[str, Any], data: Path, folder: Path, gpu: bool) -> l
 
 
 def megatron_command(s: dict[str, Any], prefix: Path, folder: Path, gpu: bool) -> list[str]:
-    """Return a command that runs Megatron's own training loop by our launcher."""
+    """Return a command that runs Megatron's own training loop with our launcher."""
     return [
         *_torchrun(s), "-m", "moe_plugin.hosts.megatron.launch", *([] if gpu else ["--moe-cpu"]),
         "pretrain_gpt_moe", *_flags({
@@ -140,7 +140,7 @@ def _flags(values: dict[str, Any]) -> list[str]:
 
 
 def balance(folder: Path) -> float | None:
-    """Return the largest quotient of an expert's load and the mean load in the last record."""
+    """Return the ratio of the largest expert load to the mean load in the last record."""
     try:
         last = read_run(folder).last_records.values()
     except ValueError:
@@ -149,7 +149,7 @@ def balance(folder: Path) -> float | None:
 
 
 def train(run: Run) -> tuple[dict[str, Any], bool]:
-    """Train, and return the result. A finished run is reused, and the second value is then True."""
+    """Train, unless the run is finished. Return the result and whether it already existed."""
     done, started = run.folder / "result.json", run.folder / "command.sh"
     script = script_of(run)
     if started.is_file() and started.read_text() != script:
@@ -179,7 +179,7 @@ def train(run: Run) -> tuple[dict[str, Any], bool]:
 
 
 def script_of(run: Run) -> str:
-    """Return the text of `command.sh`, which writes to another folder than the run."""
+    """Return the text of `command.sh`, which writes to a different folder than this run."""
     here = str(run.folder)
     words = [f'"$OUT"{shlex.quote(word.removeprefix(here))}' if word.startswith(here)
              else shlex.quote(word) for word in run.command]
@@ -188,7 +188,7 @@ def script_of(run: Run) -> str:
 
 
 def _rename_old(run: Run, started: Path) -> None:
-    """Rename the folder of a run that had other settings."""
+    """Rename the folder of an earlier run with other settings."""
     date = time.localtime(started.stat().st_mtime)
     kept = run.folder.with_name(f"{run.folder.name}-{time.strftime('%Y%m%d-%H%M%S', date)}")
     run.folder.rename(kept)
@@ -196,7 +196,7 @@ def _rename_old(run: Run, started: Path) -> None:
 
 
 def _follow(run: Run, begin: float) -> None:
-    """Start the run and show its progress until it ends."""
+    """Start the training command and show its progress until it ends."""
     # one thread per rank, because two ranks share two cores; a separate session, so that Ctrl-C
     # reaches only this process, which then ends the processes of the run
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -224,7 +224,7 @@ def _follow(run: Run, begin: float) -> None:
 
 
 def _print_quarter(run: Run, before: int, record: StepRecord, begin: float) -> None:
-    """Print a line for each quarter of the run, if there is no terminal for the progress bar."""
+    """If there is no terminal for the progress bar, print one line for each quarter of the run."""
     if not sys.stderr.isatty() and record.step * 4 // run.steps > before * 4 // run.steps:
         left = run.seconds_left(record.step, time.monotonic() - begin)
         print(f"  {run.host}: step {record.step} of {run.steps}, loss {record.loss:.3f}; all ends "
@@ -237,7 +237,7 @@ def _tail(path: Path) -> str:
 
 
 def prepare(command: Sequence[str], made: Path, log: Path, what: str) -> None:
-    """Run a command unless the marker file `made` exists, and create the marker on success."""
+    """Run a command, and create the marker file `made` on success. Do nothing if `made` exists."""
     if made.exists():
         print(f"  {what}: already exists")
         return
@@ -252,7 +252,7 @@ def prepare(command: Sequence[str], made: Path, log: Path, what: str) -> None:
 
 
 def prepare_fairseq(corpus: Path) -> Path:
-    """Create fairseq's binary data with `fairseq-preprocess`, and return its folder."""
+    """Create fairseq's binary data with `fairseq-preprocess`, and return the data folder."""
     data = corpus / "fairseq"
     command = [
         str(Path(sys.executable).with_name("fairseq-preprocess")), "--only-source", "--srcdict",
@@ -264,7 +264,7 @@ def prepare_fairseq(corpus: Path) -> Path:
 
 
 def prepare_megatron(corpus: Path) -> Path:
-    """Create Megatron's indexed dataset, and return the prefix of its files."""
+    """Create Megatron's indexed dataset, and return the path prefix of its files."""
     prefix = corpus / "megatron" / "train"
     command = [
         sys.executable, "-m", "moe_plugin.hosts.megatron.data", "--input",
@@ -276,7 +276,7 @@ def prepare_megatron(corpus: Path) -> Path:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Return a table of the results with one line per host."""
+    """Return a table of the results with one row per framework."""
     head = ("host", "first loss", "last loss", "valid loss", "tokens/s", "busiest expert / mean",
             "seconds")
     return figures.table(head, [
@@ -290,7 +290,7 @@ def _number(value: float | None, digits: int = 3) -> str:
 
 
 def summary(out: Path, results: list[dict[str, Any]], info: CorpusInfo) -> str:
-    """Return the table, the paths of the reports, and suggestions for the next steps."""
+    """Return the table of results, the paths of the reports, and suggestions of next steps."""
     hosts = [r["host"] for r in results]
     return "\n".join([
         "", table(results), "",
@@ -308,7 +308,7 @@ def summary(out: Path, results: list[dict[str, Any]], info: CorpusInfo) -> str:
 
 
 def settings(path: Path, steps: int | None) -> dict[str, Any]:
-    """Return the sizes in configs/quickstart.yaml, optionally with another number of steps."""
+    """Return the sizes in configs/quickstart.yaml. `steps` overrides the number of steps."""
     values = read_yaml(path)
     if steps is not None:
         if steps < 1:
@@ -319,7 +319,7 @@ def settings(path: Path, steps: int | None) -> dict[str, Any]:
 
 
 def make_corpus(folder: Path, size: int) -> CorpusInfo:
-    """Build the corpus in `folder`, and remove another corpus there with the hosts' data."""
+    """Create the sample text in `folder`, and first delete a different text and its data there."""
     before = read_info(folder)
     info = build_corpus(folder, size=size)
     if before is not None and before != info:
@@ -331,7 +331,7 @@ def make_corpus(folder: Path, size: int) -> CorpusInfo:
 
 
 def check_hosts(hosts: Sequence[str]) -> None:
-    """Raise a `ValueError` before training if a host cannot train."""
+    """Raise a `ValueError` before training if a framework cannot train."""
     if "megatron" in hosts and find_spec("megatron") and find_spec("megatron.training") is None:
         raise ValueError(
             "The Megatron host needs Megatron's own loop, which megatron-core contains from 0.17 "
@@ -340,7 +340,7 @@ def check_hosts(hosts: Sequence[str]) -> None:
 
 
 def quickstart(args: argparse.Namespace) -> int:
-    """Build the corpus, train in each host, write the reports, and print the summary."""
+    """Create the sample text, train in each framework, write the reports, and print the summary."""
     import torch
 
     check_hosts(args.hosts)
@@ -376,7 +376,7 @@ HOST_STEPS = {"fairseq": (prepare_fairseq, fairseq_command),
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options. Defaults to the arguments of the command line."""
+    """Parse the options. By default, parses the arguments of the command line."""
     parser = argparse.ArgumentParser(
         prog="scripts/quickstart.sh",
         description="Train a small MoE language model through fairseq and Megatron-core.")

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Take the pictures in docs/pictures from the reports of two runs, with headless Chromium.
+"""Take the screenshots in docs/pictures from the HTML reports of two runs, with headless Chromium.
 
     bash scripts/quickstart.sh
     python scripts/report_pictures.py runs/quickstart/fairseq runs/quickstart/megatron \
         [--out docs/pictures]
 
-The pictures show the first run's report and the comparison of both runs, with widths of 1,280 and
-400 pixels and in light and dark colors. The script needs Chromium and the packages of the tests.
+The screenshots show the report of the first run and the comparison of both runs, at widths of 1,280
+and 400 pixels, in light and dark mode. This script requires Chromium and the packages of the test
+suite.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main() -> int:
 
 
 def take(browser: Browser, runs: list[RunRecord], out: Path) -> None:
-    """Write all pictures of `FILES`."""
+    """Save all screenshots in `FILES`."""
     report = render(runs[0])
     end = runs[0].step_range[1]
 
@@ -93,7 +94,7 @@ def take(browser: Browser, runs: list[RunRecord], out: Path) -> None:
 
 
 def opened(browser: Browser, html: str, width: int, scheme: str) -> Page:
-    """Open a page, and close its long lists."""
+    """Open a page and collapse its long lists."""
     page = browser.open(html, width, scheme)
     page.call("Emulation.setScrollbarsHidden", hidden=True)
     page.value("document.querySelectorAll('details').forEach((d) => { d.open = false; })")
@@ -101,20 +102,21 @@ def opened(browser: Browser, html: str, width: int, scheme: str) -> Page:
 
 
 def do(page: Page, figure: str, action: str) -> None:
-    """Run JavaScript code with the object of a plot, which the code calls `p`."""
+    """Run JavaScript code on a plot object, which the code refers to as `p`."""
     page.value(f"((p) => {{ {action}; }})"
                f"(plots.all.find((p) => p.figure.id === '{figure}'))")
     page.value("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 100)))")
 
 
 def save(page: Page, path: Path, first: str, last: str) -> None:
-    """Save a picture of a part of the page.
+    """Save a screenshot of part of the page.
 
     Args:
         page: the page.
         path: the file to write.
-        first: CSS selector of the element at the top of the picture.
-        last: CSS selector of elements. The lowest of them is at the bottom of the picture.
+        first: CSS selector of the topmost element in the screenshot.
+        last: CSS selector of elements. The screenshot ends below the lowest element that matches
+            `last`.
     """
     top, bottom, width = page.value(f"""(() => {{
         const box = (element) => element.getBoundingClientRect();

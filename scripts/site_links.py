@@ -1,9 +1,10 @@
-"""A hook of mkdocs.yml that prepares the pages and the search of the site.
+"""A hook in mkdocs.yml that prepares the pages and the search index of the documentation site.
 
-Links out of the documentation's folder become plain file names, and the mark for tests
-(tests/cli/examples.py) is removed from code fences. Rows of tables that explain settings, flags,
-fields, findings or terms become entries of the search. The site also contains each page as
-Markdown under the name of its source, and `llms.txt`, a list of these files for language models.
+Links that leave the documentation folder are replaced with plain file names, and the marks for
+tests (tests/cli/examples.py) are removed from code fences. Rows of tables that explain settings,
+flags, fields, findings or terms become search entries. The site also contains each page as Markdown
+under the name of its source file, and `llms.txt`, which lists these Markdown files for language
+models.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _pages: dict[str, tuple[str, str]] = {}  # section of the menu and text, by sour
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Return the text of a page that MkDocs renders (see MkDocs' documentation of hooks)."""
+    """Return the Markdown text that MkDocs renders for a page (see the documentation of MkDocs
+    hooks).
+    """
     source = page.file.src_uri
     folder = posixpath.dirname(source)
 
@@ -48,7 +51,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _found_by_search(row: re.Match[str], url: str) -> str:
-    """Return a row of a table with an anchor, and record a search entry for the row."""
+    """Return a table row with an anchor, and record a search entry for the row."""
     cell, meaning = row[1].split("<br>default")[0], row[2]
     names = re.findall(r"`([^`]+)`", cell) or [cell]
     place = "row-" + re.sub(r"[^\w.]+", "-", names[0]).strip("-").lower()
@@ -58,14 +61,14 @@ def _found_by_search(row: re.Match[str], url: str) -> str:
 
 
 def on_nav(nav: Any, **_: Any) -> None:
-    """Record the pages in the order of the menu, which is also the order of `llms.txt`."""
+    """Record the pages in the order of the menu, which is also their order in `llms.txt`."""
     _pages.clear()
     _rows.clear()
     _pages.update({page.file.src_uri: ("", "") for page in nav.pages})
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Write `llms.txt` and the pages as Markdown, and add the rows of tables to the search."""
+    """Write `llms.txt` and the Markdown pages, and add the table rows to the search index."""
     site, api = Path(config["site_dir"]), config["plugins"]["mkdocstrings"].get_handler("python")
     for source, (_, text) in _pages.items():
         (site / source).write_text(_API.sub(lambda found: documented(api, found[1]), text),
@@ -82,8 +85,8 @@ def listed(name: str, about: str, pages: dict[str, tuple[str, str]]) -> str:
     """Return the text of `llms.txt`, which lists the pages by section (https://llmstxt.org).
 
     Args:
-        name: name of the site.
-        about: description of the site.
+        name: name of the documentation site.
+        about: description of the documentation site.
         pages: section and text of each page, by source file.
     """
     sections: dict[str, list[str]] = {}
@@ -96,7 +99,7 @@ def listed(name: str, about: str, pages: dict[str, tuple[str, str]]) -> str:
 
 
 def _head(text: str) -> tuple[str, str]:
-    """Return a page's title and the first sentence of its first paragraph without links."""
+    """Return a page's title and the first sentence of its first paragraph, without links."""
     title = re.search(r"^# (.*)$", text, re.MULTILINE)
     first = _FIRST.search(text)
     words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(first[1].split())) if first else ""
@@ -104,10 +107,10 @@ def _head(text: str) -> tuple[str, str]:
 
 
 def documented(api: Any, name: str) -> str:
-    """Return the entry of a name in the API page: its signature and its docstring.
+    """Return the entry for a name on the API page, with its signature and docstring.
 
     Args:
-        api: mkdocstrings' handler, which has read the package.
+        api: mkdocstrings' handler, after it has read the package.
         name: full name of a class or function.
     """
     item = api.collect(name, api.get_options({}))

@@ -3,8 +3,8 @@
 
     torchrun --standalone --nproc_per_node 2 --max-restarts 3 scripts/train_plain.py OUT --steps 200
 
-If the folder OUT contains a run, the script continues this run. The ranks divide the same sequences
-among themselves, so that losses do not depend on the number of ranks. With `--lighthouse` the job
+If the folder OUT contains a run, the script resumes this run. The ranks divide the same sequences
+among themselves, so the losses do not depend on the number of ranks. With `--lighthouse`, the job
 is one of several replicas that may join and leave (see docs/replicas.md and
 scripts/train_elastic.sh).
 """
@@ -37,7 +37,9 @@ VOCABULARY, LENGTH = 64, 16
 
 
 class Model(nn.Module):
-    """A language model with an embedding, residual MoE layers and an output layer."""
+    """A language model with an embedding, recurrent and MoE layers with residual connections, and
+    an output layer.
+    """
 
     def __init__(self, config: MoEConfig, layers: int, comm: Comm | None = None) -> None:
         super().__init__()
@@ -66,14 +68,14 @@ class Model(nn.Module):
 
 
 def config_of(args: argparse.Namespace) -> MoEConfig:
-    """Return the settings of the MoE layers."""
+    """Return the settings of the MoE layers for these arguments."""
     return with_overrides(MoEConfig(model_dim=args.width, num_experts=args.experts),
                           {"comm.timeout_s": args.timeout, "losses": {"gshard": args.balance},
                            "experts.hidden_dim": 2 * args.width})
 
 
 def sequences(step: int, replica: int, count: int) -> Tensor:
-    """Return the sequences of a step, which are noisy arithmetic progressions.
+    """Return the training sequences of one step, which are noisy arithmetic progressions.
 
     Returns:
         Token ids, int64 [count, LENGTH + 1].
@@ -85,7 +87,7 @@ def sequences(step: int, replica: int, count: int) -> Tensor:
 
 
 class Run:
-    """The model, the optimizer and the progress of this rank."""
+    """The model, the optimizer and the training progress of this rank."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.saved = args, 0
@@ -110,17 +112,19 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The number of completed steps, including steps of a replica that sent its state."""
+        """The number of completed training steps, including steps of a replica from which this
+        replica received its state.
+        """
         return self.steps.done
 
     def loss_of(self, model: nn.Module, ids_BS: Tensor) -> Tensor:
-        """Return the loss of a batch with the balance loss, and store the loss without it."""
+        """Return the sum of the loss and the balance loss of a batch, and store the loss alone."""
         loss, balance = model(ids_BS)
         self.loss = loss.detach()
         return loss + balance
 
     def train(self) -> None:
-        """Train from the last checkpoint to the last step."""
+        """Resume from the last checkpoint, if there is one, and train until the last step."""
         if self.folder.exists() or self.folder.with_name("checkpoint.old").exists():
             found = load(self.folder, self.bare, self.optimizer, self.experts)
             self.saved = self.steps.done = found["step"]
@@ -139,19 +143,19 @@ class Run:
                  f"{self.kept()}")
 
     def kept(self) -> str:
-        """Return a text that names the newest checkpoint."""
+        """Return a text that names the newest checkpoint of this run."""
         saved = f"of step {self.saved} in {self.folder}" if self.saved else "none (--save-every)"
         return f"last checkpoint: {saved}"
 
     def say(self, what: str) -> None:
-        """Print a line on rank 0."""
+        """Print a line of text on rank 0."""
         if self.comm.rank == 0:
             print(what, flush=True)
 
     def save(self) -> None:
-        """Write a checkpoint, and retain the previous one.
+        """Save a checkpoint and keep the previous checkpoint.
 
-        If several groups of ranks store all experts, the first group writes the checkpoint.
+        If several groups of ranks each store all experts, the first group saves the checkpoint.
         """
         if self.comm.rank < self.experts.size:
             save(self.folder, self.bare, self.optimizer, self.experts, {"step": self.step},
@@ -160,15 +164,15 @@ class Run:
         self.saved = self.step
 
     def sequences(self) -> Tensor:
-        """Return this rank's share of the step's sequences, int64 [B, S + 1]."""
+        """Return this rank's share of the sequences of a step, int64 [B, S + 1]."""
         args, comm = self.args, self.comm
         return sequences(self.step, args.replica, args.batch)[comm.rank::comm.size]
 
     def one_step(self) -> float | None:
-        """Run a step, and return its mean loss over all ranks.
+        """Run one training step, and return its mean loss over all ranks.
 
-        Returns None if all ranks skipped the step. Returns NaN if the weights were replaced by
-        those of another replica, because the loss then belongs to the old weights.
+        Returns None if all ranks skipped the step. Returns NaN if the weights were replaced with
+        the weights of another replica, because the loss then belongs to the old weights.
         """
         if self.steps(self.sequences()) is None:
             return None
@@ -186,7 +190,7 @@ class Run:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the options. Defaults to the arguments of the command line."""
+    """Parse the options. By default, parses the arguments of the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("out", help="folder of checkpoint and log")
     for name, default, text in [
