@@ -44,5 +44,6 @@ def __getattr__(name: str) -> Any:
     if name in MODULES:
         return importlib.import_module(f"megatron.core.{MODULES[name]}")
     if name not in PLACE_OF:
-        raise AttributeError(f"Module {__name__} has no name {name!r}. Add the name to the table there.")
+        raise AttributeError(f"Module {__name__} has no name {name!r}. Add the name to the table "
+                             "there.")
     return vars(importlib.import_module(f"megatron.core.{PLACE_OF[name]}"))[name]
