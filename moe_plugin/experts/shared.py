@@ -133,7 +133,8 @@ class OverlappedWork:
     Args:
         shared: the layer's shared expert, or None.
         tokens: the tokens of the call.
-        more: a function passed by the caller that also runs during the exchange, or None.
+        more: another function that runs during the exchange, or None. It is passed by the caller of
+            the layer.
     """
 
     def __init__(self, shared: SharedExpert | None, tokens: Tokens,
