@@ -150,7 +150,7 @@ class OverlappedWork:
             self.more()
 
     def shared_TD(self) -> Tensor | None:
-        """Return the outputs of the shared expert, [T, D], or None without a shared expert.
+        """Return the outputs of the shared expert, [T, D], or None if the layer has none.
 
         The outputs are computed only once per call.
         """
