@@ -224,7 +224,8 @@ class StatsSums:
     def record(self, sums: Tensor, ranks: int = 1) -> dict[str, Any]:
         """Return the record that docs/observability.md describes.
 
-        sums: the sum of the `vector` of all ranks. All ranks must have the same statistics.
+        sums: the sum of the `vector` of all ranks. The same statistics must be registered on all
+        ranks.
         """
         numbers, totals, start = sums.tolist(), dict[_Key, list[float]](), 0
         for at, length in self._lengths(ranks).items():

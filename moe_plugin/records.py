@@ -351,9 +351,9 @@ class KeptRouting:
         routing: the routing without the dropped choices.
         before: the routing including the dropped choices.
         slots_TK: int64 [T, K], the slot that each choice occupies in its expert. -1 for dropped
-            choices. None without a capacity.
-        capacity: the number of slots per expert and source rank. Equal on all ranks. None without a
-            capacity.
+            choices. None if no capacity is set.
+        capacity: the number of slots per expert and source rank. Equal on all ranks. None if no
+            capacity is set.
         any_load: True if the capacity is large enough for any load. With `any_load`, no choice is
             dropped, and the host does not need to know the load.
     """

@@ -271,8 +271,7 @@ class RoutedExperts:
         return self.layouts.at(self.current).dispatcher.start_sizes(routing)
 
     def move_row_limit(self) -> None:
-        """Move the row limit to the device of the parameters. Called after the parameters were
-        moved."""
+        """Move the row limit to the device of the parameters, after the parameters were moved."""
         limit, anchor = self.layouts.limit, self.experts.anchor
         if limit is not None and anchor is not None:
             limit.to(anchor.device)
@@ -281,7 +280,7 @@ class RoutedExperts:
     def current(self) -> LayoutChoice:
         """The layout of the most recent call for which the caller did not request a layout.
 
-        Before the first of these calls, the layout that the first call will use is returned.
+        Before the first of these calls, the layout chosen for the first call is returned.
         """
         return self.layouts.fixed if self.tuner is None else self.tuner.current
 

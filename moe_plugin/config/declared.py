@@ -63,10 +63,10 @@ def may_be_read(names: Collection[str], readers: Collection[str]) -> bool:
 
 
 def router_remedy(readers: Collection[str]) -> str:
-    """Return a remedy for an error message, which suggests one of the routers in `readers`.
+    """Return a remedy for an error message. The remedy suggests one of the routers in `readers`.
 
-    The remedy suggests the most common router in `readers` first. If `readers` contains neither
-    `topk` nor `sigmoid_bias`, the remedy suggests the last router in `readers` first.
+    The most common router in `readers` is suggested first. If `readers` contains neither `topk` nor
+    `sigmoid_bias`, the remedy suggests the last router in `readers` first.
     """
     usual = [name for name in ("topk", "sigmoid_bias") if name in readers]
     first = next(iter([*usual, *reversed(list(readers))]), "topk")

@@ -126,7 +126,7 @@ def refuse_beside(config: MoEConfig, *, router: bool, experts: bool) -> None:
     if not replaced:
         return
     check(not config.batch_invariant, "batch_invariant", True,
-          f"False where you pass your own {replaced[0][:-1]}", "leave it out")
+          f"False if you pass your own {replaced[0][:-1]}", "leave it out")
     values, defaults = flatten(to_dict(config)), flatten(to_dict(MoEConfig()))
     read = _READ_BESIDE | (_READ_BY_SHARED if config.experts.shared_hidden_dim else set())
     for path, value in values.items():

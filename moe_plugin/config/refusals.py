@@ -123,9 +123,10 @@ def off(remedy: str, *names: str, shown: str = "{flag}", given: Any = True) -> t
 
     Args:
         remedy: remedy for all these settings. `{flag}` is replaced with the flag of the setting,
-            and `{}` with its name.
+            and `{}` with the name of the setting.
         names: names of the settings.
-        shown: how error messages refer to the setting. The same placeholders are replaced.
+        shown: how error messages refer to the setting. The placeholders of `remedy` are also
+            replaced in `shown`.
         given: value of each setting in the examples.
     """
     return tuple(Refusal(_named(shown, name), operator.itemgetter(name), _named(remedy, name),

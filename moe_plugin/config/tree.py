@@ -1,10 +1,10 @@
 """The two settings trees: `MoEConfig`, which a layer reads, and `RunConfig`, which a training run
 reads.
 
-Each setting belongs to exactly one of the two trees. The two trees have no section name in common,
-so a single file, mapping or command line can contain settings of both trees. All default values are
-defined in `moe_plugin.config`. `moe_plugin.config.flags` generates the hosts' command-line flags
-from the two trees.
+Each setting belongs to exactly one of these two trees. The two trees have no section name in
+common, so a single file, mapping or command line can contain settings of both trees. All default
+values are defined in `moe_plugin.config`. `moe_plugin.config.flags` generates the hosts'
+command-line flags from the two trees.
 
 Each setting declares a `help` text. A setting may also declare `choices` (a fixed set of allowed
 values) and a `flag` (the name of its command-line flag after `--moe-`). The names of routers,

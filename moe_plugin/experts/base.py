@@ -167,8 +167,8 @@ class Experts(nn.Module):
         """A parameter that connects the exchanges between ranks to the autograd graph (see
         `comm.functional`).
 
-        The anchor is a trainable parameter, unless all parameters are frozen. None without
-        parameters.
+        The anchor is a trainable parameter, unless all parameters are frozen. None if
+        there are no parameters.
         """
         frozen = None
         for parameter in self._parameters.values():  # `parameters()` is ten times slower

@@ -22,7 +22,8 @@ class DDPCheck:
     that excludes experts has been found, wrappers are no longer checked.
 
     If the expert-parallel group has only one rank, all ranks of the data-parallel group store the
-    same experts, which may be averaged. In this case, nothing is checked.
+    same experts, which may be averaged. Therefore this check is skipped if the expert-parallel
+    group has only one rank.
 
     Args:
         comm: the expert-parallel group.

@@ -133,7 +133,8 @@ class OverlappedWork:
     Args:
         shared: the layer's shared expert, or None.
         tokens: the tokens of the call.
-        more: a function passed by the caller that also runs during the exchange, or None.
+        more: another function that runs during the exchange, or None. It is passed by the caller of
+            the layer.
     """
 
     def __init__(self, shared: SharedExpert | None, tokens: Tokens,
@@ -149,7 +150,7 @@ class OverlappedWork:
             self.more()
 
     def shared_TD(self) -> Tensor | None:
-        """Return the outputs of the shared expert, [T, D], or None without a shared expert.
+        """Return the outputs of the shared expert, [T, D], or None if the layer has none.
 
         The outputs are computed only once per call.
         """

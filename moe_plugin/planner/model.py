@@ -210,9 +210,7 @@ class ModelShape:
 
     @property
     def row_dim(self) -> int:
-        """Width of the rows that are sent to the experts. This is also the input and output width
-        of the experts.
-        """
+        """Width of the rows that are sent to the experts, and thus their input and output width."""
         return self.latent_dim or self.model_dim
 
     @property

@@ -204,7 +204,7 @@ class Contest(Generic[Choice]):
         return choice
 
     def wait(self) -> None:
-        """Record a call without a reported time. After several such calls, the round ends."""
+        """Record a call without a time. After several calls without a time, the round ends."""
         self._idle += 1
         if self._idle > NEVER_COME:
             self._awaited.clear()

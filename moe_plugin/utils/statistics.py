@@ -169,27 +169,27 @@ def _of_store(name: str) -> Callable[[Any], float | None]:
 for _entry in (
     Statistic(name="calls", meaning="forward passes in this record, of all ranks", reduce="count",
               of_call=lambda stats: 1),
-    Statistic(name="tokens", meaning="real tokens", reduce="count", on_device=True, shared=True,
-              of_call=lambda stats: stats.tokens),
-    Statistic(name="load", meaning="choices of each expert, before dropping; heat maps show them",
-              reduce="count", on_device=True, shared=True,
+    Statistic(name="tokens", meaning="tokens, without padding", reduce="count", on_device=True,
+              shared=True, of_call=lambda stats: stats.tokens),
+    Statistic(name="load", meaning="how often each expert was chosen, before any choices are "
+              "dropped; shown in the heat maps", reduce="count", on_device=True, shared=True,
               of_call=lambda stats: stats.load_KE.sum(0)),
-    Statistic(name="max_over_mean", meaning="the largest load divided by the mean load, over the "
-              "whole record: 1 is perfect balance", reduce="derived", derive=_max_over_mean,
+    Statistic(name="max_over_mean", meaning="largest load divided by the mean load, over the "
+              "whole record; 1 is perfect balance", reduce="derived", derive=_max_over_mean,
               logged={"moe_max_over_mean": "mean", "moe_worst_max_over_mean": "max"},
               charts=(Chart(id="max-mean", title="Busiest expert over mean load", section=BALANCE,
-                            about="The largest load over the mean load of each record; 1 is "
+                            about="Largest load divided by mean load, for each record. 1 is "
                             "perfect balance.", floor=1.0,
                             reference=lambda experts: ("perfect balance", 1.0),
                             compared="Mean over layers. 1 is perfect balance."),)),
-    Statistic(name="max_over_mean_call", meaning="the same for one call on one rank: how uneven a "
-              "single step is", reduce="mean", on_device=True,
+    Statistic(name="max_over_mean_call", meaning="the same quotient for one call on one rank; "
+              "shows how uneven single steps are", reduce="mean", on_device=True,
               of_calls=lambda calls: calls["load"].amax(1)
               / calls["load"].mean(1).clamp(min=1e-9)),
-    Statistic(name="dropped", meaning="choices that found no slot", reduce="count",
-              on_device=True, shared=True,
+    Statistic(name="dropped", meaning="choices that exceed the capacity and are dropped",
+              reduce="count", on_device=True, shared=True,
               of_call=lambda stats: (stats.load_KE - stats.kept_KE).sum()),
-    Statistic(name="drop_fraction", meaning="the share of the choices that found no slot",
+    Statistic(name="drop_fraction", meaning="share of the choices that are dropped",
               reduce="derived", derive=_drop_fraction, logged={"moe_drop_fraction": "mean"},
               charts=(Chart(id="drops", title="Dropped choices", section=BALANCE, unit="%",
                             about="The share of the choices that exceed the capacity.",
@@ -223,19 +223,19 @@ for _entry in (
                             "layers."),)),
     Statistic(name="rows", meaning="rows computed by experts", reduce="count",
               of_call=lambda stats: stats.rows),
-    Statistic(name="rows_sent", meaning="for `ragged`, rows sent, once for each expert, rank or "
-              "node ([once](once.md)); for `bounded`, slots, filled or not", reduce="count",
-              of_call=lambda stats: stats.rows_sent,
+    Statistic(name="rows_sent", meaning="rows sent: with `ragged`, one for each expert, rank or "
+              "node ([once](once.md)); with `bounded`, all slots, including empty ones",
+              reduce="count", of_call=lambda stats: stats.rows_sent,
               charts=(Chart(id="rows-sent", title="Rows sent, per token", section=EXCHANGE,
                             about="One row for each expert, rank or node that a token visits "
                             "(`dispatch.send`), including the token's own. With `bounded`, all "
-                            "slots count, filled or not.",
+                            "slots count, including empty ones.",
                             value=lambda r: r.rows_sent / r.tokens
                             if r.rows_sent and r.tokens else None),
                       Chart(id="rows-saved", title="Rows saved by sending once", section=EXCHANGE,
                             about="The share of rows that is saved, compared with one row for each "
                             "choice.", unit="%", value=_saved_rows))),
-    Statistic(name="rows_between", meaning="how many of these rows were sent to other nodes",
+    Statistic(name="rows_between", meaning="number of these rows that are sent to other nodes",
               reduce="count", of_call=lambda stats: stats.rows_between,
               charts=(Chart(id="rows-between", title="Rows sent to other nodes, per token",
                             section=EXCHANGE, about="The rows that leave their node. Each row also "
@@ -254,7 +254,7 @@ for _entry in (
               "(predict, explore, settle, keep, restore), layout, reason, times", reduce="list",
               of_call=lambda stats: stats.decisions),
     Statistic(name="exchanges", meaning="all-to-alls in forward passes, by the algorithm that "
-              "really ran", reduce="names", of_call=lambda stats: stats.exchanges,
+              "was actually used", reduce="names", of_call=lambda stats: stats.exchanges,
               charts=(Chart(id="exchanges", title="All-to-all of each layer", section=EXCHANGE,
                             about="The most frequent algorithm of each record."),)),
     Statistic(name="routers", meaning="with several routers, the router that decided; otherwise "
@@ -262,15 +262,16 @@ for _entry in (
               charts=(Chart(id="routers", title="Router of each layer", section=EXCHANGE,
                             about="With several routers, the most frequent router of each "
                             "record."),)),
-    Statistic(name="collectives", meaning="the [collectives](collectives.md) that gathered and "
-              "summed", reduce="names", of_call=lambda stats: stats.collectives,
+    Statistic(name="collectives", meaning="[collectives](collectives.md) that are used to gather "
+              "and sum data", reduce="names", of_call=lambda stats: stats.collectives,
               charts=(Chart(id="collectives", title="Collectives of each layer", section=EXCHANGE,
                             about="The implementation that gathers and sums data "
                             "(`comm.collectives`)."),)),
-    Statistic(name="store", meaning="experts outside the device ([offload](offload.md)): found "
-              "(`hits`), not found (`misses`), `prefetched`, `wasted`, calls that waited "
-              "(`stalls`), `bytes` copied, `resident_bytes` in the shared slots, added up over "
-              "calls", reduce="count", by_name=True, of_call=lambda stats: stats.store,
+    Statistic(name="store", meaning="experts stored outside the device "
+              "([offload](offload.md)): found on the device (`hits`), not found (`misses`), "
+              "`prefetched`, `wasted`, calls that waited (`stalls`), `bytes` copied, "
+              "`resident_bytes` in the shared slots; sums over calls", reduce="count", by_name=True,
+              of_call=lambda stats: stats.store,
               names=("hits", "misses", "prefetched", "wasted", "stalls", "bytes",
                      "resident_bytes"),
               charts=(Chart(id="store-hits", title="Experts found on the device", section=STORE,

@@ -339,7 +339,7 @@ def test_a_shared_expert_beside_own_experts_reads_what_it_is_built_from() -> Non
     layer = MoELayer(8, num_experts=2, experts=lambda index: torch.nn.Linear(8, 8),
                      shared_expert_hidden_dim=16, **settings)
     assert layer(torch.randn(3, 8)).output.shape == (3, 8)
-    with pytest.raises(ValueError, match="experts.kind='gated_ffn' is not read"):
+    with pytest.raises(ValueError, match="experts.kind='gated_ffn' has no effect"):
         MoELayer(8, num_experts=2, experts=lambda index: torch.nn.Linear(8, 8), **settings)
 
 

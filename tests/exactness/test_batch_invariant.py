@@ -128,7 +128,7 @@ def test_what_depends_on_the_batch_is_refused(settings: dict[str, Any], said: st
 
 def test_own_parts_and_transforms_are_refused() -> None:
     config = from_dict({"model_dim": 8, "num_experts": 2, "batch_invariant": True})
-    with pytest.raises(ValueError, match="False where you pass your own experts"):
+    with pytest.raises(ValueError, match="False if you pass your own experts"):
         MoELayer(config, experts=lambda index: torch.nn.Linear(8, 8))
     layer = MoELayer(config)
     with pytest.raises(ValueError, match="cannot be used with torch.func"):

@@ -210,9 +210,9 @@ class Preset:
         make: function that builds the network. The arguments of this function are a builder, the
             bandwidth in GB/s of a link of weight 1, and the numbers that follow the colon in the
             network's name.
-        numbers: description of the numbers after the colon, for error messages.
-        count: how many numbers must follow the colon. None means that the name may contain any
-            number of numbers.
+        numbers: description of the values after the colon, for error messages.
+        count: how many values must follow the colon. None means that any number of values may
+            follow the colon.
         example: example of a network name, such as `ring:8`.
         ranks: function that computes the number of ranks. The number of ranks is used to reject
             networks that are too large before they are built.

@@ -290,7 +290,7 @@ def best_ends(model: Streamed) -> tuple[int, ...] | None:
 
 
 def _added(model: Streamed, cost: _Cost, state: _State, following: Segment | None) -> _Cost:
-    """Add the cost of the last segment's two stages, or inf if a stage does not fit."""
+    """Add the cost of the last segment's two stages to `cost`. Infinite if a stage does not fit."""
     before, here = state
     stages = (model.forward_stage(here, following), model.backward_stage(before, here, following))
     if not model.fits(*stages):

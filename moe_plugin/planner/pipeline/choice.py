@@ -51,11 +51,11 @@ class StageProfile:
             [number of tokens, number of earlier tokens in the sequence, seconds]. At least one
             sample must have no earlier tokens. If `batch` is given, each sample begins with an
             additional number, the number of sequences.
-        batch: number of sequences per training step in one pipeline. `batch` is given if the size
-            of micro-batches is chosen together with the slices. `batch` is 0 if the size of
+        batch: number of sequences per training step in one pipeline. Give `batch` if the size of
+            micro-batches is to be chosen together with the slices. `batch` is 0 if the size of
             micro-batches is fixed.
-        granularity: a number of tokens. The length of every slice is a multiple of this number.
-            `granularity` must be a divisor of `sequence`.
+        granularity: a number of tokens that divides `sequence`. The length of every slice is a
+            multiple of `granularity`.
         slices: fixed lengths of slices in tokens. If `slices` is empty, the best lengths are
             computed from the samples.
     """

@@ -78,7 +78,7 @@ def equal_slices(length: int, multiple: int, count: int) -> tuple[int, ...]:
 
     Args:
         length: number of tokens of the sequence.
-        multiple: a number of tokens. The length of every slice is a multiple of this number.
+        multiple: the length of every slice is a multiple of this number of tokens.
         count: number of slices.
     """
     pieces = length // multiple

@@ -306,7 +306,7 @@ class SliceProfile:
 
     Attributes:
         length: number of tokens per sequence.
-        multiple: a number of tokens. The length of every slice must be a multiple of this number.
+        multiple: the length of every slice must be a multiple of this number of tokens.
         stages: number of pipeline stages.
         micro_batches: number of micro-batches per step.
         forward, backward: functions that return the time of a slice's forward pass and backward
@@ -326,9 +326,9 @@ class SliceProfile:
 
     @property
     def granularity(self) -> int:
-        """A number of tokens. All slice lengths in the search are multiples of this number.
+        """All slice lengths in the search are multiples of this number of tokens.
 
-        The number is chosen large enough for a fast search.
+        This granularity is chosen large enough for a fast search.
         """
         pieces = self.length // self.multiple
         return self.multiple * min(n for n in range(1, pieces + 1)
