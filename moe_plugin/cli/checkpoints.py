@@ -260,8 +260,8 @@ def check_hf_options(p: argparse.ArgumentParser) -> None:
 
 
 def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Print a note if the configuration of a model refers to Python code in the model's folder.
-    Python code of a model is never executed.
+    """Print a note if the configuration of a model refers to Python code in the model's folder. The
+    Python code in a model's folder is never executed.
 
     Raises:
         ValueError: If the configuration refers to code in a different repository, because

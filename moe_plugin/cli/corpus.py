@@ -185,8 +185,8 @@ def _split(files: list[Path], size: int, root: Path) -> dict[str, list[bytes]]:
 
 
 def _read(path: Path) -> bytes:
-    """Read a file as UTF-8 without trailing whitespace. Return an empty string if the file must be
-    skipped.
+    """Read a file as UTF-8 without trailing whitespace. Return an empty string for files that must
+    be skipped.
     """
     try:
         if path.stat().st_size > _LARGEST_FILE:

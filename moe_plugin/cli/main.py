@@ -228,7 +228,8 @@ def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command
         commands: mapping from names to commands.
         words: the words of the command line, without flags.
         above: prefix for the names of the functions that implement the subcommands.
-        level: the word that `--help` uses for these commands. The value is `command` or `part`.
+        level: the word that `--help` uses for these commands. The value of `level` is `command` or
+            `part`.
         shown: whether `--help` lists the commands with their descriptions.
     """
     listed = all(command.study for command in commands.values())

@@ -226,7 +226,7 @@ def first_step(seconds: float, tokens: float, left: int | None) -> str:
     Args:
         seconds: the duration of the step in seconds.
         tokens: the number of tokens that all ranks together process in the step.
-        left: the number of remaining steps. None if the number of steps is unknown.
+        left: the number of remaining steps in the run. None if the number of steps is unknown.
     """
     text = f"first step: {show_time(seconds)}, {tokens / seconds:,.0f} tokens/s"
     if left is None:

@@ -184,7 +184,7 @@ def spikes(run: RunRecord) -> Iterator[Finding]:
     if seen:
         yield Finding(
             "spikes", f"the loss jumps at step {named([f'{step:,}' for step in seen])}",
-            f"It is at least {SPIKE:g} times the median of the {MEMORY} records before.",
+            f"The loss is at least {SPIKE:g} times the median of the {MEMORY} previous records.",
             "lower the learning rate, clip gradients, add a z-loss "
             "(--moe-losses ...,z=0.001); check whether a layer's balance changed at that step",
             steps=(seen[0], seen[-1]))
@@ -200,10 +200,11 @@ def exchange_dominates(run: RunRecord) -> Iterator[Finding]:
         if total and alone > DOMINATES * total:
             yield Finding(
                 "exchange_dominates", f"{100 * alone / total:.0f} % of step {step:,} on rank "
-                f"{rank} is exchange between ranks, without computation at the same time",
+                f"{rank} is spent in exchanges that do not overlap with computation",
                 "The network limits the speed, not the processors.",
-                "--moe-parallel auto measures layouts that move less; --moe-wire bf16 halves the "
-                "bytes; --moe-all-to-all auto; more tokens per step", steps=(step, step))
+                "use --moe-parallel auto, which measures layouts that send less; --moe-wire bf16, "
+                "which halves the bytes; --moe-all-to-all auto; or more tokens per step",
+                steps=(step, step))
             return
 
 
@@ -225,10 +226,11 @@ def undecided(run: RunRecord) -> Iterator[Finding]:
     if names and end - begin >= 200:
         yield Finding(
             "undecided", f"the tuner still tries layouts in {named(names)}",
-            "Steps in which the tuner tries layouts are slower. It settles for each range of loads "
-            "separately.",
-            "--moe-parallel predicted chooses without trying; a steadier load (--moe-losses) needs "
-            "fewer ranges", tuple(names), steps=(math.ceil(after), end))
+            "Steps in which the tuner tries layouts are slower. The tuner chooses a layout for "
+            "each range of loads separately.",
+            "use --moe-parallel predicted, which chooses a layout without trials; or a larger "
+            "balance loss (--moe-losses), because a steadier load has fewer ranges", tuple(names),
+            steps=(math.ceil(after), end))
 
 
 def slower(run: RunRecord) -> Iterator[Finding]:
@@ -243,7 +245,7 @@ def slower(run: RunRecord) -> Iterator[Finding]:
     if last < SLOWER * max(parts):
         yield Finding(
             "slower", f"tokens per second fell from {max(parts):,.0f} to {last:,.0f}",
-            f"These are the best and the last median over {MEMORY} records.",
+            f"The two speeds are the best and the last median over {MEMORY} records.",
             "compare the balance of the layers and the time in exchanges over the same steps; "
             "`moe-plugin doctor` on each node finds a slow node",
             steps=(steps[-MEMORY], steps[-1]))

@@ -215,7 +215,7 @@ def _against(records: Sequence[LayerRecord]) -> str:
     experts, or an empty string if this load is unknown.
     """
     top = _mean(ratio_of_same_experts(r) for r in records)
-    return "" if top is None else f"{top:.1f} would be all tokens on the same experts"
+    return "" if top is None else f"{top:.1f} would mean all tokens on the same experts"
 
 
 def _collapse_title(found: Found, past: bool) -> str:
@@ -282,12 +282,12 @@ LAYER_RULES = (
     LayerRule(
         "collapse", may_be_concentrated, concentration, _mean_is(lambda way: way >= COLLAPSED_WAY),
         _collapse_title,
-        "The other experts learn nothing, and all ranks wait for the rank with the busy experts.",
+        "All other experts learn nothing, and all ranks wait for the rank with the busy experts.",
         f"set or raise a balance loss ({BALANCE_WEIGHT}), or use --moe-router sigmoid_bias; "
         "a collapsed router seldom recovers: go back to an earlier checkpoint", lasted=0.0),
     LayerRule(
         "dead_experts", lambda r: 0 in r.load, unchosen, _dead, _dead_title,
-        "Their weights get no gradient and occupy memory for nothing.",
+        "The weights of these experts get no gradient, but still need memory.",
         f"raise the balance loss ({BALANCE_WEIGHT}), add --moe-router-noise 1.0 or "
         "--moe-router-jitter 0.01 while training begins, or use fewer experts"),
     LayerRule(

@@ -118,7 +118,8 @@ def _of_experts(take: Take, name: str, experts: int, masks: TokenMasks, module: 
 def _stats(ids_TK: Tensor, experts: int, real_T: Tensor | None = None) -> LayerStats:
     """Return the statistics of one forward call of a `transformers` experts module.
 
-    ids_TK: int [T, K]. Ids outside of the range 0 to `E - 1` mean that no expert was chosen.
+    ids_TK: the chosen experts, int [T, K]. Ids outside of the range 0 to `E - 1` mean that no
+    expert was chosen.
     real_T: bool [T], which is False for padding tokens. None if the batch contains no padding.
     """
     ids_KT = ids_TK.detach().t()

@@ -240,6 +240,7 @@ class StatsRecorder:
         """
         if not self._layers and not self._copiers:
             return {}
+        # sorted, because all ranks must concatenate their vectors in the same order
         layers = dict(sorted(self._layers.items()))
         self._layers = {}
         rank, ranks = self.comm.rank, self.comm.size

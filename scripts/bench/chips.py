@@ -11,7 +11,7 @@ from moe_plugin.kernels.gpu.tilings import Chip
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU type, identified by its compiler target in Triton.
+    """A GPU model, identified by its compiler target in Triton.
 
     Attributes:
         name: name of the product, for which the rates are published.

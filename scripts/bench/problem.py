@@ -140,8 +140,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Data:
-    """The weights and inputs of a layer, in the dtype of the problem. In the shapes, L is the
-    number of experts E.
+    """The weights and inputs of a layer, in the dtype of the problem. In the shapes of tensors, L
+    is the number of experts E.
 
     Attributes:
         router_ED: weight matrix of the router.

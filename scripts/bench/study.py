@@ -87,7 +87,7 @@ class Study:
         module: name of the module in `scripts.bench.studies`. If the module defines several
             studies, the class name follows after the module name. Defaults to the name of the
             study.
-        stem: file name of the page without the extension. Defaults to the study's name.
+        stem: file name of the page without the extension. Defaults to the name of the study.
     """
 
     name: str

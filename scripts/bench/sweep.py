@@ -118,7 +118,7 @@ def timed_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None,
 
 def clean_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None = None,
                grad_TD: Tensor | None = None) -> tuple[float, LayerStats]:
-    """Run `timed_step`, and then remove the gradients. If the gradients were not removed, the next
+    """Run `timed_step`, and then remove all gradients. If the gradients were not removed, the next
     side would add to them.
     """
     found = timed_step(layer, x_TD, choice, grad_TD)

@@ -76,8 +76,8 @@ def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[
     """Run `work` in a forked process. The forked process is killed when this process ends.
 
     Args:
-        work: function to call in the forked process. The return value of `work` is sent to this
-            process.
+        work: function that is called in the forked process. The return value of `work` is sent to
+            this process.
         node: the node on which the process runs. None runs the process outside of the emulated
             nodes.
         rank: number of the rank.

@@ -83,7 +83,7 @@ def test_a_router_may_balance_without_a_loss() -> None:
 def test_two_of_four_experts_for_all_tokens() -> None:
     (found, dead) = findings(run_of(*[record([TOKENS, TOKENS, 0, 0], 2)] * 40))
     assert found.rule == "collapse" and dead.rule == "dead_experts"
-    assert ("2.0 times the mean load, where 2.0 would be all tokens on the same experts"
+    assert ("2.0 times the mean load, where 2.0 would mean all tokens on the same experts"
             in found.title)
 
 
@@ -106,7 +106,7 @@ def test_uneven_from_half_of_the_way_or_twice_the_mean(experts: int, k: int, rul
 def test_uneven_is_said_next_to_its_bounds() -> None:
     (found,) = findings(run_of(*[record(peaked(4, 2, 1.6), 2)] * RECENT))
     assert found.title == ("the busiest expert has 1.6 times the mean load (uneven from 1.5 on, "
-                           "2.0 would be all tokens on the same experts) in a")
+                           "2.0 would mean all tokens on the same experts) in a")
 
 
 @pytest.mark.parametrize("experts", [2, 4, 8, 64])
@@ -169,7 +169,7 @@ def test_the_uneven_beginning_of_a_run_is_not_named() -> None:
     assert findings(run_of(*[uneven] * 24, *[fine] * 80)) == []
     (found,) = findings(run_of(*[uneven] * 26, *[fine] * 70))
     assert found.title == ("the busiest expert had 2.5 times the mean load (uneven from 2 on, "
-                           "4.0 would be all tokens on the same experts) in a (steps 0 to 25, "
+                           "4.0 would mean all tokens on the same experts) in a (steps 0 to 25, "
                            "recovered)")
 
 

@@ -1,5 +1,5 @@
-"""Functions that format memory plans as text and as plain values. The output also contains, for
-each block, the cost of the alternative decisions.
+"""Functions that format memory plans as text and as plain values. For each block, the output also
+contains the cost of the alternative decisions.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def _decision(step: int, layer: str, row: Any) -> DecisionRecord:
 
 @functools.cache
 def _fields(kind: Any) -> dict[str, bool]:
-    """For each field of a record class, return whether it stores a dict of numbers."""
+    """For each field of a record class, return whether the field stores a dict of numbers."""
     return {field.name: field.default_factory is dict
             for field in dataclasses.fields(kind) if field.init}
 

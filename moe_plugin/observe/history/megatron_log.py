@@ -48,7 +48,7 @@ def parse_step(line: str, length: str | None) -> StepRecord | None:
 
 
 def parse_argument(line: str) -> tuple[str, str] | None:
-    """If the line prints an argument of Megatron, return the argument's name and value. For any
+    """If the line lists an argument of Megatron, return the argument's name and value. For any
     other line, return None.
     """
     found = _ARGUMENT.search(line)

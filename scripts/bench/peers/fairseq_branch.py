@@ -136,7 +136,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def exchange(rows_VD: Tensor, comm: Comm) -> Tensor:
-    """Exchange pieces of equal size with torch's all-to-all. The exchange is differentiable.
-    In a group with one rank, the rows are returned unchanged.
+    """Exchange pieces of equal size with torch's all-to-all. The exchange of pieces is
+    differentiable. In a group with one rank, the rows are returned unchanged.
     """
     return rows_VD if comm.size == 1 else _AllToAll.apply(rows_VD, comm.group)

@@ -44,7 +44,8 @@ def flows(network: Network) -> dict[tuple[int, int], list[tuple[str, str]]]:
 
 
 def costs_of(network: Network, own: float) -> np.ndarray:
-    """Return the cost of a byte for each pair of ranks [W, W] while all ranks send to all ranks.
+    """Return the cost of a byte for each pair of ranks [W, W]. The cost is computed for an exchange
+    in which all ranks send to all ranks.
 
     Args:
         network: the network.

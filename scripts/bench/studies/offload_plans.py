@@ -58,7 +58,7 @@ def cells(made: StreamPlan, size: int, every: int) -> list[dict[str, float]]:
     Args:
         made: plan of the streaming peers.
         size: number of bytes that are averaged.
-        every: number of steps between two averages.
+        every: number of steps between two averages of the weights.
     """
     peers = Peers(count=PEERS, bytes_s=1.0, delay_s=DELAY_S, average_every=every,
                   averaged_bytes=size)

@@ -129,7 +129,7 @@ def floor(grid: str, cell: dict[str, Any]) -> float:
 
 
 def measure_exchange(grid: str, args: argparse.Namespace, slower: float = 1.0) -> dict[str, Any]:
-    """Measure the exchange alone.
+    """Measure the exchange of tokens alone.
 
     Args:
         grid: number of nodes and of ranks per node.

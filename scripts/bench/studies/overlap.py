@@ -2,10 +2,10 @@
 with one rank each. Exchange and matmuls are timed separately, and together with overlap.
 
 The matmuls either run on the CPU, or are replaced by waiting, which imitates an accelerator. While
-a rank waits, the CPU cores are free to transfer packets. The CPU cores are not free if both of them
-compute matmuls. The study also measures two other cases. In the first of these cases, there are
-many small experts, whose matmuls become slower if rows are split. In the second of these cases
-(Parm's S2), ranks with the same tokens gather each piece while the next piece is sent.
+a rank waits, the CPU cores are free to transfer packets. If both CPU cores compute matmuls, no core
+is free to transfer packets. The study also measures two other cases. In the first of these cases,
+there are many small experts, whose matmuls become slower if rows are split. In the second of these
+cases (Parm's S2), ranks with the same tokens gather each piece while the next piece is sent.
 
 The study requires Linux and root, and takes about nine minutes on an idle machine with at least two
 CPU cores.

@@ -40,8 +40,7 @@ WARM_UP = REPLAN = 2  # untimed rounds; steps between two placements
 
 
 def make_layer(**parallel: Any) -> MoELayer:
-    """Return a layer whose router sends a token to the expert that the first elements of the token
-    select.
+    """Return a layer with a router that selects the expert from the first elements of each token.
 
     Args:
         parallel: settings of the `parallel` section.

@@ -267,8 +267,8 @@ def _page_of(one: TrainReport) -> str:
 
 
 def _kind(place: str) -> str:
-    """Return the kind of a place, which is the text before the first comma. The number of ranks,
-    the bandwidth and the delay follow after the comma.
+    """Return the kind of a place, which is the text before the first comma. After the comma follow
+    the number of ranks, the bandwidth and the delay.
     """
     return place.split(",")[0]
 

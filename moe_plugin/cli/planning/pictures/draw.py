@@ -1,5 +1,5 @@
-"""Functions that draw a schedule as an SVG picture. The picture shows the network, its minimum cut
-and some of the trees.
+"""Functions that draw the schedule of a collective as an SVG picture. The picture shows the
+network, its minimum cut and some of the trees.
 
 The picture has a white background and fixed colors, so it looks the same everywhere.
 """
@@ -115,8 +115,8 @@ def svg(height: float, content: str) -> str:
 
 
 def network_picture(schedule: Schedule, top: float) -> tuple[str, float]:
-    """Draw the network below the y coordinate `top`. Return the SVG text and the y coordinate of
-    the lower edge.
+    """Draw a network below the y coordinate `top`. Return the SVG text and the y coordinate of the
+    lower edge.
 
     Ranks are circles with their numbers, and switches are boxes. Nodes of the cut are filled, and
     wires that cross the cut are dashed.
@@ -242,7 +242,7 @@ def _legend(rates: Sequence[Fraction], x: float, y: float, has_switches: bool, h
 
 def trees_picture(schedule: Schedule, top: float) -> tuple[str, float]:
     """Draw up to `PANELS` trees of a schedule below the y coordinate `top`. Return the SVG text and
-    the y coordinate of the lower end.
+    the y coordinate of the lower edge.
 
     The root of a tree is on the left, and each column contains the ranks at the same number of hops
     from the root. Ranks are labelled with their numbers, and edges have the color of their slowest
