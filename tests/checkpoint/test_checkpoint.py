@@ -227,7 +227,7 @@ def test_another_optimizer_is_named(tmp_path: Path) -> None:
     for optimizer in (sgd, adamw):
         optimizer.step()
         save(tmp_path / type(optimizer).__name__, model, optimizer)
-    with pytest.raises(CheckpointError, match="of another optimizer: .* momentum, .* with the "
+    with pytest.raises(CheckpointError, match="to another optimizer: .* momentum, .* with the "
                        "state momentum_buffer, and this AdamW has betas, eps with the state exp_"):
         load(tmp_path / "SGD", model, adamw)
     with pytest.raises(CheckpointError, match="with the state exp_avg, .* this SGD has dampening"):
