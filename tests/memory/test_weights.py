@@ -516,7 +516,7 @@ def test_settings_that_nothing_can_obey_are_named():
 def test_plans_segments_from_what_blocks_took(tmp_path):
     """Cuts that fit the limit; with too little nothing changes."""
     trainer = StreamedTrainer(model(), loss(2), ADAM, DiskTier(tmp_path))
-    with pytest.raises(ValueError, match="0 steps and .* do not suffice"):
+    with pytest.raises(ValueError, match="0 steps and .* are not enough"):
         plan_segments(trainer, 1 << 20, 2)
     trainer.step(batches(0, 2))
     least = trainer.device_bytes

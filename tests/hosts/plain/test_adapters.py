@@ -118,8 +118,8 @@ def test_lora_on_two_ranks_in_every_layout(settings: dict[str, Any]) -> None:
 
 @pytest.mark.distributed
 def test_what_others_compute_is_refused() -> None:
-    with pytest.raises(AssertionError, match="ParamWrapper wraps a layer's experts, which does "
-                       "not fit parallel.spill='least_loaded'.*Merge the adapter"):
+    with pytest.raises(AssertionError, match="ParamWrapper wraps a layer's experts and cannot "
+                       "be used with parallel.spill='least_loaded'.*Merge the adapter"):
         run_gloo(2, run_ranks, {"spill": "least_loaded"})
 
 
