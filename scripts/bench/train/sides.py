@@ -111,6 +111,8 @@ class Side:
             parameters.
         routers: a function for each MoE layer, in the order of the layers. It receives a function
             from logits [T, E] to experts [T, K], which makes all later choices of the layer.
+        reload: a function that copies the parameters to the optimizers' copies in float32, after
+            the parameters were changed. Without such copies it does nothing.
     """
 
     name: str
@@ -121,6 +123,7 @@ class Side:
     layout: Callable[[], str] = lambda: ""
     parameters: Sequence[Tensor] = ()
     routers: Sequence[Callable[[Callable[[Tensor], Tensor]], None]] = ()
+    reload: Callable[[], None] = lambda: None
 
 
 def tuners_settled(layers: Sequence[MoELayer]) -> Callable[[], bool]:
