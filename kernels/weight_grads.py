@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.kernels.activations import first_derivative_only
-from moe_plugin.kernels.cpu.products import multiply, products_of
+from moe_plugin.kernels.cpu.products import add_products, products_of
 from moe_plugin.kernels.expert_matmul import (
     expert_weight_grad,
     expert_weight_grad_add,
@@ -43,10 +43,12 @@ class _Sum:
     """The gradient of one weight that is being accumulated.
 
     experts: the experts that have a value so far.
+    dtype: dtype of the result. 16-bit gradients of several calls are added in float32.
     """
 
     grad_LIO: Tensor
-    experts: set[int] = field(default_factory=set)
+    experts: set[int]
+    dtype: torch.dtype
 
 
 @dataclass
@@ -68,8 +70,17 @@ class GradSums:
         """Return the gradient of the weight `name` [L, I, O], and the experts that have values."""
         self._forget_aborted()
         if name not in self._sums:
-            self._sums[name] = _Sum(_as_it_lies(f"gradient {name}", w_LIO, memory))
+            wide, dtype = self.wide(w_LIO.dtype), w_LIO.dtype
+            made = (torch.zeros_like(w_LIO, dtype=torch.float32) if wide
+                    else _as_it_lies(f"gradient {name}", w_LIO, memory))
+            self._sums[name] = _Sum(made, set(range(len(w_LIO) * wide)), dtype)
         return self._sums[name].grad_LIO, self._sums[name].experts
+
+    def wide(self, dtype: torch.dtype) -> bool:
+        """Return true if gradients of this dtype are added in float32, because the sum would
+        otherwise be rounded to 16 bits after each of several calls.
+        """
+        return self.calls > 1 and dtype.itemsize == 2
 
     def end(self, name: str) -> Tensor | None:
         """Return the result of a call's backward: the sum [L, I, O] for the last call, or None."""
@@ -79,7 +90,7 @@ class GradSums:
         # The memory of experts without rows was never written.
         for expert in set(range(total.grad_LIO.shape[0])) - total.experts:
             total.grad_LIO[expert].zero_()
-        return total.grad_LIO
+        return total.grad_LIO.to(total.dtype)
 
     def so_far(self, name: str) -> Tensor | None:
         """Return the gradient of the weight `name` [L, I, O] from the calls so far, or None."""
@@ -91,7 +102,8 @@ class GradSums:
         added. The result is the result of `end`.
         """
         if name not in self._sums:
-            self._sums[name] = _Sum(grad_LIO, set(range(grad_LIO.shape[0])))
+            made = grad_LIO.float() if self.wide(grad_LIO.dtype) else grad_LIO
+            self._sums[name] = _Sum(made, set(range(grad_LIO.shape[0])), grad_LIO.dtype)
         return self.end(name)
 
     def last(self, name: str) -> bool:
@@ -135,7 +147,7 @@ class WeightGrad:
         self.sums, self.name = sums, name
         grad_LIO, self.written = sums.begin(name, w_LIO, memory)
         self.grad_LIO, self.into = grad_LIO, grad_LIO.unbind(0)
-        self.products = products_of(w_LIO)
+        self.products, self.memory = products_of(w_LIO), memory
 
     def add_matmuls(self, experts: Sequence[int | slice], a_s: Sequence[Tensor],
                     b_s: Sequence[Tensor]) -> None:
@@ -144,6 +156,9 @@ class WeightGrad:
         The operands are [I, N] and [N, O] for one expert. For a batch of experts the operands have
         a leading axis. No expert may occur twice.
         """
+        if a_s and a_s[0].dtype != self.grad_LIO.dtype:
+            add_products([self.grad_LIO[of] for of in experts], a_s, b_s, self.memory)
+            return
         products = []
         for of, a, b in zip(experts, a_s, b_s, strict=True):
             batch = {of} if isinstance(of, int) else set(range(of.start, of.stop))
@@ -164,7 +179,6 @@ class WeightGrad:
         return self.sums.end(self.name)
 
 
-TEMPORARY_BYTES = 1 << 20  # largest temporary that serves several experts
 # Biases are as small as a row, so autograd returns their gradients in the usual way.
 WEIGHTS = ("w_in_LDF", "w_gate_LDF", "w_out_LFD")
 
@@ -200,28 +214,9 @@ class MainGrad:
 
     def add_matmuls(self, experts: Sequence[int | slice], a_s: Sequence[Tensor],
                     b_s: Sequence[Tensor]) -> None:
-        """Add `a @ b` to `main_grad[expert]` for each pair; see `WeightGrad.add_matmuls`.
-
-        If the buffer has a different dtype, the largest temporary tensor is the matmul of one
-        expert, or the matmuls of several experts if their size is at most `TEMPORARY_BYTES`.
-        """
+        """Add `a @ b` to `main_grad[expert]` for each pair; see `WeightGrad.add_matmuls`."""
         main_grad: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
-        into = [main_grad[of] for of in experts]
-        if into and main_grad.dtype == a_s[0].dtype:
-            products_of(main_grad)(a_s, b_s, into, into)
-            return
-        for target, a, b in zip(into, a_s, b_s, strict=True):
-            if target.dim() == 2:
-                self._add(target, a, b)
-                continue
-            some = max(1, TEMPORARY_BYTES // (target[0].numel() * a.element_size()))
-            for parts in zip(*(x.split(some) for x in (target, a, b)), strict=True):
-                self._add(*parts)
-
-    def _add(self, target_IO: Tensor, a_IN: Tensor, b_NO: Tensor) -> None:
-        # CPU matmuls cannot write a result with a dtype other than that of the operands.
-        product_IO = self.memory.empty("matmul for main_grad", tuple(target_IO.shape), a_IN)
-        target_IO.add_(multiply(a_IN, b_NO, product_IO))
+        add_products([main_grad[of] for of in experts], a_s, b_s, self.memory)
 
     def result(self) -> Tensor | None:
         """Return the result of backward, which is a `placeholder_grad` for the last call that
