@@ -1,11 +1,10 @@
 """Differentiable copies of tokens to rows and of rows to tokens, which every dispatcher uses.
 
 Notation: T is the number of tokens, K the number of choices per token, R the number of rows, D the
-width. The tensors x, rows and grad have the same floating-point dtype. The tensor `weights_TK` is
-float32 (or float64). The tensor `source_R` is int64 and contains the index t*K + j of the choice in
-row r, or -1 for an empty slot. The tensor `position_TK` is int64 and contains the inverse, which is
-the row of each choice, or -1 for no row. Each row contains one choice, and a choice has at most one
-row.
+width. The tensors x, rows and grad have the same floating-point dtype. `weights_TK` is float32 (or
+float64). `source_R` is int64 and contains the index t*K + j of the choice in row r, or -1 for an
+empty slot. `position_TK` is int64 and contains the inverse, which is the row of each choice, or -1
+for no row. Each row contains one choice, and a choice has at most one row.
 
 If `complete` is true, every choice has a row and every row has a choice, so `source_R` and
 `position_TK` contain no -1. If the caller knows this, special handling of -1 is omitted.
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from moe_plugin.kernels.activations import own, transformed, wants_graph
 from moe_plugin.kernels.cpu import products
+from moe_plugin.kernels.cpu.native.functions import sum_of_rows
 from moe_plugin.kernels.registry import accumulate_dtype, op
 from moe_plugin.kernels.workspace import scratch
 
@@ -52,10 +52,11 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
     Choices without a row are omitted. The sum is computed in float32 (or float64) in the order of
     choices, so the result is always the same.
     """
-    dtype = accumulate_dtype(rows_RD.dtype)
-    tokens = position_TK.shape[0]
+    dtype, tokens = accumulate_dtype(rows_RD.dtype), position_TK.shape[0]
     if rows_RD.shape[0] == 0 or tokens == 0:
         return rows_RD.new_zeros(tokens, rows_RD.shape[1])
+    if weights_TK is None and (summed_TD := sum_of_rows(rows_RD, position_TK)) is not None:
+        return summed_TD
     index_TK, scale_TK, none_T = _reads(position_TK, weights_TK, dtype, complete)
     if rows_RD.device.type == "cpu":
         y_TD = sum_bags(rows_RD, *bags(index_TK, scale_TK, rows_RD.dtype))
@@ -65,7 +66,7 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
         for j, index_T in enumerate(index_TK.unbind(1)):
             rows_TD = rows_RD.index_select(0, index_T)
             y_TD += rows_TD if scale_TK is None else rows_TD * scale_TK[:, j, None]
-    y_TD = y_TD.to(rows_RD.dtype)
+        y_TD = y_TD.to(rows_RD.dtype)
     return y_TD if none_T is None else _clear(y_TD, none_T)
 
 
@@ -75,9 +76,8 @@ def bags(index_BK: Tensor, scale_BK: Tensor | None,
     [B, K] or [B, 2 K].
 
     Rows in bfloat16 can only be multiplied by bfloat16 factors. A float32 factor is therefore split
-    into two bfloat16 factors, whose sum has an error of at most 2^-17. Each row is then read twice,
-    the second time from the cache, whereas a float32 copy of all rows would have to be written to
-    memory and read again. A bfloat16 factor is not split.
+    into two bfloat16 factors, whose sum has an error of at most 2^-17. Reading each row twice, the
+    second time from the cache, is faster than making a float32 copy of all rows.
     """
     if scale_BK is None or dtype != torch.bfloat16 or scale_BK.dtype == dtype:
         return index_BK, scale_BK
@@ -89,7 +89,7 @@ def bags(index_BK: Tensor, scale_BK: Tensor | None,
 def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
     """Compute `out[b] = sum_j scale[b, j] * x[index[b, j]]` on a CPU, [B, D] in the dtype of x.
 
-    The sum is computed in float32 (or float64) and rounded once.
+    The sum is computed in float32 (or float64) and rounded once, in bfloat16 with ties away from 0.
 
     index_BK, scale_BK: the results of `bags`, whose int64 indices must not contain -1.
     """
