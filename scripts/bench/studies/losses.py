@@ -199,8 +199,14 @@ def _chooser(tracer: Tracer, place: int, name: str, layer: int) -> Callable[[Ten
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Replace the old results of the same host, place and shape."""
-    return {**new, "shapes": {**old["shapes"], **new["shapes"]}}
+    """Replace the old results of the same host, place and shape. The page states the dates, the
+    devices and the versions of all runs.
+    """
+    versions = {}
+    for name in {**old["versions"], **new["versions"]}:
+        seen = [of["versions"][name] for of in (old, new) if name in of["versions"]]
+        versions[name] = " and ".join(sorted({one for each in seen for one in each.split(" and ")}))
+    return {**new, "versions": versions, "shapes": {**old["shapes"], **new["shapes"]}}
 
 
 def gap(losses: list[list[float]]) -> float:
