@@ -22,6 +22,7 @@ from torch import Tensor
 
 from moe_plugin.kernels.activations import own, transformed, wants_graph
 from moe_plugin.kernels.cpu import products
+from moe_plugin.kernels.cpu.native.functions import sum_of_rows
 from moe_plugin.kernels.registry import accumulate_dtype, op
 from moe_plugin.kernels.workspace import scratch
 
@@ -51,10 +52,11 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
     Choices that have no row are skipped. The sum is computed in float32 (or float64) in the order
     of choices, so repeated calls give the same output.
     """
-    dtype = accumulate_dtype(rows_RD.dtype)
-    tokens = position_TK.shape[0]
+    dtype, tokens = accumulate_dtype(rows_RD.dtype), position_TK.shape[0]
     if rows_RD.shape[0] == 0 or tokens == 0:
         return rows_RD.new_zeros(tokens, rows_RD.shape[1])
+    if weights_TK is None and (summed_TD := sum_of_rows(rows_RD, position_TK)) is not None:
+        return summed_TD
     index_TK, scale_TK, none_T = _reads(position_TK, weights_TK, dtype, complete)
     if rows_RD.device.type == "cpu":
         y_TD = sum_bags(rows_RD, *bags(index_TK, scale_TK, rows_RD.dtype))
@@ -64,7 +66,7 @@ def sum_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None,
         for j, index_T in enumerate(index_TK.unbind(1)):
             rows_TD = rows_RD.index_select(0, index_T)
             y_TD += rows_TD if scale_TK is None else rows_TD * scale_TK[:, j, None]
-    y_TD = y_TD.to(rows_RD.dtype)
+        y_TD = y_TD.to(rows_RD.dtype)
     return y_TD if none_T is None else _clear(y_TD, none_T)
 
 
@@ -75,8 +77,7 @@ def bags(index_BK: Tensor, scale_BK: Tensor | None,
     bfloat16 rows can be multiplied only by bfloat16 factors. Each float32 factor is therefore split
     into two bfloat16 factors. The sum of the two bfloat16 factors differs from the float32 factor
     by at most 2^-17. With split factors, each row is read twice, but the second time from the
-    cache. Without a split, a float32 copy of all rows would be written and read. Factors that are
-    already bfloat16 are not split.
+    cache. Without a split, a float32 copy of all rows would be written and read.
     """
     if scale_BK is None or dtype != torch.bfloat16 or scale_BK.dtype == dtype:
         return index_BK, scale_BK
@@ -88,7 +89,7 @@ def bags(index_BK: Tensor, scale_BK: Tensor | None,
 def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
     """Compute `out[b] = sum_j scale[b, j] * x[index[b, j]]` on a CPU, [B, D] in the dtype of x.
 
-    The sum is computed in float32 (or float64) and rounded once.
+    The sum is computed in float32 (or float64) and rounded once, in bfloat16 with ties away from 0.
 
     index_BK, scale_BK: indices (int64, without -1) and factors, as returned by `bags`.
     """

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.kernels.activations import first_derivative_only
-from moe_plugin.kernels.cpu.products import multiply, products_of
+from moe_plugin.kernels.cpu.products import add_products, products_of
 from moe_plugin.kernels.expert_matmul import (
     expert_weight_grad,
     expert_weight_grad_add,
@@ -44,10 +44,12 @@ class _Sum:
     """The gradient of one weight while it is being accumulated.
 
     experts: the experts whose gradient has been written so far.
+    dtype: dtype of the result. 16-bit gradients of several calls are added in float32.
     """
 
     grad_LIO: Tensor
-    experts: set[int] = field(default_factory=set)
+    experts: set[int]
+    dtype: torch.dtype
 
 
 @dataclass
@@ -72,8 +74,17 @@ class GradSums:
         """
         self._forget_aborted()
         if name not in self._sums:
-            self._sums[name] = _Sum(_as_it_lies(f"gradient {name}", w_LIO, memory))
+            wide, dtype = self.wide(w_LIO.dtype), w_LIO.dtype
+            made = (torch.zeros_like(w_LIO, dtype=torch.float32) if wide
+                    else _as_it_lies(f"gradient {name}", w_LIO, memory))
+            self._sums[name] = _Sum(made, set(range(len(w_LIO) * wide)), dtype)
         return self._sums[name].grad_LIO, self._sums[name].experts
+
+    def wide(self, dtype: torch.dtype) -> bool:
+        """Return true if gradients of this dtype are added in float32, because the sum would
+        otherwise be rounded to 16 bits after each of several calls.
+        """
+        return self.calls > 1 and dtype.itemsize == 2
 
     def end(self, name: str) -> Tensor | None:
         """Return the gradient to report for a call: the sum [L, I, O] for the last call, or None.
@@ -84,7 +95,7 @@ class GradSums:
         # The memory of experts without rows was never written.
         for expert in set(range(total.grad_LIO.shape[0])) - total.experts:
             total.grad_LIO[expert].zero_()
-        return total.grad_LIO
+        return total.grad_LIO.to(total.dtype)
 
     def so_far(self, name: str) -> Tensor | None:
         """Return the gradient of the weight `name` [L, I, O] accumulated so far, or None."""
@@ -96,7 +107,8 @@ class GradSums:
         after the call has added its own gradient. The return value is the same as for `end`.
         """
         if name not in self._sums:
-            self._sums[name] = _Sum(grad_LIO, set(range(grad_LIO.shape[0])))
+            made = grad_LIO.float() if self.wide(grad_LIO.dtype) else grad_LIO
+            self._sums[name] = _Sum(made, set(range(grad_LIO.shape[0])), grad_LIO.dtype)
         return self.end(name)
 
     def last(self, name: str) -> bool:
@@ -139,7 +151,7 @@ class WeightGrad:
         self.sums, self.name = sums, name
         grad_LIO, self.written = sums.begin(name, w_LIO, memory)
         self.grad_LIO, self.into = grad_LIO, grad_LIO.unbind(0)
-        self.products = products_of(w_LIO)
+        self.products, self.memory = products_of(w_LIO), memory
 
     def add_matmuls(self, experts: Sequence[int | slice], a_s: Sequence[Tensor],
                     b_s: Sequence[Tensor]) -> None:
@@ -148,6 +160,9 @@ class WeightGrad:
         The operands are [I, N] and [N, O] for one expert. For several experts, the operands have a
         leading axis of experts. Each expert must occur only once.
         """
+        if a_s and a_s[0].dtype != self.grad_LIO.dtype:
+            add_products([self.grad_LIO[of] for of in experts], a_s, b_s, self.memory)
+            return
         products = []
         for of, a, b in zip(experts, a_s, b_s, strict=True):
             batch = {of} if isinstance(of, int) else set(range(of.start, of.stop))
@@ -168,7 +183,6 @@ class WeightGrad:
         return self.sums.end(self.name)
 
 
-TEMPORARY_BYTES = 1 << 20  # largest temporary that serves several experts
 # Biases are as small as a row, so autograd returns their gradients in the usual way.
 WEIGHTS = ("w_in_LDF", "w_gate_LDF", "w_out_LFD")
 
@@ -203,29 +217,9 @@ class MainGrad:
 
     def add_matmuls(self, experts: Sequence[int | slice], a_s: Sequence[Tensor],
                     b_s: Sequence[Tensor]) -> None:
-        """Add `a @ b` to `main_grad[expert]` for each pair; see `WeightGrad.add_matmuls`.
-
-        If `main_grad` has a different dtype, temporary tensors are needed. The largest temporary
-        tensor is the matmul of one expert, or the matmuls of several experts if their size is at
-        most `TEMPORARY_BYTES`.
-        """
+        """Add `a @ b` to `main_grad[expert]` for each pair; see `WeightGrad.add_matmuls`."""
         main_grad: Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
-        into = [main_grad[of] for of in experts]
-        if into and main_grad.dtype == a_s[0].dtype:
-            products_of(main_grad)(a_s, b_s, into, into)
-            return
-        for target, a, b in zip(into, a_s, b_s, strict=True):
-            if target.dim() == 2:
-                self._add(target, a, b)
-                continue
-            some = max(1, TEMPORARY_BYTES // (target[0].numel() * a.element_size()))
-            for parts in zip(*(x.split(some) for x in (target, a, b)), strict=True):
-                self._add(*parts)
-
-    def _add(self, target_IO: Tensor, a_IN: Tensor, b_NO: Tensor) -> None:
-        # CPU matmuls cannot write a result with a dtype other than that of the operands.
-        product_IO = self.memory.empty("matmul for main_grad", tuple(target_IO.shape), a_IN)
-        target_IO.add_(multiply(a_IN, b_NO, product_IO))
+        add_products([main_grad[of] for of in experts], a_s, b_s, self.memory)
 
     def result(self) -> Tensor | None:
         """Return a `placeholder_grad` for the last call that shares `sums`, otherwise None."""

@@ -29,11 +29,12 @@ from torch import Tensor
 
 from moe_plugin.kernels.cpu.native import build
 from moe_plugin.kernels.cpu.native.functions import INT, INT64, POINTER, readable
-from moe_plugin.kernels.workspace import scratch
+from moe_plugin.kernels.workspace import Workspace, scratch
 
 # Size of one piece in float32, measured so that a piece stays in the cache. A copy of the whole
 # tensor would pass through memory twice, and a large copy through pages that the system clears.
 PIECE_BYTES = 2 << 20
+TEMPORARY_BYTES = 1 << 20  # largest temporary that serves several experts
 PARTS = 4  # every piece except the last can be cut into this number of equal parts
 
 
@@ -97,6 +98,25 @@ def multiply(a_NI: Tensor, b_IO: Tensor, out_NO: Tensor, base: Tensor | None = N
     """Compute one matmul, and return `out_NO`; see `Products`."""
     products_of(a_NI)((a_NI,), (b_IO,), (out_NO,), (base,))
     return out_NO
+
+
+def add_products(into: Sequence[Tensor], a_s: Sequence[Tensor], b_s: Sequence[Tensor],
+                 memory: Workspace) -> None:
+    """Add each matmul `a @ b` to a tensor, which may have a different dtype; see `Products`.
+
+    With a different dtype, the largest temporary tensor is the matmul of one expert, or the matmuls
+    of several experts if their size is at most `TEMPORARY_BYTES`.
+    """
+    if into and into[0].dtype == a_s[0].dtype:
+        products_of(into[0])(a_s, b_s, into, into)
+        return
+    for operands in zip(into, a_s, b_s, strict=True):
+        target, a, _ = operands
+        some = max(1, TEMPORARY_BYTES // (target[0].numel() * a.element_size()))
+        for part, a, b in [operands] if target.dim() == 2 else zip(
+                *(x.split(some) for x in operands), strict=True):
+            # matmuls cannot write a result with a dtype other than that of the operands
+            part.add_(multiply(a, b, memory.empty("matmul to add", tuple(part.shape), a)))
 
 
 @dataclass(frozen=True)

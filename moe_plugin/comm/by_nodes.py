@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm, piece_lengths
-from moe_plugin.comm.chunks import exchange_pieces, ring
+from moe_plugin.comm.chunks import exchange_pieces, is_16_bit, ring, sum_of
 
 # For each rank and each node: int64 indices of the rank's rows that the node needs.
 Wanted = Sequence[Sequence[Tensor]]
@@ -56,7 +56,8 @@ def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None)
     sum.
 
     The group's topology must support the two steps; see `Topology.two_steps`. Values are summed
-    first within each node, in the order of its ranks, and then in the order of the nodes.
+    first within each node, in the order of its ranks, and then in the order of the nodes. 16-bit
+    values are summed in float32, and each of the two sums is rounded once.
 
     Args:
         comm: the group.
@@ -75,24 +76,17 @@ def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None)
     exchange_pieces(comm, [(p, rows.take(parts_W[rank], rank, this_node))
                            for p in near for rank in rows.column(p)],
                     [(p, buffer) for p in reversed(near) for buffer in got[p]])
-    sums = {rank: _added(parts)
+    sums = {rank: sum_of(parts)
             for rank, parts in zip(column, zip(*got.values(), strict=True), strict=True)}
     far = ring(column, comm.rank)[:-1]
     back = {p: x.new_empty((rows.count(comm.rank, rows.node(p)), *x.shape[1:])) for p in far}
     exchange_pieces(comm, [(p, sums[p]) for p in far], [(p, back[p]) for p in reversed(far)])
-    total = x.new_zeros((length, *x.shape[1:]))
+    total = x.new_zeros((length, *x.shape[1:]),
+                        dtype=torch.float32 if is_16_bit(x.dtype) else x.dtype)
     for p in column:
         # The contribution of this rank's own node was computed on this rank and not received.
         rows.add(total, comm.rank, rows.node(p), back.get(p, sums[comm.rank]))
-    return total
-
-
-def _added(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the tensors. The sum is accumulated in order into the first tensor."""
-    total = parts[0]
-    for part in parts[1:]:
-        total += part
-    return total
+    return total.to(x.dtype)
 
 
 class _Rows:
@@ -144,7 +138,7 @@ class _Rows:
         if self.wanted is None:
             total += rows
         else:
-            total.index_add_(0, self.wanted[rank][node], rows)
+            total.index_add_(0, self.wanted[rank][node], rows.to(total.dtype))
 
 
 def wanted_rows(comm: Comm, on_node_AN: Tensor) -> Wanted | None:

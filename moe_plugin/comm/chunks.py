@@ -180,11 +180,21 @@ def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
     Each rank sends (size - 1)/size of the bytes of `x`. Gloo's own reduce-scatter sums the whole
     tensor `x` on every rank and sends twice as many bytes. Part j is summed in the order of the
     ranks j+1, j+2, ..., j, modulo the number of ranks.
+
+    A ring would round the partial sums of 16-bit values in every step, so that the error would grow
+    with the number of ranks. Such values are therefore sent directly to the rank that sums them in
+    float32, with the same number of messages and bytes.
     """
     length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
     if comm.size == 1 or not x.numel():
         return x[:length].clone()
-    parts, size, me = x.contiguous().split(length), comm.size, comm.rank
+    x, size, me = x.contiguous(), comm.size, comm.rank
+    if is_16_bit(x.dtype):
+        received = torch.empty_like(x)
+        swap_equal(comm, range(size), x, received)
+        of_ranks = received.split(length)
+        return sum_of([of_ranks[rank] for rank in ring(range(size), me)])
+    parts = x.split(length)
     # The sum of part j starts at rank j + 1 and reaches rank j after size - 1 messages.
     total = parts[me - 1]
     for step in range(size - 1):
@@ -192,6 +202,22 @@ def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
         comm.send_receive([((me + 1) % size, total)], [((me - 1) % size, partial)])
         total = partial.add_(parts[(me - 2 - step) % size])
     return total
+
+
+def sum_of(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors of one dtype, added in order. The sum of 16-bit values is computed
+    in float32 and rounded once.
+    """
+    first, dtype = parts[0], parts[0].dtype
+    total = first.to(torch.float32 if is_16_bit(dtype) else dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
+
+
+def is_16_bit(dtype: torch.dtype) -> bool:
+    """Return true for bfloat16 and float16."""
+    return dtype in (torch.bfloat16, torch.float16)
 
 
 def sizes_of(sends: Messages, recvs: Messages) -> str:

@@ -354,3 +354,28 @@ def _reduce_scatter() -> list[str]:
 
 def test_reduce_scatter_adds_up_and_sends_no_more_than_its_share() -> None:
     assert run_gloo(WORLD, _reduce_scatter) == [[]] * WORLD
+
+
+def _rounded_sums(nodes: int) -> list[str]:
+    """The 16-bit dtypes whose sums have larger errors than a sum in float32, rounded once, and once
+    more on each node if there are several.
+    """
+    comm, wrong = TorchComm(), []
+    place = comm.prepare(Topology.uniform(comm.size, comm.size // nodes))
+    for dtype in (torch.bfloat16, torch.float16):
+        drawn = torch.Generator().manual_seed(7)
+        of_ranks = torch.randn(comm.size, comm.size, 999, generator=drawn).to(dtype)
+        got = comm.reduce_scatter(of_ranks[comm.rank].clone())[0]
+        parts, unit = of_ranks[:, comm.rank].double(), torch.finfo(dtype).eps / 2
+        allowed = unit * parts.sum(0).abs() + 1e-6
+        if nodes > 1:
+            allowed += sum(1.01 * unit * parts[list(node)].sum(0).abs() for node in place.nodes)
+        if bool(((got - parts.sum(0)).abs() > allowed).any()):
+            wrong.append(str(dtype))
+    return wrong
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 1), (6, 2)])
+def test_sums_of_16_bit_values_are_not_rounded_at_every_rank(ranks: int, nodes: int) -> None:
+    """Gradients of gathered weights in bfloat16 do not lose accuracy with the number of ranks."""
+    assert run_gloo(ranks, _rounded_sums, nodes) == [[]] * ranks

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from moe_plugin.kernels import scores
+from moe_plugin.kernels import rows, scores
 from moe_plugin.kernels.cpu import expert_ffn as fused
 from moe_plugin.kernels.cpu import products
 
@@ -20,4 +20,5 @@ def compiled(yes: bool) -> Iterator[None]:
             patch.setattr(fused, "passes", lambda x, activation: None)
             patch.setattr(products, "side_by_side", lambda: None)
             patch.setattr(scores, "scores_of", lambda x_TD, weight_ED: None)
+            patch.setattr(rows, "sum_of_rows", lambda rows_RD, position_TK: None)
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -54,6 +55,39 @@ def test_sums_are_autograds(name: str, how: str, gated: bool) -> None:
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs)
             assert not ours[1].any()
+
+
+def _errors(name: str, pieces: int, gated: bool) -> list[float]:
+    """Relative errors of the weight gradients in bfloat16, for the same rows in equal pieces."""
+    counts, errors = [32 // pieces * 8] * L, []
+    made: dict[torch.dtype, list[torch.Tensor]] = {}
+    for dtype in (torch.bfloat16, torch.float64):
+        g, sums = torch.Generator().manual_seed(3), GradSums()
+        shapes = [(24, 32), (32, ), (24, 32), (32, ), (32, 24), (24, )]
+        weights = [torch.randn(L, *shape, generator=g).bfloat16().to(dtype).requires_grad_()
+                   for shape in shapes]
+        if not gated:
+            weights[2] = weights[3] = None
+        p = FFNParameters(*weights, "gelu", Workspace(), sums=sums)
+        x_LND, grad_LND = (torch.randn(L, 256, 24, generator=g).bfloat16().to(dtype)
+                           for _ in range(2))
+        each = zip(x_LND.chunk(pieces, 1), grad_LND.chunk(pieces, 1), strict=True)
+        y = [strategies.get(name)(x.flatten(0, 1), RowCounts(counts), p).flatten() @ grad.flatten()
+             for x, grad in each]
+        sum(y).backward()
+        made[dtype] = [w.grad.double() for w in weights[::2] if w is not None]
+    for got, exact in zip(made[torch.bfloat16], made[torch.float64], strict=True):
+        errors.append(float((got - exact).norm() / exact.norm()))
+    return errors
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", ["fused", "kernels"])
+def test_pieces_in_16_bits_are_as_accurate_as_one_call(name: str, gated: bool) -> None:
+    """Each gradient is rounded once more, because each piece is, but no sum of pieces is."""
+    rounding = 2**-9  # the largest error of a rounded value, relative to it
+    for pieces, whole in zip(_errors(name, 16, gated), _errors(name, 1, gated), strict=True):
+        assert 1e-3 < pieces < math.hypot(whole, rounding)
 
 
 class FailsOnce(torch.autograd.Function):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from moe_plugin.kernels import combine_rows, gather_rows, kernels, permute_rows
 from moe_plugin.kernels.cpu import products
+from moe_plugin.kernels.cpu.native.functions import why_not_sums
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import bags, dot_rows, sum_bags, sum_rows
 
@@ -113,6 +114,26 @@ def test_rows_of_16_bits_are_summed_in_float32(dtype: torch.dtype, width: int,
     scale_TK = torch.ones(5, 8) if weights_TK is None else weights_TK
     assert got.dtype == dtype
     assert_rounded_once(got, rows_RD.double()[position_TK] * scale_TK.double()[..., None])
+
+
+@pytest.mark.skipif(why_not_sums() is not None, reason=f"by torch: {why_not_sums()}")
+@pytest.mark.parametrize(("choices", "width"), [(2, 1), (2, 300), (3, 64), (8, 129)])
+def test_sums_of_rows_are_not_too_large_on_average(choices: int, width: int) -> None:
+    """Ties are rounded to even: rounded away from zero, they make two rows' sum 0.08 % too large.
+
+    Values are multiples of 1/4, so that float32 sums are exact. Some choices have no row.
+    """
+    g = torch.Generator().manual_seed(0)
+    rows_RD = (torch.randint(-512, 513, (500 * choices, width), generator=g) / 4).bfloat16()
+    position_TK = torch.randperm(500 * choices, generator=g).view(500, choices)
+    position_TK[::7, 1:] = -1
+    position_TK[5] = -1
+    has_row_TK1 = (position_TK >= 0)[..., None]
+    exact_TD = (rows_RD.float()[position_TK.clamp(min=0)] * has_row_TK1).sum(1)
+    got = sum_rows(rows_RD, position_TK, None)
+    assert torch.equal(got, exact_TD.bfloat16()) and not bool(got[5].any())
+    ties_TD = exact_TD.view(torch.int32).bitwise_and(0xffff) == 0x8000
+    assert bool(ties_TD.any()), "no sum is between two bfloat16 values"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

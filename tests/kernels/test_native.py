@@ -48,7 +48,7 @@ def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def forget() -> None:
     for cached in (build.library, functions.compiled_passes, functions.compiled_scores,
-                   products.side_by_side):
+                   functions.compiled_sums, products.side_by_side):
         cached.cache_clear()
 
 

@@ -18,6 +18,10 @@ of width 512 and 8 experts, the scores take 0.26 ms instead of 0.76 ms, the grad
 takes 0.17 ms instead of 0.52 ms, and the gradient of the weight takes 0.31 ms instead of 0.97 ms
 (AMD Zen 5, two threads).
 
+`sum_of_rows` adds the rows of each token, for bfloat16 rows without weights. `torch.embedding_bag`
+takes about the same time, but rounds ties away from zero: the sum of two rows is then too large by
+0.08 % on average.
+
 Notation of the router: T is the number of tokens, D their width, E the number of experts. The
 tensor `x_TD` is bfloat16, all other tensors are float32, and all are contiguous.
 """
@@ -204,3 +208,31 @@ def compiled_scores() -> Scores | None:
     """Return the compiled matmuls; see `scores_of`. They are loaded only once."""
     library = build.library(*_source(None))
     return None if isinstance(library, str) else Scores(library)
+
+
+@functools.cache
+def compiled_sums() -> Callable[..., None] | None:
+    """Return the compiled sum of rows, which is created once; see `sum_of_rows`."""
+    library = build.library("rows.c")
+    return None if isinstance(library, str) else function(
+        library, "sum_rows", INT64, INT64, INT64, *[POINTER] * 3, INT)
+
+
+def why_not_sums() -> str | None:
+    """Return the reason why this machine has no `compiled_sums`, or None if it has them."""
+    return build.why_not("rows.c")
+
+
+def sum_of_rows(rows_RD: Tensor, position_TK: Tensor) -> Tensor | None:
+    """Compute the unweighted sums of `kernels.rows.sum_rows` for bfloat16 rows, or return None if
+    torch must compute them.
+    """
+    fit = (rows_RD.dtype == torch.bfloat16 and readable(rows_RD) and rows_RD.is_contiguous()
+           and readable(position_TK) and position_TK.is_contiguous() and position_TK.shape[1] > 1)
+    if not fit or (compiled := compiled_sums()) is None:
+        return None
+    (tokens, choices), width = position_TK.shape, rows_RD.shape[1]
+    sums_TD = rows_RD.new_empty(tokens, width)
+    compiled(tokens, width, choices, rows_RD.data_ptr(), position_TK.data_ptr(),
+             sums_TD.data_ptr(), threads(rows_RD))
+    return sums_TD

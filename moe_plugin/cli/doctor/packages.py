@@ -157,6 +157,7 @@ def compiled() -> list[dict[str, str]]:
     parts.append(("several experts at a time, float32", products.why_one_by_one()))
     parts.append((f"routers of up to {functions.EXPERTS} experts, bfloat16",
                   functions.why_not(None)))
+    parts.append(("sums of rows, bfloat16", functions.why_not_sums()))
     return [{"name": name, "state": "not available" if reason else "active",
              "what": f"computed by torch: {reason}" if reason else ""} for name, reason in parts]
 

@@ -6,6 +6,10 @@ experts. In the second run, the choices of the first side are recorded, and all 
 these choices. The differences that remain in the second run are caused by rounding. If a side would
 have chosen a different expert, the study reports the first token for which this happens, and both
 experts.
+
+In bfloat16, rounding errors are so large that the losses cannot be equal. A float32 copy of the
+first side is therefore trained with the same choices, and the study reports which sides have losses
+that are closer to the losses of this copy.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import argparse
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +47,7 @@ from scripts.emulate import EmulatedCluster
 TITLE = "Differences of losses in training steps, traced to single tokens"
 SAME = 1e-5  # losses that differ by less count as equal
 CHANGED = "one rounding"  # the first side, with each weight changed by its last bit
+FLOAT32 = "float32"  # the first side in float32, only for shapes in bfloat16
 
 
 class Tracer:
@@ -79,7 +85,8 @@ class Tracer:
         own_TK = logits_TE.detach().topk(self.top_k, dim=1).indices
         both = (own_TK, ids_TK) if self.ordered else (own_TK.sort(1).values, ids_TK.sort(1).values)
         apart_T = (both[0] != both[1]).any(1).nonzero().flatten()
-        if len(apart_T) and not any(one["side"] == side for one in self.parted) and side != CHANGED:
+        if len(apart_T) and not any(one["side"] == side for one in self.parted) and side not in (
+                CHANGED, FLOAT32):
             token = int(apart_T[0])
             place = int((both[0][token] != both[1][token]).nonzero()[0])
             took, other = ids_TK[token].tolist(), own_TK[token].tolist()
@@ -114,7 +121,7 @@ def check(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the losses, and the tokens with different choices, by host, place and shape."""
     grid = parse_grid(args.emulate) if args.emulate else None
-    shapes = [one for one in for_host(parse_shapes(args.shapes), args.host) if not one.bf16]
+    shapes = for_host(parse_shapes(args.shapes), args.host)
     ours = {name: value for name, value in our_settings(grid is not None and grid[0] > 1).items()
             if not name.endswith("auto")}  # the layout of `auto` depends on measured times
     with ExitStack() as stack:
@@ -152,7 +159,10 @@ def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings
     again = sides({CHANGED: next(iter(ours.values()))})
     changed = next(side for side in again if side.name == CHANGED)
     change_last_bits(changed.parameters)
-    again = [*(side for side in again if side is not changed), changed]
+    changed.reload()
+    again = [side for side in again if side is not changed]
+    wide = [_in_float32(host, shape, text, ours, again[0])] if shape.bf16 else []
+    again += [*wide, changed]
     for place, side in enumerate(again):
         for layer, take in enumerate(side.routers):
             take(_chooser(tracer, place, side.name, layer))
@@ -163,7 +173,23 @@ def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings
     dist.all_gather_object(every, tracer.parted)
     parted = sorted((one for each in every for one in each),
                     key=lambda one: (one["step"], one["layer"], one["rank"], one["token"]))
-    return {"sides": [side.name for side in again], "own": own, "same": same, "parted": parted}
+    found: dict[str, Any] = {"own": own, "parted": parted}
+    if wide:  # the last side but one
+        found |= {"float32": [row.pop(-2) for row in same], "native": [
+            side.kind == "native" for side in again if side is not wide[0]]}
+        again.remove(wide[0])
+    return {"sides": [side.name for side in again], "same": same, **found}
+
+
+def _in_float32(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
+                first: Side) -> Side:
+    """Build a copy of the first side in float32, with the weights of the first side."""
+    [side] = runs.sides_of(host, replace(shape, bf16=False), read_text(text),
+                           {FLOAT32: next(iter(ours.values()))}, others=False)
+    with torch.no_grad():
+        for mine, its in zip(side.parameters, first.parameters, strict=True):
+            mine.copy_(its)
+    return side
 
 
 @torch.no_grad()
@@ -184,8 +210,14 @@ def _chooser(tracer: Tracer, place: int, name: str, layer: int) -> Callable[[Ten
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Replace the earlier results for the same host, place and shape."""
-    return {**new, "shapes": {**old["shapes"], **new["shapes"]}}
+    """Replace the earlier results for the same host, place and shape. The page states the dates,
+    the devices and the versions of all runs.
+    """
+    versions = {}
+    for name in {**old["versions"], **new["versions"]}:
+        seen = [of["versions"][name] for of in (old, new) if name in of["versions"]]
+        versions[name] = " and ".join(sorted({one for each in seen for one in each.split(" and ")}))
+    return {**new, "versions": versions, "shapes": {**old["shapes"], **new["shapes"]}}
 
 
 def gap(losses: list[list[float]]) -> float:
@@ -202,6 +234,16 @@ def gaps(one: Mapping[str, Any]) -> tuple[float, float]:
     return gap([row[:-1] for row in one["same"]]), gap([[row[0], row[-1]] for row in one["same"]])
 
 
+def from_float32(one: Mapping[str, Any], native: bool) -> float | None:
+    """Return the largest difference between a loss in bfloat16 and the loss in float32 of the same
+    step, of our sides or of the native ones, with the same choices. None for shapes in float32.
+    """
+    if "float32" not in one:
+        return None
+    return max(abs(loss - wide) for row, wide in zip(one["same"], one["float32"], strict=True)
+               for loss, its in zip(row[:-1], one["native"], strict=False) if its == native)
+
+
 def first_apart(losses: list[list[float]]) -> int | None:
     """Return the index of the first step with different losses, or None if all losses are equal."""
     return next((n for n, row in enumerate(losses) if gap([row]) > SAME), None)
@@ -214,7 +256,8 @@ def body(found: dict[str, Any]) -> list[str]:
         first = first_apart(one["own"])
         rows.append({"where": where, "number": len(one["sides"]) - 1, "own_gap": gap(one["own"]),
                      "from_step": None if first is None else first + 1, "same_gap": same,
-                     "rounding": rounding})
+                     "rounding": rounding, "ours_32": from_float32(one, False),
+                     "native_32": from_float32(one, True)})
         tokens += [{"where": where, **parted, "step": parted["step"] + 1,
                     "layer": parted["layer"] + 1} for parted in one["parted"][:1]]
     return page(__name__, found, rows=rows, tokens=tokens)

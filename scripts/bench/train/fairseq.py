@@ -126,6 +126,15 @@ def _copy_experts(ours: Any, branch: BranchMoE) -> None:
         copy(second.bias, ours.experts.bias_out_LD[number])
 
 
+@torch.no_grad()
+def _reload(optimizer: Any) -> None:
+    """Copy the parameters to the optimizer's copies in float32, if it has any."""
+    from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies
+
+    for parameter, wide in fp32_copies(optimizer):
+        wide.copy_(parameter)
+
+
 def start() -> None:
     """Prepare this process before the first model is built."""
     logging.getLogger("fairseq").setLevel(logging.ERROR)
@@ -218,7 +227,7 @@ class Models:
                     lambda: layout_of(layers, tokens), list(made.get_model().parameters()),
                     [*(partial(take_choices, layer) for layer in layers),
                      *(partial(setattr, m, "choose") for m in made.get_model().modules()
-                       if isinstance(m, BranchMoE))])
+                       if isinstance(m, BranchMoE))], partial(_reload, made.optimizer))
 
     def _sample(self, number: int) -> dict[str, Any]:
         shape = self.shape

@@ -286,4 +286,4 @@ def side_of(name: str, kind: str, made: Made, source: Batches) -> Side:
                 list(made.chunk.parameters()),
                 [*(partial(take_choices, layer) for layer in layers),
                  *(partial(_take_choices, m.router) for m in made.chunk.modules()
-                   if _is_native(m))])
+                   if _is_native(m))], made.optimizer.reload_model_params)

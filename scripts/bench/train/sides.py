@@ -114,6 +114,8 @@ class Side:
             float32 copies of the parameters.
         routers: for each MoE layer, in order, a function that replaces all later choices of the
             layer's router. The argument of this function maps logits [T, E] to experts [T, K].
+        reload: a function that copies the parameters to the optimizers' float32 copies after the
+            parameters were changed. If there are no such copies, this function does nothing.
     """
 
     name: str
@@ -124,6 +126,7 @@ class Side:
     layout: Callable[[], str] = lambda: ""
     parameters: Sequence[Tensor] = ()
     routers: Sequence[Callable[[Callable[[Tensor], Tensor]], None]] = ()
+    reload: Callable[[], None] = lambda: None
 
 
 def tuners_settled(layers: Sequence[MoELayer]) -> Callable[[], bool]:
