@@ -83,10 +83,10 @@ def window_of(name: str, sizes: Sequence[int], place: Placement, *,
     axis = PART_AXIS.get(name.rpartition(".")[2]) if cut and of_parameter else None
     if not sizes or sizes[0] != place.local or (cut and axis is None):
         raise ValueError(
-            f"torch.distributed.checkpoint cannot save {name!r} of shape {tuple(sizes)}. Its first "
-            f"axis must count this rank's {place.local} experts, and if experts are split over "
-            "several ranks, their axis must be known. Custom experts have no such axes. Use "
-            "moe_plugin.checkpoint.save and load")
+            f"torch.distributed.checkpoint cannot save {name!r} of shape {tuple(sizes)}. The "
+            f"first dimension must have size {place.local}, the number of experts on this rank. If "
+            "experts are split over ranks, the split dimension must be known, which is not the "
+            "case for custom experts. Use moe_plugin.checkpoint.save and load")
     shape, offsets = list(sizes), [0] * len(sizes)
     shape[0], offsets[0] = place.experts, place.first_expert
     if axis is not None:
@@ -110,7 +110,7 @@ def window_in(name: str, shape: Sequence[int], place: Placement, *,
     sizes = list(shape)
     if not sizes or sizes[0] != place.experts:
         raise ValueError(f"{name!r} of shape {tuple(shape)} does not fit a layer with num_experts="
-                         f"{place.experts}, because the first axis must count the experts. Load "
+                         f"{place.experts}, because the first dimension must have this size. Load "
                          "another checkpoint, or build the layer with its number of experts")
     sizes[0] = place.local
     if place.shards > 1 and of_parameter and (axis := PART_AXIS.get(name.rpartition(".")[2])):

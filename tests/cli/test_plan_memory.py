@@ -105,7 +105,7 @@ def test_a_faster_link_and_more_tokens(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize(("words", "match"), [
     (["--memory", "1GB"], "smallest design, on_demand, needs 2356674560"),
-    (["--memory", "80GB", "--tokens", "0"], "12 layers with experts and 0 tokens"),
+    (["--memory", "80GB", "--tokens", "0"], "12 MoE layers and a pass has 0 tokens"),
     (["--memory", "80GB", "--link", "0"], "bytes_s=0 must be from 1"),
     (["--tokens", "2"], "--tokens needs --memory, --model and --device"),
     (["--memory", "80GB", "--weights-on", "host"], "needs --profile FILE instead of --model"),

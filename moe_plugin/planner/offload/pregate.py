@@ -84,8 +84,9 @@ def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
     """
     layers, dense = model.moe_layers, model.dense_parameters
     if not layers or tokens < 1:
-        raise ValueError(f"{layers} layers with experts and {tokens} tokens must both be >= 1. "
-                         "Check moe_every in the model file, and --tokens")
+        raise ValueError(f"the model has {layers} MoE layers and a pass has {tokens} tokens. "
+                         "Both numbers must be >= 1. Check moe_every in the model file, and "
+                         "--tokens")
     rest = 1 - min(model.top_k, model.experts) / model.experts
     active = max(1, round(model.experts * (1 - rest**tokens)))
     rows = tokens * model.top_k / active
