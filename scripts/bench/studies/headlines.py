@@ -2,7 +2,7 @@
 
 The study takes a few seconds, because predictions are computed and measurements are read from the
 committed numbers of the other studies. With --measure, the study also measures mechanisms that no
-other study covers. The measurements with --measure take about three minutes on an idle machine, and
+other study covers. The measurements with --measure take about four minutes on an idle machine, and
 require Linux, root and timm.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,8 @@ import yaml
 from torch import Tensor, nn
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.comm import LocalComm
+from moe_plugin.comm import Comm, LocalComm
+from moe_plugin.comm.functional import enter, gather, split, sum_parts
 from moe_plugin.config import from_dict
 from moe_plugin.hosts.plain.blocks import blocks_in
 from moe_plugin.hosts.timm.model import PRESETS, SwinMoE, build
@@ -159,7 +161,8 @@ class BranchBlock(nn.Module):
 def measured_here(rounds: int, swin: SwinMoE) -> dict[str, Any]:
     check_needs("--measure (which can be left out)", ("nodes", "timm"))
     return with_machine(lambda: {
-        "counts": counts(4 * rounds), "switch": switch(rounds), "parm": parm(rounds),
+        "counts": counts(4 * rounds), "switch": switch(rounds),
+        "parm": on_nodes(parm_rank, rounds), "ppmoe": on_nodes(ppmoe_rank, rounds),
         "swin": swin_steps(swin, 1 + rounds // 3)})
 
 
@@ -215,13 +218,13 @@ def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
             for i, kind in enumerate(("training", "inference"))}
 
 
-def parm(rounds: int) -> dict[str, float]:
-    """For each schedule, return the time in seconds of the fastest forward and backward pass on the
-    slowest rank.
+def on_nodes(rank: Callable[[int], dict[str, Any]], rounds: int) -> dict[str, float]:
+    """Run `rank` on two emulated nodes of two ranks each. For each side, return the time in seconds
+    of the fastest forward and backward pass on the slowest rank.
     """
     with EmulatedCluster(2, 2, rate_bit_s=RATE) as cluster:
-        ranks = cluster.run(parm_rank, rounds, timeout_s=300)
-    return {name: min(slowest(ranks, name)) for name in PARM}
+        ranks = cluster.run(rank, rounds, timeout_s=300)
+    return {name: min(slowest(ranks, name)) for name in ranks[0]["seconds"]}
 
 
 def parm_rank(rounds: int) -> dict[str, Any]:
@@ -238,6 +241,71 @@ def parm_rank(rounds: int) -> dict[str, Any]:
     torch.manual_seed(1 + comm.rank // 2)
     return {"seconds": alternate({name: lambda one=one: one_step(one, 512, LayoutChoice(r=2))[0]
                                   for name, one in layers.items()}, rounds)}
+
+
+def ppmoe_rank(rounds: int) -> dict[str, Any]:
+    """Measure the blocks of `TensorParallelBlocks` on one rank, with three kinds of last layer.
+
+    "dense" is a dense feed-forward layer, which is the backbone. "inside" is PPMoE: each node
+    stores all experts, and its two ranks have the same tokens. "across" distributes the experts
+    over all ranks of both nodes, and the ranks of a node divide its tokens.
+    """
+    comm = TorchComm()
+    node = comm.contiguous_subgroup(2)
+    settings = {"model_dim": 256, "num_experts": 16, "router": {"top_k": 1},
+                "experts": {"hidden_dim": 1024}, "comm": {"all_to_all": "linear"}}
+    inside = MoELayer(from_dict({**settings, "dispatch": {"name": "index_slice"}}), node)
+    across = MoELayer(from_dict({**settings, "parallel": {"mode": "fixed"}}), comm)
+    blocks = TensorParallelBlocks(node)
+    torch.manual_seed(1 + comm.rank // 2)  # each node computes different tokens
+    x_TD = torch.randn(512, 256)
+
+    def step(last: Callable[[Tensor], Tensor]) -> float:
+        comm.barrier()
+        start = time.perf_counter()
+        blocks(x_TD.clone().requires_grad_(), last).square().mean().backward()
+        return time.perf_counter() - start
+
+    return {"seconds": alternate({
+        "dense": lambda: step(blocks.feed_forward),
+        "inside": lambda: step(lambda x_TD: inside(x_TD).output),
+        "across": lambda: step(lambda x_TD: gather(across(split(x_TD, node)).output, node)),
+    }, rounds)}
+
+
+class TensorParallelBlocks(nn.Module):
+    """Two transformer blocks whose weights are divided over the ranks of a node, as in Megatron.
+
+    All ranks of the node have the same tokens [T, D], which form sequences of 128 tokens. The first
+    block has a dense feed-forward layer. The feed-forward layer of the second block is an argument
+    of `forward`.
+    """
+
+    def __init__(self, node: Comm, width: int = 256, inner: int = 1024, heads: int = 8) -> None:
+        super().__init__()
+        self.node, self.heads = node, heads // node.size
+        part = width // node.size
+        self.qkv, self.out = nn.Linear(width, 3 * part), nn.Linear(part, width)
+        self.first, self.second = (nn.Linear(width, inner // node.size),
+                                   nn.Linear(inner // node.size, width))
+
+    def forward(self, x_TD: Tensor, last: Callable[[Tensor], Tensor]) -> Tensor:
+        for feed_forward in (self.feed_forward, last):
+            x_TD = x_TD + self.attention(x_TD)
+            x_TD = x_TD + feed_forward(x_TD)
+        return x_TD
+
+    def attention(self, x_TD: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(1, (self.heads, -1)).unflatten(0, (-1, 128)).transpose(1, 2)
+                   for part in self.qkv(self._enter(x_TD)).chunk(3, -1))
+        y_BHSD = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return sum_parts(self.out(y_BHSD.transpose(1, 2).flatten(0, 1).flatten(1)), self.node)
+
+    def feed_forward(self, x_TD: Tensor) -> Tensor:
+        return sum_parts(self.second(F.gelu(self.first(self._enter(x_TD)))), self.node)
+
+    def _enter(self, x_TD: Tensor) -> Tensor:
+        return enter(x_TD, x_TD.new_zeros(len(x_TD), 1), None, self.node)[0]
 
 
 # -- the page
