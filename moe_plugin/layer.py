@@ -43,6 +43,7 @@ from moe_plugin.routing.pregate import LinkableLayer
 from moe_plugin.routing.registry import Unlinked
 from moe_plugin.tuning.placement import place_experts
 from moe_plugin.utils.messages import short
+from moe_plugin.utils.selective import hidden_from_policies
 
 
 class LayerState(HasFinishStep, LinkableLayer):
@@ -269,6 +270,7 @@ class MoELayer(LayerState):
         watch_ddp()
         self.follow_from_now_on()
 
+    @hidden_from_policies
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,
                 top_k: int | None = None, choice: LayoutChoice | None = None,
                 overlapped: Callable[[], object] | None = None) -> MoEOutput:

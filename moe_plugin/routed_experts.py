@@ -39,6 +39,7 @@ from moe_plugin.tuning.layouts import Layouts
 from moe_plugin.tuning.placement import place_experts
 from moe_plugin.tuning.predicted import PredictedLayout, PrefillPieces
 from moe_plugin.tuning.timer import Timed
+from moe_plugin.utils.selective import hidden_from_policies
 from moe_plugin.utils.statistics import statistics
 
 STATE_VERSION = 1
@@ -162,6 +163,7 @@ class RoutedExperts:
         config, place, _ = place_experts(config, comm, dtype=dtype, device="meta", host=host)
         return cls(config, place, experts(config, place), host)
 
+    @hidden_from_policies
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *,
                  training: bool = True) -> Tensor:
         """For tokens that are already routed, compute the weighted sum of each token's experts.

@@ -277,6 +277,19 @@ def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
                         f"class of transformers for {short(config.get('model_type'))} is used"))
 
 
+def _has_unaligned_experts(model: Any) -> bool:
+    """Return whether torch's grouped products, the default of `transformers`, refuse the experts.
+
+    These products need rows whose length is a multiple of 16 bytes.
+    """
+    from moe_plugin.experts.matrices import of_transformers  # loads torch
+
+    return any(width * weight.element_size() % 16
+               for experts in model.modules() if of_transformers(experts)
+               for weight in experts.parameters() if weight.dim() == 3
+               for width in weight.shape[1:])
+
+
 def check_hf(args: argparse.Namespace) -> int:
     """Compare the logits of a Hugging Face model before and after its MoE layers are replaced by
     layers of this package. Return exit status 0 if the difference is within the tolerance, and 1
@@ -317,8 +330,8 @@ def check_hf(args: argparse.Namespace) -> int:
         args.model, dtype=dtype, local_files_only=True, trust_remote_code=False,
         **({"quantization_config": plain(dequantize=True)} if quant else {})
     ).eval()
-    if dtype == torch.float64:
-        model.set_experts_implementation("eager")  # its grouped products do not support float64
+    if dtype == torch.float64 or _has_unaligned_experts(model):
+        model.set_experts_implementation("eager")  # grouped products do not support these experts
     generator = torch.Generator().manual_seed(args.seed)
     ids = torch.randint(model.config.vocab_size, (1, args.tokens), generator=generator)
 

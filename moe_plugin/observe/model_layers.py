@@ -19,6 +19,7 @@ from moe_plugin.observe.history.words import comparable, written
 from moe_plugin.output import LayerStats, MoEOutput
 from moe_plugin.routing.counting import counts
 from moe_plugin.routing.model_masks import TokenMasks, follow_masks
+from moe_plugin.utils.selective import hidden_from_policies
 from moe_plugin.utils.yaml_file import read_yaml
 
 ON, OFF = "on", "off"  # the values of a flag that is a switch
@@ -103,11 +104,13 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name.removesuffix(".experts"), module
 
 
+@hidden_from_policies
 def _of_layer(take: Take, name: str, layer: nn.Module, _: Any, out: MoEOutput) -> None:
     if out.stats is not None and counts(layer.training):
         take(name, out.stats)
 
 
+@hidden_from_policies
 def _of_experts(take: Take, name: str, experts: int, masks: TokenMasks, module: nn.Module,
                 args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
     if counts(module.training):

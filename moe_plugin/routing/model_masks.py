@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moe_plugin.utils.machine import inside_backward
 from moe_plugin.utils.messages import warn_once
+from moe_plugin.utils.selective import hidden_from_policies
 
 T = TypeVar("T")
 REAL = "attention_mask"  # transformers: 0 for padding, or numbers that are added to scores
@@ -164,6 +165,7 @@ class _Hook:
     layer: bool
     checkpoints: tuple[nn.Module, ...] = ()
 
+    @hidden_from_policies
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for other in () if torch.compiler.is_compiling() else self.checkpoints:
             if (function := vars(other).get(_CHECKPOINT)) is not None \

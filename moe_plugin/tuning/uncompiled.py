@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from moe_plugin.utils.selective import hidden_from_policies
+
 
 @torch.compiler.disable
 def uncompiled(call: Callable[..., Any], *args: Any) -> Any:
     """Call `call(*args)` outside of compiled graphs, and return its result. The functions that
     `call` calls are also not compiled.
     """
-    return call(*args)
+    return hidden_from_policies(call)(*args)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from moe_plugin.config import from_dict
@@ -28,6 +29,30 @@ def nested(outer: Run, inner: Run) -> Run:
     return lambda fn, *args: outer(lambda *a: inner(fn, *a), *args)
 
 
+aten = torch.ops.aten
+COSTLY = [aten.mm.default, aten.bmm.default, aten.addmm.default, aten.topk.default,
+          aten.max.default, aten.gather.default, aten.add.Tensor, aten.mul.Tensor]
+
+
+class EverySecond:
+    """A policy like the default of torchtitan: save costly results, but only every second mm."""
+
+    def __init__(self) -> None:
+        self.products = 0
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        self.products += op is aten.mm.default and not ctx.is_recompute
+        if op not in COSTLY or op is aten.mm.default and self.products % 2 == 0:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+
+
+def selective(policy: Callable[[], Any]) -> Run:
+    """A checkpoint that saves the results of some operations."""
+    return functools.partial(torch_checkpoint, use_reentrant=False, context_fn=lambda: (
+        create_selective_checkpoint_contexts(policy())))
+
+
 def offloaded(policy: str) -> Run:
     """A block whose activations are managed; `fn` is its call."""
 
@@ -43,6 +68,8 @@ KINDS: dict[str, Run] = {
     "reentrant": reentrant, "plain": plain, "ours": checkpoint,
     "plain in plain": nested(plain, plain), "reentrant in reentrant": nested(reentrant, reentrant),
     "plain in reentrant": nested(reentrant, plain), "reentrant in plain": nested(plain, reentrant),
+    "selective": selective(EverySecond), "selective by a list": selective(lambda: COSTLY),
+    "plain in selective": nested(selective(EverySecond), plain),
     "managed": offloaded("recompute"), "swapped": offloaded("swap"),
 }
 # settings by which a router of some name is seen with what it draws, or adds up

@@ -32,7 +32,8 @@ def compiled_step(name: str, kind: str, compiles: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name,kind,compiles", [
     ("topk random", "plain", "blocks"), ("topk random", "plain", "step"),
     ("sigmoid_bias", "reentrant", "blocks"), ("sigmoid_bias", "plain", "blocks"),
-    ("global batch", "plain", "step")])
+    ("global batch", "plain", "step"), ("topk random", "selective", "step"),
+    ("sigmoid_bias", "selective", "step"), ("topk random", "selective", "blocks")])
 def test_a_compiled_step_that_is_recomputed(name: str, kind: str, compiles: str) -> None:
     found = compiled_step(name, kind, compiles)
     wanted = expected(name, tokens=TOKENS, order=(0, 1))

@@ -23,6 +23,7 @@ from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.output import MoEOutput, weighted_loss
 from moe_plugin.routing.model_masks import TokenMasks, follow_masks
 from moe_plugin.utils.machine import inside_backward
+from moe_plugin.utils.selective import hidden_from_policies
 
 
 class MoEBlock(nn.Module):
@@ -59,6 +60,7 @@ class MoEBlock(nn.Module):
         self.masks: TokenMasks | None = None
         self._begin_pass(None)
 
+    @hidden_from_policies
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """Apply the layer. The output has shape [..., D] and the same dtype as the input.
 

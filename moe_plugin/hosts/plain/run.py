@@ -38,6 +38,7 @@ from moe_plugin.utils.run_feature import (
     StepInput,
     refuse_unfit,
 )
+from moe_plugin.utils.selective import hidden_from_policies
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -276,6 +277,7 @@ class TrainingSteps:
             self._lock = None
 
 
+@hidden_from_policies
 def _tell(layer: Any, _: Any, out: MoEOutput) -> None:
     # with recomputed activations only the first of the two passes is counted
     if out.stats is not None and (not layer.training or (
