@@ -35,8 +35,8 @@ class BranchMoE(nn.Module):
         activation: activation between the two maps of an expert.
 
     Attributes:
-        choose: a function from logits [S, E] to experts [S, K] that replaces the gate's choices.
-            None (default) uses the gate's choices.
+        choose: a function from logits [S, E], and the experts [S, K] with the largest logits, to
+            the experts [S, K] that the layer uses. None (default) uses the gate's choices.
 
     Raises:
         ValueError: if top_k is neither 1 nor 2.
@@ -49,7 +49,7 @@ class BranchMoE(nn.Module):
             raise ValueError(f"top_k={top_k} is not supported by fairseq's moe branch: must be 1 "
                              "or 2")
         self.top_k, self.comm, self.activation = top_k, comm, activation
-        self.choose: Callable[[Tensor], Tensor] | None = None
+        self.choose: Callable[[Tensor, Tensor], Tensor] | None = None
         self.gate = nn.Linear(width, experts, bias=False)
         self.experts = nn.ModuleList(
             nn.ModuleList([nn.Linear(width, inner), nn.Linear(inner, width)])
@@ -60,7 +60,8 @@ class BranchMoE(nn.Module):
     def forward(self, x_SD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs [S, D] for tokens x_SD, and the gate's balance loss."""
         logits_SE = self.gate(x_SD.to(self.gate.weight.dtype)).float()
-        chosen_SK = None if self.choose is None else self.choose(logits_SE.detach())
+        chosen_SK = None if self.choose is None else self.choose(
+            logits_SE.detach(), logits_SE.detach().topk(self.top_k, dim=1).indices)
         loss, combine_SEC = gate(logits_SE, self.top_k, chosen_SK)
         slots = combine_SEC.shape[1] * combine_SEC.shape[2]
         chosen_VS = combine_SEC.bool().to(x_SD.dtype).permute(1, 2, 0).reshape(slots, -1)

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from moe_plugin.cli.corpus import build_corpus
+from moe_plugin.kernels.router import top_k_stable
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.routed_experts import RoutedExperts
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 
+Chooser = Callable[[Tensor, Tensor], Tensor]  # see `Side.routers`
 Settings = Mapping[str, Any]  # settings of the layer by path, and optionally `FUSED_ADAM`
 FUSED_ADAM = "--moe-fused-adam"
 OURS, AUTO = "moe-plugin", "moe-plugin, auto"
@@ -110,7 +112,8 @@ class Side:
         parameters: parameters of the model. In 16 bits the optimizers have copies of the
             parameters.
         routers: a function for each MoE layer, in the order of the layers. It receives a function
-            from logits [T, E] to experts [T, K], which makes all later choices of the layer.
+            from logits [T, E], and the experts [T, K] that the router chooses, to the experts
+            [T, K] that the layer uses in all later calls.
         reload: a function that copies the parameters to the optimizers' copies in float32, after
             the parameters were changed. Without such copies it does nothing.
     """
@@ -122,7 +125,7 @@ class Side:
     settled: Callable[[], bool] = lambda: True
     layout: Callable[[], str] = lambda: ""
     parameters: Sequence[Tensor] = ()
-    routers: Sequence[Callable[[Callable[[Tensor], Tensor]], None]] = ()
+    routers: Sequence[Callable[[Chooser], None]] = ()
     reload: Callable[[], None] = lambda: None
 
 
@@ -142,9 +145,11 @@ def _exploring(layer: MoELayer) -> bool:
         layer.comm).exploring
 
 
-def take_choices(layer: MoELayer, choose: Callable[[Tensor], Tensor]) -> None:
-    """Let `choose` select the experts [T, K] for logits [T, E] in all later calls of the layer."""
-    layer.router.forced = lambda call: choose(call.logits_TE)
+def take_choices(layer: MoELayer, choose: Chooser) -> None:
+    """Let `choose` select the experts in all later calls of the layer; see `Side.routers`."""
+    # the router compares scores, which may be equal although the logits differ in their last bits
+    layer.router.forced = lambda call: choose(call.logits_TE, top_k_stable(
+        call.scores_TE.detach(), call.k))
 
 
 def layout_of(layers: Sequence[MoELayer], tokens: int) -> str:
