@@ -37,8 +37,9 @@ class BranchMoE(nn.Module):
         activation: activation function between the two linear maps of an expert.
 
     Attributes:
-        choose: a function that maps logits [S, E] to experts [S, K] and replaces the gate's
-            choices. None (default) keeps the gate's choices.
+        choose: a function that receives logits [S, E] and the experts [S, K] with the largest
+            logits, and returns the experts [S, K] that the layer uses. None (default) keeps the
+            gate's choices.
 
     Raises:
         ValueError: if top_k is neither 1 nor 2.
@@ -51,7 +52,7 @@ class BranchMoE(nn.Module):
             raise ValueError(f"top_k={top_k} is not supported by fairseq's moe branch: must be 1 "
                              "or 2")
         self.top_k, self.comm, self.activation = top_k, comm, activation
-        self.choose: Callable[[Tensor], Tensor] | None = None
+        self.choose: Callable[[Tensor, Tensor], Tensor] | None = None
         self.gate = nn.Linear(width, experts, bias=False)
         self.experts = nn.ModuleList(
             nn.ModuleList([nn.Linear(width, inner), nn.Linear(inner, width)])
@@ -62,7 +63,8 @@ class BranchMoE(nn.Module):
     def forward(self, x_SD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs [S, D] for the tokens x_SD, and the balance loss of the gate."""
         logits_SE = self.gate(x_SD.to(self.gate.weight.dtype)).float()
-        chosen_SK = None if self.choose is None else self.choose(logits_SE.detach())
+        chosen_SK = None if self.choose is None else self.choose(
+            logits_SE.detach(), logits_SE.detach().topk(self.top_k, dim=1).indices)
         loss, combine_SEC = gate(logits_SE, self.top_k, chosen_SK)
         slots = combine_SEC.shape[1] * combine_SEC.shape[2]
         chosen_VS = combine_SEC.bool().to(x_SD.dtype).permute(1, 2, 0).reshape(slots, -1)

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from scripts.bench.train import run as runs
 from scripts.bench.train.results import HOSTS
 from scripts.bench.train.sides import (
     SHAPES,
+    Chooser,
     Settings,
     Side,
     TrainShape,
@@ -55,26 +57,24 @@ class Tracer:
     with them.
 
     Args:
-        top_k: number of experts per token.
         rank: this rank.
         ordered: whether the order of a token's experts matters, which is the case if the capacity
             is limited.
     """
 
-    def __init__(self, top_k: int, rank: int, ordered: bool = False) -> None:
-        self.top_k, self.rank, self.ordered, self.step = top_k, rank, ordered, 0
+    def __init__(self, rank: int, ordered: bool = False) -> None:
+        self.rank, self.ordered, self.step = rank, ordered, 0
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.parted: list[dict[str, Any]] = []
 
-    def first(self, layer: int, logits_TE: Tensor) -> Tensor:
-        """Return the experts [T, K] of the first side, ordered by decreasing logit."""
-        ids_TK = logits_TE.detach().topk(self.top_k, dim=1).indices
+    def first(self, layer: int, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
+        """Return the experts [T, K] that the first side chooses."""
         self.kept[layer] = logits_TE.detach().clone(), ids_TK
         return ids_TK
 
-    def other(self, side: str, layer: int, logits_TE: Tensor) -> Tensor:
+    def other(self, side: str, layer: int, logits_TE: Tensor, own_TK: Tensor) -> Tensor:
         """Return the experts of the first side, and record the first token for which this side
-        would have chosen differently.
+        would have chosen different experts (`own_TK`).
 
         `margin` is computed on the first side. The margin is the logit of the expert that the side
         chose (`took`) minus the logit of the expert that the other side would have chosen
@@ -82,7 +82,6 @@ class Tracer:
         on the other side.
         """
         theirs_TE, ids_TK = self.kept[layer]
-        own_TK = logits_TE.detach().topk(self.top_k, dim=1).indices
         both = (own_TK, ids_TK) if self.ordered else (own_TK.sort(1).values, ids_TK.sort(1).values)
         apart_T = (both[0] != both[1]).any(1).nonzero().flatten()
         if len(apart_T) and not any(one["side"] == side for one in self.parted) and side not in (
@@ -155,7 +154,7 @@ def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings
     free = sides({})
     own = [[side.step(n) for side in free] for n in range(steps)]
     del free
-    tracer = Tracer(shape.top_k, dist.get_rank(), ordered=host == "fairseq")
+    tracer = Tracer(dist.get_rank(), ordered=host == "fairseq")
     again = sides({CHANGED: next(iter(ours.values()))})
     changed = next(side for side in again if side.name == CHANGED)
     change_last_bits(changed.parameters)
@@ -203,10 +202,8 @@ def change_last_bits(parameters: Iterable[Tensor]) -> None:
         parameter.mul_(1 + (2 * up - 1) * torch.finfo(parameter.dtype).eps)
 
 
-def _chooser(tracer: Tracer, place: int, name: str, layer: int) -> Callable[[Tensor], Tensor]:
-    if place == 0:
-        return lambda logits_TE: tracer.first(layer, logits_TE)
-    return lambda logits_TE: tracer.other(name, layer, logits_TE)
+def _chooser(tracer: Tracer, place: int, name: str, layer: int) -> Chooser:
+    return partial(tracer.first, layer) if place == 0 else partial(tracer.other, name, layer)
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ experts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from scripts.bench.peers.base import copy
 from scripts.bench.train.sides import (
     FUSED_ADAM,
+    Chooser,
     Settings,
     Side,
     TrainShape,
@@ -68,14 +69,14 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
     return [*sides, side_of("dense", "dense", made, source)]
 
 
-def _take_choices(router: Any, choose: Callable[[Tensor], Tensor]) -> None:
-    """Make `choose` select the experts in one of Megatron's routers. See `host_sides.take_choices`.
-    """
+def _take_choices(router: Any, choose: Chooser) -> None:
+    """Make `choose` select the experts in one of Megatron's routers. See `Side.routers`."""
     module = sys.modules[type(router).__module__]
     routing, choice = router.routing, module.topk_routing_with_score_function
 
     def routed(logits: Tensor, *args: Any, **more: Any) -> Any:
-        chosen_TK = choose(logits.detach().view(-1, logits.shape[-1]))
+        logits_TE = logits.detach().view(-1, logits.shape[-1])
+        chosen_TK = choose(logits_TE, logits_TE.topk(router.topk, dim=1).indices)
         with patch.object(module, "topk_routing_with_score_function",
                           partial(choice, precomputed_indices=chosen_TK)):
             return routing(logits, *args, **more)

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from moe_plugin.cli.corpus import build_corpus
+from moe_plugin.kernels.router import top_k_stable
 from moe_plugin.layer import MoELayer
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.routed_experts import RoutedExperts
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 
+Chooser = Callable[[Tensor, Tensor], Tensor]  # see `Side.routers`
 Settings = Mapping[str, Any]  # settings of the layer by path, and optionally `FUSED_ADAM`
 FUSED_ADAM = "--moe-fused-adam"
 OURS, AUTO = "moe-plugin", "moe-plugin, auto"
@@ -113,7 +115,8 @@ class Side:
         parameters: parameters of the model. If the model is stored in 16 bits, the optimizers have
             float32 copies of the parameters.
         routers: for each MoE layer, in order, a function that replaces all later choices of the
-            layer's router. The argument of this function maps logits [T, E] to experts [T, K].
+            layer's router. The argument of this function maps the logits [T, E] and the experts
+            [T, K] that the router chooses to the experts [T, K] that the layer uses.
         reload: a function that copies the parameters to the optimizers' float32 copies after the
             parameters were changed. If there are no such copies, this function does nothing.
     """
@@ -125,7 +128,7 @@ class Side:
     settled: Callable[[], bool] = lambda: True
     layout: Callable[[], str] = lambda: ""
     parameters: Sequence[Tensor] = ()
-    routers: Sequence[Callable[[Callable[[Tensor], Tensor]], None]] = ()
+    routers: Sequence[Callable[[Chooser], None]] = ()
     reload: Callable[[], None] = lambda: None
 
 
@@ -145,10 +148,11 @@ def _exploring(layer: MoELayer) -> bool:
         layer.comm).exploring
 
 
-def take_choices(layer: MoELayer, choose: Callable[[Tensor], Tensor]) -> None:
-    """Make `choose` select the experts [T, K] from the logits [T, E] in all later calls of a layer.
-    """
-    layer.router.forced = lambda call: choose(call.logits_TE)
+def take_choices(layer: MoELayer, choose: Chooser) -> None:
+    """Make `choose` select the experts in all later calls of the layer. See `Side.routers`."""
+    # the router compares scores, which may be equal although the logits differ in their last bits
+    layer.router.forced = lambda call: choose(call.logits_TE, top_k_stable(
+        call.scores_TE.detach(), call.k))
 
 
 def layout_of(layers: Sequence[MoELayer], tokens: int) -> str:

@@ -267,17 +267,17 @@ def parted(*values: Any) -> dict[str, Any]:
 
 def test_the_first_token_that_parts_has_its_margin_and_its_rounding() -> None:
     """By hand: token 1 stands between experts 0 and 2, which the other side's rounding turns."""
-    tracer = losses.Tracer(1, rank=3)
+    tracer = losses.Tracer(rank=3)
     mine_TE = torch.tensor([[2.0, 0.0, 0.0], [1.0, 0.0, 0.75], [0.0, 1.0, 0.0]])
     theirs_TE = mine_TE + torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.5], [0.0, 0.0, 2.0]])
     tracer.step = 4
-    first_TK = tracer.first(0, mine_TE)
+    first_TK = tracer.first(0, mine_TE, mine_TE.topk(1).indices)
     assert first_TK.tolist() == [[0], [0], [1]]
-    assert tracer.other("other", 0, theirs_TE).equal(first_TK)
+    assert tracer.other("other", 0, theirs_TE, theirs_TE.topk(1).indices).equal(first_TK)
     assert tracer.parted == [parted("other", 4, 0, 3, 1, 0, 2, 0.25, 0.5)]
-    tracer = losses.Tracer(2, 0, ordered=True)
-    tracer.first(0, torch.tensor([[1.0, 0.5, 0.0]]))
-    tracer.other("other", 0, torch.tensor([[0.5, 1.0, 0.0]]))
+    tracer = losses.Tracer(0, ordered=True)
+    tracer.first(0, torch.tensor([[1.0, 0.5, 0.0]]), torch.tensor([[0, 1]]))
+    tracer.other("other", 0, torch.tensor([[0.5, 1.0, 0.0]]), torch.tensor([[1, 0]]))
     assert tracer.parted == [parted("other", 0, 0, 0, 0, 0, 1, 0.5, 1.0)]
     assert losses.gap([[1.0, 1.0, 1.5], [1.0, 0.75, 1.0]]) == 0.5
     assert losses.first_apart([[1.0, 1.0], [1.0, 1.1]]) == 1 and losses.first_apart(
