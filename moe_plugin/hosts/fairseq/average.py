@@ -36,8 +36,9 @@ def average(inputs: Sequence[str], output: str) -> list[str]:
     out.
 
     Args:
-        inputs: paths of the checkpoints. A path may contain the number of a rank.
-        output: path of the new checkpoint, without the number of a rank.
+        inputs: paths of the checkpoints. A path may include the rank suffix of one of the files
+            (`-rank-N`).
+        output: path of the new checkpoint, without a rank suffix.
     Returns: the paths of the files that were written.
     Raises:
         ValueError: If files are missing or damaged, or if the checkpoints belong to different
@@ -61,9 +62,7 @@ def average(inputs: Sequence[str], output: str) -> list[str]:
 
 
 def _files_of(name: str) -> list[str]:
-    """Return the files of a checkpoint, ordered by rank. If the file name contains no rank, the
-    list has a single file.
-    """
+    """Return the files of a checkpoint, which may be a single file, ordered by rank."""
     if not files.has_rank(name) and os.path.exists(name):
         return [name]
     stem = files.without_rank(name).removesuffix(".pt")

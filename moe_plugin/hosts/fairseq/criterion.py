@@ -91,7 +91,7 @@ class GateLoss:
         return loss, sample_size, logged
 
     def gate_loss(self: Any, losses: list[Tensor]) -> Tensor:
-        """Combine the gate losses of all layers, and transform the sum as configured."""
+        """Compute the mean or sum of all layers' gate losses, and transform it as configured."""
         total = torch.stack(losses).sum()
         if plain_value(self.flags.moe_gate_loss_combine_method) == "average":
             total = total / len(losses)

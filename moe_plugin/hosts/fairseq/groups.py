@@ -109,8 +109,8 @@ class MeasuredComm(TorchComm):
 class Turns:
     """Makes all ranks that evaluate together agree on the MoE layer to compute next.
 
-    A call of an MoE layer is a collective operation. However, ranks do not make the same calls
-    during evaluation: they may have different numbers of batches, or decode sentences of different
+    Calling an MoE layer is a collective operation. However, ranks make different calls during
+    evaluation, because they may have different numbers of batches or decode sentences of different
     lengths. Each rank therefore waits before each call of an MoE layer. The next layer to compute
     is the layer with the lowest index for which any rank waits. Ranks that wait for another layer,
     or that have already finished, take part in the call without tokens.
@@ -176,7 +176,7 @@ class Evaluation:
         of experts.
 
         Raises:
-            ValueError: If the user requests an impossible number of ranks.
+            ValueError: If the number of ranks that the user requests is invalid.
         """
         if not self.asked:
             return math.gcd(self.ranks, experts)
@@ -194,7 +194,8 @@ class Evaluation:
         return dist.get_rank() if self.ranks > 1 else 0
 
     def groups(self, experts: int, timeout_s: float) -> FairseqGroups:
-        """Create the process groups of a model. All ranks must call this in the same order."""
+        """Create the process groups of a model. All ranks must make these calls in the same order.
+        """
         size = self.expert_ranks(experts)
         if size == 1:
             return FairseqGroups(LocalComm(), 1, 1)
@@ -230,7 +231,7 @@ def current_evaluation() -> Evaluation | None:
 
 def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool = False,
                 dummy: bool = False) -> FairseqGroups:
-    """Create the process groups for a model. All ranks must call this method in the same order.
+    """Create the process groups for a model. All ranks must make these calls in order.
 
     Args:
         expert_parallel_size: number of consecutive ranks that share one copy of the experts, or 0

@@ -48,7 +48,7 @@ class LayerSettings:
         layer_number: 0-based index of this MoE layer in its stack.
         evaluation: the `Evaluation` object if the model is used only for evaluation, or None
             otherwise.
-        run: settings of the run. The trainer reads these settings.
+        run: settings of the run.
     """
 
     config: MoEConfig
@@ -95,8 +95,7 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
 
     Attributes:
         stats: statistics of the latest forward pass.
-        observer: function that is called with the statistics of every training pass that counts, or
-            None.
+        observer: function that is called with the statistics of each training batch, or None.
         ignored: True if the batch is a dummy that stands in for a missing batch. If True, the layer
             ignores all tokens.
     """
@@ -176,7 +175,7 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
 
     @torch.no_grad()
     def _without_tokens(self) -> None:
-        """Take part without tokens when other ranks call this layer. `stats` does not change."""
+        """Call this layer without tokens, because other ranks call it. `stats` does not change."""
         self.moe.eval()
         anchor: Any = self.moe.experts.anchor
         x_BTD = anchor.detach().new_empty(1, 0, self.moe.config.model_dim)
@@ -185,11 +184,11 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
 
 
 def _counts(layer: nn.Module) -> bool:
-    """Return True if the current forward pass counts in the statistics.
+    """Return True if the statistics of the current forward pass are recorded.
 
-    If activations are recomputed, a layer runs twice per step, but only one of the two passes
-    counts. With reentrant checkpoints, the second pass counts, because the first pass computes no
-    gradients.
+    With activation recomputation, a layer runs twice per step, but only one of the two passes is
+    recorded. With reentrant checkpoints, the second pass is recorded, because the first pass
+    computes no gradients.
     """
     return layer.training and torch.is_grad_enabled() and not replaying()
 

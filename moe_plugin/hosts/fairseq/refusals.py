@@ -31,7 +31,7 @@ _OWN_RATES = ("manual", "pass_through", "reduce_lr_on_plateau")
 
 
 def values_of(cfg: Any, *configs: MoEConfig | RunConfig | None, **facts: Any) -> Values:
-    """Return all settings and facts about a run that the checks need.
+    """Return the settings of a run, and the facts about it, that the checks need.
 
     Args:
         cfg: settings of fairseq, or the arguments of a model.

@@ -156,8 +156,7 @@ class StreamedLanguageModel:
         whole: object that reads and writes all weights, for checkpoints.
         task: fairseq's task with the steps of this class instead of its own steps.
     Raises:
-        ValueError: If a setting cannot be used together with streamed weights. The message states
-            what to change.
+        ValueError: If a setting cannot be used together with streamed weights.
         TierError: If the storage tier is too small for the weights of the model.
     """
 
@@ -241,9 +240,7 @@ class StreamedLanguageModel:
         return numbers
 
     def _loss(self, output: Tensor, call: _Call) -> Tensor:
-        """Call fairseq's criterion with the output of the model, and with the gate losses and
-        statistics of all layers.
-        """
+        """Call fairseq's criterion with the model's output and the gate losses and statistics."""
         for layer, gate in call.gates.items():
             layer.gate_loss = call.slopes[layer] = gate.clone().requires_grad_()
             layer.moe_layer.stats = call.stats[layer]
@@ -309,9 +306,7 @@ def streamed_model(cfg: Any, task: Any, model: Any, criterion: Any
 
 
 def check(cfg: Any, task: Any, model: Any, criterion: Any) -> None:
-    """Raise a `ValueError` if a setting cannot be used together with streamed weights. The message
-    contains the reason and what to change.
-    """
+    """Raise a `ValueError` if a setting cannot be used together with streamed weights."""
     config = moe_layers(model)[0].moe_layer.moe.config
 
     def name(value: Any, refused: bool) -> str | None:

@@ -34,8 +34,7 @@ def guard_of(args: argparse.Namespace, settings: Mapping[str, Any],
     guard: the guard settings that were used to build the layers. `guard` defaults to the guard
         settings in `settings`.
     Raises:
-        ValueError: If the run does not support a requested check. The message contains the setting,
-            the reason and what to change.
+        ValueError: If the run does not support a requested check.
     """
     guard = run_config(settings).guard if guard is None else guard
     values = values_of(args, settings, **{"guard.twins": guard.twins, "guard.votes": guard.votes})

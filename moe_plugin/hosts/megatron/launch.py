@@ -76,7 +76,7 @@ class ScriptParser(Parser):
     """A parser for training scripts that adds advice to Megatron's error messages."""
 
     def remedies(self, message: str) -> list[str]:
-        """Return advice for an error message. See `Parser`."""
+        """Return advice on how to fix the error that a message describes. See `Parser`."""
         if match := _LIST.match(message):
             return [f"write the list of layers as '[{match[1]}]'"]
         return super().remedies(message)

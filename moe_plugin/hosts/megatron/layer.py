@@ -78,7 +78,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         run_ends_steps: True if the run calls `finish_step` at the end of each step. If False, the
             layer detects the end of a step itself.
     Raises:
-        ValueError: If a setting is not supported. The message states what to change.
+        ValueError: If a setting is not supported.
     """
 
     layer_number: Any

@@ -1,6 +1,4 @@
-"""Functions that add a layer's balance losses to Megatron's gradients and log, and functions that
-count MoE layers.
-"""
+"""Add a layer's balance losses to Megatron's gradients and log, and count MoE layers."""
 
 from __future__ import annotations
 

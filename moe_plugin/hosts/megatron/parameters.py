@@ -1,6 +1,4 @@
-"""Adapt expert parameters to Megatron: gradient buffers, gradient clipping, initialisation and
-sharded checkpoints.
-"""
+"""Adapt expert parameters to Megatron: gradient buffers, clipping, initialisation, checkpoints."""
 
 from __future__ import annotations
 
@@ -26,14 +24,13 @@ def mark(experts: nn.Module) -> None:
     With `allreduce = False`, Megatron stores the gradient in the buffers for experts. Megatron then
     sums the gradient over the ranks that store the same experts, and divides the sum by the
     data-parallel size. Without expert parallelism, Megatron's own layer uses the buffers for dense
-    parameters, whereas the layer of this package always uses the buffers for experts. Both kinds of
-    buffers lead to the same gradients. The buffers for experts are also correct if experts are
-    sharded differently from dense layers. With the buffers for experts, the optimizer is divided in
-    the same way at every expert-parallel size. Therefore, a checkpoint can be loaded with a
+    parameters, whereas the layer of this package always uses the buffers for experts. The resulting
+    gradients are the same in both cases. The buffers for experts can also be used if experts are
+    sharded differently from dense layers. With the buffers for experts, the optimizer state has the
+    same structure at every expert-parallel size. A checkpoint can therefore be loaded with a
     different size. With `tensor_model_parallel = True`, every rank of the model-parallel group adds
-    its expert parameters to the gradient norm. Counting all of these parameters is correct, because
-    each rank stores different experts or different slices of experts. Expert biases are treated as
-    vectors by the optimizers.
+    its expert parameters to the gradient norm. This is correct, because each rank stores different
+    experts or different slices of experts. Expert biases are treated as vectors by the optimizers.
     """
     biases_are_vectors()
     parameter: Any  # the attributes are read by Megatron

@@ -32,7 +32,7 @@ _VALUE, _REPR = "{}={{}}", "{}={{}!r}"
 
 
 def values_of(args: argparse.Namespace, settings: Mapping[str, Any], **facts: Any) -> Values:
-    """Return all settings and facts about a run that the checks need.
+    """Return the settings of a run, and the facts about it, that the checks need.
 
     Args:
         args: arguments of the script. Some training loops do not define all arguments.

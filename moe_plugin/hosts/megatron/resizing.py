@@ -24,10 +24,7 @@ from moe_plugin.training.resilience.resizing import ExpertParallelSteps, expert_
 
 
 def check(args: argparse.Namespace, run: RunConfig) -> None:
-    """Raise a `ValueError` if the run does not support changing the expert-parallel size.
-
-    The message contains the setting, the reason and what to change.
-    """
+    """Raise a `ValueError` if the run does not support changing the expert-parallel size."""
     sizes = run.resize.expert_parallel_at
     if sizes:
         indivisible = next((n for n in sizes.values() if args.num_experts % n), None)

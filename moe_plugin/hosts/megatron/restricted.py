@@ -49,7 +49,7 @@ refused: list[trust.UntrustedFile] = []
 
 
 def trusts_files() -> bool:
-    """Return True if the user allows the run to load files that could execute code.
+    """Return True if the user allows the run to load files that can execute code.
 
     The function also searches the command line for the flag, because Megatron loads a checkpoint
     before it has parsed all arguments. (Some arguments are read from the checkpoint.)

@@ -83,7 +83,7 @@ class StepClock:
     step.
 
     Training loops other than Megatron's own do not set this number. Other training loops must call
-    `moe_plugin.routing.finish_step` after each step, because this class detects no steps in them.
+    `moe_plugin.routing.finish_step` after each step, because this class cannot detect their steps.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class StepClock:
 
     def ended(self) -> bool:
         """Return True if a step has ended and `new_step` has not reported its end yet. After this
-        call, the step counts as reported.
+        call, the end of this step is not reported again.
 
         Call this method before a checkpoint is written.
         """

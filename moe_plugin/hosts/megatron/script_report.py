@@ -168,7 +168,7 @@ class ScriptReport:
 
 
 def of_last_stage(value: float | None) -> float | None:
-    """Return a number from the last pipeline stage, or None if no rank has the number."""
+    """Return a value that only ranks of the last pipeline stage have, or None if no rank has it."""
     by_stage = gather_objects(value, "the loss", ps.get_pipeline_model_parallel_group())
     return next((each for each in reversed(by_stage) if each is not None), None)
 
@@ -215,9 +215,7 @@ def skipped(run: Run) -> dict[str, int]:
 
 
 def log_path(args: Mapping[str, Any]) -> str | None:
-    """Return the path of the log, which depends on the arguments `log_file` and `save`, or None if
-    no log is written.
-    """
+    """Return the path of the log from `log_file` and `save`, or None if no log is written."""
     save = args.get("save")
     return args.get("log_file") or (os.path.join(save, "log.jsonl") if save else None)
 

@@ -105,8 +105,7 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
     script's model builder calls later.
 
     Raises:
-        ValueError: If an argument requests layers that are not Megatron's standard layers. The
-            message contains the flag of this argument.
+        ValueError: If an argument requests layers that are not Megatron's standard layers.
     """
     arguments, settings = script_arguments(), _checked(settings)
     SPEC.refuse(arguments)

@@ -185,7 +185,7 @@ def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
 
 
 def _state(module: Any) -> dict[str, Any]:
-    """Return the global variables of a module that describe parallel groups. Lists and dicts are
+    """Return the global variables of a module that store parallel groups. Lists and dicts are
     copied, because Megatron appends to them.
     """
     return {name: copy.copy(value) if isinstance(value, (list, dict)) else value

@@ -151,8 +151,8 @@ class Stages:
         return call.layout.dispatcher.combine(call.sent, call.plan)
 
     def postprocess(self: Any, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """Return the output of the layer [s, b, h], including the output of the shared expert. The
-        call of the layer ends with this step.
+        """Return the output of the layer [s, b, h], including the output of the shared expert. This
+        step ends the call of the layer.
         """
         call, self._call, moe = self._call, None, self.moe
         if moe.latent is not None:

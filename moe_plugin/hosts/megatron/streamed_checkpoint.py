@@ -42,8 +42,8 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
             "iteration" and "consumed_samples".
     Raises:
         ValueError: If the checkpoint cannot be written. Earlier checkpoints are not changed.
-        FloatingPointError: If a weight or an optimizer state is not finite on any rank. All ranks
-            raise this error. The incomplete checkpoint does not become the newest checkpoint.
+        FloatingPointError: On all ranks, if a weight or an optimizer state is not finite on any
+            rank. The incomplete checkpoint does not become the newest checkpoint.
     """
     folder = files.folder(root, progress["iteration"])
     if (scaler := model.scaler) is not None:

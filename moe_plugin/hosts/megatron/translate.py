@@ -202,7 +202,7 @@ _ATTRIBUTES = {
 
 
 def _without_open(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove all settings that leave the choice to the host, and return the remaining settings."""
+    """Return the settings without those whose value leaves the choice to Megatron."""
     open_values = {"model_dim": 0, "experts.hidden_dim": 0, "router.normalize": "auto",
                    "experts.init_std": None}
     return {path: value for path, value in settings.items()
@@ -213,9 +213,8 @@ def _agreed(native: Any, settings: Mapping[str, Any], whole: bool) -> dict[str, 
     """Translate Megatron's settings to settings of this package, after checking that they do not
     contradict the settings that the user set in this package.
 
-    whole: True if the user's settings describe complete layers. In this case, if Megatron's setting
-        has its default value and only the layer of this package supports the user's value, the
-        user's value is used.
+    whole: True if the user's settings describe complete layers. In this case, a user's value that
+        only this package's layer supports is used if Megatron's setting has its default value.
     """
     known = _native_values(native)
     said = {**known, "experts.init_std": setting(native, "init_method_std"),
@@ -325,11 +324,10 @@ def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str
 
 
 def refuse_unsupported(native: Any) -> None:
-    """Raise a `ValueError` for the first of Megatron's settings that the layer of this package does
-    not support.
+    """Raise a `ValueError` for the first of Megatron's settings that would change the results or
+    the order of computation but that the layer of this package does not support.
 
-    Such a setting would change the results or the order of computation. Without an error, the layer
-    would silently ignore them.
+    Without an error, the layer would silently ignore the setting.
     """
     if not native.num_moe_experts:
         raise ValueError(

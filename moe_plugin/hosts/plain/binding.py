@@ -5,8 +5,8 @@ socket. Usage:
 
     torchrun --nproc-per-node 8 -m moe_plugin.hosts.plain.binding python train.py ...
 
-The command above logs which processors it selected and why. Then the command replaces itself with
-the training command. The launch scripts bind processes in the same way if the environment variable
+The command above logs the selected processors and the reason, and then replaces itself with the
+training command. The launch scripts bind processes in the same way if the environment variable
 `NUMA=/sys` is set. Linux allocates each page of memory on the NUMA node that first accesses the
 page. Memory is therefore on the same node as the processors.
 """

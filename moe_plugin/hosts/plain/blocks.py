@@ -109,9 +109,7 @@ class MoEBlock(nn.Module):
 
 
 def blocks_in(model: nn.Module) -> Iterator[tuple[str, MoEBlock]]:
-    """Return an iterator over the names and modules of all blocks in a model, in the order of
-    `model.named_modules()`.
-    """
+    """Iterate over the names and modules of all blocks, in the order of `named_modules()`."""
     return ((name, module) for name, module in model.named_modules()
             if isinstance(module, MoEBlock))
 
@@ -226,8 +224,8 @@ def optimizer_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.0,
     """Return parameter groups for a torch optimizer. Experts and dense parameters have separate
     groups.
 
-    Vectors (biases and the weights of norms) are not subject to weight decay. Expert biases count
-    as vectors, although they are stored as the rows of a matrix.
+    Vectors (biases and the weights of norms) are not subject to weight decay. Expert biases are
+    treated as vectors, although they are stored as the rows of a matrix.
 
     Args:
         model: the model.

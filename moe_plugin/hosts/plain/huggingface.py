@@ -113,7 +113,7 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
     Raises:
         ValueError: If the model is not supported, if its blocks were replaced before, if its
             weights are quantized, or if it has a setting that this package's layer does not
-            support. The message contains the setting.
+            support.
     """
     config = _checked(model)
     comm = default_comm() if comm is None else comm
@@ -159,9 +159,7 @@ def _refuse_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             "auxiliary_loss(model) to the loss, or call restore_moe_blocks(model) first")
 
 class _SaveTheirs:
-    """A `save_pretrained` method for models that use the layers of this package. The method writes
-    the model's own format.
-    """
+    """A `save_pretrained` that writes the model's own format for this package's layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -308,9 +306,7 @@ def _kinds() -> list[str]:
 
 
 def swapped_blocks(model: nn.Module) -> Iterator[tuple[str, SwappedBlock]]:
-    """Return an iterator over the names and modules of all blocks that `swap_moe_blocks` has
-    inserted into a model.
-    """
+    """Iterate over the names and modules of all blocks that `swap_moe_blocks` has inserted."""
     return ((name, module) for name, module in model.named_modules()
             if isinstance(module, SwappedBlock))
 

@@ -73,7 +73,7 @@ class TrainingSteps:
             group.
         layers: dict of the MoE layers. The keys are the names of the layers in records. Optional.
             Defaults to all MoE layers of the model, with their module names as keys.
-        has_log: True if the training loop writes its own log. The report is drawn from this log.
+        has_log: True if the training loop writes its own log. The report is created from this log.
         blocks: modules whose activations are managed according to `offload.activations`, in the
             order in which the forward pass calls them. Optional. Defaults to the elements of the
             model's `nn.ModuleList`s.

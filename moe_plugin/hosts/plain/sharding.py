@@ -105,9 +105,7 @@ def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the elements of a model's outermost `nn.ModuleList`s, in order. Module lists inside MoE
-    layers are skipped.
-    """
+    """Yield the elements of a model's outermost `nn.ModuleList`s outside MoE layers, in order."""
     for child in () if isinstance(model, MoELayer) else model.children():
         if isinstance(child, nn.ModuleList):
             yield from child

@@ -42,8 +42,8 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
         optimizer: see `StreamedTrainer`.
         device: see `StreamedTrainer`.
         clip_norm: upper bound for the gradient norm over all parameters on all ranks. Each expert
-            counts once (see `moe_plugin.training.gradients.sync`). Optional. By default, gradients
-            are not clipped.
+            is counted once (see `moe_plugin.training.gradients.sync`). Optional. By default,
+            gradients are not clipped.
         world: communicator of all data-parallel ranks. All ranks must start with identical weights.
             Optional. Defaults to the default process group.
         arguments: additional keyword arguments of `StreamedTrainer`.

@@ -233,8 +233,8 @@ def head_of_other_classes(model: nn.Module, classes: Sequence[str],
     parameters.
 
     The classes can differ in their number or in their names. Return an empty list if the classes
-    are the same. A checkpoint of a different model also gives an empty list, because loading this
-    checkpoint raises an error later.
+    are the same. A checkpoint of a different model also leads to an empty list, because loading
+    this checkpoint raises an error later.
 
     Args:
         model: the model.

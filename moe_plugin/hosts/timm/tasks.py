@@ -74,7 +74,8 @@ class VisionTask:
                                by_sequence=e.by_sequence)
 
     def counts(self, outputs: Tensor, target: Tensor, real_B: Tensor) -> Tensor:
-        """Return the sums for `results` over all real images of a batch (float64 [V])."""
+        """Return the sums for the metrics of `results`, over a batch's real images (float64 [V]).
+        """
         logits_BTMC, target_BT = self._shaped(outputs, target)
         errors = sequence_errors(logits_BTMC, target_BT,
                                  self.ensemble is None or self.ensemble.by_sequence)

@@ -58,7 +58,9 @@ def settings_by_hydra() -> None:
 
 
 def _with_bundled(words: list[str]) -> list[str]:
-    """If a settings folder does not exist, replace its path with that of the installed folder."""
+    """Replace the path of a settings folder that does not exist with the path of the settings
+    folder that is installed with this package.
+    """
     replaced = list(words)
     for i, word in enumerate(words):
         flag, _, value = word.partition("=")

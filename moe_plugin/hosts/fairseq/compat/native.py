@@ -119,9 +119,7 @@ _DROPS = {"tok_dropout": "--moe-eom", "moe_local_drop": "--moe-local-drop"}
 
 
 def native_module() -> ModuleType | None:
-    """Return the module `fairseq.modules.moe` of the `moe` branch, or None if the installed fairseq
-    does not contain this module.
-    """
+    """Return the module `fairseq.modules.moe` of the `moe` branch, or None if it does not exist."""
     if "fairseq.modules.moe" in sys.modules:
         return sys.modules["fairseq.modules.moe"]
     if importlib.util.find_spec("fairseq.modules.moe") is None:
@@ -134,8 +132,7 @@ def swap_native(module: ModuleType) -> type:
     class by name.
 
     This function is needed only for fairseq's `moe` branch, which has no registry for layers. The
-    new class is a subclass of the original class, so that `isinstance` checks still pass. A log
-    line reports the replacement.
+    new class is a subclass of the original class, so that `isinstance` checks still pass.
 
     Returns: the class that replaces `MOELayer`.
     """

@@ -1,6 +1,4 @@
-"""Helper functions for patches: replace functions in fairseq, run each patch once, add settings,
-and overlay modules.
-"""
+"""Helpers for patches: replace functions, run each patch once, add settings, overlay modules."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ _PATCHES: dict[str, list[Callable[[], None]]] = defaultdict(list)  # by name of 
 
 
 def patch(function: _Function) -> _Function:
-    """Decorator that registers a function as a patch. The function runs once, when the patches of
-    its module are applied.
-    """
+    """Register a function as a patch that runs once, when its module's patches are applied."""
     _PATCHES[function.__module__].append(function)
     return function
 
@@ -111,10 +107,7 @@ def add_field(settings: type, name: str, value_type: Any, default: Any, help: st
 
     Args:
         settings: the dataclass.
-        name: name of the new field.
-        value_type: type of the new field.
         default: default value.
-        help: help text of the flag.
         metadata: additional metadata that fairseq reads, for example `argparse_const`.
     """
     if name in settings.__dataclass_fields__:  # type: ignore[attr-defined]
@@ -138,12 +131,13 @@ def store_in_hydra(group: str, name: str, settings: type) -> None:
 
 # Replace fairseq's models and trainer by ours, after the user directory is loaded.
 def stand_for(name: str, model: type, dataclass: type | None) -> None:
-    """Make fairseq build `model` whenever the name or an architecture of a standard model is
+    """Make fairseq build `model` whenever a standard model or one of its architectures is
     requested. `model` must be a subclass of the standard model.
 
-    Registered models cannot be given additional flags in fairseq 0.12.2. Launch scripts for
-    fairseq's `moe` branch, however, use `--arch transformer_lm_gpt --moe-freq 2`. Without MoE
-    flags, the subclass builds exactly the same model as the standard class.
+    In fairseq 0.12.2, flags cannot be added to models that are already registered. However, launch
+    scripts for fairseq's `moe` branch pass MoE flags to standard architectures
+    (`--arch transformer_lm_gpt --moe-freq 2`). Without MoE flags, the subclass builds exactly the
+    same model as the standard class.
     """
     from fairseq import models
 

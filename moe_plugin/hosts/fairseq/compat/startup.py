@@ -61,7 +61,7 @@ class _Loader:
 
 class _Finder:
     """A module finder that waits for the first `import fairseq`. Looking up the module spec of
-    fairseq without importing it triggers nothing.
+    fairseq without importing it does not apply any patch.
     """
 
     searching = False

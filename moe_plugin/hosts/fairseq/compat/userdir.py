@@ -164,7 +164,7 @@ def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
 
     `fairseq-hydra-train` (<= 0.12.3) fills in default values before it imports the user directory,
     which defines the models. If the `model.moe_config` file contains the width of the layers, this
-    width counts as set by the user.
+    width is treated as set by the user.
     """
     from fairseq import utils
 

@@ -204,8 +204,8 @@ def call_native_router(router: Any, x_SBD: Tensor, padding_SB: Tensor | None
 
 @contextlib.contextmanager
 def _undropped() -> Iterator[list[Undropped]]:
-    """Yield a list. When Megatron's router runs, the selection before tokens are dropped is added
-    to this list.
+    """Yield a list. When Megatron's router runs, its selection before tokens are dropped is
+    appended to this list.
 
     The selection that Megatron's router returns is different, because tokens have been dropped and
     experts have been padded to their capacity.
@@ -251,14 +251,12 @@ def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> tor
 
 def module_shards(module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...],
                   metadata: Any) -> dict[str, Any]:
-    """Return the sharded state dict of a torch module. The module need not be a Megatron module."""
+    """Return the sharded state dict of a torch module, which need not be a Megatron module."""
     return sharded_state_dict_default(module, prefix, offsets, metadata)
 
 
 def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
-    """Return a copy of the `mlp` spec of a MoELayer in which the class is replaced. Return any
-    other `mlp` unchanged.
-    """
+    """Return a copy of a MoELayer's `mlp` spec with another class, or any other `mlp` unchanged."""
     if isinstance(mlp, functools.partial) and mlp.func is MoELayer:  # 0.18 on
         return functools.partial(replacement, *mlp.args, **mlp.keywords, **settings)
     if isinstance(mlp, ModuleSpec) and mlp.module is MoELayer:
@@ -316,7 +314,7 @@ def _is_stack(submodules: Any) -> bool:
 
 
 def with_engine(wanted: bool | None) -> bool:
-    """Return `wanted`, or, if None, whether Megatron can import Transformer Engine."""
+    """Return `wanted`. If it is None, return whether Megatron can import Transformer Engine."""
     return bool(getattr(gpt_layer_specs, "HAVE_TE", False)) if wanted is None else wanted
 
 

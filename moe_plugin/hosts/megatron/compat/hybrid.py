@@ -50,7 +50,7 @@ def stack_spec(config: Any, pattern: str, transformer_engine: bool | None) -> Mo
         transformer_engine: True to use Transformer Engine. By default, Transformer Engine is used
             if it is installed.
     Raises:
-        ValueError: If a layer in the pattern cannot be built. The message states what to change.
+        ValueError: If a layer in the pattern cannot be built.
     """
     if "E" in pattern and not config.num_moe_experts:
         raise ValueError(f"hybrid_layer_pattern={pattern!r} contains layers of experts (E), but "

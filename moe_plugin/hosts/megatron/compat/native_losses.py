@@ -61,7 +61,8 @@ def weighed_by_tokens(router: nn.Module, local: Count, every: Count, ranks: int)
     Args:
         router: Megatron's `TopKRouter`.
         local: number of tokens on the current rank, excluding padding.
-        every: number of tokens on all ranks that share the micro-batch, excluding padding.
+        every: number of tokens in the micro-batch, summed over all ranks that share it, excluding
+            padding.
         ranks: number of ranks that share the micro-batch.
     """
     local, every = (max(1, n) if isinstance(n, int) else n.clamp(min=1) for n in (local, every))

@@ -206,9 +206,7 @@ class Step:
 
     @contextlib.contextmanager
     def reducing(self, last: bool) -> Iterator[None]:
-        """Run a backward pass inside this context. Gradient reduction is enabled only for the last
-        backward pass.
-        """
+        """Run a backward pass in this context, which reduces gradients only in the last pass."""
         sync = self.config.grad_sync_func
         # with a grad_sync_func, stages other than the first reduce after their last pass
         at_once = sync is None or self.stage == 0
