@@ -101,7 +101,7 @@ class BlockOptimizers(FairseqOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any],
                         optimizer_overrides: Mapping[str, Any] | None = None) -> None:
-        """Load a state that `state_dict` returned, or the state of a single optimizer for the whole
+        """Load a state that `state_dict` returned, or that of a single optimizer for the whole
         model.
 
         Raises:
@@ -148,8 +148,7 @@ class _DropsGradients:
 
 
 def in_16_bits(cfg: Any, blocks: BlockOptimizers) -> FairseqOptimizer:
-    """Wrap the optimizers of the blocks in fairseq's 16-bit optimizer, which contains a loss
-    scaler.
+    """Wrap the blocks' optimizers in fairseq's 16-bit optimizer, which contains a loss scaler.
 
     The blocks store the float32 copies of the weights.
     """
@@ -166,8 +165,7 @@ def memory_efficient(cfg: Any) -> bool:
 
 
 class FairseqNorm:
-    """Gradient clipping that gives bitwise the same gradients as fairseq's own clipping in a single
-    process.
+    """Gradient clipping that is bitwise equal to fairseq's own clipping in a single process.
 
     Implements `memory.weights.streamed.Clip`. The global gradient norm is computed from the norms
     of the dense gradients and the sum of squares of all expert gradients.
@@ -192,8 +190,7 @@ class FairseqNorm:
 
     @torch.no_grad()
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide the gradients of one block by the sample size of the step, and collect their
-        norms.
+        """Divide a block's gradients by the sample size of the step, and collect their norms.
 
         place: index of the block.
         """
@@ -261,8 +258,7 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: factor of decoupled weight decay, as in fairseq.
         half: True to store both moments in 16 bits between steps (see `_Halves`). The two moments
             together then need 4 instead of 8 bytes per parameter. `state_dict` still returns the
-            moments in float32. A run that resumes from a checkpoint with 16-bit moments continues
-            with bitwise identical values.
+            moments in float32. Resuming from a checkpoint restores 16-bit moments bitwise.
     """
 
     # attributes that fairseq reads from its optimizers

@@ -1,5 +1,4 @@
-"""Average the weights of several checkpoints of a run. A checkpoint may consist of one file per
-rank.
+"""Average the weights of several checkpoints of a run. A checkpoint can have one file per rank.
 
     python -m moe_plugin.hosts.fairseq.average --inputs run/checkpoint_1_100.pt \
         run/checkpoint_1_200.pt --output run/average.pt
@@ -31,13 +30,11 @@ _SAME = ("num_experts", "world_size", "expert_parallel_size", "rank")
 def average(inputs: Sequence[str], output: str) -> list[str]:
     """Average the weights of several checkpoints, and write the mean to a new checkpoint.
 
-    Integer tensors contain counts, so they are copied from the last checkpoint instead. The
-    settings and all other values are copied from the first checkpoint. The optimizer state is left
-    out.
+    Integer tensors contain counts, and are copied from the last checkpoint. The settings and all
+    other values are copied from the first checkpoint. The optimizer state is left out.
 
     Args:
-        inputs: paths of the checkpoints. A path may include the rank suffix of one of the files
-            (`-rank-N`).
+        inputs: paths of the checkpoints. A path may include the rank suffix `-rank-N`.
         output: path of the new checkpoint, without a rank suffix.
     Returns: the paths of the files that were written.
     Raises:

@@ -46,8 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class GateLoss:
-    """Mixin that adds the gate loss to a criterion, and logs the same metrics as fairseq's `moe`
-    branch.
+    """Mixin that adds the gate loss to a criterion and logs the metrics of fairseq's `moe` branch.
 
     Attributes:
         flags: settings of the gate loss.
@@ -103,8 +102,7 @@ class GateLoss:
 
     @classmethod
     def reduce_metrics(cls: Any, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log fairseq's metrics, and in addition `inner_loss`, `moe_gate_loss` and the metrics in
-        `METRICS`.
+        """Log fairseq's metrics, `inner_loss`, `moe_gate_loss` and the metrics in `METRICS`.
 
         All of these metrics are averaged over ranks and batches.
         """

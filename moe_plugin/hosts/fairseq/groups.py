@@ -42,9 +42,8 @@ class MeasuredComm(TorchComm):
     """A `TorchComm` that can measure the time spent exchanging rows, or skip the exchange.
 
     The flags `--record-a2a-perf-stats` and `--dummy-a2a` use this class. For every exchange, the
-    time on the host is measured. On a CUDA device, the time between two events on the stream is
-    measured as well. Views of this group (created by `with_tag`) add their times to the same
-    totals.
+    time on the host is measured. On a CUDA device, the time between two events is measured as well.
+    Views of this group (created by `with_tag`) add their times to the same totals.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, measured: bool,
@@ -125,8 +124,7 @@ class Turns:
         self._layers: list[Callable[[], object]] = []
 
     def add_layer(self, take_part: Callable[[], object]) -> int:
-        """Register a layer and return its index. All ranks must register the same layers in the
-        same order.
+        """Register a layer, in the same order on all ranks, and return its index.
 
         take_part: function that calls the layer without tokens.
         """
@@ -158,7 +156,7 @@ class Evaluation:
         ranks: number of processes that evaluate together. Each process evaluates a share of the
             batches.
         asked: number of ranks that share one copy of the experts, as requested by the user. If 0,
-            as many ranks as possible share a copy of the experts.
+            each copy of the experts is distributed over as many ranks as possible.
         turns: the `Turns` object of these processes. The `Turns` object is created together with
             the first model whose experts are distributed over ranks.
         drops: counts of the tokens that were dropped in the batches of the current process.
@@ -172,8 +170,7 @@ class Evaluation:
     def expert_ranks(self, experts: int) -> int:
         """Return the number of ranks that share one copy of a model's experts.
 
-        By default, this is the largest number that divides both the number of ranks and the number
-        of experts.
+        By default, this is the greatest common divisor of the numbers of ranks and experts.
 
         Raises:
             ValueError: If the number of ranks that the user requests is invalid.

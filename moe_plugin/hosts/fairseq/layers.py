@@ -46,8 +46,7 @@ class LayerSettings:
         mask_padding: True to exclude padding tokens from routing.
         gradient_factor: see `translate.gradient_factor`.
         layer_number: 0-based index of this MoE layer in its stack.
-        evaluation: the `Evaluation` object if the model is used only for evaluation, or None
-            otherwise.
+        evaluation: the `Evaluation` object of a model that is used only for evaluation, or None.
         run: settings of the run.
     """
 
@@ -132,14 +131,13 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
         """Return the output [T, B, D] and the gate loss, which is a float32 scalar.
 
         Tokens are routed sentence by sentence, as in fairseq's `moe` branch. If the capacity is
-        limited, the tokens of the last sentences are dropped, instead of the last tokens of every
+        limited, the tokens of the last sentences are dropped, not the last tokens of every
         sentence.
 
         Args:
             x_TBD: input tokens with shape [T, B, D].
             padding_BT: bool tensor that is True for padding tokens, as in fairseq. During
-                incremental decoding, this tensor has more than T columns, of which only the last T
-                are used.
+                incremental decoding, the tensor has more than T columns, and the last T are used.
         """
         x_BTD, mask_BT = x_TBD.transpose(0, 1), None
         length = x_BTD.shape[1]

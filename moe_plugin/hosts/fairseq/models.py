@@ -1,5 +1,4 @@
-"""MoE language models and translation models. The models are fairseq's own models with some layers
-replaced.
+"""fairseq's language and translation models with some layers replaced by MoE layers.
 
 The layers are replaced after fairseq has built the dense model.
 """

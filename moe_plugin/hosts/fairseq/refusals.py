@@ -1,5 +1,4 @@
-"""Combinations of settings that are rejected by fairseq's training loop or by this package's models
-in fairseq.
+"""Combinations of settings that fairseq's training loop or this package's models in fairseq reject.
 
 A check can use three groups of values: fairseq's settings, by group and name (`common.amp`); this
 package's settings, by dotted path (`guard.votes`); and facts that the caller adds. Importing this

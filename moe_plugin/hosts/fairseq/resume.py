@@ -63,7 +63,7 @@ def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, 
 
     Args:
         written: the files of the checkpoint.
-        wanted: manifest entries of this run.
+        wanted: entries that the manifest of each file must have.
         shards: see `state_of_rank`.
         group: process group of the data-parallel ranks, or None for a single rank.
         model_only: True to leave out the optimizer state.
@@ -242,8 +242,7 @@ def _first_undamaged(paths: Sequence[str]) -> str | None:
 
 
 def newest_common(filename: str, everyone: Sequence[Mapping[int, str]]) -> int | None:
-    """Return the newest training step that is complete on every rank, or None if no rank has a
-    file.
+    """Return the newest step that is complete on every rank, or None if no rank has a file.
 
     Raises:
         ValueError: If there are files, but no training step is complete on all ranks.

@@ -98,8 +98,8 @@ def run_of(trainer: Any) -> Run:
 
 
 def seams_of(model: nn.Module, world: Any) -> HostSeams:
-    """Return the data about a model that the run needs. Layers are named by their position in the
-    model, for example `decoder.layers.1`.
+    """Return the model, its named MoE layers and the communicator for the run. Layers are named by
+    their position in the model, for example `decoder.layers.1`.
     """
     names = {id(module): name for name, module in model.named_modules()}
     return HostSeams(host="fairseq", models=[model], world=world, records=world, layers={
@@ -182,8 +182,7 @@ def batches_of(iterator: Any) -> int:
 
 
 def total_updates(cfg: Any, batches: int) -> int | None:
-    """Return the number of updates in the whole run, which `--max-update` and `--max-epoch`
-    determine.
+    """Return the number of updates in the whole run, from `--max-update` and `--max-epoch`.
 
     Return None if neither flag determines the number. batches: number of batches in an epoch.
     """

@@ -166,8 +166,7 @@ def reduce_replicas(optimizer: Any, reducer: Callable[[], ReplicaReducer | None]
 
     Args:
         optimizer: the optimizer.
-        reducer: function that returns the current gradient reducer, or None if there are no
-            replicas.
+        reducer: function that returns the current gradient reducer, or None without replicas.
     """
     reduce = optimizer.all_reduce_grads
 

@@ -100,7 +100,9 @@ class DecoderPart(nn.Module):
         self._output, self._call = decoder.output_layer, call
 
     def forward(self, x: Tensor) -> Any:
-        """Compute this part. An MoE layer also returns its loss contribution in the second pass."""
+        """Compute this part. In the second pass, an MoE layer also returns its gate loss times the
+        gradient of the loss with respect to it.
+        """
         call, moe = self._call(), self.layer if self.layer in moe_layers(self) else None
         if moe is not None:
             moe.moe_layer.tokens_BT, moe.moe_layer.ignored = call.tokens, call.ignored
@@ -140,8 +142,8 @@ def _features(decoder: Any, names: Mapping[str, Any], x: Tensor, tokens: Tensor,
 
 
 class StreamedLanguageModel:
-    """A fairseq language model with streamed weights, with the interface that fairseq's trainer
-    expects.
+    """A fairseq language model with streamed weights, which implements the interface that fairseq's
+    trainer expects.
 
     Args:
         cfg: settings that were passed to fairseq's trainer.

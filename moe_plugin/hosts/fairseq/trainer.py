@@ -377,8 +377,7 @@ class MoETrainer(Trainer):
 
 def norm_squared(parameters: list[torch.nn.Parameter], group: Any,
                  device: torch.device) -> Tensor:
-    """Return the sum of all squared gradients over all ranks, as a float64 tensor that is equal on
-    every rank.
+    """Return the sum of squared gradients over all ranks, a float64 tensor equal on every rank.
 
     A parameter that R ranks store (see `replicas_of`) is counted only once. The parameter's sum of
     squares is divided by R before the sums are added over ranks. As a result, a NaN or Inf on any

@@ -4,8 +4,7 @@ Settings come from four sources. In order of increasing precedence, the sources 
 fairseq's own settings (inner width, activation, flags of the `moe` branch); the `--moe-config`
 file; and the generated flags. A branch flag that differs from its default can add a setting that
 the file does not contain. If a branch flag contradicts the file or another flag, an error is
-raised. If the file sets the number of experts, the default values of the branch's flags are
-ignored.
+raised. If the file sets the number of experts, the branch's default values are ignored.
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ class FileTurns(StepVotes):
     def norm_squared(self, parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
         """Return the squared norm of a worker's gradients after the vote, as a float64 tensor.
 
-        Each parameter is counted once. This is a collective operation of the ranks within the
-        worker.
+        Each parameter is counted once. This is a collective operation of the worker's ranks.
         """
         grads: dict[bool, list[Any]] = {
             expert: [p.grad for p in parameters if is_expert(p) == expert]

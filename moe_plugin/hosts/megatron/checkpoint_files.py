@@ -114,8 +114,7 @@ def together(folder: str, work: Callable[[], None]) -> None:
 
 
 def cause(error: BaseException) -> tuple[int, BaseException]:
-    """Return the error that caused a save to fail, and the index of the rank that raised this
-    error.
+    """Return the error that caused a save to fail, and the index of the rank that raised it.
 
     When one rank fails, torch raises the same `CheckpointException` on all ranks. The
     `CheckpointException` contains the error of the failed rank.
@@ -162,8 +161,7 @@ def readable(path: str) -> Iterator[None]:
 
 
 def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
-    """Call `work`, which reads a checkpoint, only on the first rank. Return the result of `work` on
-    every rank.
+    """Call `work`, which reads a checkpoint, on the first rank and return the result on all ranks.
 
     This is a collective operation.
 

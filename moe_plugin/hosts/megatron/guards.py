@@ -65,8 +65,7 @@ class FileSteps(StepVotes):
 
     Args:
         guard: settings of the checks.
-        chunks: list that contains the only model chunk. The gradient reduction of this model chunk
-            is disabled.
+        chunks: list with the only model chunk, whose gradient reduction is disabled.
         config: `TransformerConfig`.
         microbatches: number of micro-batches that each rank would compute per step without votes.
     Raises:
@@ -133,10 +132,9 @@ class FileSteps(StepVotes):
         return agreed.cpu()
 
     def log_once(self, before: Mapping[str, Tensor]) -> None:
-        """Correct Megatron's log of auxiliary losses so that each micro-batch counts once.
+        """Correct Megatron's log of auxiliary losses so that each micro-batch is counted once.
 
-        Without this correction, a micro-batch would be counted once for each worker that computes
-        it.
+        Without this correction, a micro-batch would be counted once per worker that computes it.
 
         before: the logged sums before the call of `compute`, as returned by
         `aux_losses.losses_so_far`.

@@ -61,8 +61,7 @@ def wait_for(experts: nn.Module) -> None:
 
 
 def gather(chunks: Iterable[Any]) -> None:
-    """Gather the parameters after a step, so that code that runs before the next step can read
-    them.
+    """Gather the parameters after a step, for code that reads them before the next step.
 
     With `overlap_param_gather`, each rank updates only its own shards. The shards of other ranks
     are outdated until the next forward pass gathers the parameters. This is a collective operation,

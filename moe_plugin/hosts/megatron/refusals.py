@@ -1,5 +1,4 @@
-"""Combinations of settings that are rejected by Megatron's training loop or by this package's layer
-in Megatron.
+"""Combinations of settings that Megatron's training loop or this package's layer reject.
 
 Settings that are always rejected are listed in `fields`. A check can use three groups of values:
 the script's arguments or the settings of `TransformerConfig`, by name; this package's settings, by

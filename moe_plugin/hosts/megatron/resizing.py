@@ -1,5 +1,4 @@
-"""Support for `--moe-expert-parallel-at`, which changes the expert-parallel size between two steps
-of a run.
+"""Support for `--moe-expert-parallel-at`, which changes the expert-parallel size between two steps.
 
 Megatron's training loop stores references to several objects: the process groups of dense layers,
 the optimizer, the model's wrapper and the scheduler. Because of these references, the objects are
@@ -33,8 +32,8 @@ def check(args: argparse.Namespace, run: RunConfig) -> None:
 
 
 def steps_of(run: RunConfig, chunks: list[Any], optimizer: Any) -> ExpertParallelSteps | None:
-    """Return the feature that changes the expert-parallel size during the run. Return None if no
-    change is requested or if the run does not train.
+    """Return the run feature that changes the expert-parallel size during the run. Return None if
+    no change is requested or if the run does not train.
 
     Args:
         chunks: model chunks with their wrappers.

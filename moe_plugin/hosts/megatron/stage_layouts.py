@@ -135,8 +135,8 @@ def stages_of(args: argparse.Namespace, world: int) -> StageLayouts | None:
     `--micro-batch-size` is the micro-batch size of the stage that has the most replicas.
 
     Raises:
-        ValueError: If the layouts are not possible with this number of processes or with another
-            argument.
+        ValueError: If the layouts are not possible with this number of processes, or cannot be
+            combined with another argument.
     """
     if not args.stage_layouts:
         return None

@@ -180,8 +180,7 @@ class Stages:
 
 
 def delay(layer: Any) -> None:
-    """Postpone the computation of a `PluginMoELayer`'s weight gradients until `backward_dw` is
-    called.
+    """Postpone the weight gradients of a `PluginMoELayer` until `backward_dw` is called.
 
     The compute strategies `fused` and `kernels` compute the weight gradients in `backward_dw`.
     Other strategies still compute the weight gradients in the backward pass. With all strategies,

@@ -251,8 +251,7 @@ class StreamedModel(nn.Module):
 
 def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
           ) -> tuple[StreamedModel, StreamedOptimizer]:
-    """Build all parts of the model and their optimizer. Megatron's process groups must already be
-    initialised.
+    """Build all model parts and their optimizer. Megatron's process groups must be initialised.
 
     Args:
         make: function that builds a pipeline stage of the model. `make` is called once for each

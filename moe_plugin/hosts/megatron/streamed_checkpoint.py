@@ -71,12 +71,10 @@ def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
          settings: Mapping[str, Any], iteration: int | None = None) -> dict[str, Any]:
     """Load a checkpoint that `save` has written, and return the progress of the run.
 
-    If `root` contains no checkpoint, a training run logs a warning and this function returns an
-    empty dict.
+    If `root` contains no checkpoint, a training run logs a warning and this function returns {}.
 
     Args:
-        optimizer: the optimizer into which the saved state is loaded, or None if the model is only
-            evaluated.
+        optimizer: optimizer into which the state is loaded, or None if the run only evaluates.
         iteration: iteration of the checkpoint to load. By default, the newest checkpoint is loaded.
     Raises:
         ValueError: If the checkpoint belongs to a different model, is damaged, or does not contain

@@ -124,13 +124,11 @@ def translate(native: Any, settings: Mapping[str, Any], *,
 
     Args:
         native: `TransformerConfig` of any supported version of Megatron.
-        settings: settings of this package that the user set, as a mapping from dotted paths to
-            values.
+        settings: settings of this package that the user set, by dotted path.
         injected_router: True if the layer spec defines a custom router class.
     Raises:
-        ValueError: If the layer of this package does not support one of Megatron's settings, if a
-            setting of this package contradicts one of Megatron's settings, or if a value is
-            invalid.
+        ValueError: If this package's layer does not support a Megatron setting, if a setting of
+            this package contradicts a Megatron setting, or if a value is invalid.
     """
     import_user_modules(settings.get("imports"))  # may register the score function
     refuse_unsupported(with_known_names(native))

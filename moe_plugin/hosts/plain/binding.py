@@ -132,8 +132,7 @@ def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
 def gpu_bus_ids() -> list[str]:
     """Return the PCI addresses of the visible GPUs, in the order that torch uses.
 
-    The list is empty if there is no GPU, or if the installed version of torch does not report PCI
-    addresses.
+    The list is empty if there is no GPU, or if torch does not report PCI addresses.
     """
     import torch
 

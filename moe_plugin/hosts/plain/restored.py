@@ -82,8 +82,7 @@ def _buffers(moe: MoELayer, block: nn.Module, config: dict[str, Any]) -> Iterato
 
 
 def _allocate(block: nn.Module, view: Source, like: Tensor) -> None:
-    """Allocate memory for a block that is on the meta device. The memory has the dtype and device
-    of `like`.
+    """Allocate memory for a block on the meta device, with the dtype and device of `like`.
 
     If `transformers` or `view` requires float32 for a tensor, the tensor is allocated in float32 or
     in a more precise dtype.

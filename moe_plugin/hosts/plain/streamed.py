@@ -96,9 +96,8 @@ class BlockGradients:
         ranks. This is a collective operation.
 
         Raises:
-            ValueError: If the layers of the block have different expert-parallel groups, if these
-                groups together do not contain all ranks, or if ranks of one group have the same
-                tokens.
+            ValueError: If the block's layers have different expert-parallel groups, these groups
+                together do not contain all ranks, or ranks of one group have the same tokens.
         """
         layers = layers_in(block)
         groups = {layer.comm.name: layer.comm for layer in layers}

@@ -100,7 +100,7 @@ def run_settings_of(given: Mapping[str, Any], stats: Path) -> RunConfig:
 
     Args:
         given: dict of the settings by dotted path.
-        stats: path of the file for the records.
+        stats: path of the file to which the run writes its records.
     Raises:
         ValueError: If the training script does not support a setting, or if the script has its own
             argument for this setting.

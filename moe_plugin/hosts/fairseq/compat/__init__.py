@@ -17,8 +17,7 @@ from __future__ import annotations
 def install() -> None:
     """Apply all patches to fairseq 0.12, which must already be imported.
 
-    This function does nothing if it was called before, or if the installed fairseq is not version
-    0.12.
+    This function does nothing if it was called before, or if fairseq is not version 0.12.
     """
     import fairseq
 

@@ -47,8 +47,7 @@ def saving_flags() -> None:
 @replaces("checkpoint_utils.save_checkpoint")
 def whole_copies(original: Callable[..., None], cfg: Any, trainer: Any, epoch_itr: Any,
                  val_loss: float | None) -> None:
-    """Make fairseq write `checkpoint_last.pt` atomically. This patch also implements the flags in
-    `FLAGS`.
+    """Make fairseq write `checkpoint_last.pt` atomically. Also implement the flags in `FLAGS`.
 
     fairseq <= 0.12.3 copies the file in place. If the process is killed during the copy, a
     truncated file remains.
@@ -307,8 +306,7 @@ def _names_of_settings() -> set[str]:
 
 
 def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for `moe_...` settings that neither this package nor the checkpoint
-    defines.
+    """Raise a `ValueError` for `moe_...` settings unknown to this package and the checkpoint.
 
     fairseq <= 0.12.3 silently ignores such settings.
     """

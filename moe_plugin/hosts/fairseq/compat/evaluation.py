@@ -303,8 +303,7 @@ def _write(path: Path, subset: str, results: dict[str, Any]) -> None:
 
 @patch
 def eval_lm_flags() -> None:
-    """Add the flag `--stats-path`, which is defined in fairseq's `moe` branch but not in fairseq <=
-    0.12.3.
+    """Add the flag `--stats-path` of fairseq's `moe` branch, which fairseq <= 0.12.3 lacks.
 
     fairseq <= 0.12.3 defines `--max-valid-steps`, but `fairseq-eval-lm` ignores this flag. See
     `EvalLM`.

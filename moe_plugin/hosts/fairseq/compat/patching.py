@@ -45,8 +45,7 @@ def replaces(*places: str) -> Callable[[_Function], _Function]:
 def replace(path_of_name: str, function: Callable[..., Any]) -> None:
     """Replace a single function in fairseq. See `replaces`.
 
-    `fairseq_cli.train` may have imported the function by name, so the function is also replaced
-    there.
+    `fairseq_cli.train` may have imported the function by name, so it is also replaced there.
     """
     path, _, name = path_of_name.rpartition(".")
     owner = resolve_name(f"fairseq.{path}")
@@ -166,8 +165,7 @@ def use_trainer(trainer: type) -> None:
 
 
 def tell_of_validations() -> None:
-    """After each validation, call the trainer's method `validated` with the results of the
-    validation.
+    """After each validation, call the trainer's method `validated` with the results.
 
     fairseq 0.12.2 passes only the batches of a validation to the trainer, not the results.
     """

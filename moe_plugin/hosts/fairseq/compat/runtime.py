@@ -154,8 +154,7 @@ def bf16_without_tpu(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 @replaces("modules.transformer_layer.TransformerEncoderLayerBase.__init__")
 def encoder_layers_by_their_own_code(original: Callable[..., None], self: Any, *args: Any,
                                      **kwargs: Any) -> None:
-    """During evaluation, run encoder layers with fairseq's own code instead of torch's fused
-    operator.
+    """During evaluation, run fairseq's own encoder code instead of torch's fused operator.
 
     fairseq 0.12 calls the fused operator without the type of the mask. torch >= 1.13 requires the
     type of the mask for batches with padding. In addition, the operator changes the order of
@@ -177,8 +176,7 @@ def drop_fused_path_copies(layer: torch.nn.Module) -> None:
 
 
 def fp32_copies(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return a list of pairs (parameter, fp32 copy) for an fp16 optimizer. Return [] for all other
-    optimizers.
+    """Return the pairs (parameter, fp32 copy) of an fp16 optimizer, or [] for other optimizers.
 
     fairseq <= 0.12.3 stores the fp32 copies as a list only with `--fp16-no-flatten-grads`. Other
     optimizers do not have the attribute in which this list is stored.
@@ -233,8 +231,7 @@ class _HostScalar(torch.Tensor):
 def skipped_steps_without_cuda() -> None:
     """After a gradient overflow, skip the step without using CUDA.
 
-    After an overflow, fairseq <= 0.12.3 calls `torch.tensor(0.0).cuda()` even on machines without
-    CUDA.
+    fairseq <= 0.12.3 calls `torch.tensor(0.0).cuda()` even on machines without CUDA.
     """
     from fairseq import trainer
 
@@ -246,8 +243,7 @@ def skipped_steps_without_cuda() -> None:
 @replaces("optim.FP16Optimizer.build_optimizer")
 def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, params: Any,
                          **kwargs: Any) -> Any:
-    """Enable `--fp16-no-flatten-grads` in three cases: for models with experts, on CPU, and with
-    sharding.
+    """Enable `--fp16-no-flatten-grads` for models with experts, on CPU, and with sharding.
 
     Without this flag, fairseq <= 0.12.3 packs all fp32 copies of the weights into a single tensor
     on the current CUDA device. The packed tensor preserves neither the boundaries between
@@ -299,8 +295,7 @@ def empty_validation_batches(original: Callable[..., Any], self: Any, sample: An
 
     If `fairseq-validate` of fairseq <= 0.12.3 runs on several ranks, ranks without data receive an
     empty batch and fail with a `KeyError`. With this patch, a rank without data runs one sentence,
-    so that all ranks run the same collectives inside the model. This sentence is not included in
-    the results.
+    so that all ranks run the same collectives. The results do not include this sentence.
     """
     if sample:
         return original(self, sample, model, criterion, **kwargs)

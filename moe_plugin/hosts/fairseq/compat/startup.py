@@ -1,5 +1,4 @@
-"""Make unmodified fairseq 0.12 importable on Python >= 3.11, and apply the patches after the
-import.
+"""Make unmodified fairseq 0.12 importable on Python >= 3.11, and patch it after the import.
 
 A `.pth` file with the same name as this module calls `boot()` when Python starts. `boot` only adds
 a finder to `sys.meta_path`. It imports nothing. The patches are applied only when code imports

@@ -44,7 +44,7 @@ def auxiliary_scale(scale: Tensor | None) -> Iterator[None]:
 
 def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
              part_of: Group | None) -> None:
-    """Add an auxiliary loss to Megatron's log. The loss must not be multiplied by its coefficient.
+    """Add an auxiliary loss, not multiplied by its coefficient, to Megatron's log.
 
     When Megatron reads the log, it sums the values over the ranks in `part_of`.
     """

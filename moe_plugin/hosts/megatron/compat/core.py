@@ -229,8 +229,7 @@ def _undropped() -> Iterator[list[Undropped]]:
 def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> torch.nn.Module:
     """Build Megatron's own shared expert from Megatron's spec.
 
-    The spec contains a ModuleSpec or a class up to Megatron 0.17, and a functools.partial from 0.18
-    on.
+    The spec has a ModuleSpec or a class up to Megatron 0.17, and a functools.partial from 0.18.
     """
     builder = getattr(submodules, "shared_experts", None)
     if builder is None:
@@ -282,8 +281,7 @@ def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[A
 
 
 def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Return a copy of the spec of a layer, block or hybrid stack, after applying `change` to its
-    submodules.
+    """Copy the spec of a layer, block or hybrid stack, and apply `change` to the submodules.
 
     `change(name, value)` is called for each submodule of a layer and for the norm of a block.
     """

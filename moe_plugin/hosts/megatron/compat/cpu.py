@@ -91,8 +91,7 @@ def enabled() -> bool:
 
 @contextlib.contextmanager
 def building() -> Iterator[None]:
-    """Inside the block, Megatron-core objects are built on CPU. The process is not changed
-    permanently.
+    """Inside the block, Megatron-core objects are built on CPU. The change is temporary.
 
     `enable` maps the device "cuda" to "cpu" in every torch call. This mapping slows down each call
     and changes the results of torch.compile. After a layer has been built, the mapping is no longer

@@ -38,7 +38,7 @@ class By(enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table, which states how one setting is handled.
+    """A row of the table of Megatron's MoE settings, which states how one setting is handled.
 
     Attributes:
         by: the component that implements the setting.
@@ -222,8 +222,7 @@ def refuse_unknown_arguments(defaults: Mapping[str, Any], given: Mapping[str, An
     """Raise a `ValueError` for an unknown expert-related argument of Megatron's own script.
 
     Args:
-        defaults: dict that maps each argument that differs from its default value to the default
-            value.
+        defaults: dict from each argument that differs from its default value to the default value.
         given: dict of all arguments by name.
     """
     for name in without_row(defaults, {**FIELDS, **ARGUMENTS}):

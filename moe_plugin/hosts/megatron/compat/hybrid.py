@@ -1,5 +1,4 @@
-"""Replacement for the layer stack of Megatron's hybrid models (`HybridModel` in Megatron 0.18 and
-0.19).
+"""Replacement for the layer stack of hybrid models (`HybridModel` in Megatron 0.18 and 0.19).
 
 A hybrid model has one layer for each symbol in `--hybrid-layer-pattern`. Megatron's own spec of a
 hybrid model needs Transformer Engine. Without Transformer Engine, the stack is built from the

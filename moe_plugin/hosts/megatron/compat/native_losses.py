@@ -1,5 +1,4 @@
-"""Correct the weights of the losses of Megatron's own router when `calculate_per_token_loss` is
-set.
+"""Correct the loss weights of Megatron's own router when `calculate_per_token_loss` is set.
 
 Megatron 0.15 to 0.19 multiplies each router loss by a number of tokens:
 
@@ -61,8 +60,7 @@ def weighed_by_tokens(router: nn.Module, local: Count, every: Count, ranks: int)
     Args:
         router: Megatron's `TopKRouter`.
         local: number of tokens on the current rank, excluding padding.
-        every: number of tokens in the micro-batch, summed over all ranks that share it, excluding
-            padding.
+        every: number of tokens on all ranks that share the micro-batch, excluding padding.
         ranks: number of ranks that share the micro-batch.
     """
     local, every = (max(1, n) if isinstance(n, int) else n.clamp(min=1) for n in (local, every))

@@ -31,8 +31,7 @@ def is_vector(parameter: Tensor) -> bool:
 def counts_in_norm(parameter: Tensor) -> bool:
     """Return True if the current rank's slice of a parameter contributes to the gradient norm.
 
-    If several tensor-parallel ranks store the same slice, the slice contributes only on one of
-    these ranks.
+    If several tensor-parallel ranks store the same slice, it contributes on only one of them.
     """
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
@@ -101,9 +100,8 @@ def biases_are_vectors() -> None:
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """Return the list of all optimizers in a chain. For a single optimizer, return a list that
-    contains only this optimizer. Megatron 0.15 to 0.19 creates a chain only if there are several
-    optimizers.
+    """Return the list of optimizers in a chain, or a list with a single optimizer. Megatron 0.15 to
+    0.19 creates a chain only if there are several optimizers.
     """
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
@@ -151,12 +149,10 @@ def _torch_adam_parts(optimizer: Any) -> list[Any]:
 
 
 def use_fused_adam(optimizer: Any, fused: bool) -> None:
-    """Enable or disable torch's fused kernels in the torch Adam optimizers inside Megatron's
-    optimizer.
+    """Enable or disable fused kernels in the torch Adam optimizers inside Megatron's optimizer.
 
     This choice still applies after loading a checkpoint that was saved with the opposite choice.
-    Without Apex and Transformer Engine, Megatron 0.15 to 0.19 uses torch's AdamW without its fused
-    kernels.
+    Without Apex and Transformer Engine, Megatron 0.15 to 0.19 uses torch's unfused AdamW.
 
     Raises:
         ValueError: If `fused` is True but the optimizer is not Adam.
@@ -220,12 +216,11 @@ def float32_parameters_first() -> None:
 
 
 def prepare_optimizer_for_load(optimizer: Any) -> None:
-    """Create the empty optimizer state into which a checkpoint of a distributed optimizer is
-    loaded.
+    """Create the empty optimizer state into which a distributed optimizer's checkpoint is loaded.
 
-     Without Apex and Transformer Engine, Megatron 0.15 to
-    0.19 reads the step number from the optimizer state before it loads the checkpoint. For SGD,
-    Megatron 0.15 to 0.19 calls a function that does not exist.
+    Without Apex and Transformer Engine, Megatron 0.15 to 0.19 reads the step number from the
+    optimizer state before it loads the checkpoint. For SGD, Megatron 0.15 to 0.19 calls a function
+    that does not exist.
     """
     for part in parts(optimizer):
         if isinstance(part.optimizer, torch.optim.SGD) and getattr(part, "init_state_fn",

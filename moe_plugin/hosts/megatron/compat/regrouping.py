@@ -116,8 +116,7 @@ def follow_parameters(part: Any, changed: Mapping[Tensor, Tensor],
 
     Args:
         part: the optimizer.
-        changed: dict that maps each old parameter to its replacement, which must have Megatron's
-            attributes.
+        changed: dict that maps each old parameter to its replacement, with Megatron's attributes.
         copies: dict that maps each new parameter to its float32 copy (see `main_copies`).
     """
     before = main_copies(part)

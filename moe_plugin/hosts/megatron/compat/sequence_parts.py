@@ -47,8 +47,7 @@ _inside: ContextVar[bool] = ContextVar("moe_plugin_inside_mtp", default=False)
 
 
 def is_mtp_layer(extra: dict[str, Any]) -> bool:
-    """Return True if an MoE layer that is built with these arguments belongs to multi-token
-    prediction.
+    """Return True if an MoE layer built with these arguments belongs to multi-token prediction.
 
     Some Megatron versions do not pass this information to layers.
     """

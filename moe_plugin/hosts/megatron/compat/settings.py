@@ -1,5 +1,4 @@
-"""Access to the settings of Megatron and the arguments of its training script, for versions 0.15 to
-0.19.
+"""Access to Megatron's settings and its training script's arguments, for versions 0.15 to 0.19.
 
 Importing this module does not import Megatron.
 """
@@ -114,8 +113,7 @@ def tokens_of_call() -> int | None:
 
 
 def parsed_defaults() -> dict[str, Any]:
-    """Return a dict that maps each argument that differs from its default value to the default
-    value.
+    """Return a dict from each argument that differs from its default value to the default value.
 
     Only arguments that the script's parser defines have known defaults.
     """
@@ -229,8 +227,7 @@ def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..
 
 
 def mend_config_warning() -> None:
-    """Fix Megatron's warning about using tensor and expert parallelism without sequence
-    parallelism.
+    """Fix Megatron's warning about tensor and expert parallelism without sequence parallelism.
 
     In Megatron 0.15, `model_parallel_config` calls `warnings.warn` without importing `warnings`, so
     such a config raises a `NameError` instead of printing the warning.

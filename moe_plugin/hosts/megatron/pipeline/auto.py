@@ -108,8 +108,7 @@ class MeasuredStep(Step):
 
 
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes of all tensor storages that autograd saves, except the storages of
-    parameters.
+    """Counts the bytes of all tensor storages that autograd saves, except those of parameters.
 
     A storage that is saved several times is counted once.
     """

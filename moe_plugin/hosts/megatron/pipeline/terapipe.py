@@ -45,8 +45,8 @@ class SliceTrials:
     Attributes:
         profile: the measured times, or None if the trials are not complete.
         chosen: the fastest slices, or None if the trials are not complete.
-        samples: list of [length, context, seconds], one for each kind of forward pass. `seconds` is
-            the time of the slowest rank.
+        samples: list of measurements [length, context, seconds], one for each kind of forward pass.
+            `seconds` is the time of the slowest rank.
     """
 
     def __init__(self, length: int, multiple: int) -> None:
