@@ -67,7 +67,7 @@ def _files_of(name: str) -> list[str]:
     missing = [path for path in paths or [name] if not os.path.exists(path)]
     if missing:
         raise ValueError(f"file {missing[0]} of checkpoint {short(name)} does not exist. Pass the "
-                         "paths of checkpoints, with or without the number of a rank")
+                         "paths of checkpoints, with or without a rank suffix")
     return paths
 
 

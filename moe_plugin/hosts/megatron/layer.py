@@ -94,8 +94,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         refuse_arguments()
         if in_hybrid and not config.is_hybrid_model:
             raise ValueError(
-                "is_hybrid_model=False cannot be used in the layer stack of a HybridModel, because "
-                "the layers would be numbered and initialised like those of a GPT model. "
+                "is_hybrid_model=False must be True in the layer stack of a HybridModel, because "
+                "the layers would otherwise be numbered and initialised like those of a GPT model. "
                 "Build the config with TransformerConfig(is_hybrid_model=True, ...).")
         settings = settings_from_flags(script_arguments()) if settings is None else settings
         plan = translate(config, settings, injected_router=core.injects_router(submodules))

@@ -302,7 +302,7 @@ class Masks(ImageSet):
                 value > 0))
         if image.size != mask.size:
             raise ValueError(f"{self.masks[number]} has {mask.size} pixels, but its image has "
-                             f"{image.size}. Use masks with the sizes of the images")
+                             f"{image.size}. Use masks of the same size as the images")
         size = [self.size, self.size]
         if not self.training:
             image = self.steps.resize(image, size)

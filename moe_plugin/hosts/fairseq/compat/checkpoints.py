@@ -212,7 +212,7 @@ def _missing(flag: str, path: str) -> ValueError:
     from moe_plugin.checkpoint.formats.fairseq import files
 
     return ValueError(f"{flag} {short(path)} does not exist, nor does {files.with_rank(path, 0)}. "
-                      "Pass the path of a checkpoint, with or without the number of a rank")
+                      "Pass the path of a checkpoint, with or without a rank suffix")
 
 
 @replaces("checkpoint_utils.load_model_ensemble_and_task")

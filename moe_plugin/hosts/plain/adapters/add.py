@@ -65,8 +65,8 @@ def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
             for name, layer in layers.items()}
     if not any(layer_ranks.ranks for layer_ranks in made.values()):
         raise ValueError(f"experts={short(experts)} with rank_pattern={short(rank_pattern)} leaves "
-                         "no expert with an adapter. Pass 0-based global indices, and patterns that "
-                         "match NAME.experts.INDEX.TARGET")
+                         "no expert with an adapter. Pass 0-based global indices, and patterns "
+                         "that match NAME.experts.INDEX.TARGET")
     for parameter in model.parameters() if freeze else ():
         _freeze(parameter)
     for name, layer in layers.items():
