@@ -191,8 +191,7 @@ class Evaluation:
         return dist.get_rank() if self.ranks > 1 else 0
 
     def groups(self, experts: int, timeout_s: float) -> FairseqGroups:
-        """Create the process groups of a model. All ranks must make these calls in the same order.
-        """
+        """Create the process groups of a model, in the same order on all ranks."""
         size = self.expert_ranks(experts)
         if size == 1:
             return FairseqGroups(LocalComm(), 1, 1)
@@ -228,7 +227,7 @@ def current_evaluation() -> Evaluation | None:
 
 def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool = False,
                 dummy: bool = False) -> FairseqGroups:
-    """Create the process groups for a model. All ranks must make these calls in order.
+    """Create the process groups of a model, in the same order on all ranks.
 
     Args:
         expert_parallel_size: number of consecutive ranks that share one copy of the experts, or 0

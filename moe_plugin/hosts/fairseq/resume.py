@@ -68,7 +68,7 @@ def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, 
         group: process group of the data-parallel ranks, or None for a single rank.
         model_only: True to leave out the optimizer state.
     Raises:
-        CheckpointError: If a file is damaged, on all ranks.
+        CheckpointError: On all ranks, if a file is damaged.
     """
     rank, world, ep = (wanted[key] for key in ("rank", "world_size", "expert_parallel_size"))
     errors = files.gather(damage(written.paths[rank::world]), group)

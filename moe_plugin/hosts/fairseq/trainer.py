@@ -281,7 +281,7 @@ class MoETrainer(Trainer):
         return norm()
 
     def _check_grad_norms(self, grad_norm: Tensor) -> None:
-        """Check that all ranks (with votes, the majority) have computed the same norm."""
+        """Check that all ranks (or the majority, if the ranks vote) have computed the same norm."""
         if (votes := self.run.find(FileTurns)) is None:
             super()._check_grad_norms(grad_norm)
         else:

@@ -29,8 +29,9 @@ def mark(experts: nn.Module) -> None:
     sharded differently from dense layers. With the buffers for experts, the optimizer state has the
     same structure at every expert-parallel size. A checkpoint can therefore be loaded with a
     different size. With `tensor_model_parallel = True`, every rank of the model-parallel group adds
-    its expert parameters to the gradient norm. This is correct, because each rank stores different
-    experts or different slices of experts. Expert biases are treated as vectors by the optimizers.
+    its expert parameters to the gradient norm. Including all parameters is correct, because each
+    rank stores different experts or different slices of experts. Expert biases are treated as
+    vectors by the optimizers.
     """
     biases_are_vectors()
     parameter: Any  # the attributes are read by Megatron
@@ -45,9 +46,9 @@ def wait_for(experts: nn.Module) -> None:
     `overlap_param_gather`).
 
     Megatron waits in a hook that runs before the forward pass of the module that owns the
-    parameters. The layer of this package uses expert parameters without this forward pass if they
-    are gathered (r = 0), broadcast, or applied token by token. This function therefore runs the
-    hook directly. If the forward pass runs later, the hook has no effect.
+    parameters. The layer of this package skips this forward pass if it gathers or broadcasts the
+    expert parameters, or applies them token by token. This function therefore runs the hook
+    directly. If the forward pass runs later, the hook has no effect.
     """
     if any(hasattr(parameter, "__fsdp_param__") for parameter in experts.parameters()):
         raise ValueError(

@@ -208,8 +208,8 @@ def _without_open(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(native: Any, settings: Mapping[str, Any], whole: bool) -> dict[str, Any]:
-    """Translate Megatron's settings to settings of this package, after checking that they do not
-    contradict the settings that the user set in this package.
+    """Check that Megatron's settings do not contradict the user's settings of this package, and
+    translate them to settings of this package.
 
     whole: True if the user's settings describe complete layers. In this case, a user's value that
         only this package's layer supports is used if Megatron's setting has its default value.

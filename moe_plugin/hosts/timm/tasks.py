@@ -1,4 +1,5 @@
-"""Image tasks: compute the loss of a model during training, and the counts for an evaluation.
+"""Image tasks: compute the loss of a model during training, and the counts from which evaluation
+metrics are computed.
 
 In tensor shapes, B is the number of images, T is the number of positions that have a class (1 for
 classification, all pixels for segmentation), M is the number of members, and C is the number of

@@ -76,9 +76,9 @@ def mend_loss_log() -> None:
 
     In Megatron 0.18 and 0.19, a stage without experts logs one value per MoE layer, whereas a stage
     with experts logs one value per layer. Because these numbers differ between stages, summing the
-    logs over the stages hangs or gives a wrong sum. Megatron also divides by a wrong number of MoE
-    layers, because it computes this number from `moe_layer_freq`, which hybrid models do not use.
-    In addition, Megatron counts multi-token predictions twice.
+    logs over the stages hangs or gives a wrong sum. Megatron also divides by the wrong number of
+    MoE layers, because it computes this number from `moe_layer_freq`, which hybrid models do not
+    use. In addition, Megatron counts multi-token predictions twice.
     """
     original: Any = MoEMetricsTracker.ensure_initialized
     if hasattr(original, "__wrapped__"):

@@ -151,8 +151,8 @@ def _torch_adam_parts(optimizer: Any) -> list[Any]:
 def use_fused_adam(optimizer: Any, fused: bool) -> None:
     """Enable or disable fused kernels in the torch Adam optimizers inside Megatron's optimizer.
 
-    This choice still applies after loading a checkpoint that was saved with the opposite choice.
-    Without Apex and Transformer Engine, Megatron 0.15 to 0.19 uses torch's unfused AdamW.
+    The choice still applies after a checkpoint with the opposite choice has been loaded. Without
+    Apex and Transformer Engine, Megatron 0.15 to 0.19 uses torch's unfused AdamW.
 
     Raises:
         ValueError: If `fused` is True but the optimizer is not Adam.

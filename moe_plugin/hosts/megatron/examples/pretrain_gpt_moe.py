@@ -1,4 +1,4 @@
-r"""Train a GPT model with MoE layers on Megatron's training loop, `megatron.training.pretrain`.
+r"""Train a GPT model with MoE layers in Megatron's training loop, `megatron.training.pretrain`.
 
 You can copy and extend this example. The script needs megatron-core 0.17 or newer, or a Megatron-LM
 checkout on PYTHONPATH. The script does not import anything from moe_plugin. `--spec` selects the
