@@ -263,7 +263,8 @@ class MoETrainer(Trainer):
         Raises:
             SkipStep: On all ranks, if the norm is not finite or a replica of the run was lost.
             FloatingPointError: If too many consecutive steps were skipped.
-            RowsOverflow, StepRepeat: If rows exceed their buffers. See `resilience.overflow`.
+            RowsOverflow, StepRepeat: If rows do not fit into their buffers. See
+                `resilience.overflow`.
         """
         self.run.after_passes()
 

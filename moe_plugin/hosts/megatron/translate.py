@@ -211,8 +211,8 @@ def _agreed(native: Any, settings: Mapping[str, Any], whole: bool) -> dict[str, 
     """Check that Megatron's settings do not contradict the user's settings of this package, and
     translate them to settings of this package.
 
-    whole: True if the user's settings describe complete layers. In this case, a user's value that
-        only this package's layer supports is used if Megatron's setting has its default value.
+    whole: True if the user's settings describe complete layers. If True, a value that only this
+        package's layer supports overrides Megatron's default value.
     """
     known = _native_values(native)
     said = {**known, "experts.init_std": setting(native, "init_method_std"),

@@ -312,7 +312,7 @@ def _is_stack(submodules: Any) -> bool:
 
 
 def with_engine(wanted: bool | None) -> bool:
-    """Return `wanted`. If it is None, return whether Megatron can import Transformer Engine."""
+    """Return `wanted`, or by default whether Megatron can import Transformer Engine."""
     return bool(getattr(gpt_layer_specs, "HAVE_TE", False)) if wanted is None else wanted
 
 
