@@ -1,5 +1,5 @@
 """Adapters for host frameworks, which translate their configuration, process groups, names and
 losses to those of this package.
 
-The host packages contain none of the numerical code of the MoE layer.
+The host packages do not contain any numerical code of the MoE layer.
 """

@@ -27,17 +27,16 @@ from moe_plugin.training.gradients.replicas import replicas_of
 # The optimizers of a model with streamed weights: one per block. fairseq sees them as a single
 # optimizer, also in checkpoints.
 class BlockOptimizers(FairseqOptimizer):
-    """A fairseq optimizer for a streamed model. This optimizer combines the optimizers of all
-    blocks.
+    """A fairseq optimizer for a model with streamed weights, which wraps one optimizer per block.
 
-    The norm of the gradients is computed during the forward and backward passes of a step. The
-    gradients are divided by the sample size of the step. In 16-bit training, this division is left
-    to fairseq's 16-bit optimizer, which wraps this optimizer.
+    The gradient norm is computed while the forward and backward passes of a step run. The gradients
+    are divided by the sample size of the step. In 16-bit training, fairseq's 16-bit optimizer wraps
+    this optimizer and divides the gradients.
 
     Args:
         cfg: settings of the fairseq optimizer.
-        trainer: the `StreamedTrainer`. The trainer's blocks must be in the order of the model's
-            parameters.
+        trainer: the `StreamedTrainer`. The trainer's blocks must be in the same order as the
+            model's parameters.
         stepped: function that is called after each optimizer step.
     """
 
@@ -67,25 +66,25 @@ class BlockOptimizers(FairseqOptimizer):
         """Store a factor. In 16-bit training, the gradients of a block are multiplied by this
         factor when the block is updated.
 
-        In float32 training this method has no effect, because the passes have already divided the
-        gradients.
+        In float32 training, this method has no effect, because the gradients have already been
+        divided by the sample size.
         """
         clip: Any = self.trainer.clip
         clip.multiply(c)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """Return the norm of all gradients together. This method does not clip the gradients. The
-        gradients of a block are clipped when the block is updated.
+        """Return the global gradient norm without clipping the gradients. The gradients of each
+        block are clipped when the block is updated.
         """
         return self.gradient_norm
 
     def step(self, closure: Any = None, scale: float = 1.0, groups: Any = None) -> None:
-        """Update one block after another. Clip the gradients of each block before its update."""
+        """Clip the gradients of each block and update the block, one block after another."""
         self.trainer.update()
         self.stepped()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the same format as that of a single optimizer for the whole model."""
+        """Return the state in the format of a single optimizer for the whole model."""
         self.trainer.settle()
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
@@ -102,7 +101,7 @@ class BlockOptimizers(FairseqOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any],
                         optimizer_overrides: Mapping[str, Any] | None = None) -> None:
-        """Load a state that `state_dict` returned, or the state of a single optimizer for the whole
+        """Load a state that `state_dict` returned, or that of a single optimizer for the whole
         model.
 
         Raises:
@@ -129,9 +128,7 @@ class BlockOptimizers(FairseqOptimizer):
             param_group.update(optimizer_overrides or {})
 
     def _with_optimizers(self) -> Iterator[tuple[StreamedBlock, int]]:
-        """Yield each block that is trained, with the index of its first parameter. The index counts
-        the trained parameters of the whole model.
-        """
+        """Yield each trained block and the number of trained parameters before it."""
         first = 0
         for block in self.trainer.blocks:
             if block.optimizer is not None:
@@ -140,9 +137,7 @@ class BlockOptimizers(FairseqOptimizer):
 
 
 class _DropsGradients:
-    """Mixin for fairseq's 16-bit optimizers. With this mixin, `zero_grad` also discards the
-    gradients that blocks store.
-    """
+    """Mixin for fairseq's 16-bit optimizers: `zero_grad` also clears the gradients of blocks."""
 
     blocks: Any
 
@@ -153,8 +148,7 @@ class _DropsGradients:
 
 
 def in_16_bits(cfg: Any, blocks: BlockOptimizers) -> FairseqOptimizer:
-    """Wrap the optimizers of the blocks in fairseq's 16-bit optimizer, which contains a loss
-    scaler.
+    """Wrap the blocks' optimizers in fairseq's 16-bit optimizer, which contains a loss scaler.
 
     The blocks store the float32 copies of the weights.
     """
@@ -171,17 +165,16 @@ def memory_efficient(cfg: Any) -> bool:
 
 
 class FairseqNorm:
-    """Gradient clipping that gives bitwise the same gradients as fairseq's own clipping in a single
-    process.
+    """Gradient clipping that is bitwise equal to fairseq's own clipping in a single process.
 
-    Implements `memory.weights.streamed.Clip`. The norm of all gradients is computed from the norms
-    of the dense gradients and from the sum of squares of all expert gradients.
+    Implements `memory.weights.streamed.Clip`. The global gradient norm is computed from the norms
+    of the dense gradients and the sum of squares of all expert gradients.
 
     Args:
-        max_norm: upper bound for the norm of all gradients together, or 0 to disable clipping.
+        max_norm: upper bound for the global gradient norm, or 0 to disable clipping.
         size: function that returns the sample size of the step. The gradients are divided by this
-            sample size. The function is called after the passes of the last block are complete. In
-            16-bit training, `size` is None. If `size` is None, the gradients are multiplied by the
+            sample size. The function is called after the forward and backward passes of the last
+            block are complete. If None (in 16-bit training), the gradients are multiplied by the
             factor passed to `multiply`, and are not clipped.
     """
 
@@ -197,8 +190,7 @@ class FairseqNorm:
 
     @torch.no_grad()
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide the gradients of one block by the sample size of the step, and collect their
-        norms.
+        """Divide a block's gradients by the sample size of the step, and collect their norms.
 
         place: index of the block.
         """
@@ -213,7 +205,7 @@ class FairseqNorm:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """Return the norm of all gradients together as a float32 scalar."""
+        """Return the global gradient norm as a float32 scalar."""
         norms = [norm for place in sorted(self._dense) for norm in self._dense[place]]
         dense = norms[0] if len(norms) == 1 else torch.norm(torch.stack(norms))
         squared = dense.double()**2 + self._experts.total(dense.device)
@@ -229,8 +221,8 @@ class FairseqNorm:
             self._product = factor
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """If the norm of all gradients exceeds `max_norm`, scale these gradients down. If the norm
-        is NaN, all gradients become NaN.
+        """Scale these gradients down if the global gradient norm exceeds `max_norm`. If the norm is
+        NaN, these gradients become NaN.
         """
         if self.size is None:
             multi_tensor.scale_(gradients, self._product)
@@ -248,10 +240,11 @@ class FusedAdam(torch.optim.Optimizer):
 
     The updated parameters equal those of fairseq's Adam up to rounding errors. The state has the
     same names, types and dtypes as in fairseq (`step` as an int, `exp_avg` and `exp_avg_sq` in
-    float32). Each of the two optimizers can therefore load checkpoints of the other. Weight decay
-    is decoupled (`w -= lr * weight_decay * w`). fairseq adds `eps` to the square root of the second
-    moment before it applies the bias correction, whereas torch adds `eps` after the correction. To
-    compensate for this difference, `eps / sqrt(1 - beta2 ** step)` is passed to torch.
+    float32). Each of the two optimizers can therefore load checkpoints that the other one wrote.
+    Weight decay is decoupled (`w -= lr * weight_decay * w`). fairseq adds `eps` to the square root
+    of the second moment before it applies the bias correction, whereas torch adds `eps` after the
+    correction. To compensate for this difference, `eps / sqrt(1 - beta2 ** step)` is passed to
+    torch.
 
     As in fairseq, half-precision parameters are updated one by one, in float32 copies.
     Non-contiguous parameters are also updated one by one, because torch's CPU kernels ignore
@@ -263,10 +256,9 @@ class FusedAdam(torch.optim.Optimizer):
         betas: decay rates of the two moments, as in fairseq.
         eps: constant added to the denominator, as in fairseq.
         weight_decay: factor of decoupled weight decay, as in fairseq.
-        half: True to store both moments in 16 bits between steps (see `_Halves`). In 16 bits, both
-            moments together need 4 instead of 8 bytes per parameter. `state_dict` still returns the
-            moments in float32. A run that resumes from a checkpoint with 16-bit moments continues
-            with bitwise identical values.
+        half: True to store both moments in 16 bits between steps (see `_Halves`). The two moments
+            together then need 4 instead of 8 bytes per parameter. `state_dict` still returns the
+            moments in float32. Resuming from a checkpoint restores 16-bit moments bitwise.
     """
 
     # attributes that fairseq reads from its optimizers
@@ -359,8 +351,8 @@ def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
     65504]. The relative error is at most 2^-11, and the absolute error is at most 2^-39 times the
     largest magnitude. Decoding values and encoding them again causes no additional error. This
     encoding is based on the scales of `--fp16-adam-stats` in fairseq (after Jukebox, Dhariwal et
-    al., 2020). Unlike the unit, fairseq's scales can be any number, and they are applied to
-    `exp_avg_sq` itself.
+    al., 2020). fairseq's scales, however, can be any number, and are applied to `exp_avg_sq` itself
+    instead of its square root.
     """
     largest = x.abs().amax() if x.numel() else x.new_zeros(())
     part, exponent = torch.frexp(largest.float() / torch.finfo(torch.float16).max)

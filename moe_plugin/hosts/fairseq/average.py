@@ -1,5 +1,4 @@
-"""Average the weights of several checkpoints of a run. A checkpoint may consist of one file per
-rank.
+"""Average the weights of several checkpoints of a run. A checkpoint can have one file per rank.
 
     python -m moe_plugin.hosts.fairseq.average --inputs run/checkpoint_1_100.pt \
         run/checkpoint_1_200.pt --output run/average.pt
@@ -31,13 +30,12 @@ _SAME = ("num_experts", "world_size", "expert_parallel_size", "rank")
 def average(inputs: Sequence[str], output: str) -> list[str]:
     """Average the weights of several checkpoints, and write the mean to a new checkpoint.
 
-    Integer tensors contain counts, so they are copied from the last checkpoint instead. The
-    settings and all other values are copied from the first checkpoint. The optimizer state is left
-    out.
+    Integer tensors contain counts, and are copied from the last checkpoint. The settings and all
+    other values are copied from the first checkpoint. The optimizer state is left out.
 
     Args:
-        inputs: paths of the checkpoints. A path may contain the number of a rank.
-        output: path of the new checkpoint, without the number of a rank.
+        inputs: paths of the checkpoints. A path may include the rank suffix `-rank-N`.
+        output: path of the new checkpoint, without a rank suffix.
     Returns: the paths of the files that were written.
     Raises:
         ValueError: If files are missing or damaged, or if the checkpoints belong to different
@@ -61,9 +59,7 @@ def average(inputs: Sequence[str], output: str) -> list[str]:
 
 
 def _files_of(name: str) -> list[str]:
-    """Return the files of a checkpoint, ordered by rank. If the file name contains no rank, the
-    list has a single file.
-    """
+    """Return the files of a checkpoint, which may be a single file, ordered by rank."""
     if not files.has_rank(name) and os.path.exists(name):
         return [name]
     stem = files.without_rank(name).removesuffix(".pt")
@@ -71,7 +67,7 @@ def _files_of(name: str) -> list[str]:
     missing = [path for path in paths or [name] if not os.path.exists(path)]
     if missing:
         raise ValueError(f"file {missing[0]} of checkpoint {short(name)} does not exist. Pass the "
-                         "paths of checkpoints, with or without the number of a rank")
+                         "paths of checkpoints, with or without a rank suffix")
     return paths
 
 

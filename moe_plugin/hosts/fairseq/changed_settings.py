@@ -1,6 +1,6 @@
 """Log the settings of a run that differ from their defaults, in a single line.
 
-Users read this line, and the report parses it.
+The report parses this line.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def changed(cfg: Any) -> dict[str, tuple[str, str]]:
 
 def _defaults(group: str, declaration: dataclasses.Field[Any], values: Mapping[str, Any]
               ) -> dict[str, Any]:
-    """Return the declared defaults of the settings in a group, or {} if it declares none."""
+    """Return the declared defaults of a group's settings, or {} if the group declares none."""
     name: Any = values.get("_name") or values.get("arch")
     declared = {
         "model": MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY.get(name, name)),

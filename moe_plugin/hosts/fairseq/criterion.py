@@ -46,8 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class GateLoss:
-    """Mixin that adds the gate loss to a criterion, and logs the same metrics as fairseq's `moe`
-    branch.
+    """Mixin that adds the gate loss to a criterion and logs the metrics of fairseq's `moe` branch.
 
     Attributes:
         flags: settings of the gate loss.
@@ -91,7 +90,7 @@ class GateLoss:
         return loss, sample_size, logged
 
     def gate_loss(self: Any, losses: list[Tensor]) -> Tensor:
-        """Combine the gate losses of all layers, and transform the sum as configured."""
+        """Compute the mean or sum of all layers' gate losses, and transform it as configured."""
         total = torch.stack(losses).sum()
         if plain_value(self.flags.moe_gate_loss_combine_method) == "average":
             total = total / len(losses)
@@ -103,8 +102,7 @@ class GateLoss:
 
     @classmethod
     def reduce_metrics(cls: Any, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log fairseq's metrics, and in addition `inner_loss`, `moe_gate_loss` and the metrics in
-        `METRICS`.
+        """Log fairseq's metrics, `inner_loss`, `moe_gate_loss` and the metrics in `METRICS`.
 
         All of these metrics are averaged over ranks and batches.
         """

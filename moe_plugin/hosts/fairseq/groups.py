@@ -42,9 +42,8 @@ class MeasuredComm(TorchComm):
     """A `TorchComm` that can measure the time spent exchanging rows, or skip the exchange.
 
     The flags `--record-a2a-perf-stats` and `--dummy-a2a` use this class. For every exchange, the
-    time on the host is measured. On a CUDA device, the time between two events on the stream is
-    measured as well. Views of this group (created by `with_tag`) add their times to the same
-    totals.
+    time on the host is measured. On a CUDA device, the time between two events is measured as well.
+    Views of this group (created by `with_tag`) add their times to the same totals.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, measured: bool,
@@ -109,8 +108,8 @@ class MeasuredComm(TorchComm):
 class Turns:
     """Makes all ranks that evaluate together agree on the MoE layer to compute next.
 
-    A call of an MoE layer is a collective operation. However, ranks do not make the same calls
-    during evaluation: they may have different numbers of batches, or decode sentences of different
+    Calling an MoE layer is a collective operation. However, ranks make different calls during
+    evaluation, because they may have different numbers of batches or decode sentences of different
     lengths. Each rank therefore waits before each call of an MoE layer. The next layer to compute
     is the layer with the lowest index for which any rank waits. Ranks that wait for another layer,
     or that have already finished, take part in the call without tokens.
@@ -125,8 +124,7 @@ class Turns:
         self._layers: list[Callable[[], object]] = []
 
     def add_layer(self, take_part: Callable[[], object]) -> int:
-        """Register a layer and return its index. All ranks must register the same layers in the
-        same order.
+        """Register a layer, in the same order on all ranks, and return its index.
 
         take_part: function that calls the layer without tokens.
         """
@@ -158,7 +156,7 @@ class Evaluation:
         ranks: number of processes that evaluate together. Each process evaluates a share of the
             batches.
         asked: number of ranks that share one copy of the experts, as requested by the user. If 0,
-            as many ranks as possible share a copy of the experts.
+            each copy of the experts is distributed over as many ranks as possible.
         turns: the `Turns` object of these processes. The `Turns` object is created together with
             the first model whose experts are distributed over ranks.
         drops: counts of the tokens that were dropped in the batches of the current process.
@@ -172,11 +170,10 @@ class Evaluation:
     def expert_ranks(self, experts: int) -> int:
         """Return the number of ranks that share one copy of a model's experts.
 
-        By default, this is the largest number that divides both the number of ranks and the number
-        of experts.
+        By default, this is the greatest common divisor of the numbers of ranks and experts.
 
         Raises:
-            ValueError: If the user requests an impossible number of ranks.
+            ValueError: If the number of ranks that the user requests is invalid.
         """
         if not self.asked:
             return math.gcd(self.ranks, experts)
@@ -194,7 +191,7 @@ class Evaluation:
         return dist.get_rank() if self.ranks > 1 else 0
 
     def groups(self, experts: int, timeout_s: float) -> FairseqGroups:
-        """Create the process groups of a model. All ranks must call this in the same order."""
+        """Create the process groups of a model, in the same order on all ranks."""
         size = self.expert_ranks(experts)
         if size == 1:
             return FairseqGroups(LocalComm(), 1, 1)
@@ -230,7 +227,7 @@ def current_evaluation() -> Evaluation | None:
 
 def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool = False,
                 dummy: bool = False) -> FairseqGroups:
-    """Create the process groups for a model. All ranks must call this method in the same order.
+    """Create the process groups of a model, in the same order on all ranks.
 
     Args:
         expert_parallel_size: number of consecutive ranks that share one copy of the experts, or 0

@@ -46,9 +46,8 @@ class LayerSettings:
         mask_padding: True to exclude padding tokens from routing.
         gradient_factor: see `translate.gradient_factor`.
         layer_number: 0-based index of this MoE layer in its stack.
-        evaluation: the `Evaluation` object if the model is used only for evaluation, or None
-            otherwise.
-        run: settings of the run. The trainer reads these settings.
+        evaluation: the `Evaluation` object of a model that is used only for evaluation, or None.
+        run: settings of the run.
     """
 
     config: MoEConfig
@@ -95,8 +94,7 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
 
     Attributes:
         stats: statistics of the latest forward pass.
-        observer: function that is called with the statistics of every training pass that counts, or
-            None.
+        observer: function that is called with the statistics of each training batch, or None.
         ignored: True if the batch is a dummy that stands in for a missing batch. If True, the layer
             ignores all tokens.
     """
@@ -133,14 +131,13 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
         """Return the output [T, B, D] and the gate loss, which is a float32 scalar.
 
         Tokens are routed sentence by sentence, as in fairseq's `moe` branch. If the capacity is
-        limited, the tokens of the last sentences are dropped, instead of the last tokens of every
+        limited, the tokens of the last sentences are dropped, not the last tokens of every
         sentence.
 
         Args:
             x_TBD: input tokens with shape [T, B, D].
             padding_BT: bool tensor that is True for padding tokens, as in fairseq. During
-                incremental decoding, this tensor has more than T columns, of which only the last T
-                are used.
+                incremental decoding, the tensor has more than T columns, and the last T are used.
         """
         x_BTD, mask_BT = x_TBD.transpose(0, 1), None
         length = x_BTD.shape[1]
@@ -176,7 +173,7 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
 
     @torch.no_grad()
     def _without_tokens(self) -> None:
-        """Take part without tokens when other ranks call this layer. `stats` does not change."""
+        """Call this layer without tokens, because other ranks call it. `stats` does not change."""
         self.moe.eval()
         anchor: Any = self.moe.experts.anchor
         x_BTD = anchor.detach().new_empty(1, 0, self.moe.config.model_dim)
@@ -185,11 +182,11 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
 
 
 def _counts(layer: nn.Module) -> bool:
-    """Return True if the current forward pass counts in the statistics.
+    """Return True if the statistics of the current forward pass are recorded.
 
-    If activations are recomputed, a layer runs twice per step, but only one of the two passes
-    counts. With reentrant checkpoints, the second pass counts, because the first pass computes no
-    gradients.
+    With activation recomputation, a layer runs twice per step, but only one of the two passes is
+    recorded. With reentrant checkpoints, the second pass is recorded, because the first pass
+    computes no gradients.
     """
     return layer.training and torch.is_grad_enabled() and not replaying()
 

@@ -23,8 +23,7 @@ def layer_metrics(layers: list[Any]) -> dict[str, Any]:
     """Return the metrics of one batch, averaged over all MoE layers. The metrics are tensors on the
     device of the layers.
 
-    This function does not synchronize with the device, unless the times of all-to-all calls are
-    measured.
+    This function synchronizes with the device only if all-to-all times are measured.
 
     `overflow_expert1` and `overflow_expert2` are the percentages of first and second choices that
     were dropped. The unit of `entropy_gating` is nats. `expert1_balance_top` is the percentage of

@@ -1,5 +1,4 @@
-"""MoE language models and translation models. The models are fairseq's own models with some layers
-replaced.
+"""fairseq's language and translation models with some layers replaced by MoE layers.
 
 The layers are replaced after fairseq has built the dense model.
 """
@@ -56,13 +55,11 @@ logger = logging.getLogger(__name__)
 
 
 class MoETransformerLanguageModel(TransformerLanguageModel):
-    """fairseq's `transformer_lm` with MoE layers. Without `--moe-freq`, the model is the same as
-    fairseq's model.
-    """
+    """fairseq's `transformer_lm` with MoE layers, or unchanged without `--moe-freq`."""
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> MoETransformerLanguageModel:
-        """Build the dense model. Then replace each layer `i` with `(i + 1) % moe_freq == 0`."""
+        """Build the dense model. Each layer `i` with `(i + 1) % moe_freq == 0` is then replaced."""
         freq = setting(args, "moe_freq", 0) or 0
         _check(args, [freq])
         model = super().build_model(args, task)
@@ -85,7 +82,7 @@ class MoETransformerModel(TransformerModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> MoETransformerModel:
-        """Build the dense model. Then replace each layer `i` with `(i + 1) % freq == 0`."""
+        """Build the dense model. Each layer `i` with `(i + 1) % freq == 0` is then replaced."""
         both = setting(args, "moe_freq", 0) or 0
         freqs = {
             stack: setting(args, f"{stack}_moe_freq", 0) or both for stack in ("encoder", "decoder")

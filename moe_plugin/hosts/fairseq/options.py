@@ -4,8 +4,7 @@
 generated flags.
 
 The flags of fairseq's `moe` branch keep their names. This module cannot use
-`from __future__ import annotations`, because fairseq creates argparse arguments from the annotated
-types.
+`from __future__ import annotations`, because fairseq creates argparse arguments from the types.
 """
 
 from dataclasses import dataclass, field, make_dataclass

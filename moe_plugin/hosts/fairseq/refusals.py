@@ -1,5 +1,4 @@
-"""Combinations of settings that are rejected by fairseq's training loop or by this package's models
-in fairseq.
+"""Combinations of settings that fairseq's training loop or this package's models in fairseq reject.
 
 A check can use three groups of values: fairseq's settings, by group and name (`common.amp`); this
 package's settings, by dotted path (`guard.votes`); and facts that the caller adds. Importing this
@@ -31,7 +30,7 @@ _OWN_RATES = ("manual", "pass_through", "reduce_lr_on_plateau")
 
 
 def values_of(cfg: Any, *configs: MoEConfig | RunConfig | None, **facts: Any) -> Values:
-    """Return all settings and facts about a run that the checks need.
+    """Return the settings of a run, and the facts about it, that the checks need.
 
     Args:
         cfg: settings of fairseq, or the arguments of a model.

@@ -1,5 +1,4 @@
-"""Register models, criteria and the trainer in standard fairseq when this module is imported (see
-`register`).
+"""Register models, criteria and the trainer in standard fairseq on import (see `register`).
 
 Named architectures set the sizes that the user did not pass, in the same way as fairseq's own
 architectures.

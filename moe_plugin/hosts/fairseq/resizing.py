@@ -1,5 +1,4 @@
-"""Support for `--moe-expert-parallel-at` in fairseq. `--moe-expert-parallel-at` changes the
-expert-parallel size between two updates.
+"""Support for `--moe-expert-parallel-at`, which changes the expert-parallel size between updates.
 """
 
 from __future__ import annotations
@@ -22,17 +21,15 @@ from moe_plugin.training.resilience.resizing import ExpertParallelSteps, expert_
 
 
 def check(cfg: Any, model: nn.Module) -> None:
-    """Raise a `ValueError` if the run does not support changing the expert-parallel size. The
-    message contains the flag, the reason and what to change.
-    """
+    """Raise a `ValueError` if the run does not support changing the expert-parallel size."""
     sizes = run_settings(model).resize.expert_parallel_at
     if sizes:
         RESIZE.refuse(values_of(cfg, sizes=",".join(f"{n}={size}" for n, size in sizes.items())))
 
 
 def steps_of(trainer: Any, world: Comm) -> ExpertParallelSteps | None:
-    """Return the feature that changes the expert-parallel size, according to the trainer's
-    settings.
+    """Return the run feature that changes the expert-parallel size, or None if the trainer's
+    settings do not request it.
 
     world: communicator of all data-parallel ranks.
     """

@@ -42,7 +42,7 @@ def newest_of_other_size(filename: str, wanted: Mapping[str, int], group: Any) -
 
     Args:
         filename: path of the current rank's file.
-        wanted: manifest entries of this run.
+        wanted: entries that the manifest of each file must have.
         group: process group of the data-parallel ranks, or None for a single rank.
     """
     written: Written | None = None
@@ -63,12 +63,12 @@ def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, 
 
     Args:
         written: the files of the checkpoint.
-        wanted: manifest entries of this run.
+        wanted: entries that the manifest of each file must have.
         shards: see `state_of_rank`.
         group: process group of the data-parallel ranks, or None for a single rank.
         model_only: True to leave out the optimizer state.
     Raises:
-        CheckpointError: If a file is damaged, on all ranks.
+        CheckpointError: On all ranks, if a file is damaged.
     """
     rank, world, ep = (wanted[key] for key in ("rank", "world_size", "expert_parallel_size"))
     errors = files.gather(damage(written.paths[rank::world]), group)
@@ -86,8 +86,7 @@ def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, 
 def damage(paths: tuple[str, ...], flag: str = "--restore-file") -> str | None:
     """Return an error message about the first damaged file, or None if no file is damaged.
 
-    flag: name of the flag with which the user can select a different checkpoint. The error message
-    contains the name of the flag.
+    flag: name of the flag that the error message recommends for selecting a different checkpoint.
     """
     for path in paths:
         try:
@@ -192,7 +191,7 @@ def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: li
 
 
 def _never_finished(everyone: Sequence[Mapping[int, str]]) -> bool:
-    """Return whether the ranks were killed in the first phase of saving, when no earlier checkpoint
+    """Return True if the ranks were killed in the first phase of saving, when no earlier checkpoint
     with this name existed.
     """
     paths = [path for steps in everyone for path in steps.values()]
@@ -212,8 +211,8 @@ def _older_checkpoint(filename: str, wanted: Mapping[str, int], group: Any) -> s
 
 
 def _older_files_by_step(filename: str, wanted: Mapping[str, int]) -> dict[int, list[str]]:
-    """If `filename` is `checkpoint_last`, return a dict of the current rank's files by training
-    step. The files are not verified.
+    """Return the current rank's checkpoint files by training step, or {} if `filename` is not
+    `checkpoint_last`. The files are not verified.
     """
     folder, name = os.path.split(without_rank(filename))
     if name != "checkpoint_last.pt":  # a checkpoint that was selected by name has no replacement
@@ -243,8 +242,7 @@ def _first_undamaged(paths: Sequence[str]) -> str | None:
 
 
 def newest_common(filename: str, everyone: Sequence[Mapping[int, str]]) -> int | None:
-    """Return the newest training step that is complete on every rank, or None if no rank has a
-    file.
+    """Return the newest step that is complete on every rank, or None if no rank has a file.
 
     Raises:
         ValueError: If there are files, but no training step is complete on all ranks.
@@ -308,9 +306,7 @@ def _remedy(key: str, value: int) -> str:
 
 
 def _other_world(filename: str, wanted: Mapping[str, int]) -> str | None:
-    """Return an error message if there are files of other ranks, or files of a run with a different
-    number of ranks.
-    """
+    """Return an error message if files of other ranks, or of another number of ranks, exist."""
     whole = without_rank(filename)
     others = list(files.rank_files(whole).values())
     if files.has_rank(filename) and os.path.exists(whole):

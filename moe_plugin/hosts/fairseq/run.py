@@ -44,9 +44,7 @@ def completes_gradients(model: nn.Module) -> bool:
 
 
 def check(cfg: Any, model: nn.Module) -> None:
-    """Raise a `ValueError` if a setting is not supported in this run. The message contains the
-    flag, the reason and what to change.
-    """
+    """Raise a `ValueError` if a setting is not supported in this run."""
     config = config_of(model)
     wants_replicas(cfg, model)
     if config is None:
@@ -100,8 +98,8 @@ def run_of(trainer: Any) -> Run:
 
 
 def seams_of(model: nn.Module, world: Any) -> HostSeams:
-    """Return the data about a model that the run needs. Layers are named by their position in the
-    model, for example `decoder.layers.1`.
+    """Return the model, its named MoE layers and the communicator for the run. Layers are named by
+    their position in the model, for example `decoder.layers.1`.
     """
     names = {id(module): name for name, module in model.named_modules()}
     return HostSeams(host="fairseq", models=[model], world=world, records=world, layers={
@@ -126,7 +124,7 @@ def aggregated(run: Run, aggregate: Callable[..., Any], logging_outputs: Any, *s
                ignore: bool) -> Any:
     """Sum the logged values over all ranks in the same way as fairseq.
 
-    If several ranks compute the same batch, the batch counts only once.
+    If several ranks compute the same batch, the batch is counted only once.
 
     Args:
         run: the run.
@@ -165,9 +163,7 @@ def facts_of(trainer: Any, before: int, logged: Mapping[str, Any] | None,
 
 
 def _line(cfg: Any, updates: int) -> Any:
-    """Return the statistics that fairseq's next log line will contain, or None if fairseq does not
-    log after this update.
-    """
+    """Return the statistics in fairseq's next log line, or None if no line follows this update."""
     known = metrics.get_meters(INNER)
     if updates % cfg.common.log_interval or known is None:
         return None
@@ -175,9 +171,7 @@ def _line(cfg: Any, updates: int) -> Any:
 
 
 def dropped(logged: Mapping[str, Any]) -> float:
-    """Return the fraction of first and second choices that were dropped. The fraction is computed
-    from fairseq's log line.
-    """
+    """Return the fraction of dropped first and second choices, computed from fairseq's log line."""
     lost = [float(logged[key]) for key in ("overflow_expert1", "overflow_expert2") if key in logged]
     return sum(lost) / len(lost) / 100 if lost else 0.0
 
@@ -188,8 +182,7 @@ def batches_of(iterator: Any) -> int:
 
 
 def total_updates(cfg: Any, batches: int) -> int | None:
-    """Return the number of updates in the whole run, which `--max-update` and `--max-epoch`
-    determine.
+    """Return the number of updates in the whole run, from `--max-update` and `--max-epoch`.
 
     Return None if neither flag determines the number. batches: number of batches in an epoch.
     """

@@ -7,7 +7,7 @@ the layer computes. Experts are distributed by expert parallelism, not by FSDP2.
 `os` (ZeRO stage 1) shards only the optimizer state. In each step, a rank updates its shard of every
 parameter, and then sends this shard to the other ranks.
 
-With both settings, fairseq's optimizer receives plain tensors
+With either setting, fairseq's optimizer receives plain tensors
 (`moe_plugin.training.gradients.parts`), and checkpoints contain complete tensors. A run can
 therefore resume with or without sharding.
 """
@@ -37,12 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def check(cfg: Any, criterion: nn.Module) -> None:
-    """Raise an error if a setting cannot be used together with sharding.
-
-    Raises:
-        ValueError: If a setting cannot be used together with sharding. The message contains the
-            flag, the reason and what to change.
-    """
+    """Raise a `ValueError` if a setting cannot be used together with sharding."""
     settings = cfg.distributed_training
     fully = settings.ddp_backend == "fully_sharded"
     flag = "--ddp-backend fully_sharded" if fully else f"--zero-sharding {settings.zero_sharding}"
@@ -171,8 +166,7 @@ def reduce_replicas(optimizer: Any, reducer: Callable[[], ReplicaReducer | None]
 
     Args:
         optimizer: the optimizer.
-        reducer: function that returns the current gradient reducer, or None if there are no
-            replicas.
+        reducer: function that returns the current gradient reducer, or None without replicas.
     """
     reduce = optimizer.all_reduce_grads
 

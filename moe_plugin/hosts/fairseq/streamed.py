@@ -100,7 +100,9 @@ class DecoderPart(nn.Module):
         self._output, self._call = decoder.output_layer, call
 
     def forward(self, x: Tensor) -> Any:
-        """Compute this part. An MoE layer also returns its loss contribution in the second pass."""
+        """Compute this part. In the second pass, an MoE layer also returns its gate loss times the
+        gradient of the loss with respect to it.
+        """
         call, moe = self._call(), self.layer if self.layer in moe_layers(self) else None
         if moe is not None:
             moe.moe_layer.tokens_BT, moe.moe_layer.ignored = call.tokens, call.ignored
@@ -140,8 +142,8 @@ def _features(decoder: Any, names: Mapping[str, Any], x: Tensor, tokens: Tensor,
 
 
 class StreamedLanguageModel:
-    """A fairseq language model with streamed weights, with the interface that fairseq's trainer
-    expects.
+    """A fairseq language model with streamed weights, which implements the interface that fairseq's
+    trainer expects.
 
     Args:
         cfg: settings that were passed to fairseq's trainer.
@@ -156,8 +158,7 @@ class StreamedLanguageModel:
         whole: object that reads and writes all weights, for checkpoints.
         task: fairseq's task with the steps of this class instead of its own steps.
     Raises:
-        ValueError: If a setting cannot be used together with streamed weights. The message states
-            what to change.
+        ValueError: If a setting cannot be used together with streamed weights.
         TierError: If the storage tier is too small for the weights of the model.
     """
 
@@ -241,9 +242,7 @@ class StreamedLanguageModel:
         return numbers
 
     def _loss(self, output: Tensor, call: _Call) -> Tensor:
-        """Call fairseq's criterion with the output of the model, and with the gate losses and
-        statistics of all layers.
-        """
+        """Call fairseq's criterion with the model's output and the gate losses and statistics."""
         for layer, gate in call.gates.items():
             layer.gate_loss = call.slopes[layer] = gate.clone().requires_grad_()
             layer.moe_layer.stats = call.stats[layer]
@@ -309,9 +308,7 @@ def streamed_model(cfg: Any, task: Any, model: Any, criterion: Any
 
 
 def check(cfg: Any, task: Any, model: Any, criterion: Any) -> None:
-    """Raise a `ValueError` if a setting cannot be used together with streamed weights. The message
-    contains the reason and what to change.
-    """
+    """Raise a `ValueError` if a setting cannot be used together with streamed weights."""
     config = moe_layers(model)[0].moe_layer.moe.config
 
     def name(value: Any, refused: bool) -> str | None:

@@ -114,9 +114,7 @@ class MoETrainer(Trainer):
             return super().train_step(batches, raise_oom)
 
     def _prepare_sample(self, sample: Any, is_dummy: bool = False) -> tuple[Any, bool]:
-        """Prepare a batch in the same way as fairseq does. If the batch is a dummy, the MoE layers
-        ignore its tokens.
-        """
+        """Prepare a batch like fairseq. The MoE layers ignore the tokens of a dummy batch."""
         prepared, dummy = super()._prepare_sample(sample, is_dummy)
         if dummy != self._dummy:
             self._dummy = dummy
@@ -260,12 +258,13 @@ class MoETrainer(Trainer):
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         """Clip the gradients by their norm over all parameters. Return the norm.
 
-        Each expert counts once, and all ranks compute the same norm.
+        Each expert is counted once, and all ranks compute the same norm.
 
         Raises:
             SkipStep: On all ranks, if the norm is not finite or a replica of the run was lost.
             FloatingPointError: If too many consecutive steps were skipped.
-            RowsOverflow, StepRepeat: If rows exceed their buffers. See `resilience.overflow`.
+            RowsOverflow, StepRepeat: If rows do not fit into their buffers. See
+                `resilience.overflow`.
         """
         self.run.after_passes()
 
@@ -283,14 +282,14 @@ class MoETrainer(Trainer):
         return norm()
 
     def _check_grad_norms(self, grad_norm: Tensor) -> None:
-        """Check that all ranks (with votes, the majority) have computed the same norm."""
+        """Check that all ranks (or the majority, if the ranks vote) have computed the same norm."""
         if (votes := self.run.find(FileTurns)) is None:
             super()._check_grad_norms(grad_norm)
         else:
             votes.check_norm(grad_norm)
 
     def _whole_norm(self, shared_norm: Tensor) -> Tensor:
-        """Return the norm of all gradients, given the norm of the rank's dense gradients."""
+        """Return the global gradient norm, given the norm of this rank's dense gradients."""
         parameters = [p for p in self.optimizer.params if p.grad is not None]
         if self.is_sharded:
             squared = norm_squared(parameters, self._group, shared_norm.device)
@@ -316,7 +315,7 @@ class MoETrainer(Trainer):
         return state
 
     def _parameter_names(self) -> list[str]:
-        """Return the names of the optimizer's parameters, or [] if it packs them in a tensor."""
+        """Return the names of the optimizer's parameters, or [] if they are packed in a tensor."""
         named = [*self._model.named_parameters(),
                  *((f"criterion.{name}", p) for name, p in self.criterion.named_parameters())]
         names = [name for name, parameter in named if parameter.requires_grad]
@@ -379,10 +378,9 @@ class MoETrainer(Trainer):
 
 def norm_squared(parameters: list[torch.nn.Parameter], group: Any,
                  device: torch.device) -> Tensor:
-    """Return the sum of all squared gradients over all ranks, as a float64 tensor that is equal on
-    every rank.
+    """Return the sum of squared gradients over all ranks, a float64 tensor equal on every rank.
 
-    A parameter that R ranks store (see `replicas_of`) counts only once. The parameter's sum of
+    A parameter that R ranks store (see `replicas_of`) is counted only once. The parameter's sum of
     squares is divided by R before the sums are added over ranks. As a result, a NaN or Inf on any
     rank is visible on every rank.
 

@@ -4,8 +4,7 @@ Settings come from four sources. In order of increasing precedence, the sources 
 fairseq's own settings (inner width, activation, flags of the `moe` branch); the `--moe-config`
 file; and the generated flags. A branch flag that differs from its default can add a setting that
 the file does not contain. If a branch flag contradicts the file or another flag, an error is
-raised. If the file sets the number of experts, the default values of the branch's flags are
-ignored.
+raised. If the file sets the number of experts, the branch's default values are ignored.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
         model_dim, ffn_dim, activation: width, inner width and activation function of the dense
             layers. The activation function has the same name as in fairseq.
     Raises:
-        ValueError: If settings contradict each other or are invalid. The message contains the
-            flags, their values and what to change.
+        ValueError: If settings contradict each other or are invalid.
     """
     in_file = file_settings(flag_values(args)).get("model_dim")
     if in_file and in_file != model_dim:
@@ -153,9 +151,7 @@ def _activation(name: str) -> str:
 
 
 def _branch_gates(names: list[str], flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> bool:
-    """Return whether a run uses the gates of the branch, which normalize routing weights by
-    dividing them by their sum.
-    """
+    """Return True if a run uses the branch's gates, which divide routing weights by their sum."""
     def given(name: str) -> Any:
         return flags.get(f"moe_router_{name}") or in_file.get(f"router.{name}")
 
@@ -164,9 +160,7 @@ def _branch_gates(names: list[str], flags: Mapping[str, Any], in_file: Mapping[s
 
 
 def _changed_branch_paths(args: Any) -> dict[str, str]:
-    """Return a dict of the branch flags that differ from their defaults. The keys are the dotted
-    paths of the corresponding settings.
-    """
+    """Return the branch flags that differ from their defaults, by dotted path of the setting."""
     return {
         path: name for name, (default, path) in BRANCH_PATHS.items()
         if setting(args, name, default) != default
@@ -174,8 +168,8 @@ def _changed_branch_paths(args: Any) -> dict[str, str]:
 
 
 def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> set[int]:
-    """Return the set of all numbers of experts per token: the initial number, and the numbers in
-    `router.top_k_at`.
+    """Return all numbers of experts per token that a run uses: the initial number, and the numbers
+    in `router.top_k_at`.
 
     The initial number is taken from the first of these sources that contains it: the generated
     flag, the file, and the branch's flag. This function does not check the numbers.

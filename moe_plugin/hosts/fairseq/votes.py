@@ -1,5 +1,5 @@
 """Votes in fairseq. This module detects where each file (a group of batches) begins, and which
-batches count in the log.
+batches are included in the log.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FileTurns(StepVotes):
     def norm_squared(self, parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
         """Return the squared norm of a worker's gradients after the vote, as a float64 tensor.
 
-        Each parameter counts once. This is a collective operation of the ranks within the worker.
+        Each parameter is counted once. This is a collective operation of the worker's ranks.
         """
         grads: dict[bool, list[Any]] = {
             expert: [p.grad for p in parameters if is_expert(p) == expert]
@@ -108,7 +108,7 @@ class FileTurns(StepVotes):
             self._at += 1
 
     def counted(self, logged: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the logged values of the batches that count in the log on this rank."""
+        """Return the logged values of the batches on this rank that are included in the log."""
         kept = [entry for entry, batch in zip(logged, self.dealt, strict=False) if batch.counts]
         return kept or [{name: value * 0 for name, value in entry.items()} for entry in logged[:1]]
 

@@ -56,7 +56,7 @@ def aux_coefficient(native: Any) -> float:
 
 
 def router_balances(native: Any) -> bool:
-    """Return True if, with the settings in `native`, Megatron's router balances the load."""
+    """Return True if Megatron's router balances the load with the settings in `native`."""
     weighted = any(weight and "aux_loss" in balance for balance, weight in _pairs(native))
     others = any(balance != "none" and "aux_loss" not in balance
                  for balance in as_list(native.moe_router_load_balancing_type))

@@ -72,7 +72,7 @@ def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: A
         optimizer: Megatron's optimizer, or None if there is no optimizer.
     Raises:
         FloatingPointError: If a weight, buffer or optimizer state is not finite on any rank. The
-            message contains the first such rank and its first such tensor.
+            message names the first such rank and its first such tensor.
     """
     tensors = [(f"{name!r}", tensor) for model in models
                for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)]
@@ -95,8 +95,7 @@ def together(folder: str, work: Callable[[], None]) -> None:
     collective operation.
 
     Raises:
-        CheckpointError: If `work` failed on any rank. The error message contains the reason and the
-            remedy.
+        CheckpointError: If `work` failed on any rank.
     """
     error: BaseException | None = None
     try:
@@ -115,8 +114,7 @@ def together(folder: str, work: Callable[[], None]) -> None:
 
 
 def cause(error: BaseException) -> tuple[int, BaseException]:
-    """Return the error that caused a save to fail, and the index of the rank that raised this
-    error.
+    """Return the error that caused a save to fail, and the index of the rank that raised it.
 
     When one rank fails, torch raises the same `CheckpointException` on all ranks. The
     `CheckpointException` contains the error of the failed rank.
@@ -140,9 +138,7 @@ def _not_written(folder: str, error: BaseException) -> str:
 
 
 def abandon(final: str) -> None:
-    """Remove the files of a checkpoint if saving the checkpoint failed on any rank. Only the first
-    rank removes the files.
-    """
+    """Remove the files of a checkpoint on the first rank if saving failed on any rank."""
     if dist.get_rank() == 0:
         shutil.rmtree(final + ".part", ignore_errors=True)
         with suppress(OSError):  # Megatron creates the final folder before it writes any file
@@ -165,14 +161,13 @@ def readable(path: str) -> Iterator[None]:
 
 
 def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
-    """Call `work`, which reads a checkpoint, only on the first rank. Return the result of `work` on
-    every rank.
+    """Call `work`, which reads a checkpoint, on the first rank and return the result on all ranks.
 
     This is a collective operation.
 
     Raises:
-        ValueError: If `work` failed on the first rank. All ranks raise this `ValueError`.
-            `unreadable` converts errors of other types to a `ValueError`.
+        ValueError: On all ranks, if `work` failed on the first rank. `unreadable` converts errors
+            of other types to a `ValueError`.
     """
     result: Any = None
     error: ValueError | None = None
@@ -195,9 +190,7 @@ def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
 
 
 def unreadable(path: str, error: BaseException) -> ValueError:
-    """Return the error for a checkpoint that cannot be loaded. The message recommends an earlier
-    checkpoint.
-    """
+    """Return the error for an unreadable checkpoint, which recommends an earlier checkpoint."""
     rank, what = cause(error)
     where = f" on rank {rank}" if rank != cause(what)[0] else ""
     said = (f"{what.filename}: {what.strerror}" if isinstance(what, OSError) and what.filename
@@ -225,9 +218,7 @@ def sums(folder: str) -> dict[str, str]:
 
 
 def write_meta(folder: str, values: Mapping[str, Any], sums_by_name: Mapping[str, str]) -> None:
-    """Write the description file of a checkpoint, which contains the sizes and checksums of all
-    checkpoint files.
-    """
+    """Write the description of a checkpoint: the sizes and checksums of all its files."""
     sizes = {name: os.path.getsize(os.path.join(folder, name)) for name in sorted(sums_by_name)}
     write_whole(Path(folder, META), checksums.seal_json(
         {**values, "files": sizes, "checksums": dict(sums_by_name)}))
@@ -238,8 +229,7 @@ def verified_meta(folder: str) -> dict[str, Any]:
     collective operation.
 
     Raises:
-        CheckpointError: If a file does not match the description of the checkpoint. The error is
-            raised on every rank.
+        CheckpointError: On all ranks, if a file does not match the description of the checkpoint.
     """
     meta, sealed = _read_meta(folder)
     if not sealed and dist.get_rank() == 0:
@@ -306,9 +296,7 @@ def described(path: str) -> bool:
 
 
 def of_megatron_alone(path: str) -> bool:
-    """Return True if a checkpoint has Megatron's format `torch_dist` but has no description written
-    by this package.
-    """
+    """Return True for a `torch_dist` checkpoint without a description written by this package."""
     return not os.path.exists(os.path.join(path, META)) and all(
         os.path.exists(os.path.join(path, name)) for name in (BACKEND, METADATA))
 

@@ -45,9 +45,9 @@ _OF_USE = ValueError, AssertionError, RuntimeError, NotImplementedError, ImportE
 def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping[str, Any]]) -> int:
     """Call the main function of a process and return the exit status of the process.
 
-    After a usage error, the status is 2. The status is 1 on every rank if numbers stay non-finite,
-    a rank computes wrong results, the disk is full, or another rank has exited. In each of these
-    cases, the first rank that has a message prints it in one line, without a traceback.
+    After a usage error, the status is 2. The status is 1 on every rank if non-finite values
+    persist, a rank computes wrong results, the disk is full, or another rank has exited. The first
+    rank that has an error message then prints it in one line, without a traceback.
 
     Args:
         prog: name of the program, which is printed at the start of the message.

@@ -105,7 +105,8 @@ def add_heads(model: nn.Module, ensemble: EnsembleSettings, classes: int | None 
     After the replacement, calling the model without labels returns logits [B, S, M, V]. Calling the
     model with labels returns the confident oracle loss of each token, as a float32 tensor [B, S].
     The loss of a token is 0 if `loss_mask` [B, S] is 0 for this token. During evaluation, the
-    divergence is computed exactly for heads that are not responsible for a token.
+    divergence from the uniform distribution is exact for heads that are not responsible for a
+    token.
 
     Pipeline stages that have no output layer are not changed. Call this function before the model
     is wrapped for data parallelism.
@@ -138,7 +139,7 @@ class OracleLosses:
 
     Attributes:
         counts: float64 tensor [3]. The first element is the number of tokens. The other two
-            elements are the numbers of wrong tokens, in the order in which these numbers are
+            elements are the numbers of wrongly predicted tokens, in the order in which they are
             logged. The counts are summed over calls until `counts` is set to None. During
             evaluation, the confidence histograms are appended to the counts in the order of
             `HISTOGRAMS`. Each histogram has BINS elements.

@@ -83,8 +83,7 @@ class FileArguments:
         on the command line.
 
         Raises:
-            ValueError: If the parser does not define an argument, or if an argument does not accept
-                its value.
+            ValueError: If the parser does not define an argument or does not accept its value.
         """
         kept: dict[str, bool] = {}
         known = {action.dest for action in parser._actions}

@@ -34,8 +34,7 @@ def guard_of(args: argparse.Namespace, settings: Mapping[str, Any],
     guard: the guard settings that were used to build the layers. `guard` defaults to the guard
         settings in `settings`.
     Raises:
-        ValueError: If the run does not support a requested check. The message contains the setting,
-            the reason and what to change.
+        ValueError: If the run does not support a requested check.
     """
     guard = run_config(settings).guard if guard is None else guard
     values = values_of(args, settings, **{"guard.twins": guard.twins, "guard.votes": guard.votes})
@@ -66,8 +65,7 @@ class FileSteps(StepVotes):
 
     Args:
         guard: settings of the checks.
-        chunks: list that contains the only model chunk. The gradient reduction of this model chunk
-            is disabled.
+        chunks: list with the only model chunk, whose gradient reduction is disabled.
         config: `TransformerConfig`.
         microbatches: number of micro-batches that each rank would compute per step without votes.
     Raises:
@@ -134,10 +132,9 @@ class FileSteps(StepVotes):
         return agreed.cpu()
 
     def log_once(self, before: Mapping[str, Tensor]) -> None:
-        """Correct Megatron's log of auxiliary losses so that each micro-batch counts once.
+        """Correct Megatron's log of auxiliary losses so that each micro-batch is counted once.
 
-        Without this correction, a micro-batch would be counted once for each worker that computes
-        it.
+        Without this correction, a micro-batch would be counted once per worker that computes it.
 
         before: the logged sums before the call of `compute`, as returned by
         `aux_losses.losses_so_far`.

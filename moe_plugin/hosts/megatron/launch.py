@@ -55,8 +55,7 @@ EXAMPLES = Path(__file__).with_name("examples")
 
 
 def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add this package's generated flags to a parser, and make the parser read the `--moe-config`
-    file.
+    """Add the generated flags to a parser, and make the parser read the `--moe-config` file.
 
     A flag is left out if Megatron has an equivalent flag. The flags in `own_flags` and the flags of
     ensembles and replicas are also added. A script that calls Megatron's `pretrain` directly can
@@ -76,7 +75,7 @@ class ScriptParser(Parser):
     """A parser for training scripts that adds advice to Megatron's error messages."""
 
     def remedies(self, message: str) -> list[str]:
-        """Return advice for an error message. See `Parser`."""
+        """Return advice on how to fix the error that a message describes. See `Parser`."""
         if match := _LIST.match(message):
             return [f"write the list of layers as '[{match[1]}]'"]
         return super().remedies(message)
@@ -127,8 +126,7 @@ def _found(name: str) -> str:
 
 
 def _alone() -> None:
-    """If the script was started without torchrun, set the environment variables for a single
-    process.
+    """Without torchrun, set the environment variables for a single process.
 
     Megatron reads the number of ranks only from these environment variables.
     """

@@ -78,7 +78,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         run_ends_steps: True if the run calls `finish_step` at the end of each step. If False, the
             layer detects the end of a step itself.
     Raises:
-        ValueError: If a setting is not supported. The message states what to change.
+        ValueError: If a setting is not supported.
     """
 
     layer_number: Any
@@ -94,8 +94,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         refuse_arguments()
         if in_hybrid and not config.is_hybrid_model:
             raise ValueError(
-                "is_hybrid_model=False in the stack of a HybridModel: must be True, because the "
-                "layers would otherwise be numbered and initialised like those of a GPT model. "
+                "is_hybrid_model=False must be True in the layer stack of a HybridModel, because "
+                "the layers would otherwise be numbered and initialised like those of a GPT model. "
                 "Build the config with TransformerConfig(is_hybrid_model=True, ...).")
         settings = settings_from_flags(script_arguments()) if settings is None else settings
         plan = translate(config, settings, injected_router=core.injects_router(submodules))
@@ -261,8 +261,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         """Compute the output of the MoE layer for all tokens.
 
         Args:
-            hidden_states: activations [s, b, h] of the whole sequence, or of the current rank's
-                slice.
+            hidden_states: activations [s, b, h] of the whole sequence or of this rank's slice.
             intermediate_tensors: tensors of partial CUDA graphs. Must be None.
             padding_mask: bool tensor [b, s] that is True for padding tokens, as in Megatron.
                 Padding tokens are not routed, and their outputs are zero.
@@ -370,8 +369,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                            metadata: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the layer's sharded tensors for Megatron's distributed checkpoint.
 
-        Experts are stored by their global index, so a run with any expert-parallel size can load
-        them.
+        Experts are stored by global index, so a run with any expert-parallel size can load them.
         """
         if not self.plan.native_router and self._clock.ended():
             self._finish_step()

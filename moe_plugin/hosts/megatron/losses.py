@@ -1,6 +1,4 @@
-"""Functions that add a layer's balance losses to Megatron's gradients and log, and functions that
-count MoE layers.
-"""
+"""Add a layer's balance losses to Megatron's gradients and log, and count MoE layers."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ def trace_key(number: int, config: Any,
 
 
 def moe_layers_before(config: Any, number: int) -> int | None:
-    """Count the MoE layers that precede layer `number` in the model, on all pipeline stages. See
+    """Count the MoE layers before layer `number` in the model, on all pipeline stages. See
     `in_model`.
 
     Return None if the model is a hybrid model whose layer pattern is unknown.
@@ -64,8 +62,7 @@ def moe_layers_before(config: Any, number: int) -> int | None:
 
 
 def last_layer_is_moe(config: Any) -> bool:
-    """Return True if the last layer of the model is an MoE layer, or if the layer pattern is
-    unknown.
+    """Return True if the model's last layer is an MoE layer or the layer pattern is unknown.
 
     Layers of multi-token prediction have the same type as the last layer.
     """
@@ -167,8 +164,7 @@ class AuxiliaryLosses:
         return y
 
     def tokens(self, rank_tokens: Count) -> Count:
-        """Return the number of tokens in the micro-batch, summed over all ranks that share the
-        micro-batch.
+        """Return the number of tokens in the micro-batch, summed over the ranks that share it.
 
         If `rank_tokens` is a tensor, this is a collective operation, so all of these ranks must
         call this method.

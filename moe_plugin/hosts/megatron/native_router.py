@@ -28,8 +28,7 @@ class NativeRouter(RouterModule):
     Args:
         native: Megatron's router.
         top_k: number of experts per token.
-        balances: True if the settings of Megatron's router balance the load, through a loss or in
-            another way.
+        balances: True if Megatron's router balances the load, through a loss or in another way.
         losses: the layer's `AuxiliaryLosses` if the layer shares its tokens with other ranks, or
             None if the current rank has all tokens.
     """

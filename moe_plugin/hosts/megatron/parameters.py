@@ -1,6 +1,4 @@
-"""Adapt expert parameters to Megatron: gradient buffers, gradient clipping, initialisation and
-sharded checkpoints.
-"""
+"""Adapt expert parameters to Megatron: gradient buffers, clipping, initialisation, checkpoints."""
 
 from __future__ import annotations
 
@@ -26,13 +24,13 @@ def mark(experts: nn.Module) -> None:
     With `allreduce = False`, Megatron stores the gradient in the buffers for experts. Megatron then
     sums the gradient over the ranks that store the same experts, and divides the sum by the
     data-parallel size. Without expert parallelism, Megatron's own layer uses the buffers for dense
-    parameters, whereas the layer of this package always uses the buffers for experts. Both kinds of
-    buffers lead to the same gradients. The buffers for experts are also correct if experts are
-    sharded differently from dense layers. With the buffers for experts, the optimizer is divided in
-    the same way at every expert-parallel size. Therefore, a checkpoint can be loaded with a
+    parameters, whereas the layer of this package always uses the buffers for experts. The resulting
+    gradients are the same in both cases. The buffers for experts can also be used if experts are
+    sharded differently from dense layers. With the buffers for experts, the optimizer state has the
+    same structure at every expert-parallel size. A checkpoint can therefore be loaded with a
     different size. With `tensor_model_parallel = True`, every rank of the model-parallel group adds
-    its expert parameters to the gradient norm. Counting all of these parameters is correct, because
-    each rank stores different experts or different slices of experts. Expert biases are treated as
+    its expert parameters to the gradient norm. Including all parameters is correct, because each
+    rank stores different experts or different slices of experts. Expert biases are treated as
     vectors by the optimizers.
     """
     biases_are_vectors()
@@ -48,9 +46,9 @@ def wait_for(experts: nn.Module) -> None:
     `overlap_param_gather`).
 
     Megatron waits in a hook that runs before the forward pass of the module that owns the
-    parameters. The layer of this package uses expert parameters without this forward pass if they
-    are gathered (r = 0), broadcast, or applied token by token. This function therefore runs the
-    hook directly. If the forward pass runs later, the hook has no effect.
+    parameters. The layer of this package skips this forward pass if it gathers or broadcasts the
+    expert parameters, or applies them token by token. This function therefore runs the hook
+    directly. If the forward pass runs later, the hook has no effect.
     """
     if any(hasattr(parameter, "__fsdp_param__") for parameter in experts.parameters()):
         raise ValueError(
@@ -64,8 +62,7 @@ def wait_for(experts: nn.Module) -> None:
 
 
 def gather(chunks: Iterable[Any]) -> None:
-    """Gather the parameters after a step, so that code that runs before the next step can read
-    them.
+    """Gather the parameters after a step, for code that reads them before the next step.
 
     With `overlap_param_gather`, each rank updates only its own shards. The shards of other ranks
     are outdated until the next forward pass gathers the parameters. This is a collective operation,

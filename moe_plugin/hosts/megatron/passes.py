@@ -1,5 +1,4 @@
-"""Let the features of a run control the forward and backward passes in Megatron's own training
-loop.
+"""Let run features control the forward and backward passes in Megatron's own training loop.
 
 A feature can repeat the passes, or compute them redundantly on several ranks that then vote on the
 gradients. This module can also read the first micro-batch of a step ahead of time.

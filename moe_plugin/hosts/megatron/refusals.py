@@ -1,5 +1,4 @@
-"""Combinations of settings that are rejected by Megatron's training loop or by this package's layer
-in Megatron.
+"""Combinations of settings that Megatron's training loop or this package's layer reject.
 
 Settings that are always rejected are listed in `fields`. A check can use three groups of values:
 the script's arguments or the settings of `TransformerConfig`, by name; this package's settings, by
@@ -32,7 +31,7 @@ _VALUE, _REPR = "{}={{}}", "{}={{}!r}"
 
 
 def values_of(args: argparse.Namespace, settings: Mapping[str, Any], **facts: Any) -> Values:
-    """Return all settings and facts about a run that the checks need.
+    """Return the settings of a run, and the facts about it, that the checks need.
 
     Args:
         args: arguments of the script. Some training loops do not define all arguments.

@@ -46,7 +46,7 @@ def place_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: A
         models: model chunks of the current rank, without their wrappers.
         optimizer: Megatron's outermost optimizer.
         scheduler: learning rate scheduler.
-        taken: see `Script`. This function modifies the dict.
+        taken: see `Script`. This function adds entries to the dict.
     """
     if not args.moe_lighthouse:
         return None

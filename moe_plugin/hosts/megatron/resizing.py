@@ -1,5 +1,4 @@
-"""Support for `--moe-expert-parallel-at`, which changes the expert-parallel size between two steps
-of a run.
+"""Support for `--moe-expert-parallel-at`, which changes the expert-parallel size between two steps.
 
 Megatron's training loop stores references to several objects: the process groups of dense layers,
 the optimizer, the model's wrapper and the scheduler. Because of these references, the objects are
@@ -24,10 +23,7 @@ from moe_plugin.training.resilience.resizing import ExpertParallelSteps, expert_
 
 
 def check(args: argparse.Namespace, run: RunConfig) -> None:
-    """Raise a `ValueError` if the run does not support changing the expert-parallel size.
-
-    The message contains the setting, the reason and what to change.
-    """
+    """Raise a `ValueError` if the run does not support changing the expert-parallel size."""
     sizes = run.resize.expert_parallel_at
     if sizes:
         indivisible = next((n for n in sizes.values() if args.num_experts % n), None)
@@ -36,8 +32,8 @@ def check(args: argparse.Namespace, run: RunConfig) -> None:
 
 
 def steps_of(run: RunConfig, chunks: list[Any], optimizer: Any) -> ExpertParallelSteps | None:
-    """Return the feature that changes the expert-parallel size during the run. Return None if no
-    change is requested or if the run does not train.
+    """Return the run feature that changes the expert-parallel size during the run. Return None if
+    no change is requested or if the run does not train.
 
     Args:
         chunks: model chunks with their wrappers.

@@ -49,7 +49,7 @@ refused: list[trust.UntrustedFile] = []
 
 
 def trusts_files() -> bool:
-    """Return True if the user allows the run to load files that could execute code.
+    """Return True if the user allows the run to load files that can execute code.
 
     The function also searches the command line for the flag, because Megatron loads a checkpoint
     before it has parsed all arguments. (Some arguments are read from the checkpoint.)
@@ -108,8 +108,7 @@ def _limited(load: Callable[..., Any]) -> Callable[..., Any]:
 def _numpy_load(load: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `numpy.load` so that Megatron's modules cannot load pickled objects.
 
-    The index files of Megatron's datasets contain arrays of numbers, so pickled objects are not
-    needed.
+    The index files of datasets contain arrays of numbers, so pickled objects are not needed.
     """
     @functools.wraps(load)
     def call(file: Any, *args: Any, **options: Any) -> Any:
@@ -127,8 +126,7 @@ def _numpy_load(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _same_spec(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's function that reads arguments from a checkpoint, and check the argument
-    `--spec`.
+    """Wrap the function of Megatron that reads arguments from a checkpoint, and check `--spec`.
 
     Megatron imports the module that `--spec` names. A spec from the checkpoint is accepted only if
     it equals the spec on the command line, or if it names a module of Megatron or of this package.

@@ -63,9 +63,7 @@ def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
 
 
 def _place(layer: PluginMoELayer, layers: int) -> int:
-    """Return the index of a layer's choices along dimension L, which consists of either all layers
-    or only the MoE layers.
-    """
+    """Return the index of a layer's choices along dimension L (all layers or only MoE layers)."""
     number: Any = layer.layer_number
     count = layer.config.num_layers
     before, all_moe = (losses.moe_layers_before(layer.config, n)

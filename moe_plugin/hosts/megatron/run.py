@@ -17,8 +17,7 @@ from moe_plugin.training.resilience.overflow import StepStart
 def of_stage(config: ObserveConfig) -> ObserveConfig:
     """Return the `observe` settings for the current pipeline stage.
 
-    Only one process may write to a file, so every stage except the first one writes to a separate
-    file.
+    Only one process may write to a file, so all stages but the first write to separate files.
     """
     stage = ps.get_pipeline_model_parallel_rank()
     return replace(config, jsonl=f"{config.jsonl}.stage{stage}") if (
@@ -27,7 +26,7 @@ def of_stage(config: ObserveConfig) -> ObserveConfig:
 
 def traced(config: ObserveConfig, args: Any,
            layers: Sequence[PluginMoELayer]) -> ObserveConfig:
-    """Return the `observe` settings, with the routing trace that `--moe-routing-trace-path`
+    """Return the `observe` settings with the routing trace that `--moe-routing-trace-path`
     requests.
 
     If Megatron's own router is used, return the settings unchanged, because Megatron then writes
@@ -53,7 +52,9 @@ def traced(config: ObserveConfig, args: Any,
 
 
 def named(layers: Sequence[PluginMoELayer]) -> dict[str, PluginMoELayer]:
-    """Return a dict of the layers. The keys are the names of the layers in records."""
+    """Return a dict of the layers. The keys are the names under which the layers appear in the
+    run's records.
+    """
     return {f"layer{layer.layer_number}": layer for layer in layers}
 
 

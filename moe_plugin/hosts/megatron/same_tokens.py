@@ -79,11 +79,10 @@ def ids_of(x_SBD: Tensor, tokens_BS: Tensor | None, needs: frozenset[str], rank:
 
 
 class StepClock:
-    """Detects the first micro-batch of each step, based on Megatron's number of micro-batches per
-    step.
+    """Detects the first micro-batch of each step from Megatron's number of micro-batches per step.
 
     Training loops other than Megatron's own do not set this number. Other training loops must call
-    `moe_plugin.routing.finish_step` after each step, because this class detects no steps in them.
+    `moe_plugin.routing.finish_step` after each step, because this class cannot detect their steps.
     """
 
     def __init__(self) -> None:
@@ -103,7 +102,7 @@ class StepClock:
 
     def ended(self) -> bool:
         """Return True if a step has ended and `new_step` has not reported its end yet. After this
-        call, the step counts as reported.
+        call, the end of this step is not reported again.
 
         Call this method before a checkpoint is written.
         """
@@ -112,8 +111,7 @@ class StepClock:
 
 
 def layer_config(native: Any, asked: MoEConfig) -> MoEConfig:
-    """Adapt the settings that the user requested to a `TransformerConfig`, and return the adapted
-    settings.
+    """Adapt the user's settings to a `TransformerConfig`, and return the adapted settings.
 
     Changes can be required by two features of Megatron: sequence parallelism and overlapped
     exchanges. Overlapped exchanges are split into steps that support only one parallel layout.

@@ -96,7 +96,8 @@ class Script:
         stepped: True if at least one step has started.
         passes: replacement for the function that runs the passes of a step, or None.
         stages: pipeline stages with different layouts, or None if all stages have the same layout.
-        taken: dict from iterations that received another replica's state to that state's iteration.
+        taken: dict that maps each iteration in which this replica received another replica's state
+            to the iteration of that state.
     """
 
     def __init__(self) -> None:

@@ -96,9 +96,7 @@ def loading(path: str, has_optimizer: bool | None, arguments: MutableMapping[str
 
 
 def completed(state: Any, path: str) -> Any:
-    """Complete the state of a checkpoint that a different program wrote: add the values that
-    Megatron's training loop expects.
-    """
+    """Add the values that Megatron's training loop expects to a checkpoint of another program."""
     given = _scheduler.get()
     if not isinstance(state, dict) or not _is_foreign(state) or not given:
         return state
@@ -220,8 +218,7 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
 
     scheduler: learning rate scheduler, or None if the run only evaluates.
     Raises:
-        CheckpointError: If there are checkpoints but none of them is intact. The error is raised on
-            every rank.
+        CheckpointError: On all ranks, if there are checkpoints but none of them is intact.
         ValueError: If there is no checkpoint to evaluate.
     """
     asked = arguments.get("ckpt_step")
@@ -272,9 +269,7 @@ def _compared(path: str, arguments: Mapping[str, Any]) -> bool | None:
 
 
 def readable_loads(load: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call a load function of `dist_checkpointing`. If loading fails, the error message contains
-    the checkpoint and states what to do.
-    """
+    """Call a function that loads a checkpoint, and add the checkpoint and advice to its errors."""
     path = str(given["checkpoint_dir"])
     with files.readable(path), collectives_named("a collective of a checkpoint's loading"):
         return completed(load(**given), path)

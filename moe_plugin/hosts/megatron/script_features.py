@@ -156,9 +156,7 @@ def activations_of(settings: OffloadConfig, config: Any,
 
 
 def _random_states() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two contexts for two passes. The two contexts start with the same random states of
-    Megatron's tracker.
-    """
+    """Return contexts for two passes with the same random states of Megatron's tracker."""
     tracker, states = get_cuda_rng_tracker(), []
 
     @contextmanager
@@ -190,7 +188,7 @@ def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, i
         chunks: model chunks of the current pipeline stage.
         optimizer: Megatron's optimizer, or None if the run only evaluates.
         scheduler: learning-rate scheduler.
-        taken: see `Script`. The replicas of a run modify this dict. See `Script`.
+        taken: see `Script`. The replicas add entries to this dict.
     """
     args = argparse.Namespace(**script_arguments())
     settings = settings_from_flags(vars(args))
@@ -254,9 +252,7 @@ def _traced(observe: ObserveConfig, args: argparse.Namespace,
 
 
 def with_heads(provider: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a script's model provider so that the models it builds have the requested ensemble of
-    prediction heads.
-    """
+    """Wrap a script's model provider so that its models have the requested prediction heads."""
 
     @functools.wraps(provider)
     def provide(*given: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,7 @@
 """Reports of a run in Megatron's own training loop, in addition to the log that Megatron writes.
 
-The reports are: the iteration from which the run continues, one JSON object per logged iteration,
-the path of the JSON file at the end of the run, and instructions for continuing a run that was
-stopped.
+The reports are: the starting iteration, one JSON object per logged iteration, the path of the JSON
+file at the end, and instructions for continuing a stopped run.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class ScriptReport:
         recorder: object that collects the statistics of the layers.
 
     Attributes:
-        evaluates: tuple with Megatron's name for the current evaluation, and the iteration of this
-            evaluation.
+        evaluates: tuple with Megatron's name for the current evaluation and its iteration.
         done: number of completed steps.
     """
 
@@ -168,7 +166,7 @@ class ScriptReport:
 
 
 def of_last_stage(value: float | None) -> float | None:
-    """Return a number from the last pipeline stage, or None if no rank has the number."""
+    """Return a value that only ranks of the last pipeline stage have, or None if no rank has it."""
     by_stage = gather_objects(value, "the loss", ps.get_pipeline_model_parallel_group())
     return next((each for each in reversed(by_stage) if each is not None), None)
 
@@ -215,19 +213,17 @@ def skipped(run: Run) -> dict[str, int]:
 
 
 def log_path(args: Mapping[str, Any]) -> str | None:
-    """Return the path of the log, which depends on the arguments `log_file` and `save`, or None if
-    no log is written.
-    """
+    """Return the path of the log from `log_file` and `save`, or None if no log is written."""
     save = args.get("save")
     return args.get("log_file") or (os.path.join(save, "log.jsonl") if save else None)
 
 
 def layer_records(recorder: StatsRecorder, iteration: int,
                   finds: bool = True) -> dict[str, Any]:
-    """Return a dict of the records of all layers on all pipeline stages, since the last call. This
-    is a collective operation.
+    """Return the statistics records of all layers on all pipeline stages since the last call, as a
+    dict. This is a collective operation.
 
-    finds: True to search the records for problems and log these problems.
+    finds: True to search the records for problems and log them.
     """
     sums = recorder.reduce()
     recorder.write(iteration, sums)
@@ -251,8 +247,7 @@ class RunLog:
         take_over: see `JsonlSink`.
         settings: dict of the settings of the run. The settings are written to `settings.json` in
             the same folder. The report reads this file.
-        changed: dict of the settings that the user chose. The values are pairs (text as written,
-            default).
+        changed: dict of the settings that the user chose, with values (text as written, default).
     """
 
     def __init__(self, path: str | None, take_over: bool = False,

@@ -45,8 +45,7 @@ from moe_plugin.utils.messages import short
 
 def swap_moe(spec: Any, settings: Mapping[str, Any] | str | None = None, *,
              allow_none: bool = False) -> Any:
-    """Return a copy of a Megatron layer or block spec in which this package's layer replaces every
-    MoE layer.
+    """Return a copy of a Megatron spec in which this package's layer replaces every MoE layer.
 
     Args:
         spec: spec of a transformer layer, `TransformerBlockSubmodules`, or the layer stack of a
@@ -84,8 +83,7 @@ def _checked(settings: Mapping[str, Any] | str | None) -> Mapping[str, Any] | No
 
 
 def swap_attention(spec: Any) -> Any:
-    """Return a copy of a Megatron layer or block spec whose attention modules support slices of
-    sequences.
+    """Return a copy of a Megatron layer or block spec whose attention supports sequence slices.
 
     `pipeline.schedule=terapipe` requires these attention modules. Whole sequences are still
     computed by Megatron's `DotProductAttention`.
@@ -105,8 +103,7 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
     script's model builder calls later.
 
     Raises:
-        ValueError: If an argument requests layers that are not Megatron's standard layers. The
-            message contains the flag of this argument.
+        ValueError: If an argument requests layers that are not Megatron's standard layers.
     """
     arguments, settings = script_arguments(), _checked(settings)
     SPEC.refuse(arguments)

@@ -135,8 +135,8 @@ def stages_of(args: argparse.Namespace, world: int) -> StageLayouts | None:
     `--micro-batch-size` is the micro-batch size of the stage that has the most replicas.
 
     Raises:
-        ValueError: If the layouts are not possible with this number of processes or with another
-            argument.
+        ValueError: If the layouts are not possible with this number of processes, or cannot be
+            combined with another argument.
     """
     if not args.stage_layouts:
         return None
@@ -185,7 +185,7 @@ def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
 
 
 def _state(module: Any) -> dict[str, Any]:
-    """Return the global variables of a module that describe parallel groups. Lists and dicts are
+    """Return the global variables of a module that store parallel groups. Lists and dicts are
     copied, because Megatron appends to them.
     """
     return {name: copy.copy(value) if isinstance(value, (list, dict)) else value

@@ -151,8 +151,8 @@ class Stages:
         return call.layout.dispatcher.combine(call.sent, call.plan)
 
     def postprocess(self: Any, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """Return the output of the layer [s, b, h], including the output of the shared expert. The
-        call of the layer ends with this step.
+        """Return the output of the layer [s, b, h], including the output of the shared expert. This
+        step ends the call of the layer.
         """
         call, self._call, moe = self._call, None, self.moe
         if moe.latent is not None:
@@ -180,8 +180,7 @@ class Stages:
 
 
 def delay(layer: Any) -> None:
-    """Postpone the computation of a `PluginMoELayer`'s weight gradients until `backward_dw` is
-    called.
+    """Postpone the weight gradients of a `PluginMoELayer` until `backward_dw` is called.
 
     The compute strategies `fused` and `kernels` compute the weight gradients in `backward_dw`.
     Other strategies still compute the weight gradients in the backward pass. With all strategies,

@@ -76,8 +76,7 @@ def tuner_state(moe: MoELayer) -> dict[str, Any] | None:
 
 
 def drop_repeated(layer: Any, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Hook that runs after `state_dict`. The hook removes the duplicate keys of `layer.moe`, and
-    adds the tuner state.
+    """Hook that removes the duplicate keys of `layer.moe` from a state dict and adds tuner state.
     """
     for key in [key for key in state if key.startswith(f"{prefix}moe.")]:
         del state[key]

@@ -200,10 +200,8 @@ class StreamedModel(nn.Module):
     def passes(self, *, forward_step_func: Callable[..., Any], data_iterator: Any,
                num_microbatches: int, forward_only: bool = False, **_: Any
                ) -> list[dict[str, Tensor]]:
-        """Run the forward and backward passes of a step. This method replaces the function that
-        Megatron's `get_forward_backward_func` returns.
-
-        The replaced function accepts the same arguments.
+        """Run the forward and backward passes of a step. This method has the same arguments as the
+        function that it replaces, which Megatron's `get_forward_backward_func` returns.
         """
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         self._logged, self._count, left = [], num_microbatches, num_microbatches
@@ -237,9 +235,7 @@ class StreamedModel(nn.Module):
         return loss
 
     def _loss(self, output: Tensor, loss: Callable[[Tensor], Any]) -> Tensor:
-        """Return the contribution of this micro-batch to the loss of the step. The contribution is
-        defined as in Megatron's schedules.
-        """
+        """Return this micro-batch's share of the step's loss, as in Megatron's schedules."""
         total, *tokens, logged = loss(output)
         self._logged.append(logged)
         return (total / tokens[0].clamp(min=1) if tokens else total) / self._count * self._scale[0]
@@ -255,8 +251,7 @@ class StreamedModel(nn.Module):
 
 def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
           ) -> tuple[StreamedModel, StreamedOptimizer]:
-    """Build all parts of the model and their optimizer. Megatron's process groups must already be
-    initialised.
+    """Build all model parts and their optimizer. Megatron's process groups must be initialised.
 
     Args:
         make: function that builds a pipeline stage of the model. `make` is called once for each
@@ -264,8 +259,7 @@ def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
         args: parsed arguments of the training script.
         settings: settings of this package by dotted path.
     Raises:
-        ValueError: If a setting cannot be used together with streamed weights. The message states
-            what to change.
+        ValueError: If a setting cannot be used together with streamed weights.
         TierError: If the storage tier is too small for the weights of the model.
     """
     offload = run_config(settings).offload

@@ -42,8 +42,8 @@ def save(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
             "iteration" and "consumed_samples".
     Raises:
         ValueError: If the checkpoint cannot be written. Earlier checkpoints are not changed.
-        FloatingPointError: If a weight or an optimizer state is not finite on any rank. All ranks
-            raise this error. The incomplete checkpoint does not become the newest checkpoint.
+        FloatingPointError: On all ranks, if a weight or an optimizer state is not finite on any
+            rank. The incomplete checkpoint does not become the newest checkpoint.
     """
     folder = files.folder(root, progress["iteration"])
     if (scaler := model.scaler) is not None:
@@ -71,12 +71,10 @@ def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
          settings: Mapping[str, Any], iteration: int | None = None) -> dict[str, Any]:
     """Load a checkpoint that `save` has written, and return the progress of the run.
 
-    If `root` contains no checkpoint, a training run logs a warning and this function returns an
-    empty dict.
+    If `root` contains no checkpoint, a training run logs a warning and this function returns {}.
 
     Args:
-        optimizer: the optimizer into which the saved state is loaded, or None if the model is only
-            evaluated.
+        optimizer: optimizer into which the state is loaded, or None if the run only evaluates.
         iteration: iteration of the checkpoint to load. By default, the newest checkpoint is loaded.
     Raises:
         ValueError: If the checkpoint belongs to a different model, is damaged, or does not contain

@@ -1,6 +1,6 @@
 """Optimizers for a Megatron model with streamed weights.
 
-Each part of the model has a separate optimizer. The training loop sees a single optimizer.
+Each part of the model has a separate optimizer.
 """
 
 from __future__ import annotations
@@ -104,9 +104,7 @@ class RankGradients:
                     "q_layernorm" in name or "k_layernorm" in name)
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Reduce the gradients of these parameters over the ranks. This is a collective operation,
-        so all ranks must call this method.
-        """
+        """Reduce these parameters' gradients over the ranks. This is a collective operation."""
         trained: list[Any] = [p for p in parameters if p.requires_grad]
         for p in trained:
             if p.grad is None:  # the other ranks may have a gradient and wait in the collective
@@ -141,7 +139,7 @@ class StreamedNorm:
     reduced over the ranks that store different parameters.
 
     Args:
-        max_norm: upper bound for the norm of all gradients together. 0 disables clipping.
+        max_norm: upper bound for the global gradient norm. 0 disables clipping.
         scaler: loss scaler. The gradients are divided by the scale of the loss scaler. If None,
             losses are not scaled.
         ranks: object that reduces the gradients over ranks before the norm is computed. If None,

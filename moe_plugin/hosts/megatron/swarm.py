@@ -155,9 +155,7 @@ def stage_of(make: MakePart, number: int, stages: int, layers: int, forward_step
 
 
 class SwarmModel(nn.Module):
-    """The only model chunk of a trainer. A trainer's model has no weights. The model runs the
-    forward and backward passes on the peers.
-    """
+    """The only model chunk of a trainer, which has no weights and runs the passes on the peers."""
 
     vp_stage, pre_process, post_process = None, True, True
 
@@ -177,10 +175,8 @@ class SwarmModel(nn.Module):
 
     def passes(self, *, data_iterator: Any, num_microbatches: int, forward_only: bool = False,
                **_: Any) -> list[dict[str, Tensor]]:
-        """Run the forward and backward passes of a step. This method replaces the function that
-        Megatron's `get_forward_backward_func` returns.
-
-        The replaced function accepts the same arguments.
+        """Run the forward and backward passes of a step. This method has the same arguments as the
+        function that it replaces, which Megatron's `get_forward_backward_func` returns.
         """
         iterator = data_iterator[0] if isinstance(data_iterator, list) else data_iterator
         batches = (next(iterator) for _ in range(num_microbatches))
@@ -297,9 +293,7 @@ def save(given: Mapping[str, Any]) -> None:
 
 def _saved(root: str, settings: Mapping[str, Any], iteration: int | None
            ) -> tuple[dict[str, Any], Path | None]:
-    """Return the progress and the folder of a checkpoint that `save` has written. Return ({}, None)
-    if there is no checkpoint.
-    """
+    """Return the progress and folder of a saved checkpoint, or ({}, None) without a checkpoint."""
     iteration = iteration or files.latest(root)
     if iteration is None:
         files.nothing_found(root, False)

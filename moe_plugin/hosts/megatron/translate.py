@@ -124,13 +124,11 @@ def translate(native: Any, settings: Mapping[str, Any], *,
 
     Args:
         native: `TransformerConfig` of any supported version of Megatron.
-        settings: settings of this package that the user set, as a mapping from dotted paths to
-            values.
+        settings: settings of this package that the user set, by dotted path.
         injected_router: True if the layer spec defines a custom router class.
     Raises:
-        ValueError: If the layer of this package does not support one of Megatron's settings, if a
-            setting of this package contradicts one of Megatron's settings, or if a value is
-            invalid.
+        ValueError: If this package's layer does not support a Megatron setting, if a setting of
+            this package contradicts a Megatron setting, or if a value is invalid.
     """
     import_user_modules(settings.get("imports"))  # may register the score function
     refuse_unsupported(with_known_names(native))
@@ -202,7 +200,7 @@ _ATTRIBUTES = {
 
 
 def _without_open(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove all settings that leave the choice to the host, and return the remaining settings."""
+    """Return the settings without those whose value leaves the choice to Megatron."""
     open_values = {"model_dim": 0, "experts.hidden_dim": 0, "router.normalize": "auto",
                    "experts.init_std": None}
     return {path: value for path, value in settings.items()
@@ -210,12 +208,11 @@ def _without_open(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(native: Any, settings: Mapping[str, Any], whole: bool) -> dict[str, Any]:
-    """Translate Megatron's settings to settings of this package, after checking that they do not
-    contradict the settings that the user set in this package.
+    """Check that Megatron's settings do not contradict the user's settings of this package, and
+    translate them to settings of this package.
 
-    whole: True if the user's settings describe complete layers. In this case, if Megatron's setting
-        has its default value and only the layer of this package supports the user's value, the
-        user's value is used.
+    whole: True if the user's settings describe complete layers. If True, a value that only this
+        package's layer supports overrides Megatron's default value.
     """
     known = _native_values(native)
     said = {**known, "experts.init_std": setting(native, "init_method_std"),
@@ -325,11 +322,10 @@ def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str
 
 
 def refuse_unsupported(native: Any) -> None:
-    """Raise a `ValueError` for the first of Megatron's settings that the layer of this package does
-    not support.
+    """Raise a `ValueError` for the first of Megatron's settings that would change the results or
+    the order of computation but that the layer of this package does not support.
 
-    Such a setting would change the results or the order of computation. Without an error, the layer
-    would silently ignore them.
+    Without an error, the layer would silently ignore the setting.
     """
     if not native.num_moe_experts:
         raise ValueError(

@@ -5,8 +5,8 @@ socket. Usage:
 
     torchrun --nproc-per-node 8 -m moe_plugin.hosts.plain.binding python train.py ...
 
-The command above logs which processors it selected and why. Then the command replaces itself with
-the training command. The launch scripts bind processes in the same way if the environment variable
+The command above logs the selected processors and the reason, and then replaces itself with the
+training command. The launch scripts bind processes in the same way if the environment variable
 `NUMA=/sys` is set. Linux allocates each page of memory on the NUMA node that first accesses the
 page. Memory is therefore on the same node as the processors.
 """
@@ -132,8 +132,7 @@ def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
 def gpu_bus_ids() -> list[str]:
     """Return the PCI addresses of the visible GPUs, in the order that torch uses.
 
-    The list is empty if there is no GPU, or if the installed version of torch does not report PCI
-    addresses.
+    The list is empty if there is no GPU, or if torch does not report PCI addresses.
     """
     import torch
 

@@ -94,8 +94,7 @@ class MoEBlock(nn.Module):
     def _begin_pass(self, owner: _NewPass | None) -> None:
         """Discard the losses of all earlier calls.
 
-        owner: hook that detects where the forward pass begins and ends, or None if there is no
-            hook.
+        owner: hook that detects the beginning and end of the forward pass, or None.
         """
         self.last, self._owner = None, owner
         self._earlier: list[dict[str, Tensor]] = []
@@ -111,9 +110,7 @@ class MoEBlock(nn.Module):
 
 
 def blocks_in(model: nn.Module) -> Iterator[tuple[str, MoEBlock]]:
-    """Return an iterator over the names and modules of all blocks in a model, in the order of
-    `model.named_modules()`.
-    """
+    """Iterate over the names and modules of all blocks, in the order of `named_modules()`."""
     return ((name, module) for name, module in model.named_modules()
             if isinstance(module, MoEBlock))
 
@@ -225,11 +222,10 @@ def _has_weight(block: MoEBlock) -> bool:
 
 def optimizer_groups(model: nn.Module, lr: float, *, weight_decay: float = 0.0,
                      expert_lr: float | None = None) -> list[dict[str, Any]]:
-    """Return parameter groups for a torch optimizer. Experts and dense parameters have separate
-    groups.
+    """Return separate optimizer parameter groups for experts and dense parameters.
 
-    Vectors (biases and the weights of norms) are not subject to weight decay. Expert biases count
-    as vectors, although they are stored as the rows of a matrix.
+    Vectors (biases and the weights of norms) are not subject to weight decay. Expert biases are
+    treated as vectors, although they are stored as the rows of a matrix.
 
     Args:
         model: the model.

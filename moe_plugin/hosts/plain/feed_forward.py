@@ -241,9 +241,7 @@ def _distance(ffn: FeedForward, x_TD: Tensor, y_TD: Tensor,
 
 
 def _off(y: Tensor, wanted: Tensor) -> float:
-    """Return the largest absolute difference between two tensors, divided by the largest absolute
-    value of `wanted`.
-    """
+    """Return the largest absolute difference, divided by the largest absolute value of `wanted`."""
     off = (y - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)
     return float(off.nan_to_num(float("inf")))
 

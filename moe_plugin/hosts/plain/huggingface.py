@@ -1,5 +1,4 @@
-"""Replace the MoE blocks in a Hugging Face `transformers` model with the MoE layers of this
-package.
+"""Replace the MoE blocks of a Hugging Face `transformers` model with this package's layers.
 
     model = AutoModelForCausalLM.from_pretrained(path)
     swap_moe_blocks(model, settings={"losses": {"switch": 0.01}})
@@ -70,8 +69,7 @@ class SwappedBlock(MoEBlock):
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]  # transformers passes no mask
         """Apply the MoE layer to `x`.
 
-        Return a tensor, or a tuple (tensor, None) if the model's own block also returns router
-        logits.
+        Return a tensor, or a tuple (tensor, None) if the model's block also returns router logits.
         """
         y = super().forward(x)
         return (y, None) if self.family.pair else y
@@ -111,9 +109,8 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
             These settings are added to the settings that follow from the model's configuration.
     Returns: the names of the new modules.
     Raises:
-        ValueError: If the model is not supported, if its blocks were replaced before, if its
-            weights are quantized, or if it has a setting that this package's layer does not
-            support. The message contains the setting.
+        ValueError: If the model is not supported, its blocks were replaced before, its weights are
+            quantized, or this package's layer does not support one of its settings.
     """
     config = _checked(model)
     comm = default_comm() if comm is None else comm
@@ -159,9 +156,7 @@ def _refuse_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             "auxiliary_loss(model) to the loss, or call restore_moe_blocks(model) first")
 
 class _SaveTheirs:
-    """A `save_pretrained` method for models that use the layers of this package. The method writes
-    the model's own format.
-    """
+    """A `save_pretrained` that writes the model's own format for this package's layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -174,8 +169,7 @@ class _SaveTheirs:
         adapters have the names of this package, which `load_state_dict` accepts.
 
         Raises:
-            ValueError: If there are several ranks and a `Trainer` calls this method only on the
-                first rank.
+            ValueError: If there are several ranks and a `Trainer` saves only on the first rank.
         """
         model = cast(Any, self.model)
         ranks = max(swapped.moe.comm.size for _, swapped in swapped_blocks(model))
@@ -280,8 +274,7 @@ def _checked(model: nn.Module) -> dict[str, Any]:
 
 
 def _decoder_in(model: nn.Module) -> tuple[str, Any]:
-    """Return the module that contains the decoder layers, and the prefix of this module's parameter
-    names.
+    """Return the module that contains the decoder layers, and the prefix of its parameter names.
 
     Raises:
         AttributeError: If the model contains no `transformers` decoder.
@@ -308,9 +301,7 @@ def _kinds() -> list[str]:
 
 
 def swapped_blocks(model: nn.Module) -> Iterator[tuple[str, SwappedBlock]]:
-    """Return an iterator over the names and modules of all blocks that `swap_moe_blocks` has
-    inserted into a model.
-    """
+    """Iterate over the names and modules of all blocks that `swap_moe_blocks` has inserted."""
     return ((name, module) for name, module in model.named_modules()
             if isinstance(module, SwappedBlock))
 

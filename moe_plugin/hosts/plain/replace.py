@@ -74,8 +74,8 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
             group. If there is no default process group, each process stores all experts.
         settings: settings of the MoE layers. See `moe_plugin.config.named.named_config`.
     Returns: the names of the replaced modules, in the order of the model. A module that has several
-        names is replaced under all of its names. A module that has several names counts once, and
-        is listed with its first name.
+        names is replaced under all of its names. A module that has several names is counted once,
+        and is listed with its first name.
     Raises:
         ValueError: If no module matches, if `match` selects a module that is not a feed-forward
             module, if two modules share parameters, or if a setting is not possible.
@@ -120,9 +120,7 @@ def _leave_out_of_files(model: Any) -> None:
 
 
 def _refuse_tied(places: list[_Place]) -> None:
-    """Raise a `ValueError` if several modules share parameters, because their MoE blocks would not
-    share parameters.
-    """
+    """Raise a `ValueError` if modules share parameters, because their MoE blocks would not."""
     seen: dict[tuple[int, int], str] = {}
     for site in places:
         for weight in site.ffn.weights.values():

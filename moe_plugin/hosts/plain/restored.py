@@ -43,11 +43,7 @@ def of_experts(block: nn.Module) -> nn.Parameter:
 
 
 def all_alike(source: nn.Module, target: nn.Module) -> bool:
-    """If all parameters of `source` have the same `requires_grad`, set `requires_grad` of all
-    parameters of `target` to this value.
-
-    Return True if all parameters of `source` have the same `requires_grad`.
-    """
+    """If `requires_grad` is equal in all of `source`, copy it to `target` and return True."""
     flags = {parameter.requires_grad for parameter in source.parameters()}
     if len(flags) == 1:
         target.requires_grad_(flags.pop())
@@ -78,9 +74,7 @@ def restored(moe: MoELayer, original: nn.Module, config: dict[str, Any]) -> nn.M
 
 
 def _buffers(moe: MoELayer, block: nn.Module, config: dict[str, Any]) -> Iterator[nn.Parameter]:
-    """Yield the parameters of the block that correspond to buffers in this package's layer. These
-    parameters have no gradient.
-    """
+    """Yield the block's parameters that are buffers in this package's layer (without gradients)."""
     parameters, names = dict(block.named_parameters()), block_of(config).names
     ours = {f"router.{name}" for name, _ in moe.router.named_buffers()}
     return (parameters[theirs] for neutral, theirs in names.items()
@@ -88,8 +82,7 @@ def _buffers(moe: MoELayer, block: nn.Module, config: dict[str, Any]) -> Iterato
 
 
 def _allocate(block: nn.Module, view: Source, like: Tensor) -> None:
-    """Allocate memory for a block that is on the meta device. The memory has the dtype and device
-    of `like`.
+    """Allocate memory for a block on the meta device, with the dtype and device of `like`.
 
     If `transformers` or `view` requires float32 for a tensor, the tensor is allocated in float32 or
     in a more precise dtype.

@@ -72,9 +72,10 @@ class TrainingSteps:
         total: number of steps in the whole run. Optional. Defaults to unknown.
         world: communicator of all data-parallel ranks. Optional. Defaults to the default process
             group.
-        layers: dict of the MoE layers. The keys are the names of the layers in records. Optional.
-            Defaults to all MoE layers of the model, with their module names as keys.
-        has_log: True if the training loop writes its own log. The report is drawn from this log.
+        layers: dict of the MoE layers. The keys are the names under which the layers appear in the
+            run's records. Optional. Defaults to all MoE layers of the model, with their module
+            names as keys.
+        has_log: True if the training loop writes its own log. The report is created from this log.
         blocks: modules whose activations are managed according to `offload.activations`, in the
             order in which the forward pass calls them. Optional. Defaults to the elements of the
             model's `nn.ModuleList`s.
@@ -171,12 +172,11 @@ class TrainingSteps:
         """Run one training step. Return the loss of the step as a detached tensor.
 
         Without votes, the loss is that of the current rank's batch. With votes, the loss is the
-        mean over all ranks. Return None if the step was skipped on all ranks, so that no parameter
-        changed.
+        mean over all ranks. Return None if the step was skipped on all ranks.
 
         Raises:
-            FloatingPointError: On all ranks, if the gradients of too many consecutive steps were
-                not finite.
+            FloatingPointError: On all ranks, if too many consecutive steps had non-finite
+                gradients.
             RowsOverflow: see `RowsFit`.
             WrongResultError: see `TwinCheck`.
         """

@@ -22,8 +22,7 @@ from moe_plugin.training.gradients.sync import exclude_experts, mark_adapters, r
 
 def fully_shard_model(model: nn.Module, *, units: Iterable[nn.Module] | None = None,
                       mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
-    """Shard all parameters except those of experts over all data-parallel ranks (FSDP2, ZeRO stage
-    3).
+    """Shard all parameters except experts over all data-parallel ranks (FSDP2, ZeRO stage 3).
 
     Experts are not moved: each expert stays on the ranks to which expert parallelism has assigned
     it. If several ranks store the same experts, their gradients are averaged in buckets after the
@@ -105,9 +104,7 @@ def ddp_model(model: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the elements of a model's outermost `nn.ModuleList`s, in order. Module lists inside MoE
-    layers are skipped.
-    """
+    """Yield the elements of a model's outermost `nn.ModuleList`s outside MoE layers, in order."""
     for child in () if isinstance(model, MoELayer) else model.children():
         if isinstance(child, nn.ModuleList):
             yield from child
@@ -116,8 +113,7 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _divisor_in(units: list[nn.Module]) -> Callable[[MoELayer], float | None]:
-    """Return a function that returns the gradient divisor of the innermost FSDP unit around a
-    layer.
+    """Return a function that returns the gradient divisor of a layer's innermost FSDP unit.
 
     The divisor is the value that was passed to `set_gradient_divide_factor`.
     """

@@ -42,8 +42,8 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
         optimizer: see `StreamedTrainer`.
         device: see `StreamedTrainer`.
         clip_norm: upper bound for the gradient norm over all parameters on all ranks. Each expert
-            counts once (see `moe_plugin.training.gradients.sync`). Optional. By default, gradients
-            are not clipped.
+            is counted once (see `moe_plugin.training.gradients.sync`). Optional. By default,
+            gradients are not clipped.
         world: communicator of all data-parallel ranks. All ranks must start with identical weights.
             Optional. Defaults to the default process group.
         arguments: additional keyword arguments of `StreamedTrainer`.
@@ -96,9 +96,8 @@ class BlockGradients:
         ranks. This is a collective operation.
 
         Raises:
-            ValueError: If the layers of the block have different expert-parallel groups, if these
-                groups together do not contain all ranks, or if ranks of one group have the same
-                tokens.
+            ValueError: If the block's layers have different expert-parallel groups, these groups
+                together do not contain all ranks, or ranks of one group have the same tokens.
         """
         layers = layers_in(block)
         groups = {layer.comm.name: layer.comm for layer in layers}

@@ -100,10 +100,10 @@ def run_settings_of(given: Mapping[str, Any], stats: Path) -> RunConfig:
 
     Args:
         given: dict of the settings by dotted path.
-        stats: path of the file for the records.
+        stats: path of the file to which the run writes its records.
     Raises:
         ValueError: If the training script does not support a setting, or if the script has its own
-            argument for this setting. The message contains the setting and what to change.
+            argument for this setting.
     """
     for name, remedy in (("jsonl", "read stats.jsonl in --out"), ("interval", "use --log-every")):
         default = getattr(ObserveConfig(), name)

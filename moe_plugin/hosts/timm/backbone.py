@@ -1,6 +1,4 @@
-"""Classes and functions of timm and torchvision that the vision models need. timm and torchvision
-are imported on first use.
-"""
+"""Classes and functions of timm and torchvision, which are imported on first use."""
 
 from __future__ import annotations
 

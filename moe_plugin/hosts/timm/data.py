@@ -127,8 +127,7 @@ def cifar_package() -> Path:
 
 
 def cifar_files() -> Iterator[tuple[str, Any]]:
-    """Yield the path and the pixels of each CIFAR-10 image. The pixels are a uint8 array [32, 32,
-    3].
+    """Yield the path and the pixels of each CIFAR-10 image, a uint8 array [32, 32, 3].
 
     The package contains one RGB image for each batch of the published data set. Row i of this image
     contains the 1,024 pixels of photograph i. Two JSON files contain the labels of the training
@@ -211,8 +210,7 @@ class ImageSet:
         classes [B] or [B, S, S], and `real` [B].
 
         All ranks get the same number of batches. If the number of images is not a multiple of the
-        number of images per step, some images are repeated at the end. `real` is False for repeated
-        images.
+        images per step, some images are repeated at the end. `real` is False for repeated images.
 
         Args:
             batch: number of images (B) in each rank's batch.
@@ -304,7 +302,7 @@ class Masks(ImageSet):
                 value > 0))
         if image.size != mask.size:
             raise ValueError(f"{self.masks[number]} has {mask.size} pixels, but its image has "
-                             f"{image.size}. Use masks with the sizes of the images")
+                             f"{image.size}. Use masks of the same size as the images")
         size = [self.size, self.size]
         if not self.training:
             image = self.steps.resize(image, size)

@@ -33,8 +33,7 @@ class SwinEnsemble(nn.Module):
         sharing: probability with which each feature of another member is added. See
             `share_features`.
     Raises:
-        ValueError: If a module does not exist, or if features would be shared before the members
-            differ.
+        ValueError: If a module does not exist, or if features are shared before the members differ.
     """
 
     def __init__(self, models: Sequence[nn.Module], head: nn.Module, *, begin: str = HEAD,
@@ -129,8 +128,7 @@ class ClassHead(nn.Module):
 
 
 class SegmentHead(nn.Module):
-    """A head for segmentation. The head returns logits [B, S, S, M, C], one set of logits for each
-    pixel.
+    """A head for segmentation with logits [B, S, S, M, C], one set for each pixel.
 
     The features of all stages are mapped to the same width, and added at the resolution of the
     first stage. From the sum, the heads compute the logits of all pixels in each patch.

@@ -137,8 +137,7 @@ def build_ensemble(size: SwinMoE, classes: int, heads: int, *, begin: str = HEAD
                    settings: Mapping[str, Any] | None = None) -> SwinEnsemble:
     """Build an ensemble with random initial weights.
 
-    The output has shape [B, M, C]. If the model segments images, the output has shape [B, S, S, M,
-    C].
+    The output has shape [B, M, C], or [B, S, S, M, C] for segmentation.
 
     Args:
         size: see `build`.
@@ -229,12 +228,11 @@ def freeze_experts(model: nn.Module) -> int:
 def head_of_other_classes(model: nn.Module, classes: Sequence[str],
                           shapes: Mapping[str, tuple[int, ...]],
                           extra: Mapping[str, Any]) -> list[str]:
-    """If a checkpoint contains a head for different classes, return the names of the head's
-    parameters.
+    """If a checkpoint has a head for different classes, return the head's parameter names.
 
     The classes can differ in their number or in their names. Return an empty list if the classes
-    are the same. A checkpoint of a different model also gives an empty list, because loading this
-    checkpoint raises an error later.
+    are the same. A checkpoint of a different model also leads to an empty list, because loading
+    this checkpoint raises an error later.
 
     Args:
         model: the model.

@@ -1,4 +1,5 @@
-"""Image tasks: compute the loss of a model during training, and the counts for an evaluation.
+"""Image tasks: compute the loss of a model during training, and the counts from which evaluation
+metrics are computed.
 
 In tensor shapes, B is the number of images, T is the number of positions that have a class (1 for
 classification, all pixels for segmentation), M is the number of members, and C is the number of
@@ -74,7 +75,8 @@ class VisionTask:
                                by_sequence=e.by_sequence)
 
     def counts(self, outputs: Tensor, target: Tensor, real_B: Tensor) -> Tensor:
-        """Return the sums for `results` over all real images of a batch (float64 [V])."""
+        """Return the sums for the metrics of `results`, over a batch's real images (float64 [V]).
+        """
         logits_BTMC, target_BT = self._shaped(outputs, target)
         errors = sequence_errors(logits_BTMC, target_BT,
                                  self.ensemble is None or self.ensemble.by_sequence)

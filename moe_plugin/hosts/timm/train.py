@@ -173,16 +173,12 @@ class Trainer:
         return self.train_set.classes
 
     def there(self, path: Path) -> bool:
-        """Return True on all ranks if the folder exists for at least one rank. All ranks therefore
-        make the same decision.
-        """
+        """Return True on all ranks if the folder exists for at least one rank."""
         [exists] = self.comm.agree_max([float(path.exists())])
         return bool(exists)
 
     def begin_with(self, path: Path) -> None:
-        """Read initial weights. If the weights include a head for different classes, the model's
-        head keeps its random weights.
-        """
+        """Read initial weights. If the classes differ, the head keeps its random weights."""
         fresh: list[str] = []
 
         def leave(shapes: Mapping[str, tuple[int, ...]], extra: Mapping[str, Any]) -> list[str]:

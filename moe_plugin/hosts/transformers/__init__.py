@@ -1,4 +1,4 @@
-"""Implementations of experts and of expert parallelism that Hugging Face's `transformers` finds by
+"""Implementations of experts and expert parallelism that Hugging Face's `transformers` finds by
 name.
 
     import moe_plugin.hosts.transformers

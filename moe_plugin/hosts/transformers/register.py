@@ -50,8 +50,7 @@ _OVER_RANKS = "_moe_plugin_ep"  # attribute of an experts module whose tokens ou
 
 
 def use(settings: Mapping[str, Any], name: str = NAME) -> None:
-    """Register an implementation with your own settings. Call this function before the model is
-    built.
+    """Register an implementation with your own settings, before the model is built.
 
     Afterwards, the name can be used in `experts_implementation=name` and in
     `DistributedConfig(ep_implementation=name)`.

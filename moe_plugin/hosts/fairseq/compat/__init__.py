@@ -1,10 +1,10 @@
 """Patches for fairseq 0.12.2. With these patches, fairseq runs on current versions of Python,
 torch, numpy and hydra.
 
-The patches also let fairseq run without CUDA. This package contains all patches for fairseq. Each
-patch is a function. The docstring of a patch states which versions of fairseq need the patch, and
-why. The patches replace names only in the modules of fairseq. Other code still sees the original
-numpy, torch and hydra.
+The patches also let fairseq run without CUDA. This package contains all patches for fairseq. The
+docstring of each patch function states which versions of fairseq need the patch, and why. The
+patches replace names only in the modules of fairseq. Other code still sees the original numpy,
+torch and hydra.
 
 Call `install` once, directly after `import fairseq`. The top-level module
 `moe_plugin_fairseq_compat` calls `install`. This top-level module also makes `import fairseq`
@@ -17,8 +17,7 @@ from __future__ import annotations
 def install() -> None:
     """Apply all patches to fairseq 0.12, which must already be imported.
 
-    This function does nothing if it was called before, or if the installed fairseq is not version
-    0.12.
+    This function does nothing if it was called before, or if fairseq is not version 0.12.
     """
     import fairseq
 

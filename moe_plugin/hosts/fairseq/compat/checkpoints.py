@@ -47,8 +47,7 @@ def saving_flags() -> None:
 @replaces("checkpoint_utils.save_checkpoint")
 def whole_copies(original: Callable[..., None], cfg: Any, trainer: Any, epoch_itr: Any,
                  val_loss: float | None) -> None:
-    """Make fairseq write `checkpoint_last.pt` either completely or not at all. The flags in `FLAGS`
-    are also implemented.
+    """Make fairseq write `checkpoint_last.pt` atomically. Also implement the flags in `FLAGS`.
 
     fairseq <= 0.12.3 copies the file in place. If the process is killed during the copy, a
     truncated file remains.
@@ -110,7 +109,7 @@ def _is_last(trainer: Any, epoch_itr: Any) -> bool:
 def runs_say_where_they_are(original: Callable[..., Any], cfg: Any, trainer: Any,
                             **kwargs: Any) -> Any:
     """If a run is already finished, report this instead of training another step. Also record the
-    point at which a stopped run can resume.
+    update from which a stopped run can resume.
 
     If a finished run is started again, fairseq <= 0.12.3 trains one more step. If a run is stopped,
     every rank of fairseq <= 0.12.3 prints a traceback.
@@ -171,8 +170,8 @@ def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: An
 
 
 def _names(cfg: Any) -> dict[str, str | None]:
-    """Return those settings that contain checkpoint names, with the names in the form that fairseq
-    requires.
+    """Return the settings that contain checkpoint names, with each name converted to the form that
+    fairseq requires.
 
     Raises:
         ValueError: If a named checkpoint does not exist.
@@ -213,7 +212,7 @@ def _missing(flag: str, path: str) -> ValueError:
     from moe_plugin.checkpoint.formats.fairseq import files
 
     return ValueError(f"{flag} {short(path)} does not exist, nor does {files.with_rank(path, 0)}. "
-                      "Pass the path of a checkpoint, with or without the number of a rank")
+                      "Pass the path of a checkpoint, with or without a rank suffix")
 
 
 @replaces("checkpoint_utils.load_model_ensemble_and_task")
@@ -245,9 +244,7 @@ def existing_file(original: Callable[..., str], filename: str, *args: Any, **kwa
 
 @replaces("checkpoint_utils.load_checkpoint_to_cpu")
 def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwargs: Any) -> Any:
-    """Load the state of a checkpoint, with only the current rank's share of the experts. See
-    `evaluation_from_rank_files`.
-    """
+    """Load a checkpoint with only this rank's experts. See `evaluation_from_rank_files`."""
     from moe_plugin.checkpoint.formats.fairseq import files
     from moe_plugin.hosts.fairseq.compat.flags import place_experts
     from moe_plugin.hosts.fairseq.groups import current_evaluation
@@ -286,9 +283,7 @@ def giving(state: dict[str, Any]) -> Iterator[None]:
 
 
 def _refuse_imports(path: str, state: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Raise `UntrustedFile` if the settings in a checkpoint name modules that would be imported
-    when the model is built.
-    """
+    """Raise `UntrustedFile` if building the model would import modules that a checkpoint names."""
     from moe_plugin.checkpoint import trust
 
     settings = (state.get("cfg") or {}).get("model") or state.get("args")
@@ -311,8 +306,7 @@ def _names_of_settings() -> set[str]:
 
 
 def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for `moe_...` settings that neither this package nor the checkpoint
-    defines.
+    """Raise a `ValueError` for `moe_...` settings unknown to this package and the checkpoint.
 
     fairseq <= 0.12.3 silently ignores such settings.
     """
@@ -327,9 +321,7 @@ def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) ->
 
 
 def _names_in(overrides: Mapping[str, Any]) -> Iterator[str]:
-    """Yield all names in a nested dict. Names inside groups are included, for example those in
-    `{'model': {'moe_dispatch': ...}}`.
-    """
+    """Yield all names in a nested dict, including those inside groups."""
     for name, value in overrides.items():
         yield str(name)
         if isinstance(value, Mapping):

@@ -39,9 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Command:
-    """Wrapper around the `main` function of a command. The wrapper runs `main` as one process of an
-    `Evaluation`. Can be pickled.
-    """
+    """Wrapper that runs a command's `main` as a process of an `Evaluation`. Can be pickled."""
 
     main: Callable[..., Any]
 
@@ -55,12 +53,12 @@ class _Command:
         return result
 
     def run(self, cfg: Any, evaluation: Evaluation, kwargs: dict[str, Any]) -> Any:
-        """Call `main` while some names in the module of `main` are replaced."""
+        """Call `main` while some names in its module are replaced."""
         with _replaced(self.main.__globals__, **self.names(cfg, evaluation)):
             return self.main(cfg, **kwargs)
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Return a dict that maps the names to be replaced to their replacements."""
+        """Return the replacements for names in the module of `main`, as a dict."""
         raise NotImplementedError
 
 
@@ -68,7 +66,7 @@ class Validate(_Command):
     """Wrapper around the `main` function of `fairseq-validate`."""
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Return replacements with which all ranks finish together, even without a batch."""
+        """Return replacements that make all ranks finish together, even without a batch."""
         checkpoints = self.main.__globals__["checkpoint_utils"]
         load = checkpoints.load_model_ensemble_and_task
 
@@ -87,12 +85,10 @@ class Validate(_Command):
 
 
 class EvalLM(_Command):
-    """Wrapper around the `main` function of `fairseq-eval-lm`. This wrapper supports
-    `--max-valid-steps` and `--stats-path`.
-    """
+    """Wrapper around `fairseq-eval-lm` that supports `--max-valid-steps` and `--stats-path`."""
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Return replacements with which all ranks finish together and share the scores."""
+        """Return replacements that make all ranks finish together and combine their scores."""
         names, counts = self.main.__globals__, [0]
         evaluate, steps = names["eval_lm"], cfg.dataset.max_valid_steps
         if steps is not None:  # the limit counts batches of all ranks, which get them in turns
@@ -120,8 +116,8 @@ class Generate(_Command):
     """Wrapper around the `main` function of `fairseq-generate`."""
 
     def names(self, cfg: Any, evaluation: Evaluation) -> dict[str, Any]:
-        """Return replacements with which all ranks finish at the same time. The score includes all
-        ranks, and each rank writes its own result file.
+        """Return replacements that make all ranks finish together. The score covers the hypotheses
+        of all ranks, but each rank writes its own result file.
         """
         names = self.main.__globals__
         if evaluation.ranks == 1:
@@ -152,16 +148,14 @@ class Generate(_Command):
 
 
 def re_ranked(path: str, rank: int) -> str:
-    """Insert the number of a rank into a file name. For example, `generate-test.txt` becomes
-    `generate-test-rank-N.txt`.
-    """
+    """Insert a rank into a file name: `generate-test.txt` becomes `generate-test-rank-N.txt`."""
     stem, suffix = os.path.splitext(path)
     return f"{stem}-rank-{rank}{suffix}"
 
 
 def _counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> Any:
     """Return a subclass of fairseq's `SequenceScorer` that counts words. `eval_lm` divides the loss
-    by the same number of words.
+    by the number of words that this class counts.
 
     Args:
         scorer: the class.
@@ -309,8 +303,7 @@ def _write(path: Path, subset: str, results: dict[str, Any]) -> None:
 
 @patch
 def eval_lm_flags() -> None:
-    """Add the flag `--stats-path`, which is defined in fairseq's `moe` branch but not in fairseq <=
-    0.12.3.
+    """Add the flag `--stats-path` of fairseq's `moe` branch, which fairseq <= 0.12.3 lacks.
 
     fairseq <= 0.12.3 defines `--max-valid-steps`, but `fairseq-eval-lm` ignores this flag. See
     `EvalLM`.
@@ -325,7 +318,7 @@ def eval_lm_flags() -> None:
 @replaces("distributed.utils.call_main")
 def evaluation_together(original: Callable[..., Any], cfg: Any, main: Callable[..., Any],
                         **kwargs: Any) -> Any:
-    """Run the evaluation commands as processes of an `Evaluation`."""
+    """Make all processes of an evaluation command share the work (see `Evaluation`)."""
     return original(cfg, _command_of(main), **kwargs)
 
 

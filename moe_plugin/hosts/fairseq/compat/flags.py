@@ -129,7 +129,7 @@ class CommandParser(Parser):
         return super().flags() | self._brought()
 
     def remedies(self, message: str) -> list[str]:
-        """Return advice for an error message. See `Parser`."""
+        """Return advice on how to fix the error that a message describes. See `Parser`."""
         brought, known = self._brought(), super().flags()
         if brought and (_OURS in message or any(
                 name in brought or (set(similar_names(name, brought))

@@ -24,8 +24,7 @@ _FULL = "HYDRA_FULL_ERROR"
 
 @patch
 def hydra_sees_fields() -> None:
-    """Register fairseq's dataclasses with Hydra again, because this package has added fields to
-    them.
+    """Register fairseq's dataclasses with Hydra again, with the fields that this package adds.
 
     fairseq registers its dataclasses when it is imported, before the fields are added.
     """
@@ -38,9 +37,8 @@ def hydra_sees_fields() -> None:
 def settings_by_hydra() -> None:
     """Report invalid settings in one line. Make `--config-dir configs/fairseq` work in any folder.
 
-    If settings are invalid, fairseq <= 0.12.3 exits with status 1 and prints either a message of
-    hydra or a traceback. fairseq <= 0.12.3 searches for `configs/fairseq` only in the current
-    folder.
+    If settings are invalid, fairseq <= 0.12.3 exits with status 1 and prints a message of hydra or
+    a traceback. fairseq <= 0.12.3 searches for `configs/fairseq` only in the current folder.
     """
     from fairseq.dataclass import initialize
 
@@ -58,7 +56,9 @@ def settings_by_hydra() -> None:
 
 
 def _with_bundled(words: list[str]) -> list[str]:
-    """If a settings folder does not exist, replace its path with that of the installed folder."""
+    """Replace the path of a settings folder that does not exist with the path of the settings
+    folder that is installed with this package.
+    """
     replaced = list(words)
     for i, word in enumerate(words):
         flag, _, value = word.partition("=")

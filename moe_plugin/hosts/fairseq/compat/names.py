@@ -1,5 +1,4 @@
-"""fairseq symbols whose import path may differ between versions. Each symbol is imported when it is
-first used.
+"""fairseq symbols whose import path may differ between versions. Symbols are imported on first use.
 
 The table lists the module in which fairseq 0.12.2 defines each symbol. If a symbol moves, only this
 table has to change. All other modules may import only `fairseq.dataclass`, `fairseq.metrics` and

@@ -1,5 +1,4 @@
-"""Replace the `MOELayer` of fairseq's own `moe` branch. All other code of the branch remains
-unchanged.
+"""Replace the `MOELayer` of fairseq's own `moe` branch.
 
 This module relies on the following interface of the branch (fairseq `moe`, since December 2021):
 `fairseq.modules.moe.MOELayer(gate, experts, args, group=None, all2all_group=None)`. `gate.wg` is
@@ -10,8 +9,7 @@ the current rank. Each expert module maps [rows, D] to [rows, D].
 `metadata` of every `MOELayer`. The branch imports only `moe_plugin.__init__`, the package of the
 user directory.
 
-In addition, this module adds fused Adam and multi-tensor gradient functions to fairseq's
-optimizers.
+This module also adds fused Adam and multi-tensor gradient functions to fairseq's optimizers.
 """
 
 from __future__ import annotations
@@ -52,8 +50,7 @@ logger = logging.getLogger(__name__)
 
 @patch
 def fused_adam_flag() -> None:
-    """Add the flag `--moe-fused-adam`, which makes fairseq's Adam use torch's fused kernels on CPU
-    and GPU.
+    """Add the flag `--moe-fused-adam`, which makes fairseq's Adam use torch's fused kernels.
 
     In fairseq <= 0.12.3, fused Adam requires CUDA and apex.
     """
@@ -119,9 +116,7 @@ _DROPS = {"tok_dropout": "--moe-eom", "moe_local_drop": "--moe-local-drop"}
 
 
 def native_module() -> ModuleType | None:
-    """Return the module `fairseq.modules.moe` of the `moe` branch, or None if the installed fairseq
-    does not contain this module.
-    """
+    """Return the module `fairseq.modules.moe` of the `moe` branch, or None if it does not exist."""
     if "fairseq.modules.moe" in sys.modules:
         return sys.modules["fairseq.modules.moe"]
     if importlib.util.find_spec("fairseq.modules.moe") is None:
@@ -134,8 +129,7 @@ def swap_native(module: ModuleType) -> type:
     class by name.
 
     This function is needed only for fairseq's `moe` branch, which has no registry for layers. The
-    new class is a subclass of the original class, so that `isinstance` checks still pass. A log
-    line reports the replacement.
+    new class is a subclass of the original class, so that `isinstance` checks still pass.
 
     Returns: the class that replaces `MOELayer`.
     """
@@ -158,8 +152,7 @@ def swap_native(module: ModuleType) -> type:
 
 
 def add_flags() -> None:
-    """Add a flag for each setting of this package to the models of the `moe` branch that have
-    experts.
+    """Add this package's flags to the models of the `moe` branch that have experts.
 
     Flags that the branch itself defines keep their meaning.
     """
@@ -188,11 +181,9 @@ def _add_to_parser(model: Any) -> None:
 
 
 class _SwappedLayer(nn.Module):
-    """A replacement for the layer of the `moe` branch that computes its output with this package's
-    layer.
+    """A replacement for the layer of the `moe` branch that calls this package's layer.
 
-    The constructor has the same arguments as the original class, and the parameters have the same
-    names.
+    The constructor arguments and the parameter names are those of the original class.
     """
 
     _loss_by_name = False

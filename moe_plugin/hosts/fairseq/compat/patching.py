@@ -1,6 +1,4 @@
-"""Helper functions for patches: replace functions in fairseq, run each patch once, add settings,
-and overlay modules.
-"""
+"""Helpers for patches: replace functions, run each patch once, add settings, overlay modules."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ _PATCHES: dict[str, list[Callable[[], None]]] = defaultdict(list)  # by name of 
 
 
 def patch(function: _Function) -> _Function:
-    """Decorator that registers a function as a patch. The function runs once, when the patches of
-    its module are applied.
-    """
+    """Register a function as a patch that runs once, when its module's patches are applied."""
     _PATCHES[function.__module__].append(function)
     return function
 
@@ -49,8 +45,7 @@ def replaces(*places: str) -> Callable[[_Function], _Function]:
 def replace(path_of_name: str, function: Callable[..., Any]) -> None:
     """Replace a single function in fairseq. See `replaces`.
 
-    `fairseq_cli.train` may have imported the function by name, so the function is also replaced
-    there.
+    `fairseq_cli.train` may have imported the function by name, so it is also replaced there.
     """
     path, _, name = path_of_name.rpartition(".")
     owner = resolve_name(f"fairseq.{path}")
@@ -111,10 +106,7 @@ def add_field(settings: type, name: str, value_type: Any, default: Any, help: st
 
     Args:
         settings: the dataclass.
-        name: name of the new field.
-        value_type: type of the new field.
         default: default value.
-        help: help text of the flag.
         metadata: additional metadata that fairseq reads, for example `argparse_const`.
     """
     if name in settings.__dataclass_fields__:  # type: ignore[attr-defined]
@@ -138,12 +130,13 @@ def store_in_hydra(group: str, name: str, settings: type) -> None:
 
 # Replace fairseq's models and trainer by ours, after the user directory is loaded.
 def stand_for(name: str, model: type, dataclass: type | None) -> None:
-    """Make fairseq build `model` whenever the name or an architecture of a standard model is
+    """Make fairseq build `model` whenever a standard model or one of its architectures is
     requested. `model` must be a subclass of the standard model.
 
-    Registered models cannot be given additional flags in fairseq 0.12.2. Launch scripts for
-    fairseq's `moe` branch, however, use `--arch transformer_lm_gpt --moe-freq 2`. Without MoE
-    flags, the subclass builds exactly the same model as the standard class.
+    In fairseq 0.12.2, flags cannot be added to models that are already registered. However, launch
+    scripts for fairseq's `moe` branch pass MoE flags to standard architectures
+    (`--arch transformer_lm_gpt --moe-freq 2`). Without MoE flags, the subclass builds exactly the
+    same model as the standard class.
     """
     from fairseq import models
 
@@ -172,8 +165,7 @@ def use_trainer(trainer: type) -> None:
 
 
 def tell_of_validations() -> None:
-    """After each validation, call the trainer's method `validated` with the results of the
-    validation.
+    """After each validation, call the trainer's method `validated` with the results.
 
     fairseq 0.12.2 passes only the batches of a validation to the trainer, not the results.
     """

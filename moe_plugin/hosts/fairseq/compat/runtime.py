@@ -97,7 +97,7 @@ def hydra_of_its_time() -> None:
 
 @patch
 def loaders_that_end() -> None:
-    """End the run with an error if a worker process of `--num-workers` cannot deliver a batch.
+    """Stop the run with an error if a data loader worker (`--num-workers`) cannot deliver a batch.
 
     torch 2.6 to 2.13 would wait forever for this batch.
     """
@@ -109,7 +109,7 @@ def gather_lists_without_cuda(original: Callable[..., Any], data: Any, group: An
                               max_size: int = 16384) -> list[Any]:
     """Gather Python objects from all ranks without CUDA.
 
-    For this purpose, fairseq <= 0.12.3 uses `torch.cuda.ByteTensor`.
+    fairseq <= 0.12.3 uses `torch.cuda.ByteTensor` to gather objects.
     """
     from fairseq.distributed import utils
 
@@ -154,8 +154,7 @@ def bf16_without_tpu(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 @replaces("modules.transformer_layer.TransformerEncoderLayerBase.__init__")
 def encoder_layers_by_their_own_code(original: Callable[..., None], self: Any, *args: Any,
                                      **kwargs: Any) -> None:
-    """During evaluation, run encoder layers with fairseq's own code instead of torch's fused
-    operator.
+    """During evaluation, run fairseq's own encoder code instead of torch's fused operator.
 
     fairseq 0.12 calls the fused operator without the type of the mask. torch >= 1.13 requires the
     type of the mask for batches with padding. In addition, the operator changes the order of
@@ -166,11 +165,7 @@ def encoder_layers_by_their_own_code(original: Callable[..., None], self: Any, *
 
 
 def fused_path_copies(layer: torch.nn.Module) -> list[str]:
-    """Return the names of an encoder layer's attributes that are copies of parameters for torch's
-    fused inference path.
-
-    fairseq >= 0.12 creates these copies.
-    """
+    """Return the names of an encoder layer's parameter copies for torch's fused inference."""
     return [name for name in FUSED_PATH_COPIES if hasattr(layer, name)]
 
 
@@ -181,8 +176,7 @@ def drop_fused_path_copies(layer: torch.nn.Module) -> None:
 
 
 def fp32_copies(optimizer: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return a list of pairs (parameter, fp32 copy) for an fp16 optimizer. Return [] for all other
-    optimizers.
+    """Return the pairs (parameter, fp32 copy) of an fp16 optimizer, or [] for other optimizers.
 
     fairseq <= 0.12.3 stores the fp32 copies as a list only with `--fp16-no-flatten-grads`. Other
     optimizers do not have the attribute in which this list is stored.
@@ -237,8 +231,7 @@ class _HostScalar(torch.Tensor):
 def skipped_steps_without_cuda() -> None:
     """After a gradient overflow, skip the step without using CUDA.
 
-    After an overflow, fairseq <= 0.12.3 calls `torch.tensor(0.0).cuda()` even on machines without
-    CUDA.
+    fairseq <= 0.12.3 calls `torch.tensor(0.0).cuda()` even on machines without CUDA.
     """
     from fairseq import trainer
 
@@ -250,8 +243,7 @@ def skipped_steps_without_cuda() -> None:
 @replaces("optim.FP16Optimizer.build_optimizer")
 def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, params: Any,
                          **kwargs: Any) -> Any:
-    """Enable `--fp16-no-flatten-grads` in three cases: for models with experts, on CPU, and with
-    sharding.
+    """Enable `--fp16-no-flatten-grads` for models with experts, on CPU, and with sharding.
 
     Without this flag, fairseq <= 0.12.3 packs all fp32 copies of the weights into a single tensor
     on the current CUDA device. The packed tensor preserves neither the boundaries between
@@ -299,12 +291,11 @@ def gradients_in_their_own_dtype(original: Callable[..., None], self: Any, modul
 @replaces("tasks.FairseqTask.valid_step")
 def empty_validation_batches(original: Callable[..., Any], self: Any, sample: Any, model: Any,
                              criterion: Any, **kwargs: Any) -> Any:
-    """Support validation if some ranks have no data.
+    """Support validation when some ranks have no data.
 
     If `fairseq-validate` of fairseq <= 0.12.3 runs on several ranks, ranks without data receive an
     empty batch and fail with a `KeyError`. With this patch, a rank without data runs one sentence,
-    so that all ranks run the same collectives inside the model. The additional sentence does not
-    count in the results.
+    so that all ranks run the same collectives. The results do not include this sentence.
     """
     if sample:
         return original(self, sample, model, criterion, **kwargs)
@@ -318,10 +309,10 @@ def records_have_gradients(original: Callable[..., None], self: Any,
                            module: torch.nn.Module) -> None:
     """Let fairseq find the first module whose output contains a non-finite value.
 
-    After fairseq <= 0.12.3 has detected a non-finite value, it repeats the step with torch's old
-    hooks. If a module returns a record, as routers and this package's layers do, the old hooks fail
-    with a `TypeError`, which hides the original error. With this patch, each tensor in the record
-    is checked separately.
+    After fairseq <= 0.12.3 has detected a non-finite value, it repeats the step with torch's
+    deprecated `register_backward_hook`. If a module returns a record of several tensors, as routers
+    and this package's layers do, the hooks of fairseq fail with a `TypeError`, which hides the
+    original error. With this patch, each tensor in the record is checked separately.
     """
     from moe_plugin.memory.activations.offload import tensors
     from moe_plugin.routing.contract import RouterModule
@@ -356,7 +347,7 @@ def averages_of_floating_point(original: Callable[..., None], self: Any, model: 
 
 @replaces("models.ema.ema.EMA.build_fp32_params")
 def averages_of_tensors(original: Callable[..., None], self: Any, state_dict: Any = None) -> None:
-    """Ignore state that is not a tensor, for which fairseq <= 0.12.3 fails with `--ema-fp32`."""
+    """Make `--ema-fp32` ignore state that is not a tensor (fairseq <= 0.12.3 fails on it)."""
     state = self.model.state_dict() if state_dict is None else state_dict
     original(self, {name: value for name, value in state.items()
                     if isinstance(value, torch.Tensor)})

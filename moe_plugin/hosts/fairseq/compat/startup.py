@@ -1,5 +1,4 @@
-"""Make unmodified fairseq 0.12 importable on Python >= 3.11, and apply the patches after the
-import.
+"""Make unmodified fairseq 0.12 importable on Python >= 3.11, and patch it after the import.
 
 A `.pth` file with the same name as this module calls `boot()` when Python starts. `boot` only adds
 a finder to `sys.meta_path`. It imports nothing. The patches are applied only when code imports
@@ -61,7 +60,7 @@ class _Loader:
 
 class _Finder:
     """A module finder that waits for the first `import fairseq`. Looking up the module spec of
-    fairseq without importing it triggers nothing.
+    fairseq without importing it does not apply any patch.
     """
 
     searching = False

@@ -164,7 +164,7 @@ def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
 
     `fairseq-hydra-train` (<= 0.12.3) fills in default values before it imports the user directory,
     which defines the models. If the `model.moe_config` file contains the width of the layers, this
-    width counts as set by the user.
+    width is treated as set by the user.
     """
     from fairseq import utils
 
@@ -183,8 +183,7 @@ def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
 def group_in_hydra() -> None:
     """Register the Hydra config group `moe` (node `base`) for `fairseq-hydra-train`.
 
-    The group must be registered early, because Hydra searches for it before fairseq imports a user
-    directory.
+    The group is registered early, because Hydra needs it before fairseq imports a user directory.
     """
     from fairseq.dataclass.configs import FairseqConfig
 
@@ -200,8 +199,7 @@ def models_of_the_user_dir(original: Callable[..., Any], cfg: Any, *args: Any,
     """Raise an error if a model with experts is used without the user directory. The model may come
     from a checkpoint.
 
-    Without this check, fairseq 0.12.2 would fail with a KeyError or print a list of unexpected
-    parameters.
+    Without this check, fairseq 0.12.2 fails with a KeyError or a list of unexpected parameters.
     """
     name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None) or ""
     if "moe_plugin.hosts.fairseq.registered" not in sys.modules and (

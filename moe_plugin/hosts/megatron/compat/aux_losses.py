@@ -1,4 +1,4 @@
-"""Gradient scale and log of Megatron's auxiliary losses.
+"""The gradient scale and the log of Megatron's auxiliary losses.
 
 In Megatron-core 0.15 to 0.17, the log is a dict in `moe_utils`. From 0.18 on, it is a
 `MoEMetricsTracker`.
@@ -20,9 +20,7 @@ Group = dist.ProcessGroup
 
 
 def attach_loss(activation: Tensor, loss: Tensor) -> Tensor:
-    """Return `activation` unchanged. The backward pass scales the gradient of `loss` in the same
-    way as Megatron does.
-    """
+    """Return `activation` unchanged. The gradient of `loss` is scaled as in Megatron."""
     return moe_utils.MoEAuxLossAutoScaler.apply(activation, loss)
 
 
@@ -46,7 +44,7 @@ def auxiliary_scale(scale: Tensor | None) -> Iterator[None]:
 
 def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
              part_of: Group | None) -> None:
-    """Add an auxiliary loss to Megatron's log. The loss must not be multiplied by its coefficient.
+    """Add an auxiliary loss, not multiplied by its coefficient, to Megatron's log.
 
     When Megatron reads the log, it sums the values over the ranks in `part_of`.
     """
@@ -100,6 +98,6 @@ def losses_so_far() -> dict[str, Tensor]:
 
 
 def set_logged_losses(values: dict[str, Tensor]) -> None:
-    """Set the logged sum of each loss to the sum in `values`, or else to zero."""
+    """Set each logged sum to its value in `values`, or to zero if `values` lacks the loss."""
     for name, entry in logged_losses().items():
         entry.values.copy_(values.get(name, torch.zeros_like(entry.values)))

@@ -204,8 +204,8 @@ def call_native_router(router: Any, x_SBD: Tensor, padding_SB: Tensor | None
 
 @contextlib.contextmanager
 def _undropped() -> Iterator[list[Undropped]]:
-    """Yield a list. When Megatron's router runs, the selection before tokens are dropped is added
-    to this list.
+    """Yield a list. When Megatron's router runs, its selection before tokens are dropped is
+    appended to this list.
 
     The selection that Megatron's router returns is different, because tokens have been dropped and
     experts have been padded to their capacity.
@@ -229,8 +229,7 @@ def _undropped() -> Iterator[list[Undropped]]:
 def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> torch.nn.Module:
     """Build Megatron's own shared expert from Megatron's spec.
 
-    The spec contains a ModuleSpec or a class up to Megatron 0.17, and a functools.partial from 0.18
-    on.
+    The spec has a ModuleSpec or a class up to Megatron 0.17, and a functools.partial from 0.18.
     """
     builder = getattr(submodules, "shared_experts", None)
     if builder is None:
@@ -251,14 +250,12 @@ def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> tor
 
 def module_shards(module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...],
                   metadata: Any) -> dict[str, Any]:
-    """Return the sharded state dict of a torch module. The module need not be a Megatron module."""
+    """Return the sharded state dict of a torch module, which need not be a Megatron module."""
     return sharded_state_dict_default(module, prefix, offsets, metadata)
 
 
 def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
-    """Return a copy of the `mlp` spec of a MoELayer in which the class is replaced. Return any
-    other `mlp` unchanged.
-    """
+    """Return a copy of a MoELayer's `mlp` spec with another class, or any other `mlp` unchanged."""
     if isinstance(mlp, functools.partial) and mlp.func is MoELayer:  # 0.18 on
         return functools.partial(replacement, *mlp.args, **mlp.keywords, **settings)
     if isinstance(mlp, ModuleSpec) and mlp.module is MoELayer:
@@ -284,8 +281,7 @@ def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[A
 
 
 def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Return a copy of the spec of a layer, block or hybrid stack, after applying `change` to its
-    submodules.
+    """Copy the spec of a layer, block or hybrid stack, and apply `change` to the submodules.
 
     `change(name, value)` is called for each submodule of a layer and for the norm of a block.
     """
@@ -316,7 +312,7 @@ def _is_stack(submodules: Any) -> bool:
 
 
 def with_engine(wanted: bool | None) -> bool:
-    """Return `wanted`, or, if None, whether Megatron can import Transformer Engine."""
+    """Return `wanted`, or by default whether Megatron can import Transformer Engine."""
     return bool(getattr(gpt_layer_specs, "HAVE_TE", False)) if wanted is None else wanted
 
 

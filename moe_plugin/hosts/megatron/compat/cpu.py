@@ -1,11 +1,11 @@
-"""Optional support for running Megatron-core without CUDA, on CPU tensors and gloo. If CUDA is
-available, this module has no effect.
+"""Optional support for running Megatron-core without CUDA, with CPU tensors and the gloo backend.
+If CUDA is available, this module has no effect.
 
 Megatron-core uses the current CUDA device, CUDA streams and CUDA random states. Megatron-core also
 contains hard-coded `device="cuda"` arguments. Each patch below lists the functions it replaces, the
 Megatron-core versions that need the patch, and the reason. `enable()` applies all patches until the
 process ends. Call `enable()` before any Megatron object is built. The MoE layer of this package
-needs none of the patches.
+does not need any of these patches.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ def enabled() -> bool:
 
 @contextlib.contextmanager
 def building() -> Iterator[None]:
-    """Inside the block, Megatron-core objects are built on CPU. The process is not changed
-    permanently.
+    """Inside the block, Megatron-core objects are built on CPU. The change is temporary.
 
     `enable` maps the device "cuda" to "cpu" in every torch call. This mapping slows down each call
     and changes the results of torch.compile. After a layer has been built, the mapping is no longer
@@ -138,7 +137,7 @@ class _Stream:
         return True
 
     def elapsed_time(self, _other: Any) -> float:
-        """Return 0, the time in milliseconds between two events."""
+        """Return 0 as the time between two events, in milliseconds."""
         return 0.0
 
 

@@ -38,7 +38,7 @@ class By(enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table, which states how one setting is handled.
+    """A row of the table of Megatron's MoE settings, which states how one setting is handled.
 
     Attributes:
         by: the component that implements the setting.
@@ -46,8 +46,8 @@ class Row:
             the values for which the router of this package gives the same results as Megatron's
             router. If `taken` is a registry, the accepted values are the names in the registry. If
             `taken` is None, any value is accepted.
-        words: what the user should do, for the error message, if `by` is REFUSED. If `by` is
-            ROUTER, an optional explanation of a setting whose name is not self-explanatory.
+        words: if `by` is REFUSED, the part of the error message that tells the user what to do. If
+            `by` is ROUTER, an optional explanation of a setting whose name is not self-explanatory.
     """
 
     by: By
@@ -181,8 +181,8 @@ def names(by: By, rows: Mapping[str, Row] = FIELDS) -> list[str]:
 
 
 def without_row(settings: Iterable[str], rows: Mapping[str, Row] = FIELDS) -> list[str]:
-    """Return the names of expert-related settings that are missing from the table. A setting is not
-    missing if the table contains the setting under its older name.
+    """Return the names of expert-related settings that are missing from the table. A setting that
+    the table contains under its older name is not missing.
     """
     known = {*rows, *(RENAMED.get(name, name) for name in rows)}
     return sorted(name for name in settings if of_experts(name) and name not in known)
@@ -222,8 +222,7 @@ def refuse_unknown_arguments(defaults: Mapping[str, Any], given: Mapping[str, An
     """Raise a `ValueError` for an unknown expert-related argument of Megatron's own script.
 
     Args:
-        defaults: dict that maps each argument that differs from its default value to the default
-            value.
+        defaults: dict from each argument that differs from its default value to the default value.
         given: dict of all arguments by name.
     """
     for name in without_row(defaults, {**FIELDS, **ARGUMENTS}):

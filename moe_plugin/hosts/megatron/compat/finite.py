@@ -33,8 +33,7 @@ class PreparedGradients:
     The replacement returns True if a feature of the run requests that this step be skipped.
 
     Args:
-        optimizer: Megatron's outermost optimizer. The `step` method of this optimizer calls the
-            replacement.
+        optimizer: Megatron's outermost optimizer, whose `step` method calls the replacement.
         run: function that returns the current run object.
 
     Attributes:

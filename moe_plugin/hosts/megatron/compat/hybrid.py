@@ -1,5 +1,4 @@
-"""Replacement for the layer stack of Megatron's hybrid models (`HybridModel` in Megatron 0.18 and
-0.19).
+"""Replacement for the layer stack of hybrid models (`HybridModel` in Megatron 0.18 and 0.19).
 
 A hybrid model has one layer for each symbol in `--hybrid-layer-pattern`. Megatron's own spec of a
 hybrid model needs Transformer Engine. Without Transformer Engine, the stack is built from the
@@ -50,7 +49,7 @@ def stack_spec(config: Any, pattern: str, transformer_engine: bool | None) -> Mo
         transformer_engine: True to use Transformer Engine. By default, Transformer Engine is used
             if it is installed.
     Raises:
-        ValueError: If a layer in the pattern cannot be built. The message states what to change.
+        ValueError: If a layer in the pattern cannot be built.
     """
     if "E" in pattern and not config.num_moe_experts:
         raise ValueError(f"hybrid_layer_pattern={pattern!r} contains layers of experts (E), but "
@@ -77,9 +76,9 @@ def mend_loss_log() -> None:
 
     In Megatron 0.18 and 0.19, a stage without experts logs one value per MoE layer, whereas a stage
     with experts logs one value per layer. Because these numbers differ between stages, summing the
-    logs over the stages hangs or gives a wrong sum. Megatron also divides by a wrong number of MoE
-    layers, because it computes this number from `moe_layer_freq`, which hybrid models do not use.
-    In addition, Megatron counts multi-token predictions twice.
+    logs over the stages hangs or gives a wrong sum. Megatron also divides by the wrong number of
+    MoE layers, because it computes this number from `moe_layer_freq`, which hybrid models do not
+    use. In addition, Megatron counts multi-token predictions twice.
     """
     original: Any = MoEMetricsTracker.ensure_initialized
     if hasattr(original, "__wrapped__"):

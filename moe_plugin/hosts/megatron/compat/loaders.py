@@ -35,8 +35,7 @@ def refuse_empty_splits() -> None:
 def replace_tokenizer_builder(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace the function that builds a tokenizer from a metadata file.
 
-    This function has no effect in Megatron 0.15, which cannot build a tokenizer from a metadata
-    file.
+    This function does nothing in Megatron 0.15, which does not support metadata files.
     """
     with suppress(ImportError):
         tokenizers = importlib.import_module("megatron.core.tokenizers.megatron_tokenizer")
@@ -55,9 +54,9 @@ def of_all_ranks(build: Callable[..., Any], dataset: Any) -> Iterator[None]:
     """Inside the block, make `build_pretraining_data_loader` return the micro-batches of all ranks.
 
     Every rank receives the training micro-batches of all ranks, in an order that alternates between
-    the ranks. Steps in which several ranks compute the same micro-batches need this. Megatron 0.15
-    to 0.19 reads the rank and the number of ranks from `parallel_state`. Inside the block, the rank
-    is 0 and the number of ranks is 1.
+    the ranks. This is needed for steps in which several ranks compute the same micro-batches.
+    Megatron 0.15 to 0.19 reads the rank and the number of ranks from `parallel_state`. Inside the
+    block, the rank is 0 and the number of ranks is 1.
     """
     if split_of(dataset) not in (None, "train"):
         yield

@@ -133,7 +133,7 @@ def _expert_muon(base: type[Any]) -> type[Any]:
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:
-            """Make one optimizer step with Megatron's Muon. All parameters that together store one
+            """Run one optimizer step with Megatron's Muon. All parameters that together store one
             matrix must belong to the same optimizer.
             """
             done = super().step(closure)

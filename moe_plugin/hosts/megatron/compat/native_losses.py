@@ -1,5 +1,4 @@
-"""Correct the weights of the losses of Megatron's own router when `calculate_per_token_loss` is
-set.
+"""Correct the loss weights of Megatron's own router when `calculate_per_token_loss` is set.
 
 Megatron 0.15 to 0.19 multiplies each router loss by a number of tokens:
 
@@ -8,8 +7,8 @@ Megatron 0.15 to 0.19 multiplies each router loss by a number of tokens:
 | any loss, if tensor- and context-parallel ranks share N tokens | by the rank's own tokens | by N |
 | sequence loss of B sequences | by the tokens of one sequence | by the tokens of all B |
 
-This module makes the weights the same as in a run in which a single rank has all tokens. In a run
-with a single rank, each loss is multiplied by the number of all tokens in the micro-batch,
+This module makes the loss weights the same as in a run in which a single rank has all tokens. In a
+run with a single rank, each loss is multiplied by the number of all tokens in the micro-batch,
 excluding padding.
 """
 

@@ -1,6 +1,4 @@
-"""Extend the optimizers of Megatron 0.15 to 0.19: torch's fused Adam, expert biases and the
-optimizer state in checkpoints.
-"""
+"""Extend the optimizers of Megatron 0.15 to 0.19: fused Adam, expert biases, checkpoints."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ def is_vector(parameter: Tensor) -> bool:
 def counts_in_norm(parameter: Tensor) -> bool:
     """Return True if the current rank's slice of a parameter contributes to the gradient norm.
 
-    If several tensor-parallel ranks store the same slice, the slice contributes only on one of
-    these ranks.
+    If several tensor-parallel ranks store the same slice, it contributes on only one of them.
     """
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
@@ -42,9 +39,7 @@ def counts_in_norm(parameter: Tensor) -> bool:
 
 
 def scaler_of(args: argparse.Namespace) -> Any:
-    """Create a loss scaler for a 16-bit run in the same way as Megatron. Return None if the run
-    needs no loss scaler.
-    """
+    """Create a loss scaler as Megatron does, or return None if the run needs no loss scaler."""
     from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 
     if (args.fp16 or args.bf16) and args.loss_scale:
@@ -87,8 +82,8 @@ def biases_are_vectors() -> None:
 
     The expert biases of this package are stacks of vectors. After this call, expert biases have no
     weight decay. With `--use-mup`, the learning rates of expert biases do not depend on the width
-    of the model. The change lasts until the process ends. This change is needed because Megatron
-    0.15 to main chooses the options of a parameter by its name and its number of dimensions.
+    of the model. The change lasts until the process ends. Without this change, Megatron 0.15 to
+    main would choose the options of a bias by its name and its number of dimensions.
     """
     core: Any = importlib.import_module("megatron.core.optimizer")
     original = core._get_param_groups
@@ -105,16 +100,15 @@ def biases_are_vectors() -> None:
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """Return the list of all optimizers in a chain. For a single optimizer, return a list that
-    contains only this optimizer. Megatron 0.15 to 0.19 creates a chain only if there are several
-    optimizers.
+    """Return the list of optimizers in a chain, or a list with a single optimizer. Megatron 0.15 to
+    0.19 creates a chain only if there are several optimizers.
     """
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def gradients_of_norm(part: Any) -> list[Tensor]:
-    """Return the current rank's gradients that enter the gradient norm. Megatron 0.19 renamed the
-    method that returns these gradients.
+    """Return the current rank's gradients that contribute to the gradient norm. Megatron 0.19
+    renamed the method that returns these gradients.
     """
     get = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
     return list(get())
@@ -136,8 +130,7 @@ def norm_of_all_ranks(optimizer: Any, norm: Callable[[], float]) -> None:
 
 
 def checkpoint_metadata() -> dict[str, Any]:
-    """Return metadata for Megatron's checkpoints. With these metadata, the saved optimizer state
-    can be loaded with any parallel sizes.
+    """Return checkpoint metadata that lets the optimizer state be loaded with any parallel sizes.
     """
     return {
         "distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False,
@@ -156,12 +149,10 @@ def _torch_adam_parts(optimizer: Any) -> list[Any]:
 
 
 def use_fused_adam(optimizer: Any, fused: bool) -> None:
-    """Enable or disable torch's fused kernels in the torch Adam optimizers inside Megatron's
-    optimizer.
+    """Enable or disable fused kernels in the torch Adam optimizers inside Megatron's optimizer.
 
-    This choice still applies after loading a checkpoint that was saved with the opposite choice.
-    Without Apex and Transformer Engine, Megatron 0.15 to 0.19 uses torch's AdamW without its fused
-    kernels.
+    The choice still applies after a checkpoint with the opposite choice has been loaded. Without
+    Apex and Transformer Engine, Megatron 0.15 to 0.19 uses torch's unfused AdamW.
 
     Raises:
         ValueError: If `fused` is True but the optimizer is not Adam.
@@ -225,12 +216,11 @@ def float32_parameters_first() -> None:
 
 
 def prepare_optimizer_for_load(optimizer: Any) -> None:
-    """Create the empty optimizer state into which a checkpoint of a distributed optimizer is
-    loaded.
+    """Create the empty optimizer state into which a distributed optimizer's checkpoint is loaded.
 
-     Without Apex and Transformer Engine, Megatron 0.15 to
-    0.19 reads the step number from the optimizer state before it loads the checkpoint. For SGD,
-    Megatron 0.15 to 0.19 calls a function that does not exist.
+    Without Apex and Transformer Engine, Megatron 0.15 to 0.19 reads the step number from the
+    optimizer state before it loads the checkpoint. For SGD, Megatron 0.15 to 0.19 calls a function
+    that does not exist.
     """
     for part in parts(optimizer):
         if isinstance(part.optimizer, torch.optim.SGD) and getattr(part, "init_state_fn",
@@ -280,9 +270,7 @@ def _complete_groups(optimizer: Any, state: Any) -> None:
 
 
 def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
-    """Yield all parameter groups in an optimizer's saved state. The optimizer may be a chain of
-    optimizers, at any nesting depth.
-    """
+    """Yield the parameter groups in the saved state of an optimizer or of a chain of optimizers."""
     if isinstance(state, dict):
         for name, value in state.items():
             if name == "param_groups":

@@ -29,7 +29,7 @@ class Recipe:
         why_not: reason why the experts do not support the recipe, for the error message. An empty
             string means that the experts support the recipe.
         variables: dict of Transformer Engine's environment variables that modify the recipe. Each
-            variable is mapped to the values with which the recipe stays unmodified.
+            variable is mapped to the values that leave the recipe unchanged.
     """
 
     products: Mapping[str, str] = field(default_factory=dict)
@@ -75,8 +75,7 @@ def precision_settings(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             Megatron's recipe.
     Raises:
         ValueError: If the experts do not support the recipe, if weights are stored in fp8, or if
-            Megatron's settings request different formats for sending rows. The message names the
-            setting and states how to change it.
+            Megatron's settings request different formats for sending rows.
     """
     refuse_primary_weights(native)
     settings = _wires(native, given)

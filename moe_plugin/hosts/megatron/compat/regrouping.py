@@ -23,9 +23,7 @@ _OF_EXPERTS = re.compile(r"ep|expt_\w+|intra_expt_dp|tp_ep\w*")
 
 
 def expert_groups() -> dict[str, Any]:
-    """Return a dict of the current expert process groups and their sizes. The keys are the variable
-    names in `parallel_state`.
-    """
+    """Return the current expert process groups and their sizes, by name in `parallel_state`."""
     return {name: value for name, value in _state().items() if "EXPERT" in name}
 
 
@@ -106,9 +104,7 @@ def part_of(optimizer: Any, parameters: Iterable[Tensor]) -> Any:
 
 
 def main_copies(part: Any) -> dict[Tensor, Tensor]:
-    """Return a dict that maps each 16-bit parameter to its float32 copy, or an empty dict if there
-    are no copies.
-    """
+    """Return the float32 copy of each 16-bit parameter as a dict, which may be empty."""
     pairs = zip(getattr(part, "float16_groups", ()), getattr(part, "fp32_from_float16_groups", ()),
                 strict=True)
     return {p: copy for ps, copies in pairs for p, copy in zip(ps, copies, strict=True)}
@@ -120,8 +116,7 @@ def follow_parameters(part: Any, changed: Mapping[Tensor, Tensor],
 
     Args:
         part: the optimizer.
-        changed: dict that maps each old parameter to its replacement, which must have Megatron's
-            attributes.
+        changed: dict that maps each old parameter to its replacement, with Megatron's attributes.
         copies: dict that maps each new parameter to its float32 copy (see `main_copies`).
     """
     before = main_copies(part)

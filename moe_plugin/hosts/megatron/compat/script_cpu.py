@@ -76,9 +76,7 @@ def with_defaults(defaults: Mapping[str, Any], provider: Provider | None) -> Pro
 
 
 def leave_out(args: argparse.Namespace) -> None:
-    """Change arguments that select an implementation that needs CUDA, and log the names of the
-    changed arguments.
-    """
+    """Change arguments that select implementations that need CUDA, and log their names."""
     left = []
     for name, (lacking, instead) in _IMPLEMENTATIONS.items():
         value = getattr(args, name, None)

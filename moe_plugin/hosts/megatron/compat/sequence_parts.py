@@ -47,8 +47,7 @@ _inside: ContextVar[bool] = ContextVar("moe_plugin_inside_mtp", default=False)
 
 
 def is_mtp_layer(extra: dict[str, Any]) -> bool:
-    """Return True if an MoE layer that is built with these arguments belongs to multi-token
-    prediction.
+    """Return True if an MoE layer built with these arguments belongs to multi-token prediction.
 
     Some Megatron versions do not pass this information to layers.
     """
@@ -56,7 +55,7 @@ def is_mtp_layer(extra: dict[str, Any]) -> bool:
 
 
 def is_told(extra: dict[str, Any]) -> bool:
-    """Return True if Megatron would inform its own router about multi-token prediction."""
+    """Return True if Megatron would mark its own router as part of multi-token prediction."""
     return bool(extra.get("is_mtp_layer")) or _inside.get()
 
 
@@ -72,7 +71,7 @@ def prediction_of(extra: dict[str, Any]) -> int | None:
 
 
 def tell_layers() -> None:
-    """Make Megatron 0.17 also inform this package's layers about multi-token prediction."""
+    """Make Megatron 0.17 also mark this package's layers as part of multi-token prediction."""
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer as Layer
 
     original: Any = Layer.__init__

@@ -1,5 +1,4 @@
-"""Access to the settings of Megatron and the arguments of its training script, for versions 0.15 to
-0.19.
+"""Access to Megatron's settings and its training script's arguments, for versions 0.15 to 0.19.
 
 Importing this module does not import Megatron.
 """
@@ -58,9 +57,7 @@ def with_known_names(config: Any) -> Any:
 
 
 def newer_name(name: str, known: Container[str]) -> str:
-    """Return the name that a setting has in the installed Megatron. `known` contains all names in
-    the installed Megatron.
-    """
+    """Return the name of a setting in the installed Megatron, which defines the names `known`."""
     return RENAMED[name] if name not in known and RENAMED.get(name) in known else name
 
 
@@ -72,9 +69,7 @@ def balance_kinds(config: Any) -> list[str]:
 
 
 def plain_name(value: Any) -> str:
-    """Return the name of a choice. The choice is a string in older versions and an enum member in
-    newer versions.
-    """
+    """Return a value's name. The value is a string, or an enum member in newer versions."""
     return str(getattr(value, "name", value))
 
 
@@ -109,9 +104,7 @@ def vocabulary_sizes() -> list[int]:
 
 
 def tokens_of_call() -> int | None:
-    """Return the number of tokens per micro-batch and rank, or None if the arguments do not
-    determine this number.
-    """
+    """Return the number of tokens per micro-batch and rank, or None if it is unknown."""
     known = script_arguments()
     length, sequences = known.get("seq_length"), known.get("micro_batch_size")
     if not length or not sequences:
@@ -120,8 +113,7 @@ def tokens_of_call() -> int | None:
 
 
 def parsed_defaults() -> dict[str, Any]:
-    """Return a dict that maps each argument that differs from its default value to the default
-    value.
+    """Return a dict from each argument that differs from its default value to the default value.
 
     Only arguments that the script's parser defines have known defaults.
     """
@@ -191,8 +183,7 @@ _MISSING = (
 
 
 def _older_python() -> None:
-    """Add `typing.override` to Python versions before 3.12. The training code of Megatron 0.18 and
-    0.19 imports this name.
+    """Add `typing.override`, which Megatron 0.18 and 0.19 import, to Python versions before 3.12.
     """
     if sys.version_info >= (3, 12) or "override" in vars(typing):
         return
@@ -236,8 +227,7 @@ def replace_training(name: str, wrap: Callable[[Callable[..., Any]], Callable[..
 
 
 def mend_config_warning() -> None:
-    """Fix Megatron's warning about using tensor and expert parallelism without sequence
-    parallelism.
+    """Fix Megatron's warning about tensor and expert parallelism without sequence parallelism.
 
     In Megatron 0.15, `model_parallel_config` calls `warnings.warn` without importing `warnings`, so
     such a config raises a `NameError` instead of printing the warning.
@@ -267,8 +257,7 @@ def compile_helpers(folder: Path) -> None:
     """Compile the dataset helpers of a Megatron source checkout for the current Python.
 
     Raises:
-        ValueError: If a package or compiler is missing. The error message contains the installation
-            command.
+        ValueError: If a package or compiler is missing.
     """
     what = f"Megatron's dataset helpers in {short(str(folder))}, which the first run compiles,"
     if importlib.util.find_spec("pybind11") is None:
@@ -349,9 +338,7 @@ class SettingsError(ValueError):
 
 @contextlib.contextmanager
 def settings_errors() -> Iterator[None]:
-    """Convert a `ValueError` that is raised inside the block to a `SettingsError` with the same
-    message and traceback.
-    """
+    """Convert a `ValueError` raised inside the block to a `SettingsError`, with its traceback."""
     try:
         yield
     except ValueError as error:

@@ -39,9 +39,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextlib.contextmanager
 def writers_end_with_us() -> Iterator[None]:
-    """Ensure that all processes started by a synchronous save inside the block exit when the
-    current process exits.
-    """
+    """Inside the block, make the processes of a synchronous save exit with the current process."""
     kept = vars(filesystem_async).get(_QUEUE)
     setattr(filesystem_async, _QUEUE, queue.Queue())
     _thread.parent = os.getpid()

@@ -1,5 +1,4 @@
-"""Short example scripts that use Megatron's own training loop. The launcher finds the scripts by
-name.
+"""Short example scripts that use Megatron's own training loop. The launcher finds scripts by name.
 
-You can copy each script and extend it. The scripts import nothing from this package.
+You can copy each script and extend it. The scripts do not import anything from this package.
 """

@@ -1,7 +1,7 @@
-r"""Train a GPT model with MoE layers on Megatron's training loop, `megatron.training.pretrain`.
+r"""Train a GPT model with MoE layers in Megatron's training loop, `megatron.training.pretrain`.
 
 You can copy and extend this example. The script needs megatron-core 0.17 or newer, or a Megatron-LM
-checkout on PYTHONPATH. The script imports nothing from moe_plugin. The flag `--spec` selects the
+checkout on PYTHONPATH. The script does not import anything from moe_plugin. `--spec` selects the
 layers, and defaults to this package's layers. The launcher adds all other flags of this package.
 
     torchrun --nproc_per_node 8 -m moe_plugin.hosts.megatron.launch pretrain_gpt_moe \

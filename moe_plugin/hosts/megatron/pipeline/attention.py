@@ -1,5 +1,4 @@
-"""Causal attention for a slice of a sequence. The slice attends to itself and to all previous
-slices.
+"""Causal attention of a slice of a sequence to itself and to all previous slices.
 
 The keys and values of a micro-batch are stored only once. Each slice appends its own keys and
 values. The backward pass processes the slices in reverse order. Each slice adds gradients for the
@@ -85,8 +84,8 @@ class Sequences:
     Attributes:
         length: length S of each sequence, in tokens.
         device: device of the model's layers.
-        mask: bool tensor [1 or B, 1, S, S] that is True for masked positions. If None, attention is
-            causal.
+        mask: bool tensor [1 or B, 1, S, S], True for masked positions. Defaults to causal
+            attention.
         kept: dict that maps each layer number to the keys and values of the layer.
     """
 
@@ -132,8 +131,7 @@ class SliceAttention(DotProductAttention):
     parameters.
 
     Attributes:
-        part: the slice to process, or None to process whole sequences. The schedule sets this
-            attribute.
+        part: the slice to process (set by the schedule), or None to process whole sequences.
     """
 
     part: SlicePart | None = None
@@ -168,8 +166,7 @@ class SliceAttention(DotProductAttention):
 class _Attend(torch.autograd.Function):
     """Autograd function that computes the attention of one slice.
 
-    The forward pass builds a separate autograd graph between detached copies of the inputs and the
-    output.
+    The forward pass builds an autograd graph between detached copies of the inputs and the output.
     """
 
     @staticmethod

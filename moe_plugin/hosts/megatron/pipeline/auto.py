@@ -3,11 +3,11 @@ all schedules that fit in memory.
 
 The first step is a warm-up, which runs Megatron's 1F1B schedule. The following steps also run their
 passes in 1F1B order. These steps measure the passes, the transfers, and the memory that backward
-passes need. The measurements continue until those of two steps agree. If `pipeline.slices` is set,
-nine more steps measure the times of slices. After the measurements, all ranks select the same
+passes need. Measuring continues until the measurements of two steps agree. If `pipeline.slices` is
+set, nine more steps measure the times of slices. After the measurements, all ranks select the same
 schedule. All schedules compute the same losses and gradients. With slices, losses and gradients are
 equal up to rounding errors. From time to time, one step is measured again. If this step is much
-faster than the earlier steps, the machine was busy during the earlier measurements. All
+faster than the earlier steps, the machine must have been busy during the earlier measurements. All
 measurements are then repeated.
 """
 
@@ -108,8 +108,7 @@ class MeasuredStep(Step):
 
 
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes of all tensor storages that autograd saves, except the storages of
-    parameters.
+    """Counts the bytes of all tensor storages that autograd saves, except those of parameters.
 
     A storage that is saved several times is counted once.
     """
@@ -133,8 +132,8 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 def agreed(step: MeasuredStep, group: Any, limit: int | None) -> StageProfile:
     """Combine the measurements of all ranks. The returned profile is identical on all ranks. For
-    each stage, the profile contains the times of the slowest rank and the largest sizes of any
-    rank.
+    each stage, the profile contains the times of the slowest rank and the largest number of
+    activation bytes on any rank.
 
     This is a collective operation, so all ranks must call this function.
 

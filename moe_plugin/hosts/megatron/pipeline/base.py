@@ -122,6 +122,6 @@ def refuse(schedule: str, name: str, value: Any, bound: str, remedy: str) -> Non
 
 
 def values_of_schedule(schedule: str, config: Any) -> Values:
-    """Return the values that determine whether a schedule supports a `TransformerConfig`."""
+    """Return the settings that determine whether a schedule supports a `TransformerConfig`."""
     return Values({"pipeline.schedule": schedule, "cuda_graph_impl": cuda_graphs(config)},
                   functools.partial(setting, config))

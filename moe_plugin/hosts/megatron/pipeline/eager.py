@@ -136,9 +136,7 @@ class _Linear(torch.autograd.Function):
 
 
 def check_split(model: Any, config: Any) -> None:
-    """Raise a `ValueError` if the backward pass cannot be split because of a weight of the model or
-    one of Megatron's settings.
-    """
+    """Raise a `ValueError` if a weight or a setting of Megatron prevents a split backward pass."""
     split = f"{EagerSchedule.name}, pipeline.delay_weights=True"
     DELAYED_WEIGHTS.refuse(vars(config))
     for module in nn.ModuleList(model if isinstance(model, list) else [model]).modules():

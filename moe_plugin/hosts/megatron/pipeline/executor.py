@@ -101,7 +101,7 @@ class Links:
         received: list of the shapes of the activations that arrive from the previous stage, in
             order of arrival.
         sent: list of the shapes of the gradients that arrive from the next stage, in order of
-            arrival. The activations that this stage sends have the same shapes.
+            arrival. The activations that this stage sends have the same shapes as these gradients.
         dtype: dtype of the transferred tensors.
         device: device of the transferred tensors.
     """
@@ -144,8 +144,7 @@ class Step:
 
     Args:
         passes: keyword arguments that Megatron passes to its forward-backward functions. `model`
-            and `data_iterator` must each be a single object, or a list that contains a single
-            object.
+            and `data_iterator` must be a single object, or a list with one object.
         config: Megatron's `TransformerConfig`.
         group: process group of the pipeline stages.
         gradients: process group for transferring gradients. See `PipelineSchedule`.
@@ -206,9 +205,7 @@ class Step:
 
     @contextlib.contextmanager
     def reducing(self, last: bool) -> Iterator[None]:
-        """Run a backward pass inside this context. Gradient reduction is enabled only for the last
-        backward pass.
-        """
+        """Run a backward pass in this context, which reduces gradients only in the last pass."""
         sync = self.config.grad_sync_func
         # with a grad_sync_func, stages other than the first reduce after their last pass
         at_once = sync is None or self.stage == 0
@@ -278,8 +275,7 @@ def transfer_s(step: Step, shape: Shape) -> float:
     fastest round trip, in seconds.
 
     This is a collective operation, so all pipeline stages must call this function. Even and odd
-    pairs of stages are measured one after another, so that no stage takes part in two measurements
-    at once.
+    pairs of stages are measured separately, so that no stage takes part in two measurements.
     """
     group, worst = step.links.group, 0.0
     tensor = torch.zeros(shape, dtype=step.config.pipeline_dtype, device=step.device)

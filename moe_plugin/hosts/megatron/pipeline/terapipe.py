@@ -1,6 +1,4 @@
-"""TeraPipe (arXiv 2102.07988). TeraPipe splits sequences into slices, and pipelines the slices
-through the stages.
-"""
+"""TeraPipe (arXiv 2102.07988). TeraPipe splits sequences into slices and pipelines the slices."""
 
 from __future__ import annotations
 
@@ -47,8 +45,8 @@ class SliceTrials:
     Attributes:
         profile: the measured times, or None if the trials are not complete.
         chosen: the fastest slices, or None if the trials are not complete.
-        samples: list of [length, context, seconds], one for each kind of forward pass. The seconds
-            are those of the slowest rank.
+        samples: list of measurements [length, context, seconds], one for each kind of forward pass.
+            `seconds` is the time of the slowest rank.
     """
 
     def __init__(self, length: int, multiple: int) -> None:

@@ -1,6 +1,4 @@
-"""The function `add_lora`, which adds low-rank adapters to the experts of a model and freezes all
-other parameters.
-"""
+"""`add_lora` adds low-rank adapters to the experts of a model and freezes other parameters."""
 
 from __future__ import annotations
 
@@ -67,8 +65,8 @@ def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
             for name, layer in layers.items()}
     if not any(layer_ranks.ranks for layer_ranks in made.values()):
         raise ValueError(f"experts={short(experts)} with rank_pattern={short(rank_pattern)} leaves "
-                         "no expert with an adapter. Pass global indices from 0, and patterns that "
-                         "match NAME.experts.INDEX.TARGET")
+                         "no expert with an adapter. Pass 0-based global indices, and patterns "
+                         "that match NAME.experts.INDEX.TARGET")
     for parameter in model.parameters() if freeze else ():
         _freeze(parameter)
     for name, layer in layers.items():
@@ -143,9 +141,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
 
 def _ranks(name: str, layer: MoELayer, rank: int, targets: Collection[str],
            experts: Collection[int] | None, pattern: Mapping[str, int]) -> dict[str, list[int]]:
-    """Return a dict that maps each target to a list with the adapter rank of each expert. Targets
-    without adapters are left out.
-    """
+    """Return a dict from each target with adapters to a list of the experts' adapter ranks."""
     built, count = layer.experts, layer.config.num_experts
     assert isinstance(built, FFNExperts)
     if built.adapters is not None:

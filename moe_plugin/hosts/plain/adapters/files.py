@@ -1,5 +1,4 @@
-"""Write expert adapters to `peft` files, for `transformers` models that use the layers of this
-package.
+"""Write expert adapters to `peft` files, for `transformers` models with this package's layers.
 
 `peft` treats a stack of expert weights as a parameter that has adapters (`target_parameters`). For
 each stack of weights, a file contains two tensors. In `lora_A` [r * E, in], the rows of one expert
@@ -101,8 +100,7 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     zeros, and differences in the scaling factor are multiplied into `b`.
 
     Args:
-        model: model with blocks inserted by `swap_moe_blocks`, or a `peft` model that wraps such a
-            model.
+        model: model with blocks inserted by `swap_moe_blocks`, or a `peft` model around it.
         folder: path of the folder in which the file is written.
     Raises:
         ValueError: If the model has no adapters, if an adapter belongs to a layer outside the

@@ -35,7 +35,5 @@ def has_its_own_gate(module: Any) -> bool:
 
 
 def apply_gate(module: Any, inner_RF: Tensor) -> Tensor:
-    """Apply the gate between the two matrix products of gated experts. The input has shape [R, 2F],
-    and the output has shape [R, F].
-    """
+    """Apply the gate between the two matrix products of gated experts, [R, 2F] to [R, F]."""
     return module._apply_gate(inner_RF)
