@@ -32,12 +32,12 @@ FindNetwork = Callable[[], tuple[Network, str]]
 
 class Collectives:
     """The backend's own collectives, which gather a layer's data from all ranks or sum it over
-    ranks. Subclasses use other algorithms.
+    ranks. Subclasses implement other algorithms.
 
     The data consists of expert parameters and their gradients, partial outputs of ranks that share
     the same tokens, and gradients of replicas. The plans and measurements of an algorithm are
-    stored in the group's state. Numbers on which the ranks must agree (counts, capacities, losses)
-    are small, so they are always sent with the group's own collectives.
+    stored in the group's state. Small values on which the ranks must agree (counts, capacities,
+    losses) are always sent with the group's own collectives.
     """
 
     name = "native"
@@ -69,7 +69,7 @@ class Collectives:
         return comm.all_reduce(x)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
-        """Start the sum of `x` over ranks. `x` may be overwritten; see `Comm.start_all_reduce`."""
+        """Start summing `x` over ranks. `x` may be overwritten; see `Comm.start_all_reduce`."""
         _count_all_reduce(comm, x)
         return comm.start_all_reduce(x)
 
@@ -89,7 +89,9 @@ class Collectives:
         return None
 
     def active(self, comm: Comm) -> str:
-        """Return the name under which statistics report the collectives used in a group."""
+        """Returns None if the collective times in the cluster file can be used unchanged for this
+        backend.
+        """
         return self.name
 
     def describe(self, comm: Comm) -> str:
@@ -115,8 +117,7 @@ class Comm(RankGroup):
             messages and posts all receives before any send.
         threaded: True if exchanges may run in another thread, on views created by `with_tag`.
         key: key with which torch operations find the group (see `comm.graph_ops`), or None.
-        tag: number that distinguishes the messages of exchanges that run at the same time; see
-            `with_tag`.
+        tag: number that distinguishes the messages of concurrent exchanges; see `with_tag`.
         collectives: object that gathers and sums data over ranks; see `with_collectives`.
     """
 
@@ -160,7 +161,7 @@ class Comm(RankGroup):
         """
 
     def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start the sum of `x` over ranks, and return a function that waits for the sum and returns
+        """Start summing `x` over ranks, and return a function that waits for the sum and returns
         it.
 
         All ranks must start their collectives in the same order. `x` must have the same shape on
@@ -215,7 +216,7 @@ class Comm(RankGroup):
         ranks and None on all other ranks.
 
         The method is collective: all ranks must call it in the same order. The subgroup's topology
-        is the restriction of this group's topology to the subgroup's ranks.
+        is this group's topology, restricted to the subgroup's ranks.
         """
 
     @contextmanager
@@ -279,12 +280,11 @@ class Comm(RankGroup):
 
     @property
     def hosts(self) -> Comm:
-        """A group of the same ranks that exchanges numbers in host memory. Collectives in this
+        """A group of the same ranks for collectives on tensors in host memory. Collectives in this
         group do not make the host wait for the device.
 
-        If this group accepts CPU tensors, the property is this group itself. If the group does not
-        accept CPU tensors, the property is a separate group, which a collective call creates on
-        first use.
+        If this group accepts CPU tensors, `hosts` is the group itself. Otherwise, `hosts` is a
+        separate group, which a collective call creates on first use.
         """
         return self
 
@@ -302,7 +302,7 @@ class Comm(RankGroup):
         return view
 
     def with_collectives(self, collectives: Collectives) -> Comm:
-        """Return a view of this group that gathers and sums its data with `collectives`."""
+        """Return a view of this group that uses `collectives` to gather and sum data."""
         if collectives is self.collectives:
             return self
         view = copy.copy(self)
@@ -315,8 +315,8 @@ class Comm(RankGroup):
         """Return the element-wise maximum over ranks of a list of numbers in host memory. All ranks
         receive the same maxima.
 
-        The maximum is computed in log2(size) rounds of point-to-point messages within the group
-        `hosts`.
+        The maximum is computed in log2(size) rounds of point-to-point messages within the `hosts`
+        group.
         """
         maxima = torch.tensor(list(values), dtype=torch.float64)
         step = 1

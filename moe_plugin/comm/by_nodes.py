@@ -1,11 +1,11 @@
 """All-gather and reduce-scatter in two steps, one between nodes and one within each node.
 
-In a ring over N nodes with P ranks each, (N P - 1) pieces are sent over the link of every node.
-With two steps, only (N - 1) P pieces are sent over the link of every node. Each rank first
-exchanges data with the ranks that have the same local rank on other nodes, and then with the other
-ranks of its own node. A row is not sent to a node if no rank of the node needs the row (see
-`Wanted`). Two steps are faster than a ring if links between nodes are slower than links within a
-node.
+A ring all-gather over N nodes with P ranks each sends N P - 1 pieces over each node's link, where a
+piece is the tensor of one rank. With two steps, only (N - 1) P pieces are sent over each node's
+link. Each rank first exchanges data with the ranks that have the same local rank on other nodes,
+and then with the other ranks of its own node. A row is not sent to a node if no rank of the node
+needs the row (see `Wanted`). Two steps are faster than a ring if links between nodes are slower
+than links within a node.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tens
     Args:
         comm: the group.
         x: tensor [n, ...], which must have the same shape on all ranks.
-        wanted: optional. The rows that each node receives. The rows must be the same on all ranks.
-            Rows that a node does not receive are zero in the returned tensor. By default, every
-            node receives all rows.
+        wanted: optional. The rows that each node receives. The selection must be equal on all
+            ranks. Rows that a node does not receive are zero in the returned tensor. By default,
+            every node receives all rows.
     """
     rows = _Rows(comm, x.shape[0], wanted)
     column, this_node = rows.column(comm.rank), rows.here
@@ -148,9 +148,8 @@ def wanted_rows(comm: Comm, on_node_AN: Tensor) -> Wanted | None:
         comm: the group.
         on_node_AN: bool [size * n, nodes], with rows in rank order. Element [a, n] is True if node
             n needs row a. The mask must be the same on all ranks.
-    Returns:
-        The rows that each node needs. If the group does not use the two steps, the function returns
-        None, and all rows are sent to all ranks.
+    Returns: The rows that each node needs, or None if the group does not use the two steps. In that
+        case, all rows are sent to all ranks.
     """
     if not comm.by_nodes:
         return None

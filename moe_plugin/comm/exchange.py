@@ -1,8 +1,8 @@
-"""All-to-all algorithms: the base class `Exchange`, and the registry that contains the requirements
-and the cost of each algorithm.
+"""The base class `Exchange` of all-to-all algorithms, and a registry with the requirements and the
+cost of each algorithm.
 
-To add an algorithm, write one file that registers the algorithm. `auto`, the planner and the log
-then use the new algorithm automatically.
+To add an algorithm, write a file that registers it. `auto`, the planner and the log then use the
+new algorithm automatically.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Exchange(ABC):
         """The exchange in the opposite direction, which sends back the experts' outputs and the
         gradients of the rows that this exchange sent.
 
-        `exchange.back.back` is the exchange itself. By default, an exchange is its own opposite.
+        `exchange.back.back` is the exchange itself. By default, both directions use the same
+        exchange.
         """
         return self
 
@@ -130,7 +131,7 @@ def _everywhere(comm: Comm) -> bool:
 
 def several_nodes(comm: Comm) -> str | None:
     """Return the reason why a hierarchical algorithm cannot be faster than a flat algorithm in a
-    group, or None. Pass this function as the argument `lacks` of `register`.
+    group, or None. Pass this function as the `lacks` argument of `register`.
     """
     return comm.topology.why_flat()
 
@@ -159,9 +160,9 @@ class ExchangeRegistry(Registry[Exchange]):
             lacks: see `Exchange`.
             tried: see `Exchange`.
             cost: optional. Cost model that the planner uses to predict the time of the algorithm.
-                By default, the planner has no prediction and the algorithm is only timed, unless a
-                separate file in `planner.all_to_all_cost` defines a cost model. Programs that do
-                not import torch can read a file in `planner.all_to_all_cost`.
+                By default, the cost model is read from a file in `planner.all_to_all_cost`. If no
+                file defines one, the algorithm's time is only measured and never predicted.
+                Programs that do not import torch can also read such a file.
             options: see `Registry.register`.
         Raises:
             ValueError: If the name is already registered.

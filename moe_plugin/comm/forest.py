@@ -46,7 +46,7 @@ class Forest(Collectives):
     network (ForestColl).
 
     Attributes:
-        network: network in which node number i is rank i of the group.
+        network: network whose node i is rank i of the group.
         source: description of where the network's data comes from.
     """
 

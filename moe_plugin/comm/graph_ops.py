@@ -29,8 +29,8 @@ from moe_plugin.comm.group import key_of, owner_of
 
 
 class Route:
-    """A pair of a group and the exchange that sends rows within the group. A single key identifies
-    both the group and the exchange. A copy of a `Route` has a different key.
+    """A group and the exchange that sends rows within the group. A single key identifies both the
+    group and the exchange. A copy of a `Route` has a different key.
     """
 
     def __init__(self, comm: Comm, algorithm: Exchange, back: Route | None = None) -> None:

@@ -117,9 +117,9 @@ class RankGroup(ABC):
         Measurements made under a different topology are discarded.
 
         Args:
-            topology: optional. New topology of the group, which describes which ranks run on the
-                same node. By default, the current topology is kept. If the group has no topology
-                yet, the topology is detected.
+            topology: optional. New topology of the group, that is, which ranks share a node. By
+                default, the current topology is kept. If the group has no topology yet, the
+                topology is detected.
         Returns:
             The group's topology.
         Raises:

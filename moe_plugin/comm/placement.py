@@ -109,7 +109,7 @@ class Placement:
         algorithm: all-to-all algorithm that sends the rows.
         copies: number of ranks to which each token is sent, r. S must be divisible by r. Defaults
             to S. If r < S, every S/r consecutive ranks form a group and gather each other's
-            parameters. After gathering, each rank has the parameters of 1/r of the expert, and the
+            parameters. After gathering, each rank has 1/r of each expert's parameters, and the
             ranks of the group divide the tokens among themselves.
         replicas: group of ranks that have the same tokens as this rank, for dispatchers that use
             such a group.
@@ -152,9 +152,7 @@ class Placement:
         return self.comm.rank % self.shards
 
     def owner_of(self, expert: int, shard: int) -> tuple[int, int]:
-        """Return the rank that stores a shard, and the index of the shard among the shards on that
-        rank.
-        """
+        """Return the rank that stores a shard, and the index of the shard on that rank."""
         run, slot = divmod(expert, self.local)
         return run * self.shards + shard, slot
 

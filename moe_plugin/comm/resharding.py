@@ -72,7 +72,7 @@ class Resharding:
 
 
 class TensorMove(ABC):
-    """One tensor's move that is in progress; see `Resharding`."""
+    """A move of one tensor that is in progress; see `Resharding`."""
 
     def __init__(self, plan: Resharding, x: Tensor | None, dtype: torch.dtype) -> None:
         self.plan, self.x = plan, x

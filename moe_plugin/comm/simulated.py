@@ -98,7 +98,7 @@ class SimulatedComm(Comm):
         """Exchange pieces; see `Comm.all_to_all`.
 
         Raises:
-            CommError: If the peers sent other numbers of rows than `recv` specifies.
+            CommError: If the numbers of received rows differ from `recv`.
         """
         send = piece_lengths(x.shape[0], self.size, send, "all_to_all send")
         recv = piece_lengths(x.shape[0], self.size, recv, "all_to_all receive")
@@ -225,8 +225,8 @@ def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: f
     `fn` in rank order.
 
     If a rank fails, the function stops all other ranks and raises the first error. All threads
-    share torch's global random generator, so ranks that must draw the same numbers need their own
-    generators.
+    share torch's global random generator, so ranks that must draw the same random numbers need
+    their own generators.
 
     Args:
         size: number of ranks, which is also the number of threads.

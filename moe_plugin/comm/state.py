@@ -67,8 +67,8 @@ class TrafficMeter:
     """A meter that measures the traffic from this rank to other ranks of a group since the meter
     was created.
 
-    Under `torch.compile` no traffic is counted, because a compiled graph cannot contain numbers
-    that change with every call.
+    Under `torch.compile` no traffic is counted, because a compiled graph cannot contain values that
+    change with every call.
 
     Args:
         counters: traffic counters of the group to measure.
@@ -129,9 +129,9 @@ class GroupState:
             calls have returned.
         last_tag: tag of the exchange that was most recently started in the background. All ranks
             must request tags in the same order.
-        abandoned: objects of messages for which no rank waits after an error. The backend may still
-            use the objects of abandoned messages. Each element is a pair of the time until which
-            the objects are kept alive, and the objects.
+        abandoned: tensors and work objects of messages that no code waits for after an error. The
+            backend may still use these objects. Each element is a pair: the time until which the
+            objects are kept alive, and the objects.
         hosts: see `Comm.hosts`. `hosts` is None before its first use, or if the group itself
             accepts CPU tensors.
         subgroups: mapping from the ranks of a subgroup to the subgroup, for subgroups that contain

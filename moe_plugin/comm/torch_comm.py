@@ -262,7 +262,7 @@ class TorchComm(Comm):
 
     @contextmanager
     def _watched(self, sends: Messages, recvs: Messages) -> Iterator[None]:
-        """Tell the watchdog, if there is one, that this rank waits for these messages."""
+        """Notify the watchdog, if there is one, that this rank is waiting for these messages."""
         watchdog = self.state.watchdog
         if watchdog is not None:
             watchdog.begin(f"send_receive with {len(sends)} sends, {len(recvs)} receives")
@@ -327,8 +327,8 @@ class TorchComm(Comm):
             self._bounded(dist.barrier)
 
     def _bounded(self, collective: Callable[..., Any], *args: Any) -> None:
-        """Run a collective of torch, on gloo for at most `timeout_s` seconds. On NCCL, the host
-        does not wait, so only the process group's own timeout and the watchdog apply.
+        """Run a torch collective, for at most `timeout_s` seconds on gloo. On NCCL, the host does
+        not wait, so only the process group's own timeout and the watchdog apply.
         """
         if not self.receive_first:
             collective(*args, group=self.group)
@@ -349,7 +349,7 @@ class TorchComm(Comm):
         return wait
 
     def _wait_for(self, work: Any, *args: Any) -> None:
-        """Wait for a collective of torch, on gloo for at most `timeout_s` seconds."""
+        """Wait for a torch collective, for at most `timeout_s` seconds on gloo."""
         if not self.receive_first:
             work.wait()
             self._passes(*args)
@@ -376,7 +376,7 @@ def _as_supported(x: Tensor) -> Tensor:
 
 
 def _widening(x: Tensor) -> int:
-    """Return the length of `_as_supported(x)` along dimension 0 per row of `x`."""
+    """Return how many rows `_as_supported(x)` has per row of `x`."""
     return math.prod(x.shape[1:]) * x.element_size() if x.dtype in _WIDE else 1
 
 

@@ -2,11 +2,11 @@
 messages within a group.
 
 The data of all ranks is treated as a single vector of elements. Each root's shard is split among
-the trees of this root in proportion to their weights. The part of each tree is then split into C
-chunks. In round c + LAG (d - 1), chunk c is sent over the edges from depth d - 1 to depth d. The
-chunks follow one another, so all trees are busy at the same time. All data that one rank sends to
-another rank in the same round is sent in a single message. In a reduce-scatter, data flows towards
-the roots. The messages are the same as in an all-gather, in the opposite order.
+the trees of this root in proportion to their weights. Each tree's part is then split into C chunks.
+In round c + LAG (d - 1), chunk c is sent over the edges from depth d - 1 to depth d. The chunks are
+pipelined through the trees. All data that one rank sends to another rank in the same round is sent
+in a single message. In a reduce-scatter, data flows towards the roots. The messages are the same as
+in an all-gather, in the opposite order.
 
 A rank forwards data that arrived LAG rounds earlier, so its links stay busy while the messages of a
 round are in transit. Let T be the time to send all bytes and alpha the fixed time of a round, both

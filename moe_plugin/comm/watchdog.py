@@ -10,8 +10,8 @@ which a group was created. A group that was created by other code may have a tim
 and a thread checks whether the oldest event has completed. The host does not wait for the recorded
 events.
 
-While a graph is captured in the mode `global`, which is torch's default, CUDA forbids the thread's
-checks. Therefore capture graphs with `torch.cuda.graph(..., capture_error_mode="thread_local")`.
+CUDA forbids the thread's checks while a graph is captured in the mode `global`, which is torch's
+default. Therefore capture graphs with `torch.cuda.graph(..., capture_error_mode="thread_local")`.
 Torch's own watchdog thread requires the same mode. In any other mode, the thread stops watching and
 logs a warning.
 """
@@ -62,13 +62,13 @@ def ends_all_ranks(kind: type[BaseException]) -> Iterator[None]:
 
 @contextmanager
 def says_why() -> Iterator[None]:
-    """If an error occurs on this rank only, stop all ranks and show them this rank's error message.
-    Use `says_why` around a whole run.
+    """If an error occurs on this rank only, stop all ranks and report this rank's error message on
+    each of them. Wrap a whole run in this context manager.
 
-    Without this context manager, the other ranks would fail with a broken connection. If all ranks
-    fail independently, for example because of invalid settings, each rank raises its own error. If
-    the limit on open files was reached, the context manager raises a `ValueError` that states the
-    limit and the remedy.
+    Without it, the other ranks would fail with a broken connection. If all ranks fail
+    independently, for example because of invalid settings, each rank raises its own error. If the
+    limit on open files was reached, the context manager raises a `ValueError` that states the limit
+    and the remedy.
     """
     try:
         yield
@@ -118,7 +118,7 @@ def reason() -> str:
 
 
 def is_of_another_rank(error: BaseException) -> bool:
-    """Return whether the error message names an error on another rank as the cause."""
+    """Return whether the error message says that the cause is an error on another rank."""
     return _GAVE_UP in str(error)
 
 
@@ -245,7 +245,7 @@ class TimeoutWatch:
     """A thread that aborts a group if one of its collectives takes too long.
 
     Args:
-        group: process group to watch. This object holds no strong reference to the group.
+        group: process group to watch. This object holds only a weak reference to the group.
         timeout_s: maximum duration of a collective in seconds, including work that was queued
             before it.
         who: description of the rank and the group, for use in messages.
@@ -295,7 +295,7 @@ class TimeoutWatch:
                 return
 
     def _late(self) -> list[str]:
-        """List the oldest collective, if it is late, and the collectives queued after it."""
+        """If the oldest collective is late, list it and the collectives queued after it."""
         while self._pending and self._pending[0][2].query():
             self._pending.popleft()
         if not self._pending or time.monotonic() - self._pending[0][0] < self.timeout_s:
@@ -322,7 +322,7 @@ class Watchdog:
         rank: this rank's index in the group.
         size: number of ranks in the group.
         name: name of the group, for use in the store's keys.
-        interval_s: time between two heartbeats, in seconds.
+        interval_s: interval between heartbeats, in seconds.
     Raises:
         ValueError: If `interval_s` is not positive.
     """

@@ -32,7 +32,8 @@ PlanT = TypeVar("PlanT", bound=DispatchPlan)  # the plans of a dispatcher
 
 @dataclass(frozen=True)
 class Overlap:
-    """The numbers of pieces into which rows are split, so that exchanges overlap with matmuls.
+    """The number of pieces into which rows are split in each direction, so that exchanges overlap
+    with matmuls.
 
     Attributes:
         forward: number of pieces in the forward pass, `parallel.d`.
@@ -101,8 +102,8 @@ class DispatchContext:
 
     Attributes:
         placement: the ranks that store each expert, and the all-to-all algorithm.
-        overlap: number of pieces in each direction. More than one piece requires
-            `traits.supports_pieces`.
+        overlap: number of pieces in the forward pass and in the backward pass. More than one piece
+            requires `traits.supports_pieces`.
         limit: limit on the number of rows of the layer. All calls of the layer use the same limit
             object. None unless `traits.bounded`.
         spill_planner: object that decides which rank computes which rows. All ranks make the same
@@ -148,7 +149,7 @@ class Dispatcher(ABC, Generic[PlanT]):
         """
 
     def start_sizes(self, routing: Routing, tokens: bool = False) -> Any:
-        """Start to exchange the sizes of a call before `plan` is called.
+        """Start exchanging the sizes of a call before `plan` is called.
 
         Starting early saves time if the router's choices are known early and no choice will be
         dropped. All ranks must start their exchanges in the same order.

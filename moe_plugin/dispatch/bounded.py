@@ -1,4 +1,4 @@
-"""The dispatcher `bounded`, which sends only real rows, in buffers of a fixed length.
+"""The `bounded` dispatcher, which sends only real rows, in buffers of a fixed length.
 
 Every rank sends a buffer of P rows (`RowsLimit.slots`) to every rank. A buffer contains the real
 rows first, followed by rows of zeros. Each buffer is accompanied by the number of rows for each
@@ -95,9 +95,9 @@ def says_load(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """Return a bool scalar on the device that is True if the routing represents the actual load of
     the experts.
 
-    If an earlier layer had more rows than its limit allows, all values are NaN. The routing of NaN
-    tokens must not change the limit. One finite weight is sufficient for the routing to count,
-    because tokens would otherwise be lost without an error.
+    If an earlier layer had more rows than its limit allows, all values are NaN. Routing based on
+    NaN tokens must not change the limit. The function returns True if at least one weight is
+    finite, because ignoring such a call could lose tokens without an error.
     """
     return (weights_TK.isfinite() & (ids_TK >= 0)).any()
 

@@ -12,7 +12,7 @@ each rank forwards the pairs that it received from other ranks. Rows that are wi
 therefore fit both exchanges, and the ranks need no further agreement.
 
 In tensor names, S is the number of source ranks in an exchange. See `dispatch.bundles` for the
-other letters.
+meaning of the other letters.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SlotHop:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The slots in which an exchange sends the choices of tokens.
+    """The slots that an exchange assigns to the choices of the tokens.
 
     Attributes:
         hop: the exchange.
@@ -120,7 +120,7 @@ class Loaded:
         return slot_sources(position_TK, targets * self.hop.rows), position_TK
 
     def pairs(self, shard_TK: Tensor, shards: int) -> Pairs:
-        """Encode the pairs and put them in their slots.
+        """Encode the (expert, weight) pairs and write them to their slots.
 
         Args:
             shard_TK: int64 [T, K], the expert shard of each choice.
@@ -325,7 +325,7 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
         Args:
             rank_TK: int64 [T, K], the rank of each choice's expert, or -1 for choices without an
                 expert.
-            loaded: slots of the choices.
+            loaded: slots assigned to the choices.
             slots: maximum number of pairs from one rank to another, P.
             counts: bool scalar that is True if the routing represents the actual load
                 (`says_load`).

@@ -5,11 +5,11 @@ A token is sent as one row to each target rank that has at least one of the toke
 addition to the row, one pair is sent for each of the token's experts on the target rank. A pair
 contains the expert shard, the gate weight, and a flag that marks the first pair of a row. Rows and
 pairs are ordered by target and then by token. The pairs of a token are ordered by choice. A pair
-occupies 6 to 12 bytes (`code_dtype`). Row indices are not sent. A pair without the flag belongs to
-the same row as the previous pair.
+takes up 6 to 12 bytes, depending on the dtypes of its code (`code_dtype`) and its weight. Row
+indices are not sent. A pair without the flag belongs to the same row as the previous pair.
 
-Letters in tensor names stand for these numbers: T tokens (or received rows to forward), K choices,
-N rows, P sent pairs, Q received pairs, R received rows, and W ranks.
+Letters in tensor names denote sizes: T tokens (or received rows to forward), K choices, N rows, P
+sent pairs, Q received pairs, R received rows, and W ranks.
 """
 
 from __future__ import annotations

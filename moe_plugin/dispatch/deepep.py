@@ -1,11 +1,11 @@
 """The dispatchers `deepep` and `deepep_v2`, which use DeepEP (deepseek-ai).
 
-Both dispatchers require the package `deep_ep`, which uses NVLink within a node and RDMA between
+Both dispatchers require the `deep_ep` package, which uses NVLink within a node and RDMA between
 nodes. Neither dispatcher has been tested on a GPU. `dispatch.token_exchange` contains the code
-shared by all dispatchers that use a package to send tokens.
+shared by all dispatchers that send tokens with an external package.
 
-`deepep` uses the class `Buffer` of versions 1.x (1.2.1: `get_dispatch_layout`, `dispatch`,
-`combine`). Versions 2.x of DeepEP also contain `Buffer`. `deepep_v2` uses the class `ElasticBuffer`
+`deepep` uses the `Buffer` class of versions 1.x (1.2.1: `get_dispatch_layout`, `dispatch`,
+`combine`). Versions 2.x of DeepEP also contain `Buffer`. `deepep_v2` uses the `ElasticBuffer` class
 of version 2.1.0 (`dispatch` without `do_expand`, and `combine`). All ranks must pass the same
 `num_max_tokens_per_rank` to the operations of `ElasticBuffer`.
 """
@@ -48,7 +48,7 @@ def v2_why_not() -> str | None:
 
 
 class _Buffered(TokenExchange):
-    """Base class that contains the code shared by both exchanges.
+    """Code shared by both exchanges.
 
     Attributes:
         buffer: the buffer object of the package.

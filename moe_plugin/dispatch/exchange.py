@@ -2,11 +2,11 @@
 pieces.
 
 With several pieces, the exchange of one piece overlaps with the computation of another piece in
-both the forward and the backward pass (Tutel's adaptive pipelining). The forward pass starts to
-send all pieces at once. Each piece is computed as soon as it has arrived, and its outputs are sent
-back immediately. The last step of the forward pass waits for the outputs of all pieces. The
-backward pass runs the exchanges of the forward pass in reverse, and may combine pieces into other
-groups. Rows are divided into `lcm(d, d_backward)` pieces, and each exchange sends one group of
+both the forward and the backward pass (Tutel's adaptive pipelining). The forward pass starts
+sending all pieces immediately. Each piece is computed as soon as it has arrived, and its outputs
+are sent back immediately. The last step of the forward pass waits for the outputs of all pieces.
+The backward pass runs the exchanges of the forward pass in reverse, and may group the pieces
+differently. Rows are divided into `lcm(d, d_backward)` pieces, and each exchange sends one group of
 pieces. Pieces that stay on their rank are not part of any group.
 
 Rows are stored in the exchange object instead of being passed through autograd. One autograd node
@@ -47,7 +47,7 @@ class PipelinedExchange:
         placement: the ranks that store each expert, and the all-to-all algorithm.
         pieces: pieces with their numbers of rows to send to and receive from each rank.
         even: True if every rank sends the same number of rows to every rank (`ExchangePlan.even`).
-        overlap: numbers of groups of pieces in the forward and the backward pass.
+        overlap: number of groups of pieces in the forward pass and in the backward pass.
         reverse: True if the exchange returns outputs to the ranks of their tokens.
     """
 
@@ -101,8 +101,7 @@ class _Direction:
         pieces: row counts of the pieces.
         groups: number of groups into which the pieces are combined.
         even: True if every rank sends the same number of rows to every rank.
-        last_first: True if pieces are passed to `put` in reverse order, beginning with the last
-            piece.
+        last_first: True if pieces are passed to `put` in reverse order.
     """
 
     def __init__(self, comm: Comm, algorithm: Exchange, pieces: Sequence[_Sizes], groups: int,
@@ -206,8 +205,8 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """Autograd function that receives the rows of the piece to which a scalar token belongs. The
-    backward pass sends the gradients of the rows.
+    """Autograd function that receives the rows of a piece, given its scalar token. The backward
+    pass sends the gradients of the rows.
     """
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""`LayerLayout`, which determines how tokens and expert parameters meet on the same rank.
+"""`LayerLayout`, which determines whether a layer sends tokens to the experts, gathers the experts'
+parameters, or does both.
 
 With r = 0, the parameters of all experts are gathered, and tokens stay on their ranks. With r >= 1,
 each token is sent to r ranks for each of its experts. See `comm.placement.Placement` and

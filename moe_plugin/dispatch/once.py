@@ -13,16 +13,16 @@ With `dispatch.send: nodes`, a token is sent as one row to each node. The row is
 rank that has the same local rank as the sender (modulo m on a smaller node with m ranks). As in
 2DH, all network cards are therefore used. The receiving rank forwards the row to the ranks of its
 node, sums their outputs, and returns the sum as one row. Between nodes, rows are sent with the
-algorithm `comm.all_to_all` (`leader` uses one network card per node) and in the format `comm.wire`.
-Within a node, rows are sent in their original dtype.
+algorithm set by `comm.all_to_all` (`leader` uses one network card per node) and in the format set
+by `comm.wire`. Within a node, rows are sent in their original dtype.
 
 The backward pass runs the exchanges of the forward pass in reverse. The gradient of a token's
 output is sent only once, and the gradients of the token's input are summed before they are
-returned. The ranks of the experts compute the gradients of the gate weights and return k numbers
-per token. `plan` determines all sizes with an exchange that takes the same path as the rows
-(`Agreed`). The host reads from the device once per call, and does not read in the backward pass.
-All choices of a row must be in the same piece. Rows can therefore be split into pieces along the
-axes `rows` and `peers`, but not along `experts`.
+returned. The ranks of the experts compute the gradients of the gate weights and return them as k
+values per token. `plan` determines all row and pair counts with an exchange that takes the same
+path as the rows (`Agreed`). The host waits for the device once in the forward pass, and never in
+the backward pass. All pairs that share a row must be in the same piece. Rows can therefore be split
+into pieces along the `rows` and `peers` axes, but not along the `experts` axis.
 
 Sources: DeepEP (deepseek-ai), which implements this method in GPU kernels; HierMoE (arXiv
 2508.09591).
@@ -60,7 +60,7 @@ from moe_plugin.utils.machine import to_device
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of rows and pairs in one exchange.
+    """The row and pair counts of one exchange.
 
     Attributes:
         send: number of rows sent to each rank.
@@ -82,7 +82,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Agreed:
-    """All numbers of rows and pairs on which the ranks agree for one call.
+    """All row and pair counts of one call, on which the ranks agree.
 
     Attributes:
         first: sizes of the first exchange, in which each rank sends its own tokens.
@@ -192,7 +192,7 @@ class OncePlan(ExchangePlan):
     Attributes:
         gates_TK: gate weights of the choices. They require gradients.
         pairs: encoded (expert, weight) pairs to send.
-        agreed: all numbers of rows and pairs of the call.
+        agreed: all row and pair counts of the call.
         width: number of experts per rank, including borrowed experts.
         spill: plan that determines which rank computes each row, as in `SpillingPlan.spill`.
     """
@@ -293,10 +293,10 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
                                                     plan.agreed.counts_PL[number])
 
     def agree(self, table_WPL: Tensor, rows_W: Tensor) -> Agreed:
-        """Exchange the numbers of rows and pairs of a call. Collective.
+        """Exchange the row and pair counts of a call. Collective.
 
         Args:
-            table_WPL: numbers of rows and pairs for this rank's tokens; see `_table`.
+            table_WPL: row and pair counts for this rank's tokens; see `_table`.
             rows_W: int64 [W], the number of rows sent to each rank.
         """
         size = self.placement.comm.size
@@ -311,7 +311,7 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
 
     def _table(self, ids_TK: Tensor, rank_TK: Tensor, width: int, bundles: Bundles,
                shares: PieceShares) -> Tensor:
-        """Return the numbers of rows and pairs for this rank's tokens, int64 [W, P, 1 + L].
+        """Return the row and pair counts for this rank's tokens, int64 [W, P, 1 + L].
 
         For each rank and piece, the first column contains the number of rows, and the other columns
         contain the numbers of pairs for each local expert. `width` is L.

@@ -125,7 +125,7 @@ class OnceToNodesDispatcher(OnceDispatcher):
 
     def _sizes(self, own_sizes: list[int], source_sizes: list[int], node_sizes: list[int],
                pieces: int, columns: int) -> Agreed:
-        """Build an `Agreed` from the numbers that `agree` read from the device."""
+        """Build an `Agreed` from the counts that `agree` read from the device."""
         size, node_ranks = self.placement.comm.size, self.node_ranks
         table_size = pieces * columns
         node_of = self.placement.comm.topology.node_of

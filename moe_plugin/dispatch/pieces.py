@@ -11,11 +11,11 @@ both ranks. A table s of cumulative shares divides the n rows for each (source r
 destination rank): piece c contains the rows from floor(n s[c] / s[-1]) to floor(n s[c + 1] /
 s[-1]). There are three axes.
 
-Along the axis `rows`, every piece contains the same fraction of the rows of each expert from each
-rank (Tutel). Along the axis `experts`, the local experts of each rank are assigned to the pieces in
+Along the `rows` axis, every piece contains the same fraction of the rows of each expert from each
+rank (Tutel). Along the `experts` axis, the local experts of each rank are assigned to the pieces in
 order. A piece therefore contains all rows of a few experts (EPS-MoE).
 
-Along the axis `peers`, the other ranks are assigned to the pieces in the order of their distance
+Along the `peers` axis, the other ranks are assigned to the pieces in the order of their distance
 (FasterMoE's smart schedule). Rows that stay on their rank do not need an exchange. Half of the rows
 that stay on their rank are computed before the first piece arrives, and the other half while the
 outputs of the last piece are sent back.
@@ -85,8 +85,8 @@ def _divided(rows: int, shares: list[int]) -> list[int]:
 
 
 def _window(number: int, items: int, index: int) -> list[int]:
-    """Return the cumulative shares with which item number `index` is divided among the pieces, when
-    `items` items are assigned to `number` pieces.
+    """Return the cumulative shares of item `index` in each piece when `items` items are divided
+    among `number` pieces.
     """
     return [min(max(piece * items - number * index, 0), number) for piece in range(number + 1)]
 
@@ -155,7 +155,7 @@ class Piece:
         recv: number of rows received from each rank.
         counts: number of received rows for each local expert.
         order_R: int64 [R], the position at which each row arrives, for rows in expert-major order.
-            Rows arrive ordered by source rank. `order_R` is None if both orders are equal or if
+            Rows arrive ordered by source rank. None if rows arrive in expert-major order, or if
             `slots` is set.
         inverse_R: int64 [R], the inverse permutation of `order_R`.
         slots: number of rows for each (source rank, expert) pair, if the number is the same for all
@@ -172,7 +172,7 @@ class Piece:
     local: bool = False
 
     def work(self, rows_RD: Tensor, mapped: bool) -> ExpertRows:
-        """Convert received rows [R, D], which are ordered by (source rank, expert), to work for the
+        """Prepare received rows [R, D], which are ordered by (source rank, expert), for the
         experts.
 
         Args:

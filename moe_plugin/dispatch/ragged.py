@@ -4,7 +4,7 @@
 exchange rows. The host waits for the row counts once per call, and does not wait in the backward
 pass. The exchange of row counts can start as soon as the router's choices are known.
 
-`padded` sends C slots per expert and source rank in an all-to-all of equal pieces. The host does
+`padded` sends C slots per expert and source rank in an all-to-all with equal splits. The host does
 not wait, because the capacity (`routing.capacity`) determines all sizes. Computing the capacity may
 itself make the host wait (docs/synchronization.md).
 
@@ -96,7 +96,7 @@ class SentSizes:
         owner: dispatcher that started the exchange. Only a dispatcher with the same placement can
             use the row counts.
         order_N: int64 [N], the indices of the choices, sorted by expert (`sort_by_expert`).
-        most_tokens: largest number of tokens on any rank. The method `rows` sets `most_tokens` if
+        most_tokens: largest number of tokens on any rank. The `rows` method sets `most_tokens` if
             the exchange includes the numbers of tokens.
     """
 
@@ -134,7 +134,7 @@ def agreed_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routi
 
 def start_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routing,
                 tokens: bool = False) -> SentSizes:
-    """Start to exchange the row counts of a call.
+    """Start exchanging the row counts of a call.
 
     All ranks must start their exchanges in the same order.
 
@@ -169,7 +169,7 @@ def _sorted(place: Placement, ids_TK: Tensor, routing: Routing) -> tuple[Tensor,
 @dispatchers.register("ragged")
 class RaggedDispatcher(ExchangeDispatcher[ExchangePlan]):
     """A dispatcher that sends exactly the routed rows, sorted by expert, in an all-to-all with
-    pieces of different lengths.
+    uneven splits.
     Sources: FastMoE, MegaBlocks.
     """
 

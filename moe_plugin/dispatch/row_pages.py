@@ -71,7 +71,7 @@ class PageRing:
         return torch.where(enough & (index_M < number), slot_M, -1), enough
 
     def give(self, record_M: Tensor, index_M: Tensor) -> None:
-        """Return those pages of a record that belong to this ring to the ring."""
+        """Put the pages of a record that belong to this ring back into the ring."""
         mine_M = (record_M >= self.first) & (record_M < self.first + self.slots)
         place_M = torch.where(mine_M, (self.tail + index_M) % max(1, self.slots), self.slots)
         self.free_S.index_copy_(0, place_M, record_M)
@@ -134,7 +134,7 @@ class Pages:
         return record_M, number, enough
 
     def free(self, record_M: Tensor, number: Tensor) -> None:
-        """Return the pages of a record to their rings."""
+        """Put the pages of a record back into their rings."""
         index_M = torch.arange(record_M.shape[0], device=record_M.device)
         for ring in self.rings:
             ring.give(record_M, index_M)
@@ -222,7 +222,7 @@ class PagedStash(Limit):
 
     @property
     def made(self) -> list[Pages]:
-        """All allocated pages, as a list with one element per dtype and device."""
+        """All allocated `Pages` objects, one for each dtype and device."""
         return [*self._pages.values()]
 
     @property

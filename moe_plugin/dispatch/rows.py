@@ -1,13 +1,13 @@
 """Functions that put rows in order (sorted by expert, or in fixed slots), and dispatchers that do
 not send tokens.
 
-The dispatcher `index_slice` can be used if all ranks of a group have the same tokens (PPMoE).
-Instead of exchanging tokens, every rank computes the same routing and then the rows of its own
-experts. A single all-reduce sums the outputs, as in a dense feed-forward layer under tensor
-parallelism. The backward pass uses one all-reduce for the gradients of the input and the gate
-weights. As a result, the gradients of the router are complete and equal on all ranks, including the
-gradients of the balance losses. The ring all-reduces process T D elements in the forward pass and T
-(D + K) elements in the backward pass.
+The `index_slice` dispatcher (PPMoE) can be used if all ranks of a group have the same tokens. Every
+rank computes the same routing and then the rows of its own experts, so no tokens are exchanged. A
+single all-reduce sums the outputs, as in a dense feed-forward layer under tensor parallelism. The
+backward pass uses one all-reduce for the gradients of the input and the gate weights. As a result,
+the gradients of the router are complete and equal on all ranks, including the gradients of the
+balance losses. The ring all-reduces transfer T D elements in the forward pass and T (D + K)
+elements in the backward pass.
 Source: Chen et al. 2023 (PPMoE).
 
 In tensor names, N is the number of choices that have a row, and V is the number of slots. See

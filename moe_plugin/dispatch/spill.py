@@ -1,7 +1,7 @@
 """Spilling: if an expert has a high load, other ranks compute some of its rows.
 
-The ranks exchange the number of rows that each rank has for each expert. From the exchanged loads,
-all ranks compute the same plan for the call (`planner.spill`). A recomputation uses the same
+The ranks exchange the number of rows that each rank has for each expert. All ranks then compute the
+same plan for the call from the exchanged loads (`planner.spill`). A recomputation uses the same
 routing and therefore computes the same plan. All rows are sent in a single exchange, as without
 spilling, because a rank treats a borrowed expert as an additional local expert, which comes after
 the stored experts.
@@ -96,8 +96,8 @@ def spilled(ids_TK: Tensor, place: Placement,
         ids_TK: int64 [T, K], the expert shard of each choice, or -1 for choices without an expert.
         place: the ranks that store each expert.
         planner: object that decides which rank computes which rows.
-    Returns: For each choice, rank * G + local expert, int64 [T, K], or -1; the number of stored and
-        borrowed experts per rank, G; and the plan, or None if every rank computes only the rows of
+    Returns: For each choice, rank * G + local expert, int64 [T, K], or -1; the number G of stored
+        and borrowed experts per rank; and the plan, or None if every rank computes only the rows of
         its own experts.
     """
     order_N, counts_WV, spill = _who_computes(ids_TK, place, planner)

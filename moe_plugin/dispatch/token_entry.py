@@ -1,5 +1,4 @@
-"""The first step of a layer call flattens the input to one token axis, and the last step restores
-the original shape.
+"""Flattening of a layer's input to one token axis, and restoring the original shape of the outputs.
 
 Several ranks of the expert-parallel group may have the same tokens, for example with tensor
 parallelism but without sequence parallelism. With Parm's schedule S1, N such ranks divide the
@@ -76,8 +75,8 @@ class TokenEntry:
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """With schedule S1, sum the gradients of the given parameters over the ranks in `sharing`.
 
-        Call this method again whenever parameters may have been replaced. A parameter never gets
-        more than one hook.
+        Call this method again whenever parameters may have been replaced. The method registers at
+        most one hook per parameter.
 
         Args:
             parameters: all parameters of the layer except the parameters of the experts.

@@ -7,13 +7,13 @@ are on the same rank. The backward pass of a dispatch operation is a combine ope
 versa. Each subclass of `TokenExchange` adapts one package. This module contains the code that all
 adapters share.
 
-The sizes arrive together with the rows. The host waits once per piece, in `dispatch`, for the row
-counts from the package. `plan` only determines the largest number of tokens on any rank, and only
-if the package needs this number. A piece is a range of consecutive tokens of a rank. If a
+The row counts arrive together with the rows. The host waits once per piece, in `dispatch`, for the
+row counts from the package. `plan` only computes the largest number of tokens on any rank, and does
+so only for packages that need this number. A piece is a range of consecutive tokens of a rank. If a
 dispatcher declares `supports_pieces`, the operations of its package can run in the background. For
-these packages, the forward pass starts to send all pieces at once, and returns the outputs of one
-piece while the next piece is computed. If there is only one piece, its exchange overlaps with other
-work of the layer. The backward pass waits for every operation.
+these packages, the forward pass starts sending all pieces immediately, and returns the outputs of
+one piece while the next piece is computed. If there is only one piece, its exchange overlaps with
+other work of the layer. The backward pass waits for every operation.
 
 In tensor names, T is the number of tokens on this rank, R the number of received tokens, K the
 number of choices per token (with HybridEP, one choice per row), and D the width of a token.
@@ -44,7 +44,7 @@ Wait = Callable[[], object]
 
 
 def done() -> None:
-    """Return immediately. Operations that do not run in the background use this function."""
+    """Return immediately. Used by operations that do not run in the background."""
 
 
 def package_why_not(package: str, file: str, name: str, install: str) -> str | None:
@@ -127,7 +127,7 @@ class TokenExchange(ABC):
 
     @classmethod
     def key(cls, size: Size) -> tuple[Any, ...]:
-        """Return a key. Sizes that have different keys require different exchanges."""
+        """Return a key. Sizes with different keys require different exchanges."""
         return ()
 
     @abstractmethod
@@ -160,7 +160,7 @@ class TokenExchange(ABC):
             weights_RK: [R, K], gradients of the gate weights, which are sent together with the
                 outputs. Optional.
         Returns: The summed outputs [T, D], the gradients of the gate weights [T, K] or None, and a
-            function that waits for both.
+            function that waits for these tensors.
         """
 
 
@@ -302,8 +302,8 @@ class TokenDispatcher(Dispatcher[TokenExchangePlan]):
 
 
 class _Send(torch.autograd.Function):
-    """Autograd function that sends tokens and gate weights. The backward pass sends their gradients
-    back and sums them.
+    """Autograd function that sends tokens and gate weights to the ranks of the experts. The
+    backward pass sends their gradients back and sums them.
     """
 
     @staticmethod

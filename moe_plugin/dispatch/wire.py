@@ -10,9 +10,9 @@ changes x by at most
     fp8    2^-4 |x| + 2^-18 b
     mxfp8  2^-4 |x| + 2^-17 b, in blocks of 32
 
-The format `fp16` multiplies each row by a power of two, so that no value overflows, and adds one
-byte per row. The format `fp8` (e4m3) scales each block (`kernels.quantize_fp8`, in Triton on a GPU)
-and adds four bytes per block. The format `mxfp8` (e4m3) scales each block by a power of two and
+The `fp16` format multiplies each row by a power of two, so that no value overflows, and adds one
+byte per row. The `fp8` format (e4m3) scales each block (`kernels.quantize_fp8`, in Triton on a GPU)
+and adds four bytes per block. The `mxfp8` format (e4m3) scales each block by a power of two and
 adds one byte per block. If an expert computes in MXFP8, sending rows in this format adds no
 rounding error. If a row contains an infinity or a NaN, the received row also contains a non-finite
 value. Loss scaling can therefore detect the overflow.
@@ -61,7 +61,7 @@ class WireFormat(Exchange):
     """An all-to-all that sends rows in a wire format.
 
     Integers, tensors with one number per row, and rows that the format would not make smaller are
-    sent unchanged.
+    sent without conversion.
 
     Attributes:
         algorithm: all-to-all algorithm that sends the converted rows.

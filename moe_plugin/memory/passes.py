@@ -88,8 +88,8 @@ def aligned_buffer(nbytes: int, device: torch.device | str,
 def give_back_free_memory() -> None:
     """On systems with glibc, return unused memory of the C library to the operating system.
 
-    Without `give_back_free_memory`, glibc does not release the memory of freed gradients that lies
-    between small allocations still in use.
+    Otherwise, glibc retains the memory of freed gradients that lies between small allocations still
+    in use.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -45,7 +45,7 @@ class SafetensorsFile:
     Args:
         path: path of the file.
         verify: whether to verify the file's checksum. The checksum is verified only if the file has
-            a checksum that this process has not verified before.
+            one and this process has not verified it before.
 
     Attributes:
         name: name of the file, for use in messages.

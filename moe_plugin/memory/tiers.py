@@ -74,10 +74,10 @@ class Tier(ABC):
 
     def put_later(self, copier: Copier, tensors: Sequence[Tensor]
                   ) -> tuple[list[TierTensor], Ticket]:
-        """Start to store several tensors in the background.
+        """Start storing several tensors in the background.
 
-        The tensors must not change until the ticket is done. After the caller has waited for the
-        ticket, the tensors are stored. Waiting for the ticket raises `TierError` if the tier has no
+        The tensors must not change until the ticket is done. The tensors are stored once the caller
+        has waited for the ticket. Waiting for the ticket raises `TierError` if the tier has no
         space.
         """
         held = [self._room(x) for x in tensors]
@@ -106,7 +106,7 @@ class Tier(ABC):
               after: Ticket | None = None) -> Ticket:
         """In the background, call `read_into` for all pairs (target, held) in order.
 
-        after: ticket of the job that stores the tensors. If the job `after` fails, the job started
+        after: ticket of the job that stores the tensors. If the `after` job fails, the job started
             here fails with the same error.
         """
         wanted = list(wanted)
@@ -144,7 +144,7 @@ class HostTier(Tier):
     that is needed for the whole lifetime of a model, use `machine.pinned_buffer` instead.
 
     Args:
-        device: device that tensors are copied to and from.
+        device: device to and from which tensors are copied.
 
     Attributes:
         `pinned_for`: GPU that accesses the memory, or None if the device is a CPU.
@@ -295,7 +295,7 @@ class TierBuffer:
         return finish
 
     def put_later(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """Start to store a copy of the buffer in the background. Call `settle` to wait until the
+        """Start storing a copy of the buffer in the background. Call `settle` to wait until the
         copy is complete.
         """
         self.settle()
@@ -305,7 +305,7 @@ class TierBuffer:
         return self._ticket
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """Start to copy the stored buffer into another buffer of the same size."""
+        """Start copying the stored buffer into another buffer of the same size."""
         # the read must wait for a write that is in progress
         assert self.held is not None
         return self.tier.fetch(copier, [(flat_N, self.held)], self._ticket)

@@ -105,7 +105,7 @@ def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
         x_TBD: tokens [T, B, D], or [B, T, D] if `batch_axis` is 0.
         ids_TB: int64, the token ids, whose axes are in the same order as the first two axes of
             `x_TBD`. Token ids are required only if the router reads them.
-        needs: the attribute `RouterModule.needs` of the router.
+        needs: the router's `RouterModule.needs` attribute.
         batch_axis: index of the axis of `x_TBD` that enumerates the sequences, 0 or 1.
     """
     if not needs:
@@ -123,7 +123,7 @@ class RoutingCall:
     The router's hooks set the fields one after another, and the router's losses read them.
 
     Attributes:
-        logits_TE: logits with noise, computed by the hook `scores` in float32 or float64.
+        logits_TE: logits with noise, computed by the `scores` hook in float32 or float64.
         ids_TK: int64, the chosen experts before any policy or capacity drops choices. A value of -1
             means that the choice has no expert.
         mask_T: bool, True for tokens that are not padding. `mask_T` is None if all tokens are real.
@@ -147,12 +147,12 @@ class RoutingCall:
         penalty_E: penalty of each expert for the link between this rank and the expert. The mean of
             all penalties is 1.
         step_load_E: int64 [E + 1], the number of choices of each expert, followed by the number of
-            tokens. The numbers include all ranks and all micro-batches of the step, up to and
+            tokens. The counts include all ranks and all micro-batches of the step, up to and
             including this call.
         priority_T, passthrough_T, chosen_TK: see `moe_plugin.records.Routing`.
         routed: choices, weights and sums over tokens, as returned by `route` or `route_by_steps`.
-            `routed` is None if the router uses neither `route` nor `route_by_steps`. If the field
-            `z` of `routed` is None, z is computed from `logits_TE`.
+            `routed` is None if the router uses neither `route` nor `route_by_steps`. If the `z`
+            field of `routed` is None, z is computed from `logits_TE`.
     """
 
     logits_TE: Tensor = None  # type: ignore[assignment]  # until hook `scores`

@@ -15,9 +15,9 @@ Source: Tutel (`fast_dispatch`).
 Tutel's formula does not guarantee at least one slot. With Tutel's formula and f < 1, all choices
 are dropped if a rank has at most E tokens. So few tokens are common during generation.
 
-For example, s = 3 for T = 10, E = 4 and k = 2. For these numbers, f = 1 results in C = 6. With f =
-1.25, C = 2 * int(3.75) = 6. With f = 0.3, C = max(1, 2 * int(0.9)) = 1. With f = -1 and a largest
-load of 5, C = 5.
+For example, s = 3 for T = 10, E = 4 and k = 2. In this case, f = 1 results in C = 6. With f = 1.25,
+C = 2 * int(3.75) = 6. With f = 0.3, C = max(1, 2 * int(0.9)) = 1. With f = -1 and a largest load of
+5, C = 5.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CapacityLimit:
         config: configuration of the layer.
         comm: group of ranks over which the capacity is determined.
         makes_slots: True if the dispatcher sends slots, including empty slots. If `makes_slots` is
-            True, all hosts must agree on the number of slots.
+            True, all ranks must agree on the number of slots.
         own: True if each rank computes the limit from its own tokens; see
             `HostContext.own_capacity`.
 
@@ -177,9 +177,9 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
 
      In the formulas, T is the largest number of real tokens on any rank. On a CPU, a single
     all-reduce of two integers determines T and, if f <= 0, the largest load of any expert. On a
-    GPU, the host does not wait for the device. T therefore includes padding on a GPU. The hosts can
-    agree on the number of tokens with padding without waiting for the device. `limit_on_device`
-    then drops choices based on the number of real tokens.
+    GPU, the host does not wait for the device. On a GPU, T therefore includes padding. The ranks
+    can agree on the number of tokens including padding without waiting for the device.
+    `limit_on_device` then drops choices based on the number of real tokens.
 
     On a GPU, there are two cases for f <= 0. In a group of several ranks, the number of slots
     depends on the load, so the host waits for the load. A single rank uses a number of slots that
@@ -260,8 +260,7 @@ class _EqualTokens:
 
 
 def check_promise(ids_TK: Tensor, comm: Comm) -> None:
-    """Check that all ranks have the same number of tokens, as the setting `dispatch.equal_tokens`
-    promises.
+    """Check that all ranks have the same number of tokens, as promised by `dispatch.equal_tokens`.
 
     If T differs from its value in the previous call, the check is collective.
 

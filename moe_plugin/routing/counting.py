@@ -83,7 +83,8 @@ def _is_first_pass() -> bool:
 
 @contextmanager
 def first_pass() -> Iterator[None]:
-    """Within this context, passes without gradients are first passes and are therefore counted.
+    """Within this context, passes without gradients are treated as first passes and are therefore
+    counted.
 
     If a pass is repeated with gradients, the caller must undo the counts of the repeated pass.
     """

@@ -67,13 +67,13 @@ def penalties(shares_E: Tensor, blend: float) -> Tensor:
 
 
 def own_shares(config: MoEConfig, comm: Comm) -> Tensor:
-    """Return `expert_shares` for this rank and the settings `router.links`, float64 [E]."""
+    """Return `expert_shares` for this rank and the `router.links` settings, float64 [E]."""
     return expert_shares(link_costs(config, comm), comm.rank, config.num_experts,
                          config.parallel.shards)
 
 
 def link_penalties(config: MoEConfig, comm: Comm) -> Tensor:
-    """Return `penalties` for this rank and the settings `router.links`, float32 [E]."""
+    """Return `penalties` for this rank and the `router.links` settings, float32 [E]."""
     return penalties(own_shares(config, comm), config.router.links.blend).float()
 
 
@@ -99,10 +99,10 @@ def calibrated_costs(path: str) -> tuple[float, float]:
 def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
     """Return the cost per byte of sending data from rank i to rank j, float64 [W, W].
 
-    The costs are read from the file `router.links.costs`. If `router.links.costs` is not set, the
-    cluster file (`comm.cluster`) provides one cost within nodes and one cost between nodes. The
-    ranks of a node share the node's network cards. If neither setting is set, the cost is 1 within
-    nodes and `router.links.far` between nodes.
+    The costs are read from the file given by `router.links.costs`. If `router.links.costs` is not
+    set, the cluster file (`comm.cluster`) provides one cost within nodes and one cost between
+    nodes. The ranks of a node share the node's network cards. If neither setting is set, the cost
+    is 1 within nodes and `router.links.far` between nodes.
 
     Raises:
         ValueError: If the file cannot be read or contains costs for a different number of ranks.
@@ -159,8 +159,8 @@ def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
 
 
 def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: float) -> Tensor:
-    """Choose k experts per token, one after another, and prefer experts on nodes to which the token
-    is sent anyway.
+    """Choose k experts per token, one after another, with a preference for experts on nodes that
+    already receive the token.
 
     For the next choice, the preferred nodes are the token's own node and the nodes of the experts
     chosen so far. If an expert is stored entirely on preferred nodes, `bias` is added to the

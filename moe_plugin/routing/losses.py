@@ -2,7 +2,7 @@
 returns a float32 scalar that is not yet multiplied by its weight.
 
 If the ranks of a group share the tokens of a batch (`RoutingCall.comm`), each rank computes its
-part of the group's loss, and the loss of the group is the sum of these parts. If ranks share the
+share of the group's loss, and these shares add up to the loss of the group. If ranks share the
 tokens of a batch, loads and counts include the tokens of the whole group, but the importance
 includes only the tokens of this rank.
 
@@ -207,10 +207,10 @@ def importance(x: RoutingCall) -> Tensor:
 
 @losses.register("noisy_load")
 def noisy_load(x: RoutingCall) -> Tensor:
-    """The loss `CV^2(sum_s P(s, e))` with `P(s, e) = Phi(margin(s, e))`, for the router noisy_topk.
+    """The loss `CV^2(sum_s P(s, e))` with `P(s, e) = Phi(margin(s, e))`, for the noisy_topk router.
 
-    P is the probability that e is among the k choices of token s when only the noise of e is drawn
-    again. The margin is `margin(s, e) = (clean logit - k-th largest noisy logit of the other
+    P is the probability that e is among the k choices of token s when only the noise of e is
+    resampled. The margin is `margin(s, e) = (clean logit - k-th largest noisy logit of the other
     experts) / standard deviation of the noise`. The loss is 0 for a uniform router. Source: Shazeer
     et al., 2017, equations 8 to 11.
     """
@@ -236,7 +236,7 @@ def _squared_cv(values_E: Tensor) -> Tensor:
 
 
 def check_sequences(info: TokenInfo, tokens: int) -> None:
-    """Raise a `ValueError` unless the sequence of each token is known, which the loss `sequence`
+    """Raise a `ValueError` unless the sequence of each token is known, as the `sequence` loss
     requires.
     """
     remedy = "Pass info=TokenInfo(sequence_T=..., sequences=...) to the layer."

@@ -1,9 +1,9 @@
 """Token masks for MoE blocks that are part of another library's model.
 
-The model's own mask arguments already state which tokens are padding, so callers do not need to
-pass a token mask to the MoE blocks. `follow_masks` registers hooks on the modules that receive a
-mask. During the forward pass of a module that receives a mask, the MoE blocks inside the module use
-this mask. If a module receives no mask, the mask of the enclosing module is used.
+The model's own mask arguments already identify padding tokens, so callers do not need to pass a
+token mask to the MoE blocks. `follow_masks` registers hooks on the modules that receive a mask.
+During the forward pass of a module that receives a mask, the MoE blocks inside the module use this
+mask. If a module receives no mask, the mask of the enclosing module is used.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class _Hook:
     Attributes:
         name: name of the argument that contains the mask.
         places: mapping from the name of each argument to its position.
-        layer: True if the caller of the module also receives the mask, in the form in which users
-            pass it.
+        layer: True if the caller of the module also receives the mask, as passed by the user. The
+            argument is then read only if no enclosing pass is in progress.
         checkpoints: modules inside this module that may use activation checkpointing.
     """
 

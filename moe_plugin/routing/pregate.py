@@ -12,11 +12,11 @@ gate for its own experts. `link` replaces the routing of each layer with a `Next
 and registers hooks on the layer. Two neighboring blocks share a `RoutingMailbox`. Block n puts its
 decision in the mailbox, and block n+1 removes the decision in the same forward pass.
 
-The gradients of the gate weights and the balance losses are passed back on a separate path, which
-is not part of torch's graph. Block n+1 treats the gate weights and the balance losses as leaves and
-stores their gradients. The backward pass of block n always runs later and reads the stored
-gradients. A block can therefore be recomputed on its own (activation checkpointing), because its
-decision is recorded with the block (`routing.replay`).
+The gradients of the gate weights and the balance losses are passed back outside torch's autograd
+graph. Block n+1 treats the gate weights and the balance losses as leaves and stores their
+gradients. The backward pass of block n always runs later and reads the stored gradients. A block
+can therefore be recomputed separately (activation checkpointing), because its decision is recorded
+with the block (`routing.replay`).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class LinkableLayer(nn.Module):
     Attributes:
         config, router, experts, capacity, layouts: components of `MoELayer`.
         route: method that returns the routing of a call.
-        link: object that replaces the method `route`, or None if the layer is not linked.
+        link: object that replaces the `route` method, or None if the layer is not linked.
     """
 
     config: Any
@@ -144,7 +144,7 @@ class NextBlockRouting:
     predict the routing of the next block.
 
     Attributes:
-        layer: layer whose method `route` this object replaces.
+        layer: layer whose `route` method this object replaces.
         following: the next block in the model. The `router` of the next block is the pre-gate, or
             predicts the routing. `following` is None for the last block.
         inbox: mailbox for decisions of the previous block, or None if the layer's own gate decides.
@@ -262,10 +262,10 @@ def _routed(layer: LinkableLayer, tokens: Tokens, top_k: int | None) -> Routing:
 
 
 def _start_sizes(layer: LinkableLayer, routing: Routing) -> Any:
-    """Let all ranks start to agree on the sizes for the next call of a layer.
+    """Start exchanging the sizes for the next call of a layer.
 
-    Returns None if the choices alone do not determine the sizes. The agreement is collective. All
-    ranks must start their agreements in the same order.
+    Returns None if the choices alone do not determine the sizes. The exchange is collective. All
+    ranks must start their exchanges in the same order.
     """
     if not layer.capacity.keeps_all(layer.training):
         return None
@@ -317,7 +317,7 @@ def link(model: nn.Module) -> int:
 
 
 def _predictable(before: LinkableLayer, after: LinkableLayer) -> bool:
-    """Return whether time is saved if the experts of the next block are known earlier."""
+    """Return whether knowing the experts of the next block earlier saves time."""
     return before.model_dim == after.model_dim and after.experts.stored
 
 
@@ -331,12 +331,13 @@ def _check_widths(layers: Sequence[LinkableLayer]) -> None:
 
 
 def has_own_gate(layer: LinkableLayer) -> bool:
-    """Return whether a layer chooses its own experts, instead of the previous block."""
+    """Return whether a layer chooses its own experts. Otherwise, the previous block chooses them.
+    """
     return layer.link is None or layer.link.inbox is None
 
 
 def chosen_together(layer: LinkableLayer) -> Iterator[LinkableLayer]:
-    """Yield a layer and the next layers whose experts the previous block chooses."""
+    """Yield a layer and the following layers whose experts are chosen by the previous block."""
     current: LinkableLayer | None = layer
     while current is not None:
         yield current

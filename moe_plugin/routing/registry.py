@@ -197,7 +197,7 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
 
 def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: HostContext,
                  **where: Any) -> nn.Module:
-    """Return the router of a layer, which is the argument `router`, or the configured router if the
+    """Return the router of a layer, which is the `router` argument, or the configured router if the
     argument is None.
 
     If the router is not part of this package, the routings it returns are checked in each call
@@ -240,9 +240,9 @@ def _own_losses(factory: Callable[..., nn.Module]) -> frozenset[str]:
 
 
 def only_read(settings: Mapping[str, Any], names: Collection[str], top_k: int) -> dict[str, Any]:
-    """Remove the settings in the section `router` that none of the given routers reads.
+    """Remove the settings in the `router` section that none of the given routers reads.
 
-    Host frameworks use this function if their own settings exist for every router.
+    Host frameworks use this function if some of their own settings apply to every router.
 
     Args:
         settings: mapping from the dotted path of each setting to its value.

@@ -16,7 +16,7 @@ whatever the order of the backward passes. A forward pass under `no_grad` is not
 Recordings are freed together with the graph.
 
 If a recomputation skips a random draw, it leaves the random generators in the same state as the
-first pass. Dropout after the router is therefore repeated exactly.
+first pass. Dropout after the router is therefore reproduced exactly.
 
 Under torch.compile, nothing is recorded, because the compiled backward pass reuses the tensors of
 the first pass.
@@ -234,8 +234,7 @@ class _Tape:
         self._moves: list[Any] = []  # moves of generators; absent after the tape was loaded
 
     def begin(self, position: int | None) -> None:
-        """Start to record if the position is None, and otherwise start to replay from this
-        position.
+        """Start recording if the position is None. Otherwise, start replaying from this position.
         """
         if position is None:
             self.ids, self.calls, self._moves = [], [], []
@@ -316,7 +315,7 @@ def record_routing() -> AbstractContextManager[_Tape]:
 
     Recomputations of activations are not recorded. Both attributes of the tape can be saved with
     `torch.save`. `ids` contains the choices of the routers and, if weights depend on noise, also
-    the noise. `calls` describes to which call each value belongs.
+    the noise. `calls` identifies the call to which each value belongs.
     """
     return _Use(_Tape(), None)
 
@@ -331,9 +330,9 @@ def replay_routing(tape: _Tape) -> AbstractContextManager[_Tape]:
     Raises:
         ValueError: If the calls or the shapes differ from the recording. In training mode, some
             routers record additional values: gshard, noisy_topk, dense_to_sparse, any router with
-            `second_expert_policy: random`, and any router with the loss `global_batch`. Routers
-            that record additional values must be replayed in the mode (training or evaluation) in
-            which they were recorded.
+            `second_expert_policy: random`, and any router with the `global_batch` loss. These
+            routers must be replayed in the mode (training or evaluation) in which they were
+            recorded.
     """
     return _Use(tape, 0)
 
@@ -342,7 +341,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `torch.utils.checkpoint.checkpoint`, non-reentrant. The routing of the first pass is
     recorded and then used in the recomputation.
 
-    If weights depend on noise that is drawn again (`router.noise`, `router.input_jitter`,
+    If weights depend on noise that is resampled (`router.noise`, `router.input_jitter`,
     `router.input_dropout`), do not disable `preserve_rng_state`.
     """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint

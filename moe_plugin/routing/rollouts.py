@@ -57,9 +57,9 @@ from moe_plugin.utils.messages import short
 # Megatron's `--moe-router-force-load-balancing` is different and implemented by Megatron: it uses
 # random logits, which are even only on average, and also computes the weights from these logits.
 def balanced(call: RoutingCall) -> Tensor:
-    """Return the experts [T, K] of each token according to the rule in the module docstring.
+    """Return the experts [T, K] that `router.force: balance` assigns to each token.
 
-    For padding tokens, the returned int64 numbers have no meaning.
+    For padding tokens, the returned int64 values are meaningless.
     """
     number_T = call.real_T.long().cumsum(0) - 1
     step_K = [j * call.experts // call.k for j in range(call.k)]

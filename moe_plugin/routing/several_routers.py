@@ -79,7 +79,7 @@ def layer(call: SelectionCall) -> int:
 
 @router_selections.register("cycle")
 def cycle(call: SelectionCall) -> int:
-    """Select the routers in turn, each of them for `every` optimizer steps.
+    """Cycle through the routers, using each router for `every` optimizer steps.
 
     In evaluation, select the router with index `outside_training`.
     """

@@ -1,9 +1,10 @@
-"""Leader all-to-all (HetuMoE). One rank of each node, the leader, sends the data of all ranks on
-the node. The algorithm is suitable for nodes that have a single network card.
+"""Leader all-to-all (HetuMoE). An all-to-all in which one rank per node, the leader, communicates
+with other nodes on behalf of all ranks of its node. The algorithm is suitable for nodes that have a
+single network card.
 
-Consider n ranks, m ranks per node and S bytes per rank. First, the buffers of a node are gathered
-on its leader and ordered by destination node. The leaders then exchange data, with n/m - 1 messages
-of m^2 * S/n bytes per node. Finally, each leader orders the received data by destination rank and
+Consider n ranks, m ranks per node and S bytes per rank. First, each leader gathers the buffers of
+its node and orders them by destination node. Then each leader sends n/m - 1 messages of m^2 * S/n
+bytes to the other leaders. Finally, each leader orders the received data by destination rank and
 scatters it.
 """
 
@@ -42,10 +43,10 @@ def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
     messages.
 
     The leader gathers the rows of its node, exchanges them with the other leaders, and scatters the
-    received rows within the node. Pieces may differ in length, nodes may differ in their number of
-    ranks, and ranks may be numbered in any order. If pieces differ in length, each rank also sends
-    its row counts to its leader in one small message. `Comm.prepare` must be called before the
-    first exchange.
+    received rows within the node. Split sizes may be uneven, nodes may differ in their number of
+    ranks, and ranks may be numbered in any order. With uneven splits, each rank also sends its row
+    counts to its leader in one small message. `Comm.prepare` must be called before the first
+    exchange.
     """
     topology = comm.topology
     even = send is None and recv is None
@@ -71,8 +72,7 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
     """Exchange pieces of equal length. All nodes must have the same number of ranks, and the ranks
     must be numbered node by node.
 
-    If pieces have equal length, a leader needs only two strided copies and no lists of piece
-    lengths.
+    With equal splits, a leader needs only two strided copies and no lists of split sizes.
     """
     piece_lengths(x.shape[0], comm.size, None, "all_to_all send")
     node, out = topology.peers(comm.rank), torch.empty_like(x)

@@ -3,12 +3,12 @@ based on measurements during training.
 
 In the first step, all blocks are swapped. The first step measures the activation bytes of each
 block and the bandwidth of the tier. In the next steps, all blocks are recomputed. The first step
-with recomputation is a warm-up. The other steps with recomputation measure the time of each block,
-until the times of two steps agree. The measuring steps need much less memory than any limit for
-which a plan exists. The outputs and gradients of the measuring steps are bitwise equal to those
-with any other policy. Finally, the planner (`moe_plugin.planner.offload.activation_plan`) chooses a
-policy for each block. Afterwards, a step is measured again from time to time. If a later step is
-much faster, the machine was busy during the first measurements, so all measurements are repeated.
+with recomputation is a warm-up. The following steps measure the time of each block, until the times
+of two steps agree. The measuring steps need much less memory than any limit for which a plan
+exists. The outputs and gradients of the measuring steps are bitwise equal to those with any other
+policy. Finally, the planner (`moe_plugin.planner.offload.activation_plan`) chooses a policy for
+each block. Afterwards, a step is measured at intervals. If it is much faster than before, the
+machine was busy during the first measurements, so all measurements are repeated.
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ class AutoActivations(Activations):
         super().after_step(facts)
 
     def _check_times(self) -> None:
-        """From time to time, measure a step again, and restart all measurements if the old times
-        were too long. The first call after a measured step is collective.
+        """At intervals, measure a step again, and restart all measurements if the old times were
+        too long. The first call after a measured step is collective.
         """
         if self.tell is not no_probe:
             self.tell = no_probe

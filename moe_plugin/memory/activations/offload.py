@@ -1,14 +1,14 @@
 """Policies for the activations of a model's blocks: keep, recompute and swap.
 
-With the policy `keep`, autograd stores all saved tensors as usual. With the policy `recompute`,
+With the `keep` policy, autograd stores all saved tensors as usual. With the `recompute` policy,
 only the inputs of a block are stored. The block is computed again before its backward pass, using
-the same random numbers and the same routing. With the policy `swap`, the tensors that autograd
+the same random numbers and the same routing. With the `swap` policy, the tensors that autograd
 saves are copied to a slower memory tier, and are copied back before the backward pass needs them.
 Outputs and gradients are bitwise equal under all three policies.
 
     activations = manage(model.blocks, ["swap", "recompute", "keep"])
 
-The function `manage` is defined in `moe_plugin.memory.activations.auto`. `manage` can also choose
+The `manage` function is defined in `moe_plugin.memory.activations.auto`. `manage` can also choose
 policies automatically for a memory limit.
 """
 
@@ -49,9 +49,9 @@ class Order:
     copies.
 
     Attributes:
-        waits, backward_waits: mapping from block i to block j. The forward (or backward) pass of
-            block i waits until the copies to the tier of all blocks up to j are complete.
-        fetches: mapping from block i to a tuple of blocks. When the backward pass of block i
+        waits, backward_waits: mapping from a block i to a block j. The forward (or backward) pass
+            of block i waits until the copies to the tier of all blocks up to j are complete.
+        fetches: mapping from a block i to a tuple of blocks. When the backward pass of block i
             starts, the activations of the blocks in `fetches[i]` are copied back to the device.
     """
 
@@ -61,7 +61,7 @@ class Order:
 
 
 def order_of(plan: SwapPlan) -> Order:
-    """Return when the copies of a plan start, and which passes wait for them."""
+    """Return the schedule for a plan: when copies start, and which passes wait for them."""
     waits = plan.problem.waits(plan.decisions)
     assert waits is not None  # the plan fits
     fetches: dict[int, tuple[int, ...]] = {}
@@ -109,7 +109,7 @@ class Pass:
     """The forward pass and the subsequent backward pass of one block for one micro-batch.
 
     Attributes:
-        number: index of this pass. Each new pass has a larger index.
+        number: index of this pass, which increases with every new pass.
         index: index of the block.
         policy: activation policy of the block in this pass.
         earlier: pass of the previous block for the same micro-batch, or None for the first block.
@@ -184,8 +184,8 @@ class Activations(RunFeature):
         names: names of the blocks, for use in messages.
         policies: list of policies, one for each block.
         swapper: object that copies activations to the tier and back to the device.
-        contexts: functions that create the contexts for recomputing a pass. See the argument
-            `context_fn` of `torch.utils.checkpoint`.
+        contexts: functions that create the contexts for recomputing a pass. See the `context_fn`
+            argument of `torch.utils.checkpoint`.
 
     Attributes:
         ledger: counter for the bytes of activations on the device. For blocks with the policies
@@ -235,8 +235,8 @@ class Activations(RunFeature):
         self.order = order or plain_order(self.policies)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
-        """Start to measure a new peak of the activation bytes. All ranks must call this method
-        after each training step.
+        """Start measuring a new peak of the activation bytes. All ranks must call this method after
+        each training step.
         """
         self._step_peak = self.ledger.peak
         self.ledger.restart()
@@ -251,7 +251,7 @@ class Activations(RunFeature):
 
     def on_device(self) -> OnDevice:
         """Return the peak of the activation bytes in the last step and the number of blocks with
-        each policy. The numbers are used in reports.
+        each policy.
         """
         counts = Counter(self.policies)
         return OnDevice(self._step_peak, *(counts[policy] for policy in POLICIES))
@@ -378,7 +378,7 @@ def _check_blocks(blocks: Sequence[nn.Module]) -> None:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors contained in nested tuples, lists, dicts and dataclasses, in order."""
+    """Yield all tensors in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):

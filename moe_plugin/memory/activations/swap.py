@@ -4,9 +4,9 @@ memory tier.
 The tensors that autograd saves are intercepted with torch's saved-tensor hooks. Entire storages are
 copied instead of individual tensors. All views of a storage are therefore moved together. Views are
 restored with their original strides and alignment, so gradients are bitwise equal. The copy of a
-tensor to the tier starts when autograd saves the tensor. The copy back to the device is usually
-started early by `fetch`. Without `fetch`, the copy back starts when the backward pass needs the
-tensor.
+tensor to the tier starts when autograd saves the tensor. Usually, `fetch` starts the copy back to
+the device before the tensor is needed. Without `fetch`, this copy starts when the backward pass
+needs the tensor.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SwappedStorage:
 
     Args:
         swapper: object that contains the tier, the copier and the ledger.
-        block: name of the block, for use in messages.
+        block: name of the block that uses the storage, for use in messages.
         x: any tensor that uses the storage. The tensor must not change until the copy is complete.
     """
 
@@ -85,8 +85,8 @@ class SwappedStorage:
         self._left = swapper.copier.start_call(self._leave, 0)
 
     def holds(self, x: Tensor) -> bool:
-        """Return whether this object represents the storage of `x` and whether `x` has not changed
-        since it was saved.
+        """Return whether this object represents the storage of `x`, and `x` has not changed since
+        it was saved.
         """
         return not self.key.expired() and self.version == x._version
 
@@ -98,7 +98,7 @@ class SwappedStorage:
         self._left.wait()
 
     def fetch(self) -> None:
-        """Start to copy the storage back to the device, unless it is still on the device."""
+        """Start copying the storage back to the device, unless it is still on the device."""
         with self._lock:
             self._wanted = True
             # after a change in place, only the tier has the values that were saved
@@ -238,8 +238,8 @@ class Swapper:
                 storage.leave()
 
     def started(self, number: int, storage: SwappedStorage) -> None:
-        """Record that a copy to the tier has started in the pass with index `number`. Successive
-        calls must not pass decreasing numbers.
+        """Record that a copy to the tier has started in the pass with index `number`. `number` must
+        not decrease between calls.
         """
         self._leaving.append((number, ref(storage)))
 
@@ -305,7 +305,7 @@ class Saved:
                      x.stride())
 
     def fetch(self) -> None:
-        """Start to copy the storages back to the device, in the order in which the backward pass
+        """Start copying the storages back to the device, in the order in which the backward pass
         needs them. The storage that was saved last is copied first.
         """
         for reference in reversed(self._order):

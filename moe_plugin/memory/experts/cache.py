@@ -30,7 +30,7 @@ class CachePolicy:
     policy.
 
     Policies do not depend on wall-clock time, so runs are reproducible. A subclass must override
-    `worth` or `victim`. A subclass that does not update `last` must override both `used` and
+    `worth` or `victim`. A subclass that does not maintain `last` must override both `used` and
     `victim`.
 
     Attributes:
@@ -63,9 +63,9 @@ class CachePolicy:
         return min(keys, key=lambda key: (self.worth(key, layer, layers), self.last[key]))
 
     def worth(self, key: Key, layer: int, layers: int) -> Any:
-        """Return a number that indicates how useful it is to keep an expert in its slot. The expert
-        with the smallest number is evicted. Among experts with equal numbers, the least recently
-        used expert is evicted.
+        """Return a score that indicates how useful it is to keep an expert in the cache. The expert
+        with the lowest score is evicted. Among experts with equal scores, the least recently used
+        expert is evicted.
         """
         raise NotImplementedError
 
@@ -90,9 +90,9 @@ class LeastRecentlyUsed(CachePolicy):
 
 @policies.register("lfu")
 class LeastFrequentlyUsed(CachePolicy):
-    """A policy that evicts the expert with the fewest uses, and among equals the least recently
-    used expert. Uses before an eviction count, so frequently used experts tend to stay in the
-    cache.
+    """A policy that evicts the expert with the fewest uses, and breaks ties by evicting the least
+    recently used expert. The number of uses includes uses before an earlier eviction, so frequently
+    used experts tend to stay in the cache.
     """
 
     def worth(self, key: Key, layer: int, layers: int) -> int:
@@ -117,12 +117,12 @@ class StoreCounters:
     """Cache statistics for one layer.
 
     Attributes:
-        hits, misses: number of requested experts that were in a slot or being copied to a slot, and
-            number of requested experts that were not.
+        hits, misses: number of requested experts that were already in a slot or being copied to a
+            slot, and number of all other requested experts.
         prefetched: number of experts that were loaded before a call requested them.
         wasted: number of prefetched experts that were evicted before their first use.
-        stalls: number of uses that had to wait for a copy. A call that is computed in several parts
-            counts as several uses.
+        stalls: number of uses that had to wait for a copy. A call that computes its experts in
+            several groups counts as several uses.
         bytes: number of bytes loaded from the tier.
     """
 
@@ -228,7 +228,7 @@ class ExpertCache:
         Args:
             layer: number of the layer.
             experts: distinct indices of experts. `experts` may contain at most `room` experts.
-            fetch: function that starts to fill slots, given a list of pairs. Each pair consists of
+            fetch: function that starts filling slots, given a list of pairs. Each pair consists of
                 an expert and the slices of all buffers that belong to the expert's slot.
             counters: cache statistics of the layer, which this method updates.
         """
@@ -259,7 +259,7 @@ class ExpertCache:
 
     def prefetch(self, layer: int, experts: Sequence[int], fetch: Fetch,
                  counters: StoreCounters) -> None:
-        """If slots are available, start to load experts that a later call may request.
+        """If slots are available, start loading experts that a later call may request.
 
         See `use` for the arguments.
         """
@@ -331,8 +331,8 @@ class ExpertCache:
         return self._free.pop(0)
 
     def _leave(self, key: Key) -> None:
-        """Evict an expert. If a copy into the expert's slot is still running, it ends before the
-        next copy starts.
+        """Evict an expert. If a copy into the expert's slot is still running, the next copy starts
+        only after it has ended.
         """
         self._ticket.pop(key, None)
         early = self._early.pop(key, None)
@@ -368,7 +368,7 @@ class ExpertCache:
             raise errors[0]
 
     def _grow(self, experts: int) -> None:
-        """Create more slots for a call with `experts` experts, if the limit permits it."""
+        """Create more slots for a call with `experts` experts, up to the limit."""
         slots = 2 * experts
         if self.spec.limit:
             slots = self.spec.limit // self.spec.expert_bytes

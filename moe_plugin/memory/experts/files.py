@@ -49,7 +49,7 @@ class ExpertFile:
                 for name, shape in self.shapes.items()}
 
     def write(self, expert: int, name: str, x: Tensor) -> None:
-        """Convert one expert's part of a parameter to the dtype of the file, and write it to the
+        """Convert one expert's slice of a parameter to the dtype of the file, and write it to the
         file.
 
         Raises:
@@ -69,9 +69,9 @@ class ExpertFile:
         parameter.
 
         Pages are read from the file on first use. Writing to the tensors changes the file. If
-        another process truncated a mapped file, a process that accesses a page beyond the new end
-        of the file would be killed. Other processes cannot truncate an unnamed file, because they
-        cannot open it.
+        another process truncated a mapped file, the operating system would kill a process that
+        accesses a page beyond the new end. Other processes cannot truncate an unnamed file, because
+        they cannot open it.
 
         Raises:
             TierError: If the file is shorter than the data written to it.

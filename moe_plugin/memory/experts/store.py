@@ -80,7 +80,7 @@ class HostWeights:
         self.parameters, self.tier = parameters, HostTier(device)
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
-        """Start to copy experts into slots of the cache."""
+        """Start copying experts into slots of the cache."""
         wanted = []
         for expert, targets in parts:
             for name, target in targets.items():
@@ -269,7 +269,7 @@ class ExpertStore:
             yield slots
 
     def prefetch(self, ids: Iterable[int]) -> None:
-        """Start to load experts that this layer may soon need, without waiting for them.
+        """Start loading experts that this layer may soon need, without waiting for them.
 
         Args:
             ids: distinct global indices of experts. Experts stored on other ranks are skipped, as

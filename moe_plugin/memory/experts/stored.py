@@ -120,7 +120,8 @@ class StoredExperts(Experts):
 
     @torch.no_grad()
     def compute(self, work: ExpertRows) -> Tensor:
-        """Compute outputs without gradients, in parts if the cache is too small."""
+        """Compute outputs without gradients, for a few experts at a time if the cache is too small.
+        """
         counts = counts_of(work.rows)
         active = [expert for expert, rows in enumerate(counts) if rows]
         room = self.store.room(len(active))
@@ -175,7 +176,7 @@ class StoredExperts(Experts):
         """See `Experts`. Return by how much the store's counters have increased since the last
         call, and the number of bytes in slots.
 
-        The counter `stalls` is 1 if the call waited for a copy, and 0 otherwise.
+        The `stalls` counter is 1 if the call waited for a copy, and 0 otherwise.
         """
         now = self.store.counters.as_dict()
         before, self._taken = self._taken, now

@@ -139,7 +139,7 @@ class StreamedBlock:
                 module.memory.clear()
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """Start to copy the weights of a streamed block into a buffer on the device."""
+        """Start copying the weights of a streamed block into a buffer on the device."""
         self._coming = self._weights.fetch(copier, flat_N)
         return self._coming
 
@@ -158,7 +158,7 @@ class StreamedBlock:
             p.data = absent(p)
 
     def fetch_state(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start to copy the optimizer state from files to memory."""
+        """Start copying the optimizer state from files to memory."""
         if self._state is not None:
             self._state.fetch(copier, room)
 
@@ -214,7 +214,7 @@ class StreamedBlock:
             p.grad = None
 
     def keep_gradients(self, copier: Copier) -> None:
-        """Start to copy the gradients to the tier.
+        """Start copying the gradients to the tier.
 
         The tier stores the gradients until `step` is called. Call `wait_kept` to wait until the
         copy is complete.
@@ -270,8 +270,8 @@ class StreamedBlock:
         return [mains.get(id(p), x) for p, x in zip(self.stepped, weights, strict=True)]
 
     def write(self, weights: Sequence[Tensor]) -> None:
-        """Replace the weights, including the main weights. Weights that are attached to the module
-        are copied to the device again.
+        """Replace the weights, including the main weights. The weights attached to the module are
+        also updated on the device.
         """
         if self._state is not None:
             for finish in self._stage_files(weights):

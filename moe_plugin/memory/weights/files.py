@@ -68,7 +68,7 @@ def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> S
             and optimizer state of one block.
         micro_batches: number of micro-batches per step, which must be equal to the number in the
             last step.
-    Returns: the plan. The attribute `hides` of the returned plan is True if all copies overlap with
+    Returns: the plan. The `hides` attribute of the returned plan is True if all copies overlap with
         computation.
     Raises:
         ValueError: If no choice of segments fits in the limit, or if `measured_layers` raises an

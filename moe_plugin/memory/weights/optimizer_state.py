@@ -126,7 +126,7 @@ class StateInFiles:
         return self._layout.nbytes
 
     def fetch(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start to copy the optimizer state to memory, unless the copy is already in progress."""
+        """Start copying the optimizer state to memory, unless the copy is already in progress."""
         if self._held.held is not None and self._ticket is None:
             self._flat_N = room.of(self._layout.nbytes)
             self._ticket = self._held.fetch(copier, self._flat_N)
@@ -142,7 +142,7 @@ class StateInFiles:
             self._ticket = None
 
     def leave(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start to write the optimizer's current state to files, and remove the state from memory.
+        """Start writing the optimizer's current state to files, and remove the state from memory.
         """
         state = self._current_state()
         if not state:

@@ -34,9 +34,9 @@ class Router(BuffersKeepDtype, RouterModule):
     highest scores.
 
     A subclass overrides some of the hooks `scores`, `select`, `weigh` and `after_choice`. A
-    subclass with parameters or buffers other than `weight_ED` also overrides `build`. For any dtype
-    of the layer, routing is computed outside autocast in float32, or in float64 if the input is
-    float64. With `router.fp32`, the parameters stay in at least float32 when the user or a host
+    subclass with parameters or buffers other than `weight_ED` also overrides `build`. Regardless of
+    the layer's dtype, routing is computed outside autocast in float32, or in float64 if the input
+    is float64. With `router.fp32`, the parameters stay in at least float32 when the user or a host
     framework casts the model (`half()`, `to(dtype)`).
 
     Attributes:
@@ -44,7 +44,7 @@ class Router(BuffersKeepDtype, RouterModule):
         only_noisy: names of the losses that are defined only if noise was added to the logits.
         adds_noise: True if `router.noise` is added to the logits.
         leaves_none: True if `select` always chooses k experts and never returns -1. A class that
-            overrides `select` must declare `leaves_none` again.
+            overrides `select` must redeclare `leaves_none`.
         multiplies_in_blocks: True if the router has no matmuls other than those in `Router.scores`.
         score: function that converts logits to scores.
         noise: standard deviation of the noise added to the logits in training.
@@ -59,7 +59,7 @@ class Router(BuffersKeepDtype, RouterModule):
         logit_bias_E: learned bias of the logits (`router.bias`), or None.
         adapted: True if an adapter trains the router; see `note_adapter`.
         forced: optional callable that replaces `select`. The callable returns expert ids, int64 [T,
-            K], or None to use `select` after all. See `moe_plugin.routing.rollouts`.
+            K], or None to fall back to `select`. See `moe_plugin.routing.rollouts`.
     """
 
     own_losses: frozenset[str] = frozenset({"load_importance", "tutel_load_importance"})
@@ -281,7 +281,7 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def top_k(self) -> int:
-        """Number of experts per token for calls that do not pass this number."""
+        """Default number of experts per token, for calls that do not pass `top_k`."""
         if self.schedule is not None:
             check(not capturing(self.schedule.now.device), "router.top_k_at", self.config.top_k_at,
                   "empty in a CUDA graph, which repeats one number of experts",

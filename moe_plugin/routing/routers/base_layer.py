@@ -8,9 +8,9 @@ and Castanon
 1989: auction for similar objects). All tokens bid at the same time, on the device that stores the
 scores. When all slots are occupied, the sum of the chosen scores is below the largest possible sum
 by at most epsilon per token. The bound on the sum holds for any initial prices. The auction starts
-with prices for which all experts have the same soft demand. The initial prices reduce the number of
-rounds. All functions in this module are pure, do not support gradients, and compute in float32 (in
-float64 for float64 scores).
+with prices at which all experts have the same soft demand, which reduces the number of rounds. All
+functions in this module are pure, do not support gradients, and compute in float32 (in float64 for
+float64 scores).
 
 For example, 4,096 tokens with normally distributed scores and 64 experts need about 60 rounds. The
 sum of the chosen scores is below the optimum by only 1e-6 of the spread of the scores per token,
@@ -47,9 +47,8 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
 
     The sum of the chosen scores is the largest possible sum, with an error of at most `EPSILON`
     times the spread of the scores (largest minus smallest) per token. If T is not divisible by E,
-    dummy tokens with a score of 0 are added. In the bound on the error, dummy tokens count like
-    tokens. The problem is described in BASE layers (Lewis et al., 2021), which also solve it with
-    an auction.
+    dummy tokens with a score of 0 are added. The error bound also counts the dummy tokens. The
+    problem is described in BASE layers (Lewis et al., 2021), which also solve it with an auction.
 
     Args:
         scores_TE: float. NaN scores are replaced with 0. +Inf is replaced with a number one spread

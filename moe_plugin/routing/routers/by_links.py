@@ -1,8 +1,8 @@
-"""Routers that take the costs of links into account.
+"""Routers that take link costs into account.
 
 `TAMoERouter` assigns fewer tokens to experts that are reached over slow links.
 `TopologyQuotaRouter` limits the fraction of choices that are sent to other nodes. With
-`router.links.visited`, both routers prefer experts on nodes to which the token is sent anyway
+`router.links.visited`, both routers prefer experts on nodes that already receive the token
 (`links.prefer_visited`). The preference reduces the number of rows sent between nodes if a token is
 sent only once to each node (`dispatch.send`).
 """
@@ -58,9 +58,10 @@ class TAMoERouter(TopKRouter):
     later tokens. With `pair_capacity: 0`, no choice is dropped. With `overflow: next`, choices that
     exceed the capacity are first moved to the token's next best expert with free capacity.
 
-    To train the router towards the fractions `c_ie`, set a weight for the loss `ta_moe`. The loss
-    `ta_moe` can be used with every router. If all ranks have the same router and similar tokens, no
-    loss can train the router to prefer different experts on different ranks. On ranks with the same
+    To train the router towards the fractions `c_ie`, set a weight for the `ta_moe` loss. The
+    `ta_moe` loss can be used with every router. If all ranks have the same router and similar
+    tokens, no loss can train the router to prefer different experts on different ranks. On ranks
+    with the same
     router and similar tokens, choices follow the fractions only with `overflow: next`. Source:
     TA-MoE (Chen et al., 2022).
     """
@@ -83,7 +84,7 @@ class TAMoERouter(TopKRouter):
         _note_nodes(self, device)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose k experts. Experts on nodes to which the token is sent anyway are preferred; see
+        """Choose k experts. Experts on nodes that already receive the token are preferred; see
         `Router.select`.
         """
         chosen_TK = (super().select(call) if self.nodes_EN is None
@@ -151,7 +152,7 @@ class TopologyQuotaRouter(Router):
     the token's best unchosen expert on this rank's node. If no expert on this rank's node is free,
     the choice is dropped. The group's topology (`comm.topology`) determines which experts are on
     this rank's
-    node. With a single node, this router is equivalent to the router topk. Source: FastMoE (He et
+    node. With a single node, this router is equivalent to the topk router. Source: FastMoE (He et
     al., 2021), the topology-aware gate.
 
     The one-pass kernel is used only if there is a single node. With several nodes, the router

@@ -96,7 +96,7 @@ def with_vocabulary(config: MoEConfig, sizes: Sequence[int], whose: str) -> MoEC
 
 
 def make_table(config: HashConfig, experts: int) -> Tensor:
-    """Create the table for the settings `router.hash`, int64 [V].
+    """Create the table for the `router.hash` settings, int64 [V].
 
     Raises:
         ValueError: If the settings are inconsistent, or if a file contains nonexistent experts or

@@ -1,4 +1,4 @@
-"""The routers topk (for any k, with GShard's policies for the second expert), Switch and GShard."""
+"""The topk router (for any k, with GShard's policies for the second expert), Switch and GShard."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class TopKRouter(Router):
 
     The router is described in the Tutel paper (Hwang et al., 2022), section "router". Noise with a
     standard deviation of `noise / E` is added to the logits. Before any choice is dropped because
-    of the capacity, the scores are divided by their sum over the chosen experts. The sum of the
-    scores is bounded below by a positive number.
+    of the capacity, the scores are divided by their sum over the chosen experts. This sum is
+    clamped to a positive minimum.
 
     Attributes:
         second_expert_policy: how the router treats the second expert in training. If
