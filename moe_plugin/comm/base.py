@@ -89,9 +89,7 @@ class Collectives:
         return None
 
     def active(self, comm: Comm) -> str:
-        """Returns None if the collective times in the cluster file can be used unchanged for this
-        backend.
-        """
+        """Return the name that statistics use for the collectives of a group."""
         return self.name
 
     def describe(self, comm: Comm) -> str:
@@ -116,7 +114,7 @@ class Comm(RankGroup):
         receive_first: True if the fastest direct all-to-all on this backend uses point-to-point
             messages and posts all receives before any send.
         threaded: True if exchanges may run in another thread, on views created by `with_tag`.
-        key: key with which torch operations find the group (see `comm.graph_ops`), or None.
+        key: key that torch operations use to look up the group (see `comm.graph_ops`), or None.
         tag: number that distinguishes the messages of concurrent exchanges; see `with_tag`.
         collectives: object that gathers and sums data over ranks; see `with_collectives`.
     """
@@ -266,7 +264,7 @@ class Comm(RankGroup):
         return self._own_part([range(first, self.size, stride) for first in range(stride)])
 
     def _own_part(self, parts: Sequence[range]) -> Comm:
-        """Return the subgroup that contains this rank. Collective on first use."""
+        """Return the subgroup that contains this rank. The first call is collective."""
         own_part = next(part for part in parts if self.rank in part)
         if own_part not in self.state.subgroups:
             made = {part: self.subgroup(part) for part in parts}

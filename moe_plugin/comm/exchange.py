@@ -191,8 +191,8 @@ class ExchangeRegistry(Registry[Exchange]):
         return [entry.name for entry in entries]
 
     def left_out(self, comm: Comm) -> dict[str, list[str]]:
-        """Return the algorithms that are replaced by `linear` in a prepared group, grouped by the
-        requirement that the group does not meet.
+        """Return the algorithms that are replaced by `linear` in a prepared group, grouped by unmet
+        requirement.
         """
         reasons: dict[str, list[str]] = {}
         for entry in self:

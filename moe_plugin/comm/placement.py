@@ -14,7 +14,7 @@ from moe_plugin.comm.exchange import Exchange
 
 @dataclass(frozen=True)
 class HostContext:
-    """Information about a layer that only the layer's host framework has.
+    """Information about a layer that only its host framework has.
 
     The host framework passes a `HostContext` when it creates a layer.
 

@@ -199,7 +199,7 @@ class SimulatedComm(Comm):
             # No rank may overwrite its slot before all ranks have read the slots.
             self.board.barrier.wait()
         except threading.BrokenBarrierError:
-            raise self.error(f"{what} gave up: a peer failed or did not arrive within "
+            raise self.error(f"{what} timed out: a peer failed or did not join within "
                              f"{self.timeout_s} s") from None
         names = [slot[0] for slot in posted]
         if set(names) != {what}:

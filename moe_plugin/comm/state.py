@@ -195,7 +195,7 @@ class GroupState:
         self.abandoned[id(parts)] = time.monotonic() + seconds, parts
 
     def release_abandoned(self) -> None:
-        """Release the objects of messages whose time has expired."""
+        """Release the abandoned messages whose time has expired."""
         # A copy of the items, because a destructor in a different thread may add an entry
         # meanwhile.
         for number, (until, _) in list(self.abandoned.items()):

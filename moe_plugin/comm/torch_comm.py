@@ -395,5 +395,5 @@ def default_comm(timeout_s: float = 1800.0) -> Comm:
         raise ValueError(
             f"WORLD_SIZE={processes} requires a process group, without which each process "
             "would train a separate model. Call torch.distributed.init_process_group() before "
-            "building the layer, or pass comm=LocalComm() for a layer of this process alone")
+            "building the layer, or pass comm=LocalComm() for a layer in one process")
     return LocalComm()

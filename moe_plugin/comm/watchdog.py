@@ -10,7 +10,7 @@ which a group was created. A group that was created by other code may have a tim
 and a thread checks whether the oldest event has completed. The host does not wait for the recorded
 events.
 
-CUDA forbids the thread's checks while a graph is captured in the mode `global`, which is torch's
+CUDA forbids the thread's checks while a graph is captured in `global` mode, which is torch's
 default. Therefore capture graphs with `torch.cuda.graph(..., capture_error_mode="thread_local")`.
 Torch's own watchdog thread requires the same mode. In any other mode, the thread stops watching and
 logs a warning.

@@ -111,8 +111,8 @@ class DispatchContext:
         configured: traits of the dispatcher that the user configured, if this dispatcher replaces
             it.
         counts_on_device: True if the experts can read their row counts on the device.
-        weights_first: True if gate weights are multiplied with the experts' inputs instead of their
-            outputs. Only dispatchers that send a token's row once per rank or node read
+        weights_first: True if the experts' inputs are multiplied by the gate weights, instead of
+            their outputs. Only dispatchers that send a token's row once per rank or node read
             `weights_first`.
     """
 
@@ -130,7 +130,7 @@ class Dispatcher(ABC, Generic[PlanT]):
     returns the outputs.
 
     Attributes:
-        reads_anchor: True if `dispatch` uses its argument `anchor`. The anchor is needed if there
+        reads_anchor: True if `dispatch` uses its `anchor` argument. The anchor is needed if there
             is more than one rank.
     """
 

@@ -89,7 +89,7 @@ class SlotHop:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The slots that an exchange assigns to the choices of the tokens.
+    """The slots that an exchange assigns to the tokens' choices of experts.
 
     Attributes:
         hop: the exchange.

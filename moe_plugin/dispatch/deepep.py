@@ -1,4 +1,4 @@
-"""The dispatchers `deepep` and `deepep_v2`, which use DeepEP (deepseek-ai).
+"""The `deepep` and `deepep_v2` dispatchers, which use DeepEP (deepseek-ai).
 
 Both dispatchers require the `deep_ep` package, which uses NVLink within a node and RDMA between
 nodes. Neither dispatcher has been tested on a GPU. `dispatch.token_exchange` contains the code

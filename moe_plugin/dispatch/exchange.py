@@ -82,8 +82,8 @@ class PipelinedExchange:
 
 
 class _Sizes(NamedTuple):
-    """The numbers of rows of a piece that are sent to and received from each rank, and whether the
-    piece stays on its rank.
+    """The numbers of rows of a piece sent to and received from each rank, and whether the piece
+    stays on its rank.
     """
 
     send: list[int]
@@ -226,7 +226,7 @@ class SentPieces(Sent):
     piece is computed.
 
     Args:
-        arriving: iterator that yields the experts' work for one piece at a time (`Sent`).
+        arriving: iterator that yields the rows for the experts, one piece at a time (`Sent`).
         anchor: anchor that was passed to `Dispatcher.dispatch`.
         plan: the plan of the call.
         mapped: True if the experts write their outputs in the order in which the rows arrived
@@ -304,8 +304,8 @@ class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
 
     def _in_background(self, rows_ND: Tensor, plan: ExchangePlan,
                        anchor: Tensor | None) -> Iterable[ExpertRows]:
-        """Send all pieces, and return an iterator that waits for each piece and yields the experts'
-        work for the piece.
+        """Send all pieces, and return an iterator that waits for each piece and yields its rows for
+        the experts.
         """
         parts = rows_ND.split([self.sharers * sum(piece.send) for piece in plan.pieces])
         out = PipelinedExchange(self.placement, plan.pieces, plan.even, self.overlap)
@@ -338,7 +338,7 @@ class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
         return rows_ND
 
     def all_parts(self, rows_ND: Tensor) -> Tensor:
-        """Apply the inverse of `own_part` to rows that were returned."""
+        """Apply the inverse of `own_part` to returned rows."""
         return rows_ND
 
     def _exchange(self, route: Route, rows: Tensor, send: list[int], recv: list[int], even: bool,

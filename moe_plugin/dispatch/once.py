@@ -1,5 +1,5 @@
-"""A dispatcher that sends a token's row only once to each rank, or only once to each node, that has
-experts of the token.
+"""A dispatcher that sends a token's row only once to each rank, or to each node, that has experts
+of the token.
 
 For a token with k experts, `ragged` sends k rows, even if several of these experts are on the same
 rank.
@@ -139,8 +139,8 @@ class OncePiece:
         send: number of rows sent to each rank.
         recv: number of rows received from each rank.
         local: True if all rows of the piece stay on their rank.
-        weights_first: True if gate weights are multiplied with the experts' inputs instead of their
-            outputs.
+        weights_first: True if the experts' inputs are multiplied by the gate weights, instead of
+            their outputs.
         rows: plan that maps the received rows to the experts. The plan is set when the pairs have
             arrived.
         forwarding: object that forwards the rows within a node, or None if rows are not forwarded.
@@ -288,7 +288,7 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
 
     def read_pairs(self, plan: OncePlan, number: int, arrived: Arrived,
                    anchor: Tensor | None) -> None:
-        """Prepare the piece with index `number` for the rows that the piece will receive."""
+        """Prepare piece `number` for the rows that it will receive."""
         plan.pieces[number].rows = arrived.row_plan(self.placement.comm.rank * plan.width,
                                                     plan.agreed.counts_PL[number])
 

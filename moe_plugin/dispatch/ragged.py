@@ -1,4 +1,4 @@
-"""The dispatchers `ragged`, `padded` and `parm_s2`.
+"""The `ragged`, `padded` and `parm_s2` dispatchers.
 
 `ragged` sends exactly the routed rows, without padding. The ranks exchange row counts before they
 exchange rows. The host waits for the row counts once per call, and does not wait in the backward
@@ -90,7 +90,7 @@ class ParmS2Dispatcher(PaddedDispatcher):
 
 @dataclass(eq=False)
 class SentSizes:
-    """An exchange of row counts for one call that is in progress.
+    """A pending exchange of the row counts of one call.
 
     Attributes:
         owner: dispatcher that started the exchange. Only a dispatcher with the same placement can

@@ -59,7 +59,7 @@ class PageRing:
 
         Args:
             number: int64 scalar, the number of pages to remove.
-            index_M: int64 [M], the integers from 0 to M - 1. M is an upper limit of `number`.
+            index_M: int64 [M], the integers from 0 to M - 1. M is an upper bound of `number`.
             wanted: bool scalar. If `wanted` is False, no page is removed.
         Returns: The removed pages, int64 [M], padded with -1, and a bool scalar that is True if
         there were enough pages.

@@ -32,8 +32,8 @@ class RowsOverflow(RuntimeError):
 
 
 class Limit(ABC):
-    """A limit on the number of rows or on their memory. Only the device knows whether the limit was
-    exceeded.
+    """A limit on the number of rows, or on the memory that stores them. Only the device knows
+    whether the limit was exceeded.
 
     Attributes:
         remedy: error message. The message names the limit that was exceeded and explains how to

@@ -1,4 +1,5 @@
-"""Flattening of a layer's input to one token axis, and restoring the original shape of the outputs.
+"""Functions that flatten a layer's input to one token axis and restore the original shape of the
+outputs.
 
 Several ranks of the expert-parallel group may have the same tokens, for example with tensor
 parallelism but without sequence parallelism. With Parm's schedule S1, N such ranks divide the

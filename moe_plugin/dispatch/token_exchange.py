@@ -156,7 +156,7 @@ class TokenExchange(ABC):
 
         Args:
             x_RD: [R, D], outputs computed on this rank.
-            handle: attribute `handle` of the `Arrival` that contained the tokens.
+            handle: the `handle` attribute of the `Arrival` that contained the tokens.
             weights_RK: [R, K], gradients of the gate weights, which are sent together with the
                 outputs. Optional.
         Returns: The summed outputs [T, D], the gradients of the gate weights [T, K] or None, and a
@@ -216,7 +216,7 @@ class TokenExchangePlan(DispatchPlan):
 
 
 class _SentTokens(Sent):
-    """Tokens that are sent in pieces by the exchange of a package (`Sent`)."""
+    """Tokens that an external package sends in pieces (`Sent`)."""
 
     def __init__(self, arriving: Iterator[ExpertRows], anchor: Tensor | None,
                  plan: TokenExchangePlan, exchange: TokenExchange) -> None:
@@ -231,7 +231,7 @@ class _SentTokens(Sent):
 
 
 class TokenDispatcher(Dispatcher[TokenExchangePlan]):
-    """Base class of dispatchers that send tokens with the exchange of a package.
+    """Base class of dispatchers that send tokens with an external package.
 
     Attributes:
         exchange: class of the exchange.

@@ -90,8 +90,8 @@ class WeightsFirst(WrappedDispatcher):
         return WeighedPlan(plan.rows, plan, choices)
 
     def start_sizes(self, routing: Routing, tokens: bool = False) -> None:
-        """Return None. The choices are sent as tokens with another routing, so their sizes cannot
-        be exchanged early.
+        """Return None. The choices are sent as tokens with a different routing, so their sizes
+        cannot be exchanged early.
         """
         return None
 

@@ -18,7 +18,7 @@ rounding error. If a row contains an infinity or a NaN, the received row also co
 value. Loss scaling can therefore detect the overflow.
 
 One format is used for the rows sent to experts and for the gradients of the experts' outputs. The
-outputs and the gradients of the rows use the same format or a different format.
+experts' outputs and the gradients of the rows may use a different format.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Source: Tutel (`fast_dispatch`).
 | f < 0 | min(the f = 0 value, max(1, k * int(-f * s))) |
 
 Tutel's formula does not guarantee at least one slot. With Tutel's formula and f < 1, all choices
-are dropped if a rank has at most E tokens. So few tokens are common during generation.
+are dropped if a rank has at most E tokens. Such small batches are common during generation.
 
 For example, s = 3 for T = 10, E = 4 and k = 2. In this case, f = 1 results in C = 6. With f = 1.25,
 C = 2 * int(3.75) = 6. With f = 0.3, C = max(1, 2 * int(0.9)) = 1. With f = -1 and a largest load of
@@ -93,9 +93,9 @@ class CapacityLimit:
                training: bool) -> int | Tensor | None:
         """Return the number of slots per expert beyond which choices are dropped.
 
-        The limit is usually equal to `made`. The limit is lower than `made` if only the device
-        knows the number of real tokens, or if this rank uses its own limit and has fewer tokens
-        than other ranks.
+        The limit is usually equal to `made`. It is lower in two cases: only the device knows the
+        number of real tokens, or this rank uses its own limit and has fewer tokens than other
+        ranks.
         """
         comm, known = self.comm, asked.size > 1
         if self.own and self.comm.size > 1:

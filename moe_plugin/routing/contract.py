@@ -64,7 +64,7 @@ class BuffersKeepDtype(nn.Module):
     """Base class of modules whose buffers are not affected by casting or emptying the module.
 
     The buffers keep their values and dtypes when the module is cast (`half()`) or emptied
-    (`to_empty()`). Emptied buffers would not be filled again, and a 16-bit bias cannot represent
+    (`to_empty()`). The values of emptied buffers would be lost, and a 16-bit bias cannot represent
     changes of 0.001 per step. When the module is moved to another device, its buffers are moved as
     well. Subclasses must not create buffers on the meta device.
 

@@ -21,7 +21,7 @@ _first: ContextVar[bool] = ContextVar("moe_plugin_first_pass", default=False)
 
 
 def counts(training: bool) -> bool:
-    """Return whether a pass of a layer is counted in statistics and in the updates after each step.
+    """Return whether the statistics, and the updates after each step, include a pass of a layer.
 
     In training mode, a pass with gradients is counted once, and its recomputation is not counted. A
     pass without gradients is counted only if it will be recomputed with gradients.

@@ -91,7 +91,7 @@ def calibrated_costs(path: str) -> tuple[float, float]:
     if not (near > 0 and far > 0):
         raise ValueError(
             f"The cluster file {short(path)} has intra.beta_s={near} and inter.beta_s={far}. Both "
-            "must be > 0 for a router that weighs links. Calibrate with more sizes, or set "
+            "must be > 0 for a router that uses link costs. Calibrate with more sizes, or set "
             "router.links.costs.")
     return near, far
 

@@ -49,9 +49,9 @@ def gshard(x: RoutingCall) -> Tensor:
     """GShard's balance loss for first choices, `sum_e (sum_s p(s,e)) * (n_e * E / S) / S`.
 
     Only the first choice of each token is counted. `gshard` is exactly 1 for a uniform router whose
-    first choices are distributed evenly. No router whose scores are proportional to its load has a
-    smaller loss. Source: GShard (Lepikhin et al., 2020), algorithm 1, as implemented in Tutel and
-    fairseq.
+    first choices are distributed evenly. This is the smallest loss of any router whose scores are
+    proportional to its load. Source: GShard (Lepikhin et al., 2020), algorithm 1, as implemented in
+    Tutel and fairseq.
     """
     experts = x.experts
     return torch.dot(x.importance_E(), x.first_load_E()) * (experts / x.count**2)

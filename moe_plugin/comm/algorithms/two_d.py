@@ -80,7 +80,7 @@ def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 
     Split sizes may be uneven, nodes may differ in their number of ranks, and ranks may be numbered
     in any order. With uneven splits, the ranks of a node first exchange their row counts in one
-    small message each. `Comm.prepare` must be called before the first exchange.
+    small exchange. `Comm.prepare` must be called before the first exchange.
     """
     topology = comm.topology
     even = send is None and recv is None

@@ -4,10 +4,10 @@ based on measurements during training.
 In the first step, all blocks are swapped. The first step measures the activation bytes of each
 block and the bandwidth of the tier. In the next steps, all blocks are recomputed. The first step
 with recomputation is a warm-up. The following steps measure the time of each block, until the times
-of two steps agree. The measuring steps need much less memory than any limit for which a plan
-exists. The outputs and gradients of the measuring steps are bitwise equal to those with any other
-policy. Finally, the planner (`moe_plugin.planner.offload.activation_plan`) chooses a policy for
-each block. Afterwards, a step is measured at intervals. If it is much faster than before, the
+of two steps agree. The measuring steps need much less memory than the smallest limit for which a
+plan exists. The outputs and gradients of the measuring steps are bitwise equal to those with any
+other policy. Finally, the planner (`moe_plugin.planner.offload.activation_plan`) chooses a policy
+for each block. Afterwards, a step is measured at intervals. If it is much faster than before, the
 machine was busy during the first measurements, so all measurements are repeated.
 """
 
@@ -84,8 +84,8 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
             restore the random state of a host framework.
         comm: group of ranks that have the same blocks. With "auto", all ranks of the group must
             call this function.
-        profile: file to which "auto" writes its measurements. `moe-plugin plan --memory` reads the
-            file with the measurements.
+        profile: file to which "auto" writes its measurements. `moe-plugin plan --memory` reads this
+            file.
 
     Returns: The object that applies the policies. Call `after_step()` of the returned object after
     each training step.
@@ -140,7 +140,7 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
         return None
     if not layers:
         raise ValueError(f"offload.activations={short(settings.activations)} does not work on this "
-                         "rank, which has no transformer layer; use keep, or other pipeline stages")
+                         "rank, which has no transformer layer; use keep, or change the stages")
     stashed = [name for name, layer in layers.items()
                if any(isinstance(config := getattr(m, "config", None), MoEConfig)
                       and config.dispatch.stash_mib > 0 for m in layer.modules())]
@@ -165,7 +165,7 @@ def _policies(settings: OffloadConfig, places: Sequence[int], total: int) -> str
         raise ValueError(
             f"offload.activations={short(settings.activations)} has {len(names)} policies, but the "
             f"model has {total} layers: use one policy for all layers, or one for each layer in "
-            "the order of forward")
+            "the order of the forward pass")
     if len(set(places)) < len(places) or max(places) >= total:
         raise ValueError(
             f"offload.activations={short(settings.activations)} has policies for {total} layers, "

@@ -151,7 +151,7 @@ class Pass:
         self._counted = nbytes
 
     def begin_backward(self, _: Tensor) -> None:
-        """Begin the backward pass. This method is registered as a hook of the block's outputs."""
+        """Begin the backward pass. This method is registered as a hook on the block's outputs."""
         if not self.begun:
             self.begun = True
             later = None if self._later is None else self._later()
@@ -163,7 +163,7 @@ class Pass:
             self.owner._backward_begins(self)
 
     def end_backward(self, _: Tensor | None = None) -> None:
-        """End the backward pass. This method is registered as a hook of the block's first input."""
+        """End the backward pass. This method is registered as a hook on the block's first input."""
         if not self.ended:
             self.ended = True
             if self.hook is not None:

@@ -57,8 +57,8 @@ class CachePolicy:
             last.pop(key, None)
 
     def victim(self, keys: Collection[Key], layer: int, layers: int) -> Key:
-        """Choose one of `keys`, which identify experts, for eviction. An expert of the layer with
-        number `layer` needs a slot, and there are `layers` layers in total.
+        """Choose one of `keys`, which identify experts, for eviction. `layer` is the number of the
+        layer that needs a slot, and `layers` is the total number of layers.
         """
         return min(keys, key=lambda key: (self.worth(key, layer, layers), self.last[key]))
 

@@ -124,7 +124,7 @@ class FileWeights:
         self._fills, self._read = 0, False
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
-        """Start to copy experts into slots of the cache."""
+        """Start copying experts into slots of the cache."""
         # the current file, even if it is replaced before the copy runs
         parts, file, written = list(parts), self.file, self.written
         self._read = True
@@ -244,7 +244,7 @@ class ExpertStore:
         self._seen = self.weights.version
 
     def move(self, spec: CacheSpec) -> None:
-        """From the next call on, use a cache with another dtype or on another device."""
+        """From the next call on, use a cache with a different dtype or device."""
         if spec != self.cache.spec:
             self._leaving()
             self._join(spec)

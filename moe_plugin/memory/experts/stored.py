@@ -78,7 +78,7 @@ class StoredExperts(Experts):
 
     @property
     def template(self) -> FFNExperts:
-        """Experts of the configured kind, called with the parameters to use."""
+        """Experts of the configured kind, whose parameters are passed in each call."""
         return self._template[0]
 
     @property

@@ -131,9 +131,7 @@ class StreamedBlock:
         return sum(4 * self.params[i].numel() for i in self.mains)
 
     def forget_memory(self) -> None:
-        """Free the memory that the experts keep between calls. The block's next call belongs to the
-        next step.
-        """
+        """Free the memory that the experts keep between calls."""
         for module in self.module.modules():
             if isinstance(module, FFNExperts):
                 module.memory.clear()

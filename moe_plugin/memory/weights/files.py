@@ -216,7 +216,7 @@ def _refuse_not_finite(folder: Path, block: StreamedBlock, tensors: Mapping[str,
         if x.is_floating_point() and not x.isfinite().all():
             raise FloatingPointError(
                 f"{short(name)} of block {block.number} is not finite, so {folder} is not written; "
-                "an older folder remains. Continue from it with a lower learning rate or other "
+                "the previous folder is kept. Continue from it with a lower learning rate or other "
                 "data")
 
 

@@ -50,7 +50,7 @@ class OptimizerStateBuffer:
         self._last: Ticket | None = None
 
     def of(self, nbytes: int) -> Tensor:
-        """Return the buffer with a size of [nbytes]. If a larger buffer replaces the previous
+        """Return a uint8 view [nbytes] of the buffer. If a larger buffer replaces the previous
         buffer, running jobs keep the previous buffer alive.
         """
         if self._flat_N.numel() < nbytes:

@@ -73,7 +73,7 @@ class BlockMeasurement:
 
     Attributes:
         input_bytes: number of bytes stored per micro-batch for the backward pass.
-        forward_s, backward_s: time in seconds over all micro-batches, with recomputation.
+        forward_s, backward_s: time in seconds over all micro-batches, including recomputation.
         step_s: time in seconds of the optimizer step, including the wait for the optimizer state.
     """
 

@@ -53,10 +53,10 @@ class TAMoERouter(TopKRouter):
 
     Here, `c_ie` is the topology-aware fraction of tokens computed from the link costs
     (`router.links`), and S is the number of real tokens on this rank. Choices that exceed the
-    capacity of a rank and an expert are dropped. First choices are kept before other choices, and
-    earlier tokens before
-    later tokens. With `pair_capacity: 0`, no choice is dropped. With `overflow: next`, choices that
-    exceed the capacity are first moved to the token's next best expert with free capacity.
+    capacity of a (rank, expert) pair are dropped. First choices have priority over other choices,
+    and earlier tokens over later tokens. With `pair_capacity: 0`, no choice is dropped. With
+    `overflow: next`, choices that exceed the capacity are first moved to the token's next best
+    expert with free capacity.
 
     To train the router towards the fractions `c_ie`, set a weight for the `ta_moe` loss. The
     `ta_moe` loss can be used with every router. If all ranks have the same router and similar

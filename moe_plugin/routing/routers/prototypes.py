@@ -1,4 +1,4 @@
-"""The router kTop1, which divides the experts into k prototypes and chooses one expert from each
+"""The kTop1 router, which divides the experts into k prototypes and chooses one expert from each
 prototype.
 """
 

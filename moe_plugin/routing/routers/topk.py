@@ -1,4 +1,6 @@
-"""The topk router (for any k, with GShard's policies for the second expert), Switch and GShard."""
+"""The topk router (for any k, with GShard's policies for the second expert), and the Switch and
+GShard routers.
+"""
 
 from __future__ import annotations
 
@@ -69,10 +71,10 @@ class TopKRouter(Router):
         return torch.stack([ids_TK[:, 0], ids_TK[:, 1].masked_fill(~keep_T, -1)], dim=1)
 
     def second_share(self, weights_TK: Tensor) -> Tensor:
-        """Return half of the probability with which the second expert is kept, [T], which is the
-        weight of the second expert.
+        """Return the weight of the second expert, [T], which is half of the probability of keeping
+        this expert.
 
-         If weights are divided by their sum before choices are dropped, the method returns the
+        If weights are divided by their sum before choices are dropped, the method returns the
         divided weight. If weights are not divided by their sum, the method returns the score, as in
         fairseq's `moe` branch.
         """
