@@ -62,8 +62,8 @@ def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None)
     Args:
         comm: the group.
         x: tensor [size * n, ...], which must have the same shape on all ranks.
-        wanted: optional. For each rank, the rows to which each node contributes; see
-            `gather_by_nodes`. By default, every node contributes to all rows.
+        wanted: optional. For each rank, the rows that each node contributes; see `gather_by_nodes`.
+            By default, every node contributes to all rows.
     """
     length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
     rows, parts_W = _Rows(comm, length, wanted), x.split(length) if length else [x] * comm.size
@@ -97,7 +97,7 @@ class _Rows:
         self.here = self.node(comm.rank)
 
     def node(self, rank: int) -> int:
-        """Return the index of the node on which a rank runs."""
+        """Return the index of a rank's node."""
         return self.topology.node_of[rank]
 
     def column(self, rank: int) -> list[int]:

@@ -153,7 +153,7 @@ class ExchangeRegistry(Registry[Exchange]):
         `tried` are ignored, because the object itself defines them.
 
         Args:
-            name: name under which the algorithm is registered.
+            name: registered name of the algorithm.
             direct: see `Exchange`. `direct` is a boolean here, because calls are counted under
                 `name`.
             rounds: see `Exchange`.

@@ -88,7 +88,7 @@ class RankGroup(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Device on which the tensors for this group's collectives must be located."""
+        """Device for the tensors of this group's collectives."""
         return torch.device("cpu")
 
     @property

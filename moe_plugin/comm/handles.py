@@ -79,9 +79,9 @@ class Series:
     All ranks must start the exchanges in ascending order of their indices, beginning with 0. On
     gloo, a `direct` exchange runs without a thread. The first `put` posts the receives of all
     exchanges before anything is sent. As a result, no ready signal is queued behind rows, and no
-    round trip is needed between consecutive exchanges. A peer sends rows in the order in which it
-    receives ready signals. The receives of an exchange must therefore not be posted long before the
-    exchange starts.
+    round trip is needed between consecutive exchanges. A peer sends rows in the order of the ready
+    signals that it receives. The receives of an exchange must therefore not be posted long before
+    the exchange starts.
 
     Args:
         comm: the group.

@@ -107,10 +107,10 @@ class Placement:
         comm: the expert-parallel group.
         experts: number of experts, E.
         algorithm: all-to-all algorithm that sends the rows.
-        copies: number of ranks to which each token is sent, r. S must be divisible by r. Defaults
-            to S. If r < S, every S/r consecutive ranks form a group and gather each other's
-            parameters. After gathering, each rank has 1/r of each expert's parameters, and the
-            ranks of the group divide the tokens among themselves.
+        copies: number of ranks that receive each token, r. S must be divisible by r. Defaults to S.
+            If r < S, every S/r consecutive ranks form a group and gather each other's parameters.
+            After gathering, each rank has 1/r of each expert's parameters, and the ranks of the
+            group divide the tokens among themselves.
         replicas: group of ranks that have the same tokens as this rank, for dispatchers that use
             such a group.
         configured_shards: configured number of ranks over which every expert is split, S. Defaults

@@ -22,15 +22,14 @@ class Resharding:
 
     All ranks of the group must create their plans in the same order. On gloo, only ranks that store
     a part of the tensor in either layout need to participate in a move. Several moves may be in
-    progress at the same time. Moves complete in the order in which they were started. On other
-    backends, all ranks must call `TensorMove.end`.
+    progress at the same time. Moves complete in the order they were started. On other backends, all
+    ranks must call `TensorMove.end`.
 
     Args:
         comm: the group. The devices of the two layouts are the ranks of the group.
         source: layout of the tensors before the move.
         target: layout of the tensors after the move.
-        nodes: optional. Index of the node on which each rank runs. Defaults to the nodes of the
-            group's topology.
+        nodes: optional. The node index of each rank. Defaults to the nodes of the group's topology.
     Raises:
         ValueError: If the layouts are incompatible; see `planner.resharding.unique_slices`.
     """

@@ -229,7 +229,7 @@ def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: f
     their own generators.
 
     Args:
-        size: number of ranks, which is also the number of threads.
+        size: number of ranks, and also of threads.
         fn: function to run on each rank.
         timeout_s: maximum time that a rank waits for other ranks in a collective, in seconds.
         traffic: optional. Object that counts the messages of all ranks.

@@ -120,7 +120,7 @@ class GroupState:
             watchdog is None if none was requested.
         worker: thread that runs exchanges in the background. The thread is created when the first
             exchange starts.
-        stream: CUDA stream on which exchanges run in the background.
+        stream: CUDA stream for background exchanges.
         timeout_watch: object that watches NCCL collectives, or None unless the process group's
             timeout is longer than the layer's timeout.
         connected: on NCCL, True if all ranks have participated in a collective since the group was
@@ -232,7 +232,7 @@ class PostedMessages:
 
     Args:
         state: the state of the group.
-        seconds: time for which the messages are kept alive if no code waits for them.
+        seconds: how long the messages are kept alive if no code waits for them.
         wait: function that is called with `works` and `messages` and waits for the messages.
         works: torch's work objects of the messages.
         messages: the sent and the received messages.

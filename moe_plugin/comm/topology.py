@@ -1,5 +1,4 @@
-"""`Topology`, which describes on which node each rank runs and how many network cards a node has.
-"""
+"""`Topology`, which describes the node of each rank and the number of network cards per node."""
 
 from __future__ import annotations
 
@@ -105,7 +104,7 @@ class Topology:
 
     @cached_property
     def node_of(self) -> tuple[int, ...]:
-        """Index of the node on which each rank runs."""
+        """Node index of each rank."""
         where = {rank: index for index, node in enumerate(self.nodes) for rank in node}
         return tuple(where[rank] for rank in range(self.size))
 
@@ -148,8 +147,7 @@ class Topology:
         return self.node_of[one] == self.node_of[other]
 
     def restrict(self, ranks: Sequence[int]) -> Topology:
-        """Return the topology of the subgroup that consists of `ranks`, in which ranks are numbered
-        as in the subgroup.
+        """Return the topology of the subgroup of `ranks`, with ranks numbered as in the subgroup.
         """
         return Topology.from_keys([self.node_of[rank] for rank in ranks], self.nics, self.source)
 

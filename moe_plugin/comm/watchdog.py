@@ -4,11 +4,11 @@ error.
 `Watchdog` sends heartbeats, so that error messages can name missing ranks. `TimeoutWatch` detects
 NCCL collectives that take longer than `comm.timeout_s` and logs their names.
 
-The host does not wait for NCCL collectives, and NCCL's own watchdog uses only the timeout with
-which a group was created. A group that was created by other code may have a timeout longer than
-`comm.timeout_s`. For groups with a longer timeout, each collective of the layer records an event,
-and a thread checks whether the oldest event has completed. The host does not wait for the recorded
-events.
+The host does not wait for NCCL collectives, and NCCL's own watchdog uses only the timeout that was
+set when the group was created. A group that was created by other code may have a timeout longer
+than `comm.timeout_s`. For groups with a longer timeout, each collective of the layer records an
+event, and a thread checks whether the oldest event has completed. The host does not wait for the
+recorded events.
 
 CUDA forbids the thread's checks while a graph is captured in `global` mode, which is torch's
 default. Therefore capture graphs with `torch.cuda.graph(..., capture_error_mode="thread_local")`.

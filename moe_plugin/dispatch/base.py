@@ -51,8 +51,8 @@ class Overlap:
 
     @property
     def pieces(self) -> int:
-        """Number of pieces into which rows are divided. Both the forward and the backward pass can
-        combine the pieces into groups of equal size.
+        """Number of pieces per call. Both the forward and the backward pass can combine the pieces
+        into groups of equal size.
         """
         return math.lcm(self.forward, self.backward or self.forward)
 
@@ -71,8 +71,8 @@ class DispatchTraits:
         shares_tokens: True if all ranks of the group have the same tokens.
         splits_slots: True if ranks that have the same tokens (`Placement.replicas`) divide the
             slots among themselves.
-        single_layout: True if the dispatcher supports only the layout in which each expert is
-            computed on the rank that stores it. Other dispatchers support every value of `r`.
+        single_layout: True if the dispatcher supports only the layout that computes each expert on
+            the rank that stores it. Other dispatchers support every value of `r`.
         bounded: True if rows are sent in buffers of a fixed length (`DispatchContext.limit`), so
             that the row counts can stay on the device.
         spills: True if ranks that do not store an expert may compute some of the expert's rows
@@ -259,7 +259,7 @@ def check_settings(config: DispatchConfig, training: bool = True) -> None:
 
 
 def fixed_slots(kept: KeptRouting) -> tuple[Tensor, int]:
-    """Return the slot of each choice, int64 [T, K], and the capacity per expert.
+    """Return the slot of each routing choice, int64 [T, K], and the capacity per expert.
 
     Raises:
         ValueError: If this call has no capacity.

@@ -103,10 +103,11 @@ def says_load(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def _slots_by_rank(place: Placement, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slot of each choice and the row counts.
+    """Return the slot of each routing choice and the row counts.
 
-    The rows for each rank are ordered by expert. The slot, int64 [T, K*r], is the index of a choice
-    among the rows for its rank. The row counts, int64 [W, L], are indexed by rank and local expert.
+    The rows for each rank are ordered by expert. The slot, int64 [T, K*r], is the index of a
+    routing choice among the rows for its rank. The row counts, int64 [W, L], are indexed by rank
+    and local expert.
     """
     number_N, count_V = running_count(ids_TK.reshape(-1), place.virtual)
     count_WL = count_V.view(place.comm.size, place.local)

@@ -43,8 +43,8 @@ class SlotHop:
 
     Attributes:
         comm: group of all ranks.
-        targets: ranks to which this rank sends, in ascending order.
-        sources: ranks from which this rank receives, in ascending order.
+        targets: ranks that receive data from this rank, in ascending order.
+        sources: ranks that send data to this rank, in ascending order.
         rows: number of row slots per target and per source.
         pairs: number of pair slots per target and per source.
     """
@@ -65,7 +65,7 @@ class SlotHop:
                 [slots if rank in self.sources else 0 for rank in ranks])
 
     def loaded(self, target_TK: Tensor) -> Loaded:
-        """Assign choices to the slots of the exchange.
+        """Assign routing choices to the slots of the exchange.
 
         Args:
             target_TK: int64 [T, K], the index of each choice's target in `targets`, or -1 if a
@@ -108,7 +108,7 @@ class Loaded:
     pair_TK: Tensor
 
     def rows(self, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the choice that belongs to each row and the row that belongs to each choice
+        """Return the routing choice of each row and the row of each routing choice
         (`kernels.rows`).
 
         Args:
@@ -201,7 +201,7 @@ class BoundedOncePlan(ExchangePlan):
     rank or node.
 
     Attributes:
-        gates_TK: gate weights of the choices. They require gradients.
+        gates_TK: gate weights of the routing choices. They require gradients.
         pairs: encoded (expert, weight) pairs to send.
         hop: first exchange, in which this rank sends its tokens.
         starts: first slot of each piece, followed by the total number of slots.
@@ -298,8 +298,8 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
         return SlotHop(self.placement.comm, ranks, ranks, min(slots, tokens), slots)
 
     def next_target(self, rank_TK: Tensor) -> Tensor:
-        """Return the index of each choice's target in the first exchange, int64, or -1 for choices
-        without an expert.
+        """Return the index of each routing choice's target in the first exchange, int64, or -1 for
+        choices without an expert.
 
         Args:
             rank_TK: int64 [T, K], the rank of each choice's expert, or -1 for choices without an
@@ -325,7 +325,7 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
         Args:
             rank_TK: int64 [T, K], the rank of each choice's expert, or -1 for choices without an
                 expert.
-            loaded: slots assigned to the choices.
+            loaded: slots assigned to the routing choices.
             slots: maximum number of pairs from one rank to another, P.
             counts: bool scalar that is True if the routing represents the actual load
                 (`says_load`).

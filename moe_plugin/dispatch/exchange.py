@@ -99,7 +99,7 @@ class _Direction:
         comm: the ranks.
         algorithm: all-to-all algorithm to use.
         pieces: row counts of the pieces.
-        groups: number of groups into which the pieces are combined.
+        groups: number of groups of pieces.
         even: True if every rank sends the same number of rows to every rank.
         last_first: True if pieces are passed to `put` in reverse order.
     """
@@ -229,7 +229,7 @@ class SentPieces(Sent):
         arriving: iterator that yields the rows for the experts, one piece at a time (`Sent`).
         anchor: anchor that was passed to `Dispatcher.dispatch`.
         plan: the plan of the call.
-        mapped: True if the experts write their outputs in the order in which the rows arrived
+        mapped: True if the experts write their outputs in arrival order of the rows
             (`Piece.results`).
         back: exchange that sends the outputs back.
     """
@@ -266,7 +266,7 @@ class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
 
     @property
     def pieces(self) -> int:
-        """Number of pieces into which the rows of a call are divided.
+        """Number of pieces per call.
 
         Under `torch.compile`, the number is 1, because a compiled graph runs only one exchange at a
         time.
@@ -322,9 +322,7 @@ class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
 
     @property
     def maps_rows(self) -> bool:
-        """True if the experts use an index to read rows in the order in which they arrived
-        (`Piece.work`).
-        """
+        """True if the experts use an index to read rows in arrival order (`Piece.work`)."""
         return True
 
     @property

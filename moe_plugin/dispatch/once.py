@@ -103,8 +103,9 @@ class Forwarding:
     Attributes:
         place: the ranks that store each expert.
         sizes: sizes of the exchange within the node.
-        source_N: int64 [N], the choice for which each row is forwarded (`kernels.rows`).
-        position_RK: int64 [R, K], the forwarded row of each choice, or -1 if a choice has no row.
+        source_N: int64 [N], the routing choice for which each row is forwarded (`kernels.rows`).
+        position_RK: int64 [R, K], the forwarded row of each routing choice, or -1 if a choice has
+            no row.
         anchor: parameter that connects the exchange to the autograd graph (`comm.functional`).
     """
 
@@ -190,7 +191,7 @@ class OncePlan(ExchangePlan):
     back.
 
     Attributes:
-        gates_TK: gate weights of the choices. They require gradients.
+        gates_TK: gate weights of the routing choices. They require gradients.
         pairs: encoded (expert, weight) pairs to send.
         agreed: all row and pair counts of the call.
         width: number of experts per rank, including borrowed experts.
@@ -277,7 +278,7 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
         return super().dispatch(x_TD, plan, anchor)
 
     def next_rank(self, rank_TK: Tensor) -> Tensor:
-        """Return the rank to which each choice is sent in the first exchange, int64, or -1 for
+        """Return the rank that receives each routing choice in the first exchange, int64, or -1 for
         choices without an expert.
 
         Args:

@@ -29,11 +29,11 @@ from moe_plugin.utils.machine import to_device
 
 @dataclass(frozen=True)
 class NodePeers:
-    """The ranks with which this rank exchanges rows between nodes.
+    """This rank's peers in the exchange between nodes.
 
     Attributes:
         node_ranks: all ranks of this node.
-        via: for each node, the rank on that node to which this rank sends rows.
+        via: for each node, the rank on that node that receives this rank's rows.
         entry: for each rank of the group, the rank of this node that receives its rows.
         sources: ranks that send rows to this rank.
     """

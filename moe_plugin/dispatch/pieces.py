@@ -118,8 +118,8 @@ def shares_along(name: str, number: int, ranks: int, local: int) -> PieceShares:
     """Return a rule that divides the rows for other ranks into `number` pieces along an axis.
 
     Args:
-        name: name of the axis, which is a key of `PIECE_AXES`. If there is only one piece, the axis
-            has no effect.
+        name: name of the axis, a key of `PIECE_AXES`. If there is only one piece, the axis has no
+            effect.
         number: number of pieces.
         ranks: number of ranks in the group.
         local: number of experts per rank.
@@ -176,10 +176,9 @@ class Piece:
         experts.
 
         Args:
-            rows_RD: [R, D], the rows in the order in which they arrived.
-            mapped: if True, the experts read rows through an index and write their outputs in the
-                order in which the rows arrived. If `mapped` is False, the rows are copied into
-                expert-major order.
+            rows_RD: [R, D], the rows in arrival order.
+            mapped: if True, the experts read rows through an index and write their outputs in
+                arrival order. If `mapped` is False, the rows are copied into expert-major order.
         """
         if not mapped or not self.reorders:
             return ExpertRows(self.expert_major(rows_RD), self.counts)
@@ -188,13 +187,12 @@ class Piece:
                                            complete=True))
 
     def results(self, rows_RD: Tensor, mapped: bool) -> Tensor:
-        """Return the experts' outputs in the order in which the rows arrived, [R, D]."""
+        """Return the experts' outputs in arrival order of the rows, [R, D]."""
         return rows_RD if mapped and self.reorders else self.rank_major(rows_RD)
 
     @property
     def reorders(self) -> bool:
-        """True if the expert-major order of the rows differs from the order in which they arrived.
-        """
+        """True if the expert-major order of the rows differs from their arrival order."""
         if self.slots is None:
             return self.order_R is not None
         return len(self.recv) > 1 and len(self.counts.host) > 1 and self.slots > 0
@@ -232,16 +230,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class ExchangePlan(DispatchPlan):
-    """The plan of an exchange. The plan describes the rows of each token and the pieces in which
-    the rows are sent.
+    """The plan of an exchange. The plan describes the rows of each token and the pieces that are
+    sent.
 
     Attributes:
-        source_N: int64 [N], the choice to which each row belongs (`kernels.rows`). Rows are ordered
-            by piece.
-        position_TK: int64 [T, K*r], the row of each choice, or -1 if a choice has no row.
+        source_N: int64 [N], the routing choice to which each row belongs (`kernels.rows`). Rows are
+            ordered by piece.
+        position_TK: int64 [T, K*r], the row of each routing choice, or -1 if a choice has no row.
         weights_TK: [T, K*r], the gate weights, which require gradients. `weights_TK` is None if
             outputs are multiplied by the gate weights before they are sent back.
-        pieces: pieces in the order in which they are sent.
+        pieces: pieces in sending order.
         even: True if, in each piece, every rank sends the same number of rows to every rank.
         complete: True if it is known that every choice has a row and that no slot is empty.
     """
@@ -259,8 +257,8 @@ def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tenso
     """Return a plan that sends exactly the routed rows, without padding.
 
     Args:
-        order_N: int64 [N], the indices of the choices, sorted by expert shard. Choices without an
-            expert are at the end.
+        order_N: int64 [N], the indices of the routing choices, sorted by expert shard. Choices
+            without an expert are at the end.
         send_WL: row counts, indexed by destination rank and that rank's local expert.
         recv_WL: row counts, indexed by source rank and this rank's local expert.
         ids_TK: int64 [T, K*r], the expert shard of each choice.
@@ -331,7 +329,7 @@ def _even_piece(place: Placement, slots: int) -> Piece:
 
 
 def slot_positions(owner_TK: Tensor, slots_TK: Tensor, owners: int, starts: list[int]) -> Tensor:
-    """Return the row of each choice, int64, when rows are ordered by (piece, owner, slot).
+    """Return the row of each routing choice, int64, when rows are ordered by (piece, owner, slot).
 
     Args:
         owner_TK: int64, the owner (expert shard or rank) of each choice's row, or -1 if a choice

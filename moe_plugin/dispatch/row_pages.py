@@ -38,7 +38,7 @@ class PageRing:
     Args:
         slots: number of pages.
         first: index of the first page.
-        device: device on which the ring is stored.
+        device: device of the ring.
 
     Attributes:
         free_S: int64 [slots + 1], the indices of the free pages. The last element receives the

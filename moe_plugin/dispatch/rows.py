@@ -10,8 +10,8 @@ balance losses. The ring all-reduces transfer T D elements in the forward pass a
 elements in the backward pass.
 Source: Chen et al. 2023 (PPMoE).
 
-In tensor names, N is the number of choices that have a row, and V is the number of slots. See
-`moe_plugin.records` for the other letters.
+In tensor names, N is the number of routing choices that have a row, and V is the number of slots.
+See `moe_plugin.records` for the other letters.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def known_load(routing: Routing) -> tuple[Tensor | None, bool]:
 
 def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
                    complete: bool = False) -> tuple[Tensor, Tensor]:
-    """Sort choices by expert. The choices of each expert remain in token order.
+    """Sort routing choices by expert. The choices of each expert remain in token order.
 
     Args:
         ids_TK: int64 [T, K], the expert of each choice, or -1 for a choice without an expert.
@@ -67,8 +67,8 @@ def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
         load_KE: int64 [K, E], the load, if it is known (`known_load`). If `load_KE` is None, the
             function counts the load.
         complete: True if it is known that every choice has an expert.
-    Returns: The indices of the choices, sorted by expert, int64 [T*K], and the number of choices of
-        each expert, int64 [E]. Choices without an expert are at the end.
+    Returns: The indices of the routing choices, sorted by expert, int64 [T*K], and the number of
+        choices of each expert, int64 [E]. Choices without an expert are at the end.
     """
     key_N = ids_TK.reshape(-1)
     if not complete:
@@ -79,10 +79,10 @@ def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
 
 
 def positions(source_N: Tensor, ids_TK: Tensor, complete: bool = False) -> Tensor:
-    """Return the row of each choice, int64 [T, K], or -1 for choices without a row.
+    """Return the row of each routing choice, int64 [T, K], or -1 for choices without a row.
 
     Args:
-        source_N: int64 [N], the choice of each row.
+        source_N: int64 [N], the routing choice of each row.
         ids_TK: tensor of shape [T, K]. Only the shape and device of `ids_TK` are used.
         complete: True if every choice has a row.
     """

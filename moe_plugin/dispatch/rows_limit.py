@@ -3,8 +3,8 @@
 During a step, only the device knows whether a limit was exceeded. At the end of the step, all ranks
 check whether a limit was exceeded. If a limit was exceeded, either all ranks raise an error, or the
 limit is raised and the step is repeated. `RowsLimit` limits the number of rows that one rank sends
-to another. `dispatch.row_pages.PagedStash` limits the memory in which rows are stored for the
-backward pass.
+to another. `dispatch.row_pages.PagedStash` limits the memory that stores rows for the backward
+pass.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class RowsLimit(Limit):
         choices: largest number of choices on any rank, T k. `choices` is None until the ranks have
             agreed on the number in the first call with gradients and tokens.
         tokens: largest number of tokens on any rank, T.
-        least: smallest value that the limit may have, which is set after an overflow. Initially 0.
+        least: minimum value of the limit, which is set after an overflow. Initially 0.
         stashes: True if the rows needed in the backward pass are stored in pages without padding
             (`dispatch.row_pages`).
         needed: limit that would have been sufficient; see `Limit`. All ranks of the group have the
@@ -242,7 +242,7 @@ def _zero(device: torch.device | None) -> Tensor:
 
 
 def _most(ids_TK: Tensor, comm: Comm) -> tuple[int, int]:
-    """Return the largest number of choices and the largest number of tokens on any rank."""
+    """Return the largest number of routing choices and the largest number of tokens on any rank."""
     if capturing(ids_TK.device) or torch.compiler.is_compiling():
         raise comm.error("the ranks have not agreed on a number of tokens yet, and they cannot do "
                          "so in a compiled or captured call. Set dispatch.max_tokens, or call the "

@@ -72,7 +72,8 @@ def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
 
 def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tuple[
         Tensor, list[list[int]], SpillPlan | None]:
-    """Return the choices sorted by expert, the row counts by source rank and expert, and the plan.
+    """Return the routing choices sorted by expert, the row counts by source rank and expert, and
+    the plan.
 
     The plan is None if every rank computes only the rows of its own experts.
     """
@@ -135,8 +136,8 @@ class _Tables:
         return stored + guests + [0] * (self.width - len(guests))
 
     def regroup(self, order_N: Tensor, source: int) -> Tensor:
-        """Reorder the choices of `source`, int64 [N], which are sorted by expert, so that they are
-        sorted by (target, local expert).
+        """Reorder the routing choices of `source`, int64 [N], which are sorted by expert, so that
+        they are sorted by (target, local expert).
 
         The rows of an expert are divided into consecutive runs, one for each rank that computes
         rows of the expert, in ascending order of ranks.

@@ -235,7 +235,7 @@ class TokenDispatcher(Dispatcher[TokenExchangePlan]):
 
     Attributes:
         exchange: class of the exchange.
-        name: name under which the dispatcher is registered.
+        name: registered name of the dispatcher.
     """
 
     exchange: ClassVar[type[TokenExchange]]

@@ -1,5 +1,5 @@
-"""Wire formats, in which rows are sent with fewer bits than they occupy in memory. The error of
-each format is bounded.
+"""Wire formats, which use fewer bits per row during sending than in memory. The error of each
+format is bounded.
 
 Let x be an element of a row whose largest magnitude is m. Let b be the largest magnitude in the
 block of 128 consecutive elements that contains x, with 2^-110 <= b <= m < 2^127. One exchange

@@ -1,5 +1,5 @@
 """Background copies between a device and a slower memory tier. Copies run one after another, in the
-order in which they were started.
+order they were started.
 
 If the device is a GPU, copies run on a separate CUDA stream. Other work, such as reading a file,
 runs in a background thread. If the device is a CPU, all work runs in this background thread. The
@@ -106,14 +106,14 @@ class Ticket:
 
 
 class Copier:
-    """An executor that runs copies in the background. Copies run one at a time, in the order in
-    which they were started.
+    """An executor that runs copies in the background. Copies run one at a time, in the order they
+    were started.
 
     The thread and the stream of a copier are created when its first copy starts. If a copier is
     duplicated by deepcopy, pickle or fork, the duplicate creates its own thread and stream.
 
     Args:
-        device: device to and from which data is copied.
+        device: source or target device of the copies.
         throttle: maximum bandwidth of the slow tier in bytes per second. Intended for tests and
             benchmarks that simulate a slow tier. By default, the bandwidth is not limited.
         sleep: function that is called to delay throttled copies.

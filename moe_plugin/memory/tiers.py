@@ -144,7 +144,7 @@ class HostTier(Tier):
     that is needed for the whole lifetime of a model, use `machine.pinned_buffer` instead.
 
     Args:
-        device: device to and from which tensors are copied.
+        device: source or target device of the copies.
 
     Attributes:
         `pinned_for`: GPU that accesses the memory, or None if the device is a CPU.
@@ -193,8 +193,7 @@ class DiskTier(Tier):
     The operating system deletes the file when the process ends, even after a crash.
 
     Args:
-        folder: folder on disk in which the file is created. The folder is created if it does not
-            exist.
+        folder: folder on disk for the file. The folder is created if it does not exist.
     Raises:
         ValueError: If the folder cannot be created.
     """
@@ -339,8 +338,7 @@ def tier_of(device: torch.device | str, folder: str | os.PathLike[str] | None = 
     """Return a tier for the tensors of a device. The tier is in host memory for a GPU, and in files
     for a CPU.
 
-    folder: folder on disk in which files are created. Defaults to the system's folder for temporary
-    files.
+    folder: folder on disk for the files. Defaults to the system's folder for temporary files.
     """
     if torch.device(device).type == "cuda":
         return HostTier(device)

@@ -361,7 +361,7 @@ class RoutingCall:
         return self.total(self.own_load_KE[0].to(self.logits_TE.dtype))
 
     def real(self, values: Tensor) -> Tensor:
-        """Return values [T] or [T, n] in which the values of padding tokens are 0."""
+        """Return values [T] or [T, n], with the values of padding tokens set to 0."""
         if self.mask_T is None:
             return values
         return values * (self.mask_T if values.dim() == 1 else self.mask_T[:, None])

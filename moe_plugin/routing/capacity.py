@@ -38,8 +38,8 @@ from moe_plugin.utils.machine import exporting
 
 
 class CapacityLimit:
-    """A module that drops the choices for which an expert has no free slot. All ranks use the same
-    limit.
+    """A module that drops the routing choices for which an expert has no free slot. All ranks use
+    the same limit.
 
     Args:
         config: configuration of the layer.
@@ -91,7 +91,7 @@ class CapacityLimit:
 
     def _limit(self, routing: Routing, made: int | None, asked: Comm,
                training: bool) -> int | Tensor | None:
-        """Return the number of slots per expert beyond which choices are dropped.
+        """Return the number of slots per expert beyond which routing choices are dropped.
 
         The limit is usually equal to `made`. It is lower in two cases: only the device knows the
         number of real tokens, or this rank uses its own limit and has fewer tokens than other
@@ -182,9 +182,9 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
     `limit_on_device` then drops choices based on the number of real tokens.
 
     On a GPU, there are two cases for f <= 0. In a group of several ranks, the number of slots
-    depends on the load, so the host waits for the load. A single rank uses a number of slots that
-    is large enough for any load, which is T if f = 0. If f < 0, a single rank uses the number of
-    slots for the factor -f.
+    depends on the load, so the host waits for the load. A single rank uses enough slots for any
+    load, that is, T slots if f = 0. If f < 0, a single rank uses the number of slots for the factor
+    -f.
 
     With `equal_tokens`, padding tokens are counted like real tokens, and f > 0 requires no
     communication; see `check_promise`.
@@ -254,7 +254,7 @@ def _on_host(routing: Routing) -> bool:
 
 @dataclass
 class _EqualTokens:
-    """The number of tokens on which the ranks of a group agreed in the last check."""
+    """The number of tokens that the ranks of a group agreed on in the last check."""
 
     tokens: int | None = None
 
@@ -311,8 +311,8 @@ def _agree(routing: Routing, experts: int, comm: Comm) -> tuple[int, int]:
 
 
 def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
-    """Return the slot of each choice within its expert, int64 [T, K], or -1 for a choice without an
-    expert.
+    """Return the slot of each routing choice within its expert, int64 [T, K], or -1 for a choice
+    without an expert.
 
     The first choices of all tokens get the first slots, followed by all second choices, and so on.
     Within the j-th choices, tokens get slots in sequence order. If `prioritized` is true, tokens
@@ -329,7 +329,7 @@ def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
 
 def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
          normalize_after: bool, added: float = 0.0, least: float | None = None) -> Routing:
-    """Remove the choices whose slots exceed the capacity.
+    """Remove the routing choices whose slots exceed the capacity.
 
     Args:
         routing: routing before choices are dropped.

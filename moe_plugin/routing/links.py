@@ -170,7 +170,7 @@ def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: 
         scores_TE: scores, float.
         k: number of experts per token.
         nodes_EN: see `expert_nodes`.
-        own: index of the node on which the tokens are located.
+        own: node index of the tokens.
         bias: bonus added to the score of an expert, in the same unit as the scores. If the bias is
             0, the k largest scores are chosen. Among equal scores, the expert with the lower index
             is chosen.

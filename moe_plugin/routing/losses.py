@@ -209,7 +209,7 @@ def importance(x: RoutingCall) -> Tensor:
 def noisy_load(x: RoutingCall) -> Tensor:
     """The loss `CV^2(sum_s P(s, e))` with `P(s, e) = Phi(margin(s, e))`, for the noisy_topk router.
 
-    P is the probability that e is among the k choices of token s when only the noise of e is
+    P is the probability that e is among the k choices of token s if only the noise of e is
     resampled. The margin is `margin(s, e) = (clean logit - k-th largest noisy logit of the other
     experts) / standard deviation of the noise`. The loss is 0 for a uniform router. Source: Shazeer
     et al., 2017, equations 8 to 11.

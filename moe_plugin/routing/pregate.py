@@ -276,10 +276,10 @@ def link(model: nn.Module) -> int:
     """Link the MoE layers of a model, so that each layer chooses (`router.pre_gate`) or predicts
     (`router.predict`) the experts of the next layer.
 
-    Layers are linked in the order in which they appear in the model's modules. Each forward pass
-    must call every layer exactly once, in the order of the model's modules. If a model has several
-    stacks, or if a process has several pipeline stages, call this function for each stack or stage.
-    If no layer uses one of the two settings, the model is not changed.
+    Layers are linked in the order of the model's modules. Each forward pass must call every layer
+    exactly once, in the order of the model's modules. If a model has several stacks, or if a
+    process has several pipeline stages, call this function for each stack or stage. If no layer
+    uses one of the two settings, the model is not changed.
 
     Returns: The number of layers that have a pre-gate, which is the number of linked layers minus
     one.

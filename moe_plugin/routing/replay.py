@@ -315,7 +315,7 @@ def record_routing() -> AbstractContextManager[_Tape]:
 
     Recomputations of activations are not recorded. Both attributes of the tape can be saved with
     `torch.save`. `ids` contains the choices of the routers and, if weights depend on noise, also
-    the noise. `calls` identifies the call to which each value belongs.
+    the noise. `calls` identifies the call of each value.
     """
     return _Use(_Tape(), None)
 
@@ -331,8 +331,7 @@ def replay_routing(tape: _Tape) -> AbstractContextManager[_Tape]:
         ValueError: If the calls or the shapes differ from the recording. In training mode, some
             routers record additional values: gshard, noisy_topk, dense_to_sparse, any router with
             `second_expert_policy: random`, and any router with the `global_batch` loss. These
-            routers must be replayed in the mode (training or evaluation) in which they were
-            recorded.
+            routers must be replayed in the same mode (training or evaluation) as during recording.
     """
     return _Use(tape, 0)
 

@@ -88,7 +88,7 @@ def check_replaceable(router: nn.Module, what: str) -> None:
 
 
 def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) -> Tensor:
-    """Return the choices of a sample as an int64 tensor [T, L, K] on the host.
+    """Return the experts chosen in a sample as an int64 tensor [T, L, K] on the host.
 
     Args:
         sample: array or tensor of integers [T, L, K], or a base64 string of int32 numbers as sent
@@ -119,8 +119,8 @@ def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) ->
 
 
 def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None = None) -> Tensor:
-    """Combine samples into a padded batch, int64 [B, S, L, K]. Positions without a choice contain
-    -1.
+    """Combine samples into a padded batch, int64 [B, S, L, K]. Positions without a chosen expert
+    contain -1.
 
     Args:
         samples: tensor returned by `rollout` for each sample.
@@ -156,11 +156,11 @@ def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
 def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
                    context: tuple[int, int] = (0, 1), lengths: Sequence[int] | None = None,
                    sequence: tuple[int, int] = (0, 1)) -> Tensor:
-    """Return the choices, int64 [T, L, K], for the tokens that a layer on this rank processes, in
-    the order of these tokens.
+    """Return the chosen experts, int64 [T, L, K], of the tokens that a layer on this rank
+    processes, in the order of these tokens.
 
     Args:
-        ids_BSLK: choices for a whole batch; see `padded` and `packed`.
+        ids_BSLK: chosen experts of a whole batch; see `padded` and `packed`.
         sequence_first: True if tokens are ordered [S, B] (Megatron, fairseq). By default, tokens
             are ordered [B, S].
         context: pair (rank, ranks) for context parallelism. Each sequence is split into 2 * ranks
@@ -244,7 +244,7 @@ def replay_choices(routers: Sequence[Any], ids_TLK: Tensor,
 
 def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
                       experts: Sequence[int]) -> list[Tensor]:
-    """Return the choices [T, K] for each layer. The arguments and errors are the same as for
+    """Return the chosen experts [T, K] for each layer. The arguments and errors are the same as for
     `replay_rollouts`.
 
     experts: number of experts in each layer.

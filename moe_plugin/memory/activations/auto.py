@@ -65,16 +65,15 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
     """For each block of a model, determine whether its activations are kept, recomputed or swapped.
 
     Args:
-        blocks: modules in the order in which they run in the forward pass. Each module must be
-            called exactly once per micro-batch.
+        blocks: modules in forward order. Each module must be called exactly once per micro-batch.
         policy: "keep", "recompute" or "swap" for all blocks, a list with one policy per block, or
             "auto". With "auto", the policies are chosen so that the activations fit in `memory`.
         memory: number of bytes that the activations of these blocks may use on the device, or a
             string such as "8GiB". Required if `policy` is "auto".
-        tier: tier in which swapped activations are stored. Defaults to host memory if the blocks
-            are on a GPU, and to files in `folder` if they are on a CPU.
-        folder: folder on disk in which swapped activations are stored. Defaults to the system's
-            folder for temporary files.
+        tier: tier for swapped activations. Defaults to host memory if the blocks are on a GPU, and
+            to files in `folder` if they are on a CPU.
+        folder: folder on disk for swapped activations. Defaults to the system's folder for
+            temporary files.
         throttle: maximum bandwidth of the tier in bytes per second. Intended for tests. By default,
             the bandwidth is not limited.
         smallest: smallest size of a storage that is swapped, in bytes or as a string such as
@@ -84,7 +83,7 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
             restore the random state of a host framework.
         comm: group of ranks that have the same blocks. With "auto", all ranks of the group must
             call this function.
-        profile: file to which "auto" writes its measurements. `moe-plugin plan --memory` reads this
+        profile: output file for the measurements of "auto". `moe-plugin plan --memory` reads this
             file.
 
     Returns: The object that applies the policies. Call `after_step()` of the returned object after
@@ -140,7 +139,7 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
         return None
     if not layers:
         raise ValueError(f"offload.activations={short(settings.activations)} does not work on this "
-                         "rank, which has no transformer layer; use keep, or change the stages")
+                         "rank, which has no transformer layer; use keep, or repartition the model")
     stashed = [name for name, layer in layers.items()
                if any(isinstance(config := getattr(m, "config", None), MoEConfig)
                       and config.dispatch.stash_mib > 0 for m in layer.modules())]

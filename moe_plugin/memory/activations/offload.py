@@ -73,8 +73,8 @@ def order_of(plan: SwapPlan) -> Order:
 
 
 def plain_order(policies: Sequence[str]) -> Order:
-    """Return a schedule in which the activations of each block are copied while the next block of
-    the pass is computed.
+    """Return a schedule that copies the activations of each block while the next block of the pass
+    is computed.
 
     At any time, the activations of at most two swapped blocks are on the device.
     """
@@ -180,7 +180,7 @@ class Activations(RunFeature):
     objects of this class.
 
     Args:
-        blocks: modules in the order in which they run in the forward pass.
+        blocks: modules in forward order.
         names: names of the blocks, for use in messages.
         policies: list of policies, one for each block.
         swapper: object that copies activations to the tier and back to the device.

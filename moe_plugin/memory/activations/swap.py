@@ -211,9 +211,9 @@ class Swapper:
     """The state that all swapped passes of a process share.
 
     Args:
-        tier: tier in which activations are stored.
-        copier: copier whose thread copies the activations. The copier's device is the device on
-            which activations are computed.
+        tier: tier for the activations.
+        copier: copier whose thread copies the activations. The copier's device is the device that
+            computes the activations.
         smallest: smallest size in bytes of a storage that is swapped.
 
     Attributes:
@@ -287,7 +287,7 @@ class Saved:
         return sum(self._kept.values())
 
     def hooks(self) -> Any:
-        """Return the context manager in which the forward pass must run."""
+        """Return the context manager for the forward pass."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
     def pack(self, x: Tensor) -> Tensor | _View:
@@ -305,8 +305,8 @@ class Saved:
                      x.stride())
 
     def fetch(self) -> None:
-        """Start copying the storages back to the device, in the order in which the backward pass
-        needs them. The storage that was saved last is copied first.
+        """Start copying the storages back to the device, in the order the backward pass needs them.
+        The storage that was saved last is copied first.
         """
         for reference in reversed(self._order):
             storage = reference()

@@ -149,7 +149,7 @@ class CacheSpec:
         dtype, device: dtype and device of the slots.
         limit: maximum total size of all slots in bytes. If `limit` is 0, the cache has twice as
             many slots as the largest number of experts used by one call.
-        policy: name under which the cache policy is registered.
+        policy: registered name of the cache policy.
         throttle: maximum bandwidth of the tier in bytes per second, or None for no limit.
         rank: index of this rank in the expert-parallel group.
     """

@@ -214,8 +214,7 @@ class FileWeights:
 
 
 class ExpertStore:
-    """The stored experts of a layer, and the cache with the slots in which the experts are
-    computed.
+    """The stored experts of a layer, and the cache whose slots are used to compute them.
 
     Args:
         weights: object that stores the parameters of the experts.
@@ -226,7 +225,7 @@ class ExpertStore:
 
     Attributes:
         counters: cache statistics for this layer.
-        cache: cache with the slots in which the experts are computed.
+        cache: cache whose slots are used to compute the experts.
     """
 
     def __init__(self, weights: HostWeights | FileWeights, spec: CacheSpec, first: int,

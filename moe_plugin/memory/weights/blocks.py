@@ -84,8 +84,8 @@ class StreamedBlock:
                                     for i, x in zip(self.mains, values, strict=True)})
 
     def _with_mains(self, values: Sequence[Tensor]) -> list[nn.Parameter]:
-        """Return a list of the parameters in which each parameter in `mains` is replaced by a new
-        parameter. Attributes set by host frameworks are copied to the new parameters.
+        """Return a list of the parameters, with a new parameter in place of each parameter in
+        `mains`. Attributes set by host frameworks are copied to the new parameters.
         """
         parameters = list(self.params)
         for i, x in zip(self.mains, values, strict=True):

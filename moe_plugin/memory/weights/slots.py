@@ -21,7 +21,7 @@ class Slots:
 
     Args:
         segments: for each segment, the list of its blocks.
-        device: device on which the blocks are computed.
+        device: device that computes the blocks.
         copier: copier that copies the weights to the device.
 
     Attributes:
@@ -54,7 +54,7 @@ class Slots:
         weights are on the device.
 
         Args:
-            order: indices of the segments, in the order in which they are used.
+            order: indices of the segments, in order of use.
             backward: if True, the blocks of each segment are yielded in reverse order.
             overlap: if True, the weights of the next segment are copied while the blocks of the
                 current segment are used.

@@ -100,13 +100,13 @@ class StreamedTrainer:
             parameter independently of all other parameters.
         tier: tier that stores the weights. With `HostTier`, the weights are stored and the
             optimizer runs in host memory. With `DiskTier` (CPU only), weights are in files.
-        device: device on which the blocks are computed.
+        device: device that computes the blocks.
         segments: number of blocks in each segment. Defaults to one block per segment.
         resident: indices of the blocks that always stay on the device.
         limit: maximum number of bytes on the device for weights; see `device_bytes`.
         throttle: maximum bandwidth of the tier in bytes per second. Intended for tests.
         overlap: True to copy a segment while the previous segment is computed.
-        seed: seed from which a separate seed is derived for each step, micro-batch and block.
+        seed: seed that determines a separate seed for each step, micro-batch and block.
         gradients: function that reduces the gradients of a module over ranks after the module's
             backward pass, for example `BlockGradients(world)` of `moe_plugin.hosts.plain.streamed`.
         clip: optional. Clips gradients using the norm of all gradients. The tier stores gradients

@@ -207,8 +207,8 @@ class BASERouter(Router):
         return chosen_T[:, None]
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Return the weights `a`, and set the weight with which the token itself is added to the
-        output; see `Router.weigh`.
+        """Return the weights `a`, and set the weight of the token itself in the output; see
+        `Router.weigh`.
         """
         alpha_T1 = torch.sigmoid(call.logits_TE.gather(1, ids_TK))
         call.passthrough_T = 1 - alpha_T1[:, 0]
