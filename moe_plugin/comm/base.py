@@ -176,9 +176,7 @@ class Comm(RankGroup):
 
     @abstractmethod
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's piece [n, ...] as
-        a new tensor.
-        """
+        """Return this rank's piece [n, ...] of the sum of `x` [size * n, ...], as a new tensor."""
 
     @abstractmethod
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:

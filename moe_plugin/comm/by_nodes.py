@@ -101,9 +101,7 @@ class _Rows:
         return self.topology.node_of[rank]
 
     def column(self, rank: int) -> list[int]:
-        """Return the ranks that have the same local rank as `rank`, one from each node, in the
-        order of the nodes.
-        """
+        """Return the ranks with the same local rank as `rank`, one per node, in node order."""
         return [node[self.topology.local_of[rank]] for node in self.topology.nodes]
 
     def others_here(self) -> list[int]:
@@ -115,17 +113,13 @@ class _Rows:
         return self.length if self.wanted is None else len(self.wanted[rank][node])
 
     def take(self, x: Tensor, rank: int, node: int) -> Tensor:
-        """Select the rows that a node needs from a rank's tensor `x` [n, ...]. The returned tensor
-        is contiguous.
-        """
+        """Select the rows of a rank's `x` [n, ...] that a node needs, as a contiguous tensor."""
         if self.wanted is None:
             return x.contiguous()
         return x.index_select(0, self.wanted[rank][node])
 
     def placed(self, pieces: dict[int, Tensor], like: Tensor) -> Tensor:
-        """Put the rows that this node received from all ranks at their original positions in a
-        tensor [size * n, ...].
-        """
+        """Put the received rows at their original positions in a tensor [size * n, ...]."""
         if self.wanted is None:
             return torch.cat([pieces[rank] for rank in range(self.comm.size)])
         out_W = like.new_zeros((self.comm.size, self.length, *like.shape[1:]))

@@ -45,9 +45,7 @@ class Exchange(ABC):
     @abstractmethod
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
-        """Exchange rows of `x` along dimension 0; see `Comm.all_to_all`. All ranks must call this
-        method.
-        """
+        """Exchange rows of `x`; see `Comm.all_to_all`. All ranks must call this method."""
 
     @property
     def back(self) -> Exchange:
@@ -191,9 +189,7 @@ class ExchangeRegistry(Registry[Exchange]):
         return [entry.name for entry in entries]
 
     def left_out(self, comm: Comm) -> dict[str, list[str]]:
-        """Return the algorithms that are replaced by `linear` in a prepared group, grouped by unmet
-        requirement.
-        """
+        """Return the algorithms that `linear` replaces in a group, by unmet requirement."""
         reasons: dict[str, list[str]] = {}
         for entry in self:
             if entry.offered and (reason := entry.value.lacks(comm)):

@@ -32,9 +32,7 @@ EXAMPLE = 1 << 20  # bytes for which speeds are compared and reported
 
 @dataclass
 class _Planned:
-    """The trees planned for one group, stored by network. The trees for a given network are planned
-    only once.
-    """
+    """The trees of one group by network. The trees for a network are planned only once."""
 
     by_network: dict[str, Trees] = field(default_factory=dict)
 
@@ -135,9 +133,7 @@ def plan_few(network: Network, collective: str) -> Schedule:
 
 
 def _agreed(comm: Comm, network: Network) -> Trees:
-    """Plan the trees on the group's first rank, and return them on all ranks. All ranks return the
-    same trees.
-    """
+    """Plan the trees on the group's first rank, and return them on all ranks."""
     text = ""
     if comm.rank == 0:
         try:

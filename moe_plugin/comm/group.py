@@ -27,9 +27,7 @@ _BY_KEY: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def key_of(owner: object) -> str:
-    """Create a new key for `owner`. Operations can look up `owner` by this key for as long as
-    `owner` exists.
-    """
+    """Create a new key for `owner`, which is valid for as long as `owner` exists."""
     key = f"{type(owner).__name__} {next(_NUMBERS)}"
     _BY_KEY[key] = owner
     return key
@@ -48,9 +46,7 @@ class CommError(RuntimeError):
 
 @contextmanager
 def advice(text: str) -> Iterator[None]:
-    """Append `text` to the message of any `CommError` raised inside the block. `text` names a
-    common cause and its remedy.
-    """
+    """Append `text` (a common cause and its remedy) to any `CommError` raised inside the block."""
     try:
         yield
     except CommError as error:
@@ -93,9 +89,7 @@ class RankGroup(ABC):
 
     @property
     def by_nodes(self) -> bool:
-        """True if all-gather and reduce-scatter run in two steps in this group; see
-        `comm.by_nodes`.
-        """
+        """True if all-gather and reduce-scatter run in two steps; see `comm.by_nodes`."""
         return False
 
     @property

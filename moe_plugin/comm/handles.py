@@ -103,9 +103,7 @@ class Series:
         self.posted: dict[int, Handle] = {}
 
     def put(self, number: int, x: Tensor) -> None:
-        """Start the exchange with index `number`, which sends the rows `x` [sum(sends[number]),
-        ...]; see `start`.
-        """
+        """Start exchange `number` of the rows `x` [sum(sends[number]), ...]; see `start`."""
         x = x.detach()
         splits = (None, None) if self.even else (self.sends[number], self.recvs[number])
         algorithm = self.algorithm

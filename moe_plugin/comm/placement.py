@@ -31,8 +31,8 @@ class HostContext:
             Without `batch_comm`, routers with load-dependent biases (`sigmoid_bias`, `quantile`)
             use the ranks over which `moe_plugin.training.gradients.sync` averages gradients.
         split_loss_comm: replaces `loss_comm` in a layer that splits tokens shared by several ranks
-            (`parallel.schedule: s1`). `split_loss_comm` is `split_batch_comm` is `split_batch_comm`
-            is None if splitting does not change the group.
+            (`parallel.schedule: s1`). `split_loss_comm` is None if splitting does not change the
+            group.
         split_batch_comm: replaces `batch_comm` in a layer that splits tokens shared by several
             ranks. None if splitting does not change the group.
         adds_to_main_grad: True if the host framework stores weight gradients in
@@ -146,9 +146,7 @@ class Placement:
 
     @property
     def shard(self) -> int:
-        """Index of the shard that this rank stores. The shard index is the same for all experts on
-        a rank.
-        """
+        """Index of the shard that this rank stores, which is the same for all its experts."""
         return self.comm.rank % self.shards
 
     def owner_of(self, expert: int, shard: int) -> tuple[int, int]:

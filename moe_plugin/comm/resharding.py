@@ -131,9 +131,7 @@ class TensorMove(ABC):
 
 
 class _Posted(TensorMove):
-    """A move on gloo. All receives are posted at once, and each part is relayed as soon as it
-    arrives.
-    """
+    """A move on gloo. All receives are posted at once, and parts are relayed on arrival."""
 
     def begin(self) -> None:
         self._arrivals = [self._at(hop).post([], [(hop.sender, self.buffers[_key(hop)])])

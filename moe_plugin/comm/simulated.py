@@ -36,9 +36,7 @@ class Traffic:
     collectives: dict[str, int] = field(default_factory=dict)
 
     def add(self, source: int, target: int, size: int) -> None:
-        """Count one message that has `size` bytes. Empty messages, and messages from a rank to
-        itself, are ignored.
-        """
+        """Count a message of `size` bytes, unless it is empty or sent by a rank to itself."""
         if source != target and size:
             self.messages[source, target] = self.messages.get((source, target), 0) + 1
             self.bytes[source, target] = self.bytes.get((source, target), 0) + size
@@ -116,9 +114,7 @@ class SimulatedComm(Comm):
         return stacked.sum(0) if op == "sum" else stacked.amax(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather the tensors `x` [n, ...] of all ranks to a tensor [size * n, ...]; see
-        `Comm.all_gather`.
-        """
+        """Concatenate the tensors `x` [n, ...] of all ranks; see `Comm.all_gather`."""
         sent = self._count((peer, x) for peer in range(self.size))
         return torch.cat(self._meet("all_gather", x.detach(), sent))
 
@@ -176,9 +172,7 @@ class SimulatedComm(Comm):
         self._meet("barrier", None)
 
     def _count(self, sends: Iterable[tuple[int, Tensor]]) -> Sent:
-        """Count messages. Return the pair (global rank, bytes) for each message, in the order of
-        sending.
-        """
+        """Count messages. Return a pair (global rank, bytes) per message, in sending order."""
         messages = [(peer, x.numel() * x.element_size()) for peer, x in sends]
         real = [(self.ranks[peer], size) for peer, size in messages if peer != self.rank and size]
         self.counters.sent(len(real), sum(size for _, size in real))

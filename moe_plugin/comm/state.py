@@ -170,9 +170,7 @@ class GroupState:
         return self._by_class[kind]
 
     def set_topology(self, topology: Topology) -> None:
-        """Set a new topology. Measurements and plans made under the previous topology are
-        discarded.
-        """
+        """Set a new topology, and discard all measurements and plans for the previous one."""
         self.topology, self.collects_for = topology, None
         self._by_class.clear()
 

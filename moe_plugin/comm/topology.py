@@ -76,9 +76,7 @@ class Topology:
 
     @classmethod
     def uniform(cls, size: int, per_node: int, nics: int = 1, source: str = "given") -> Topology:
-        """Create a topology in which each node runs `per_node` consecutive ranks. The last node
-        runs the remaining ranks.
-        """
+        """Create a topology with `per_node` consecutive ranks per node; the last may have fewer."""
         if per_node < 1:
             raise ValueError(
                 f"ranks per node={per_node} must be >= 1; give the number of ranks on each node")
@@ -89,9 +87,7 @@ class Topology:
     @classmethod
     def from_keys(cls, keys: Sequence[Hashable], nics: int = 1,
                   source: str = "detected") -> Topology:
-        """Create a topology in which ranks with equal keys (for example host names) run on the same
-        node.
-        """
+        """Create a topology in which ranks with equal keys (such as host names) share a node."""
         nodes: dict[Any, list[int]] = {}
         for rank, key in enumerate(keys):
             nodes.setdefault(key, []).append(rank)

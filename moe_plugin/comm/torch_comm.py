@@ -139,9 +139,7 @@ class TorchComm(Comm):
         return topology
 
     def detect_topology(self) -> Topology:
-        """Detect which ranks run on the same node by comparing node indices and host names.
-        Collective.
-        """
+        """Detect which ranks share a node, by node index and host name. Collective."""
         key_bytes = torch.frombuffer(bytearray(node_key(_KEY_BYTES)), dtype=torch.uint8)
         key_bytes = key_bytes.to(self.device)
         keys = self.all_gather(key_bytes).cpu().view(self.size, _KEY_BYTES)
@@ -230,9 +228,7 @@ class TorchComm(Comm):
         return out
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """See `Comm.send_receive`. If a peer fails or the timeout expires, the method raises a
-        `CommError`.
-        """
+        """See `Comm.send_receive`. Raises a `CommError` if a peer fails or the timeout expires."""
         if not sends and not recvs:
             return
         if self.receive_first:

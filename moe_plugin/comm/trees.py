@@ -254,9 +254,7 @@ def all_reduce(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
 
 
 def _spread(comm: Comm, trees: Trees, whole: Tensor) -> None:
-    """Send each rank's shard of `whole` to all other ranks, which write the shard to their own
-    `whole` in place.
-    """
+    """Send each rank's shard of `whole` to the other ranks, which write it to their `whole`."""
     flat_N = whole.view(-1).view(_SAME_SIZE[whole.element_size()])
     rounds = trees.rounds(trees.gather, comm, whole.numel(), whole.nbytes)
     _Run(comm, flat_N, rounds, "all_gather", _put).go()
@@ -314,9 +312,7 @@ class _Run:
                 f"{self.flat_N.dtype} [{self.flat_N.numel()}])") from error
 
     def _post(self, number: int) -> None:
-        """Run a round on gloo. Receives are posted in advance, and the method does not wait until
-        the sends complete.
-        """
+        """Run a round on gloo with receives posted in advance, without waiting for the sends."""
         while self._posted < min(number + AHEAD, len(self.rounds)):
             buffers = self._buffers(self.rounds[self._posted].recvs)
             if buffers:
@@ -331,9 +327,7 @@ class _Run:
             self._leaving[number] = self.comm.post(sends, [])
 
     def _complete(self, number: int) -> None:
-        """Wait for a posted round, write the received data to its destination, and release the
-        buffers that were sent.
-        """
+        """Wait for a posted round, store the received data, and release the sent buffers."""
         if number in self._arriving:
             wait, buffers = self._arriving.pop(number)
             wait()

@@ -86,7 +86,7 @@ def abort_job(error: BaseException) -> None:
     longer be used.
 
     A job with a single process is not affected. On NCCL, a rank that waits in a kernel notices the
-    abort when its host next waits for sizes, or when its own timeout expires.
+    abort when its host next waits for row counts, or when its own timeout expires.
 
     Args:
         error: the error that stops the job. The number of this rank is added to the error as a

@@ -87,9 +87,7 @@ class AllGatherDispatcher(Dispatcher[GatheredPlan]):
         return GatheredPlan(rows.counts.total, rows, routing.weights_TK, longest, wanted)
 
     def _nodes_of(self, ids_AK: Tensor) -> Tensor:
-        """Return a bool tensor [A, nodes] that is True where the node has at least one of the
-        token's experts.
-        """
+        """Return a bool tensor [A, nodes], True if the node has any of the token's experts."""
         place, topology = self.placement, self.placement.comm.topology
         on_node_EN = torch.zeros(place.experts + 1, len(topology.nodes), dtype=torch.bool)
         for expert in range(place.experts):
@@ -141,9 +139,7 @@ def _reduce(comm: Comm, x: Tensor, wanted: Wanted | None) -> Tensor:
 
 
 class _Scatter(torch.autograd.Function):
-    """Autograd function that sums the outputs of all ranks and returns the sums for this rank's
-    tokens.
-    """
+    """Autograd function that sums outputs over ranks and returns the sums of this rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, part_AD: Tensor, comm: Comm, wanted: Wanted | None) -> Tensor:

@@ -29,9 +29,7 @@ from moe_plugin.records import DeviceCounts, KeptRouting
 
 @dispatchers.register("bounded")
 class BoundedDispatcher(ExchangeDispatcher[ExchangePlan]):
-    """A dispatcher that pads the rows for each rank to a fixed length, so that the host never waits
-    for the device.
-    """
+    """A dispatcher with buffers of a fixed length, so that the host never waits for the device."""
 
     traits = DispatchTraits(supports_pieces=True, bounded=True, sends_once=True)
 
@@ -42,9 +40,7 @@ class BoundedDispatcher(ExchangeDispatcher[ExchangePlan]):
 
     @property
     def maps_rows(self) -> bool:
-        """See `ExchangeDispatcher`. False if rows are stored in pages, because pages store rows
-        without padding.
-        """
+        """See `ExchangeDispatcher`. False if rows are stored in pages, that is, without padding."""
         return not self.limit.stashes
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
@@ -116,9 +112,7 @@ def _slots_by_rank(place: Placement, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fitting(count_WL: Tensor, slots: int) -> Tensor:
-    """For each rank and expert, return how many of the expert's rows are among the first `slots`
-    rows for the rank.
-    """
+    """For each rank and expert, count the expert's rows among the first `slots` rows."""
     end_WL = count_WL.cumsum(1).clamp(max=slots)
     return end_WL.diff(dim=1, prepend=end_WL.new_zeros(end_WL.shape[0], 1))
 

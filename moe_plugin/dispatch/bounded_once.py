@@ -56,9 +56,7 @@ class SlotHop:
     pairs: int
 
     def sizes(self, slots: int) -> tuple[list[int], list[int]]:
-        """Return the numbers of slots sent to each rank and received from each rank, given `slots`
-        slots per target.
-        """
+        """Return the numbers of slots sent to and received from each rank (`slots` per target)."""
         ranks = range(self.comm.size)
         # the exchange runs over the whole group, in which other ranks send and receive nothing
         return ([slots if rank in self.targets else 0 for rank in ranks],

@@ -32,18 +32,14 @@ SOURCE = "github.com/deepseek-ai/DeepEP"
 
 
 def why_not() -> str | None:
-    """Return None if the installed version of DeepEP contains `Buffer`, and otherwise the reason
-    and a remedy.
-    """
+    """Return None if DeepEP with `Buffer` is installed, and otherwise the reason and a remedy."""
     reasons = [package_why_not(PACKAGE, file, "DeepEP 1.x", SOURCE)
                for file in ("buffer.py", "buffers/legacy.py")]
     return reasons[0] if all(reasons) else None
 
 
 def v2_why_not() -> str | None:
-    """Return None if the installed version of DeepEP contains `ElasticBuffer`, and otherwise the
-    reason and a remedy.
-    """
+    """Return None if DeepEP with `ElasticBuffer` is installed, or the reason and a remedy."""
     return package_why_not(PACKAGE, "buffers/elastic.py", "DeepEP 2.1", SOURCE)
 
 
@@ -122,9 +118,7 @@ class DeepEPDispatcher(TokenDispatcher):
 
 @dispatchers.register("deepep_v2", why_not=v2_why_not, optional=True)
 class ElasticDeepEPDispatcher(TokenDispatcher):
-    """A dispatcher that uses the elastic buffer of DeepEP 2, which is based on NCCL's device
-    interface (bf16).
-    """
+    """A dispatcher that uses DeepEP 2's elastic buffer, based on NCCL's device interface (bf16)."""
 
     name, exchange = "deepep_v2", ElasticDeepEP
     traits = DispatchTraits(single_layout=True, supports_pieces=True)

@@ -75,16 +75,12 @@ class PipelinedExchange:
         return _Send.apply(self, number, rows_ND, anchor)
 
     def take(self, number: int, token: Tensor) -> Tensor:
-        """Wait for the rows of a piece and return the rows. `token` is the scalar returned by
-        `post`.
-        """
+        """Wait for the rows of a piece, and return them. `token` was returned by `post`."""
         return _Receive.apply(self, number, token)
 
 
 class _Sizes(NamedTuple):
-    """The numbers of rows of a piece sent to and received from each rank, and whether the piece
-    stays on its rank.
-    """
+    """The row counts of a piece per rank, and whether the piece stays on its rank."""
 
     send: list[int]
     recv: list[int]
@@ -240,9 +236,7 @@ class SentPieces(Sent):
         self.plan, self.mapped, self.back = plan, mapped, back
 
     def put_back(self, result: Tensor) -> None:
-        """See `Sent`. Send the outputs of a piece back. Only the scalar token of the exchange is
-        stored, not the rows.
-        """
+        """See `Sent`. Only the scalar token of the exchange is stored, not the rows."""
         number = len(self.results)  # results are put back in the order of the pieces
         rows_RD = self.plan.pieces[number].results(result, self.mapped)
         self.results.append(self.back.post(number, rows_RD, self.anchor))
@@ -256,9 +250,7 @@ class SentPieces(Sent):
 
 
 class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
-    """Base class of dispatchers that send rows and return outputs with an all-to-all. Subclasses
-    implement `plan`.
-    """
+    """Base class of dispatchers that send rows with an all-to-all. Subclasses implement `plan`."""
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
@@ -304,9 +296,7 @@ class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
 
     def _in_background(self, rows_ND: Tensor, plan: ExchangePlan,
                        anchor: Tensor | None) -> Iterable[ExpertRows]:
-        """Send all pieces, and return an iterator that waits for each piece and yields its rows for
-        the experts.
-        """
+        """Send all pieces, and return an iterator over their received rows for the experts."""
         parts = rows_ND.split([self.sharers * sum(piece.send) for piece in plan.pieces])
         out = PipelinedExchange(self.placement, plan.pieces, plan.even, self.overlap)
         # all pieces are posted before the first one is awaited

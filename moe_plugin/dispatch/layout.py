@@ -26,9 +26,7 @@ from moe_plugin.utils.machine import exporting
 
 
 class LayoutExperts(Protocol):
-    """The methods and attributes of experts that a layout uses. `moe_plugin.experts.Experts`
-    documents it.
-    """
+    """Methods and attributes of experts that layouts use; see `moe_plugin.experts.Experts`."""
 
     later: LaterGrads | None
     stored: bool
@@ -163,9 +161,7 @@ class LayerLayout:
         return next((p for p in experts.parameters() if p.requires_grad), self.experts.anchor)
 
     def _parameters(self, experts: nn.Module) -> FFNParameters | None:
-        """Return the parameters to use for all pieces of a call. Returns None if the stored
-        parameters are used.
-        """
+        """Return the parameters for all pieces of a call, or None to use the stored parameters."""
         extras: dict[str, object] = {}
         # With several pieces, or with delayed weight gradients, exchanges of other pieces or of
         # another micro-batch run at the same time. `GradSums` adds up the weight gradients of all

@@ -122,9 +122,7 @@ class Forwarding:
         return self._exchange(rows_ND, self.sizes.send, self.sizes.recv)
 
     def back(self, rows_ND: Tensor) -> Tensor:
-        """Send the experts' outputs to the forwarding ranks, and return the sum of the outputs for
-        each row.
-        """
+        """Send outputs to the forwarding ranks, and return the sum of the outputs for each row."""
         rows_ND = self._exchange(rows_ND, self.sizes.recv, self.sizes.send)
         return combine_rows(rows_ND, None, self.source_N, self.position_RK)
 
@@ -155,9 +153,7 @@ class OncePiece:
     forwarding: Forwarding | None = None
 
     def work(self, rows_RD: Tensor, mapped: bool) -> ExpertRows:
-        """See `Piece.work`. The experts either read rows through an index or receive a copy of each
-        row.
-        """
+        """See `Piece.work`. The experts read rows through an index or receive copies."""
         plan = self.rows
         assert plan is not None
         if self.forwarding is not None:
@@ -172,9 +168,7 @@ class OncePiece:
         return ExpertRows(rows_RD, plan.counts)
 
     def results(self, rows_RD: Tensor, mapped: bool) -> Tensor:
-        """See `Piece.results`. The returned tensor contains one row of outputs for each received
-        row.
-        """
+        """See `Piece.results`. The returned tensor has one row per received row."""
         plan = self.rows
         assert plan is not None
         if self.weights_first or not mapped:
@@ -266,9 +260,7 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
         return plan
 
     def dispatch(self, x_TD: Tensor, plan: OncePlan, anchor: Tensor | None) -> Sent:
-        """See `Dispatcher`. The (expert, weight) pairs are sent before the rows, in a separate
-        small exchange.
-        """
+        """See `Dispatcher`. The (expert, weight) pairs are sent before the rows."""
         code_Q, weight_Q = plan.pairs.travel(plan.gates_TK, self.placement.comm, anchor)
         lengths = plan.agreed.first.pairs_in_PW
         parts = zip(by_piece(code_Q, lengths), by_piece(weight_Q, lengths), strict=True)

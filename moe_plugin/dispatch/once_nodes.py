@@ -45,9 +45,7 @@ class NodePeers:
 
     @classmethod
     def of(cls, comm: Comm) -> NodePeers:
-        """Pair ranks that have the same local rank, modulo the number of ranks of the receiving
-        node.
-        """
+        """Pair ranks with equal local ranks, modulo the number of ranks of the receiving node."""
         topology = comm.topology
         position, node_ranks = topology.local_of, topology.peers(comm.rank)
         entry = [node_ranks[position[source] % len(node_ranks)] for source in range(comm.size)]

@@ -128,9 +128,7 @@ def shares_along(name: str, number: int, ranks: int, local: int) -> PieceShares:
 
 
 class RowsPiece(Protocol):
-    """The interface of a piece of rows that are sent together. See `Piece` for the attributes and
-    methods.
-    """
+    """The interface of a piece of rows that are sent together; see `Piece`."""
 
     @property
     def send(self) -> list[int]: ...
@@ -198,9 +196,7 @@ class Piece:
         return len(self.recv) > 1 and len(self.counts.host) > 1 and self.slots > 0
 
     def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `order_R` and `inverse_R`. If `slots` is set, both tensors are computed on the
-        device.
-        """
+        """Return `order_R` and `inverse_R`. With `slots`, they are computed on the device."""
         if self.slots is None:
             assert self.order_R is not None and self.inverse_R is not None
             return self.order_R, self.inverse_R
@@ -212,9 +208,7 @@ class Piece:
         return order_R, inverse_R
 
     def expert_major(self, rows_RD: Tensor) -> Tensor:
-        """Reorder rows [R, D] that are sorted by (source rank, expert) so that they are sorted by
-        (expert, source rank).
-        """
+        """Reorder rows [R, D] from (source rank, expert) order to (expert, source rank) order."""
         if not self.reorders:
             return rows_RD
         order_R, inverse_R = self._orders(rows_RD.device)
@@ -358,9 +352,7 @@ def _slot_parts(slots_TK: Tensor, starts: list[int], capacity: int
 
 
 def order_by_piece(send_PWL: list[Counts], source_N: Tensor) -> Tensor:
-    """Return the permutation that reorders rows sorted by expert shard so that they are sorted by
-    (piece, expert shard).
-    """
+    """Return the permutation from expert shard order to (piece, expert shard) order."""
     device = source_N.device
     lengths_VP = to_device(send_PWL, device).flatten(1).t()
     piece_VP = torch.arange(len(send_PWL), device=device).repeat(lengths_VP.shape[0])

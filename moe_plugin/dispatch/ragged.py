@@ -67,9 +67,7 @@ class PaddedDispatcher(ExchangeDispatcher[ExchangePlan]):
 
 @dispatchers.register("parm_s2")
 class ParmS2Dispatcher(PaddedDispatcher):
-    """A dispatcher whose fixed slots are divided among the `parallel.replicas` ranks that have the
-    same tokens (Parm S2).
-    """
+    """A dispatcher that divides fixed slots among ranks with the same tokens (Parm S2)."""
 
     traits = DispatchTraits(fixed_slots=True, splits_slots=True, supports_pieces=True)
 
@@ -187,9 +185,7 @@ class RaggedDispatcher(ExchangeDispatcher[ExchangePlan]):
         return self.planner is None
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
-        """See `Dispatcher`. The plan requires one exchange of counts and one copy from device to
-        host.
-        """
+        """See `Dispatcher`. Requires one exchange of counts and one copy from device to host."""
         place = self.placement
         if self.planner is not None:
             return spilling_plan(kept, place, self.overlap, self.planner)

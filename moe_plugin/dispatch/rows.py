@@ -156,9 +156,7 @@ def slot_rows(ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor, capacity: in
 
 
 def rows_of_this_rank(routing: Routing, place: Placement) -> RowPlan:
-    """Return the rows that this rank's experts or expert shards compute for all tokens of a
-    routing.
-    """
+    """Return the rows that this rank's experts or shards compute for all tokens of a routing."""
     ids_TK = routing.ids_TK - place.first_expert
     mine_TK = (ids_TK >= 0) & (ids_TK < place.local)
     return exact_rows(torch.where(mine_TK, ids_TK, -1), routing.weights_TK, place.local)

@@ -26,9 +26,7 @@ ROOM = 1.25  # a limit that was exceeded grows to the needed size times this fac
 
 
 class RowsOverflow(RuntimeError):
-    """Error that all ranks raise if the rows of any rank exceeded a limit. The outputs and
-    gradients of the step are NaN.
-    """
+    """Raised by all ranks if rows on any rank exceeded a limit. Outputs and gradients are NaN."""
 
 
 class Limit(ABC):

@@ -125,9 +125,7 @@ class _Tables:
         self.guests = [spill.guests(rank) for rank in range(spill.ranks)]
 
     def row(self, source: int, target: int) -> list[int]:
-        """Return the row counts from `source` to `target`, first for the stored experts and then
-        for the borrowed experts.
-        """
+        """Return the row counts from `source` to `target` for stored, then borrowed experts."""
         local, counts = self.spill.local, self.spill.counts_WV[source]
         stored = [self.flows[e][source][target] if e in self.flows else counts[e]
                   for e in range(target * local, (target + 1) * local)]
@@ -168,7 +166,5 @@ def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _take_runs(order_N: Tensor, runs: list[tuple[int, int]], total: int) -> Tensor:
-    """Concatenate the elements of order_N that belong to the runs (start, length), followed by all
-    elements after `total`.
-    """
+    """Return the elements of order_N in the runs (start, length), then all after `total`."""
     return torch.cat([*(order_N.narrow(0, *run) for run in runs), order_N[total:]])

@@ -144,9 +144,7 @@ class TokenExchange(ABC):
 
     @abstractmethod
     def send_again(self, x_TD: Tensor, handle: Any) -> Tensor:
-        """Send other data for the same tokens along the same paths, and return the received data
-        [R, D].
-        """
+        """Send other data for the same tokens along the same paths, and return it as [R, D]."""
 
     @abstractmethod
     def send_back(self, x_RD: Tensor, handle: Any, weights_RK: Tensor | None = None

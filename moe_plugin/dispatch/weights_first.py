@@ -55,9 +55,7 @@ class WeighedChoices:
                 cls(routing.weights_TK, position_TK.reshape(-1), position_TK))
 
     def inputs(self, x_TD: Tensor) -> Tensor:
-        """Return the N new tokens [N, D]. Each new token is a token multiplied by the gate weight
-        of one of its choices.
-        """
+        """Return the N new tokens [N, D], each multiplied by the gate weight of its choice."""
         return weigh_rows(x_TD, self.weights_TK, self.source_N, self.position_TK)
 
     def sum(self, y_ND: Tensor) -> Tensor:
@@ -90,9 +88,7 @@ class WeightsFirst(WrappedDispatcher):
         return WeighedPlan(plan.rows, plan, choices)
 
     def start_sizes(self, routing: Routing, tokens: bool = False) -> None:
-        """Return None. The choices are sent as tokens with a different routing, so their sizes
-        cannot be exchanged early.
-        """
+        """Return None, because the sizes of the new tokens cannot be exchanged early."""
         return None
 
     def dispatch(self, x_TD: Tensor, plan: WeighedPlan, anchor: Tensor | None) -> Sent:

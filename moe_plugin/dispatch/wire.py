@@ -90,9 +90,7 @@ class WireFormat(Exchange):
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
-        """See `Exchange`. The received rows have the dtype of `x`, but their values are rounded to
-        the format.
-        """
+        """See `Exchange`. The received rows have the dtype of `x`, but rounded values."""
         if self.name == "none":
             return self.algorithm(comm, x, send, recv)
         form = FORMATS[self.name]

@@ -226,9 +226,7 @@ class Copier:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def _here(self) -> torch.cuda.Event:
-        """Record an event on the caller's stream. The caller's stream may still read data that a
-        copy will overwrite.
-        """
+        """Record an event on the caller's stream, which may still read data to be overwritten."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event

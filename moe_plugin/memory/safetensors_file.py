@@ -114,9 +114,7 @@ def _verify_once(path: str, *changed: int) -> None:
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Read the header. Return the entries of the header, and the offset in bytes at which the
-    tensors' data begins.
-    """
+    """Return the entries of the header, and the byte offset of the tensors' data."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     try:

@@ -52,22 +52,16 @@ class TierTensor:
 
     @property
     def in_memory(self) -> Tensor:
-        """The tensor in host memory. `in_memory` can be used only if the tensor is stored in host
-        memory.
-        """
+        """The tensor in host memory. Must not be used if the data is stored in a file."""
         assert self.tensor is not None
         return self.tensor
 
 
 class Tier(ABC):
-    """Base class of memory tiers. A tier stores tensors in memory that is larger and slower than
-    device memory.
-    """
+    """Base class of memory tiers, which are larger and slower than device memory."""
 
     def put(self, x: Tensor) -> TierTensor:
-        """Store a copy of `x`, and wait until the copy is complete. Raises `TierError` if the tier
-        has no space.
-        """
+        """Store a copy of `x`, and wait for it. Raises `TierError` if the tier has no space."""
         held = self._room(x)
         self._write([(held, x)])
         return held
@@ -294,9 +288,7 @@ class TierBuffer:
         return finish
 
     def put_later(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """Start storing a copy of the buffer in the background. Call `settle` to wait until the
-        copy is complete.
-        """
+        """Start storing a copy of the buffer in the background. `settle` waits for the copy."""
         self.settle()
         # stays valid until `settle`, which restores it if the write fails
         self._before = self.held
@@ -310,9 +302,7 @@ class TierBuffer:
         return self.tier.fetch(copier, [(flat_N, self.held)], self._ticket)
 
     def read(self, flat_N: Tensor) -> None:
-        """Copy the stored buffer into another buffer of the same size, and wait until the copy is
-        complete.
-        """
+        """Copy the stored buffer into another buffer of the same size, and wait for the copy."""
         self.settle()
         assert self.held is not None
         self.tier.read_into(self.held, flat_N)
@@ -346,9 +336,7 @@ def tier_of(device: torch.device | str, folder: str | os.PathLike[str] | None = 
 
 
 def write_values(file: int, offset: int, x: Tensor) -> None:
-    """Write the data of a tensor to an open file. Raises `OSError` if the disk has no space for the
-    data.
-    """
+    """Write the data of a tensor to an open file. Raises `OSError` if the disk is full."""
     values = _bytes(x.detach().to("cpu").contiguous())
     # a call may write only a part, for example if the disk becomes full; the next call then fails
     while values:

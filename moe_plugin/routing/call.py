@@ -256,9 +256,7 @@ class RoutingCall:
 
     @property
     def scores_TE(self) -> Tensor:
-        """Scores of all experts for each token. By default, `score` computes the scores. A router
-        may replace the scores.
-        """
+        """Scores [T, E], computed by `score` by default. A router may replace the scores."""
         if self._scores_TE is None:
             self._scores_TE = self.score.scores(self.logits_TE)
         return self._scores_TE
@@ -269,9 +267,7 @@ class RoutingCall:
 
     @property
     def probs_TE(self) -> Tensor:
-        """Scores that are divided by their sum, so that each row sums to 1. A router may replace
-        this tensor.
-        """
+        """Scores normalized so that each row sums to 1. A router may replace this tensor."""
         if self._probs_TE is None:
             self._probs_TE = self.score.shares(self.scores_TE)
         return self._probs_TE
@@ -340,18 +336,14 @@ class RoutingCall:
 
     @property
     def own_load_KE(self) -> Tensor:
-        """Int64 tensor [K, E]. Element [j, e] is the number of this rank's tokens whose j-th choice
-        is expert e.
-        """
+        """Int64 tensor [K, E]: the number of this rank's tokens whose j-th choice is expert e."""
         if self._load_KE is None:
             self._load_KE = expert_load(self.ids_TK, self.experts, self.mask_T, per_choice=True,
                                         complete=self.leaves_none and self.mask_T is None)
         return self._load_KE
 
     def load_E(self) -> Tensor:
-        """For each expert, return how often the tokens of the group chose it, [E] in the dtype of
-        the scores.
-        """
+        """How often the group's tokens chose each expert, [E] in the dtype of the scores."""
         return self.total(self.own_load_KE.sum(0).to(self.logits_TE.dtype))
 
     def first_load_E(self) -> Tensor:
@@ -394,7 +386,5 @@ class RoutingCall:
         return x if self.comm is None else self.comm.all_reduce(x)
 
     def share(self) -> float:
-        """Return the fraction of a loss that this rank reports, when every rank of the group
-        computes the complete loss.
-        """
+        """Return the fraction of a loss that each rank reports if all ranks compute all of it."""
         return 1.0 if self.comm is None else 1.0 / self.comm.size

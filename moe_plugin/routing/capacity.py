@@ -121,9 +121,7 @@ class CapacityLimit:
 
 
 def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
-    """Return the number of slots `max(1, k * int(|f| * ceil(T / E)))`, or 0 if the rank has no
-    tokens.
-    """
+    """Return `max(1, k * int(|f| * ceil(T / E)))` slots, or 0 if the rank has no tokens."""
     # Truncated before the multiplication by k, as in Tutel.
     slots_per_choice = math.trunc(abs(factor) * math.ceil(tokens / experts))
     if isinstance(tokens, int):  # torch.compile up to 2.11 rejects sym_min of known integers
@@ -183,8 +181,8 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
 
     On a GPU, there are two cases for f <= 0. In a group of several ranks, the number of slots
     depends on the load, so the host waits for the load. A single rank uses enough slots for any
-    load, that is, T slots if f = 0. If f < 0, a single rank uses the number of slots for the factor
-    -f.
+    load, that is, T slots if f = 0. If f < 0, a single rank uses the number of slots that the
+    factor -f gives.
 
     With `equal_tokens`, padding tokens are counted like real tokens, and f > 0 requires no
     communication; see `check_promise`.

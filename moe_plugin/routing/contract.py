@@ -45,9 +45,7 @@ class HasFinishStep:
         """Update the module after an optimizer step. All ranks must call this method."""
 
     def forget_step(self) -> None:
-        """Discard the counts collected since the last step without updating the module. Not
-        collective.
-        """
+        """Discard the counts since the last step without updating the module. Not collective."""
 
 
 # Settings (`RouterModule.reads`) of routers that score tokens (SCORED), choose several experts per

@@ -236,9 +236,7 @@ def _squared_cv(values_E: Tensor) -> Tensor:
 
 
 def check_sequences(info: TokenInfo, tokens: int) -> None:
-    """Raise a `ValueError` unless the sequence of each token is known, as the `sequence` loss
-    requires.
-    """
+    """Raise a `ValueError` unless sequence numbers are known, as the `sequence` loss requires."""
     remedy = "Pass info=TokenInfo(sequence_T=..., sequences=...) to the layer."
     sequence_T, count = info.sequence_T, info.sequences
     if sequence_T is None:

@@ -34,9 +34,7 @@ _CHECKPOINT = "_gradient_checkpointing_func"  # attribute of modules in transfor
 
 
 class TokenMasks:
-    """The masks of the current forward pass. All MoE blocks of a model share one `TokenMasks`
-    object.
-    """
+    """The masks of the current forward pass, shared by all MoE blocks of a model."""
 
     def __init__(self) -> None:
         self._open: list[tuple[object, Tensor | None]] = []  # owner and mask of each running pass
@@ -45,9 +43,7 @@ class TokenMasks:
         self._warned = False
 
     def begin(self, owner: object, real: Tensor | None) -> None:
-        """Begin the pass of a module whose mask is `real`. If `real` is None, the mask of the
-        enclosing module is used.
-        """
+        """Begin a module's pass with the mask `real`, or the enclosing module's mask if None."""
         if self._open:
             real = self._open[-1][1] if real is None else real
         elif torch.is_grad_enabled() and not torch.compiler.is_compiling() \
@@ -57,9 +53,7 @@ class TokenMasks:
         self._open.append((owner, real))
 
     def end(self, owner: object) -> None:
-        """End the pass of a module, together with all passes inside it that did not end because of
-        an error.
-        """
+        """End a module's pass, and all passes inside it that an error left unfinished."""
         # A module that raised an error may not have ended its pass.
         while any(opened_by is owner for opened_by, _ in self._open):
             if self._open.pop()[0] is owner:
@@ -96,9 +90,7 @@ class TokenMasks:
             self.end(owner)
 
     def of(self, x: Tensor) -> Tensor | None:
-        """Return the bool mask [...] of the tokens x [..., D], or None if all tokens are assumed to
-        be real.
-        """
+        """Return the bool mask [...] of the tokens x [..., D], or None to treat all as real."""
         real = self.real
         if real is None:
             return None

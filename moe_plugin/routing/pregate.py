@@ -235,7 +235,7 @@ class NextBlockRouting:
         return _Decided(routing, pending, values)
 
     def _tie(self, layer: nn.Module, args: Any, output: MoEOutput) -> MoEOutput:
-        """Connect the block's output to the gradients of the decision."""
+        """Connect the block's output to the gradients of the routing decision."""
         decided, self._decided = self._decided, None
         if decided is None or not torch.is_grad_enabled() or not any(
                 x.requires_grad for x in decided.values):

@@ -131,9 +131,7 @@ _REMEDY = ("most tokens will visit few experts. Use a balance loss, losses={'gsh
 
 
 def warn_unbalanced(why: str, remedy: str = _REMEDY) -> None:
-    """Log a warning that neither a router nor a loss keeps the experts balanced. Each message is
-    logged only once.
-    """
+    """Warn once per message that neither a router nor a loss keeps the experts balanced."""
     warn_once(__name__, f"{why}: nothing keeps the experts balanced in training, and {remedy}")
 
 

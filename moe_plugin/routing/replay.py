@@ -47,9 +47,7 @@ _ATTRIBUTE = "moe_plugin_recording"  # set on the object that identifies a check
 
 
 class Recording:
-    """The recorded choices of a checkpointed call. Each key is mapped to a list of choices in the
-    order of the calls.
-    """
+    """The recorded choices of a checkpointed call: a list per key, in the order of the calls."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, list[RecordedChoice]] = {}
@@ -122,9 +120,7 @@ def _new_frame(frame: FrameType) -> Any:
 
 
 def _recomputed_frame(frame: FrameType) -> Any:
-    """If a non-reentrant checkpoint is recomputing a pass, return the frame object of the first
-    pass.
-    """
+    """If a non-reentrant checkpoint recomputes a pass, return the first pass's frame object."""
     return _frame_object(frame, "frame")
 
 
@@ -290,9 +286,7 @@ def _differs(position: int, asked: str, recorded: str) -> ValueError:
 
 
 class _Use:
-    """A reusable context manager that records on a tape if the position is None, and otherwise
-    replays the tape.
-    """
+    """A reusable context manager that records a tape if the position is None, or replays it."""
 
     def __init__(self, tape: _Tape, position: int | None) -> None:
         self.tape, self.position = tape, position

@@ -67,9 +67,7 @@ def balanced(call: RoutingCall) -> Tensor:
 
 
 def check_replaceable(router: nn.Module, what: str) -> None:
-    """Raise a `ValueError` if `what` cannot replace the choices of a router, or if another object
-    already replaces them.
-    """
+    """Raise a `ValueError` if the router's choices are not replaceable or already replaced."""
     if "force" not in (getattr(router, "reads", None) or ()):
         raise ValueError(
             f"Router {type(router).__name__} cannot be used with {what}. Use a router that reads "
@@ -271,9 +269,7 @@ def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
 
 
 def check_tokens(ids_TK: Tensor, tokens: int, top_k: int) -> None:
-    """Raise a `ValueError` if the number of tokens, or of experts per token, differs from the
-    rollout.
-    """
+    """Raise a `ValueError` if the number of tokens or of experts per token does not match."""
     if tuple(ids_TK.shape) != (tokens, top_k):
         raise ValueError(
             f"A layer processes {tokens} tokens with {top_k} experts each, but the routed experts "

@@ -148,9 +148,7 @@ def _among_leaders(comm: Comm, topology: Topology, gathered: Tensor, counts: _No
 
 
 def _scatter(comm: Comm, got: Tensor, out: Tensor, topology: Topology, counts: _Node) -> None:
-    """Order the rows by (destination rank on this node, source rank), and send them to the
-    destination ranks.
-    """
+    """Order the rows by (destination rank on this node, source rank), and scatter them."""
     node = list(counts.recv)
     sources = [rank for other in topology.nodes for rank in other]
     lengths = [counts.recv[d][s] for s in sources for d in node]

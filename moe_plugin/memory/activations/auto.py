@@ -199,9 +199,7 @@ class AutoActivations(Activations):
         self.tell = self._measured = _Measured(swapper.copier.device)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
-        """See `Activations`. After the last measured step, this method also chooses the policies.
-        Collective.
-        """
+        """See `Activations`. Also chooses the policies after the last measured step. Collective."""
         self._steps += 1
         if self.planned:
             if self.decision is not None:
@@ -333,9 +331,7 @@ class AutoActivations(Activations):
 
 
 class _Measured:
-    """A `Probe` that measures the time and the bytes of each block in a step. `step` is the index
-    of the measured step.
-    """
+    """A `Probe` that measures the time and bytes of each block in the step with index `step`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.step = device, 0
@@ -368,9 +364,7 @@ class _Measured:
             self._seconds[what][block_pass.index].append(now - began)
 
     def end_step(self) -> None:
-        """Finish a step and record its times. The time of a block is the median over all its passes
-        in the step.
-        """
+        """Finish a step, and record the median time of each block over its passes in the step."""
         self.steady.add({(kind, i): median(times) for kind, by_block in self._seconds.items()
                          for i, times in by_block.items()})
         self.begin_check()
@@ -380,15 +374,11 @@ class _Measured:
         self._seconds = {"forward": defaultdict(list), "backward": defaultdict(list)}
 
     def forward_seconds(self) -> dict[Hashable, float]:
-        """Return the forward time of each block in seconds, measured since `begin_check` was
-        called.
-        """
+        """Return the forward time of each block in seconds since `begin_check` was called."""
         return {("forward", i): median(times) for i, times in self._seconds["forward"].items()}
 
     def profile(self, names: Sequence[str], copier: Copier) -> ModelProfile:
-        """Return the profile computed from the measured steps. Backward times do not include
-        recomputation.
-        """
+        """Return the profile of the measured steps. Backward times exclude recomputation."""
         speed = copier.counters.bytes / max(1e-9, copier.counters.busy_s)
         blocks, best = [], self.steady.best()
         for i, name in enumerate(names):

@@ -222,9 +222,7 @@ class Activations(RunFeature):
         return self.swapper.ledger
 
     def use(self, policies: Sequence[str], order: Order | None = None) -> None:
-        """Use different policies from the next forward pass on. The schedule `order` defaults to
-        `plain_order`.
-        """
+        """Use different policies from the next forward pass on, with `plain_order` by default."""
         unknown = [policy for policy in policies if policy not in POLICIES]
         if unknown or len(policies) != len(self.blocks):
             raise ValueError(
@@ -235,9 +233,7 @@ class Activations(RunFeature):
         self.order = order or plain_order(self.policies)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
-        """Start measuring a new peak of the activation bytes. All ranks must call this method after
-        each training step.
-        """
+        """Start measuring a new memory peak. All ranks must call this after each training step."""
         self._step_peak = self.ledger.peak
         self.ledger.restart()
         idle = self._number == self._passes_before and set(self.policies) != {"keep"}
@@ -250,9 +246,7 @@ class Activations(RunFeature):
         self._passes_before = self._number
 
     def on_device(self) -> OnDevice:
-        """Return the peak of the activation bytes in the last step and the number of blocks with
-        each policy.
-        """
+        """Return the peak activation bytes of the last step and the number of blocks per policy."""
         counts = Counter(self.policies)
         return OnDevice(self._step_peak, *(counts[policy] for policy in POLICIES))
 

@@ -38,9 +38,7 @@ class SwapError(RuntimeError):
 
 
 class Ledger:
-    """A thread-safe counter of the activation bytes on the device, which records the current number
-    and the peak.
-    """
+    """A thread-safe counter of the current and peak activation bytes on the device."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -85,9 +83,7 @@ class SwappedStorage:
         self._left = swapper.copier.start_call(self._leave, 0)
 
     def holds(self, x: Tensor) -> bool:
-        """Return whether this object represents the storage of `x`, and `x` has not changed since
-        it was saved.
-        """
+        """Return whether this is the storage of `x` and `x` is unchanged since it was saved."""
         return not self.key.expired() and self.version == x._version
 
     def leave(self) -> None:
@@ -244,9 +240,7 @@ class Swapper:
         self._leaving.append((number, ref(storage)))
 
     def forget(self) -> None:
-        """After an error, discard the records of all copies to the tier, so that `leave` does not
-        wait for them.
-        """
+        """After an error, forget all copies to the tier, so that `leave` does not wait for them."""
         self._leaving.clear()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -193,9 +193,7 @@ class ExpertCache:
         self._free: list[int] = []
 
     def add_layer(self, experts: int) -> int:
-        """Add a layer and return its number. Layers are expected to be computed in ascending order
-        of their numbers.
-        """
+        """Add a layer and return its number. Layers should be computed in ascending order."""
         with self._lock:
             self.layers, self.experts = self.layers + 1, self.experts + experts
             return self.layers - 1
@@ -268,9 +266,7 @@ class ExpertCache:
             self._bring([(layer, expert) for expert in experts], fetch, counters, early=True)
 
     def forget(self, layer: int) -> None:
-        """Evict all experts of a layer because their stored parameters have changed. Pinned experts
-        stay.
-        """
+        """Evict a layer's unpinned experts, because their stored parameters have changed."""
         with self._lock:
             for key in [key for key in self._slot if key[0] == layer and not self._pins[key]]:
                 self._leave(key)

@@ -249,9 +249,7 @@ class ExpertStore:
             self._join(spec)
 
     def room(self, experts: int) -> int:
-        """Return how many of `experts` experts can be computed at the same time. See
-        `ExpertCache.room`.
-        """
+        """Return how many of `experts` experts can be computed at once; see `ExpertCache.room`."""
         return self.cache.room(experts)
 
     @contextmanager

@@ -225,9 +225,7 @@ class StreamedBlock:
         drop_gradients(self.graded)
 
     def wait_kept(self) -> None:
-        """Wait until the copy started by `keep_gradients` is complete. Raises `TierError` if the
-        tier has no space.
-        """
+        """Wait for the copy of `keep_gradients`. Raises `TierError` if the tier has no space."""
         if self._aside is not None:
             _, _, ticket = self._aside
             ticket.synchronize()  # the GPU's stream does not order the optimizer in host memory

@@ -96,9 +96,7 @@ class SegmentsOnce:
                     len(trainer.blocks), trainer.device_bytes / 2**20)
 
     def __call__(self, micro_batches: int) -> None:
-        """Plan the segments after a step with the given number of micro-batches. `ValueError`: see
-        `plan_segments`.
-        """
+        """Plan the segments after a step of this many micro-batches; see `plan_segments`."""
         limit = self.trainer.limit
         if self._done or limit is None:
             return

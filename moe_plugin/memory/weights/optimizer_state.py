@@ -21,9 +21,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def state_of(optimizer: torch.optim.Optimizer | None, numbers: bool = False
              ) -> dict[tuple[int, str], Tensor]:
-    """Return the tensors of the optimizer state, or its scalars (such as step counts) if `numbers`
-    is true.
-    """
+    """Return the tensors of the optimizer state, or its scalars if `numbers` is true."""
     if optimizer is None:
         return {}
     return {(i, name): x for i, p in enumerate(_params(optimizer))
@@ -42,7 +40,7 @@ def set_state(optimizer: torch.optim.Optimizer | None, state: State) -> None:
 class OptimizerStateBuffer:
     """A buffer in host memory that contains the optimizer state of one block at a time.
 
-    The buffer is as large as the largest state of any block.
+    The buffer is large enough for the largest state of any block.
     """
 
     def __init__(self) -> None:
@@ -58,9 +56,7 @@ class OptimizerStateBuffer:
         return self._flat_N[:nbytes]
 
     def left(self, ticket: Ticket) -> None:
-        """Record that a job reads the buffer. The same copier may overwrite the buffer in later
-        jobs.
-        """
+        """Record that a job reads the buffer. Later jobs of the same copier may overwrite it."""
         self._last = ticket
 
     def wait(self) -> None:
@@ -165,9 +161,7 @@ class StateInFiles:
         self._replace_state({key: absent(x) for key, x in state.items()})
 
     def tensors(self) -> dict[tuple[int, str], Tensor]:
-        """Return a copy of the optimizer state. This method must not be called while a copy is in
-        progress.
-        """
+        """Return a copy of the optimizer state. Must not be called while a copy is in progress."""
         return {key: x for key, x in self._tensors().items() if key[1] != _MAIN}
 
     def _tensors(self) -> dict[tuple[int, str], Tensor]:

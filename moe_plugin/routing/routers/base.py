@@ -384,9 +384,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return not (self.adapted or any([p.requires_grad for p in self.parameters()]))
 
     def note_adapter(self) -> None:
-        """Record whether an adapter trains `weight_ED`. Adapters of the peft library are visible
-        only during a call.
-        """
+        """Record whether an adapter trains `weight_ED`, which is visible only during a call."""
         if torch.is_grad_enabled():
             self.adapted = "parametrizations" in self._modules and self.weight_ED.requires_grad
 

@@ -146,9 +146,7 @@ def accept(wish_N: Tensor, bid_N: Tensor, price_E: Tensor, each: int) -> tuple[T
 
 
 def _fill_up(owner_N: Tensor, each: int, experts: int) -> Tensor:
-    """Assign tokens without an expert to the free slots in order. Afterwards, all experts have the
-    same number of tokens.
-    """
+    """Assign tokens without an expert to free slots in order, so that all experts are full."""
     key_N = torch.where(owner_N < 0, experts, owner_N)
     order_N = torch.argsort(key_N, stable=True)
     load_E = torch.zeros(experts + 1, dtype=torch.int64, device=key_N.device).index_add_(
@@ -186,9 +184,7 @@ class BASERouter(Router):
     score_name = "softmax"
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create the centroids, and prevent host frameworks from initializing them again
-        (`keep_init`).
-        """
+        """Create the centroids, which host frameworks must not initialize again (`keep_init`)."""
         super().build(dtype, device)
         keep_init(self.weight_ED)
 
@@ -207,9 +203,7 @@ class BASERouter(Router):
         return chosen_T[:, None]
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Return the weights `a`, and set the weight of the token itself in the output; see
-        `Router.weigh`.
-        """
+        """Return the weights `a`, and set the weight of the token itself; see `Router.weigh`."""
         alpha_T1 = torch.sigmoid(call.logits_TE.gather(1, ids_TK))
         call.passthrough_T = 1 - alpha_T1[:, 0]
         return alpha_T1

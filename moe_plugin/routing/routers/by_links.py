@@ -84,9 +84,7 @@ class TAMoERouter(TopKRouter):
         _note_nodes(self, device)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose k experts. Experts on nodes that already receive the token are preferred; see
-        `Router.select`.
-        """
+        """Choose k experts, preferring nodes that receive the token anyway; see `Router.select`."""
         chosen_TK = (super().select(call) if self.nodes_EN is None
                      else call.choose(_near_visited(self, call)))
         if self.config.links.overflow == "drop":
@@ -102,9 +100,7 @@ class TAMoERouter(TopKRouter):
         return (choices * self.shares_E).sub(1e-9).ceil()
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Drop the choices that exceed the capacity for this rank and the chosen expert; see
-        `Router.after_choice`.
-        """
+        """Drop the choices that exceed this rank's limit per expert; see `Router.after_choice`."""
         ids_TK = super().after_choice(call, weights_TK)
         # Padding gets -1 first, so that it uses no slots.
         if self.config.links.pair_capacity:
@@ -176,9 +172,7 @@ class TopologyQuotaRouter(Router):
         _note_nodes(self, device)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k best experts, subject to the quota of choices on other nodes; see
-        `Router.select`.
-        """
+        """Choose the k best experts within the quota for other nodes; see `Router.select`."""
         if self.leaves_none:
             return call.choose()
         scores_TE, real_T = call.scores_TE.detach(), call.real_T

@@ -106,9 +106,7 @@ class SAMRouter(GroupLimitedRouter):
         return self.num_experts // self.config.groups
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Return the weights, and mark the experts that do not belong to the chosen group; see
-        `Router.weigh`.
-        """
+        """Return the weights, and mark the experts outside the chosen group; see `Router.weigh`."""
         groups, experts = self.config.groups, self.num_experts
         # All choices of a token lie in one group, so the first choice identifies the group.
         group_T1 = ids_TK[:, :1] // (experts // groups)

@@ -46,9 +46,7 @@ class HashRouter(Router):
                              make_table(self.config.hash, self.num_experts).to(device))
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Return zeros as logits, because the experts depend only on the token ids; see
-        `Router.scores`.
-        """
+        """Return zeros, because the experts depend only on the token ids; see `Router.scores`."""
         assert call.info.token_ids_T is not None
         check_integers("token_ids_T", call.info.token_ids_T, x_TD.shape[0])
         return x_TD.new_zeros(x_TD.shape[0], self.num_experts,

@@ -129,9 +129,7 @@ def _by_prototype(call: RoutingCall) -> Tensor:
 
 
 def _part(call: RoutingCall, index: int) -> RoutingCall:
-    """Return a prototype as a call of a router with E/k experts, so that the losses of the
-    prototype can be computed.
-    """
+    """Return a prototype as a call of a router with E/k experts, to compute its losses."""
     k, width = call.k, call.experts // call.k
     columns = slice(index * width, (index + 1) * width)
     load_E, penalty_E, routed = call.step_load_E, call.penalty_E, call.routed
