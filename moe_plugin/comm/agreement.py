@@ -1,6 +1,4 @@
-"""Functions that check that all ranks use the same settings, and that exchange integers between
-ranks.
-"""
+"""Functions that compare settings and exchange integers between ranks."""
 
 from __future__ import annotations
 

@@ -134,8 +134,7 @@ class Comm(RankGroup):
 
         Args:
             x: contiguous tensor [sum(send), ...] of any dtype.
-            send: optional. Lengths of the pieces sent to each rank. By default, all pieces have the
-                same length.
+            send: optional. Lengths of the pieces sent to each rank. Defaults to equal lengths.
             recv: optional. Lengths of the pieces received from each rank. By default, all pieces
                 have the same length.
         Returns:
@@ -159,8 +158,7 @@ class Comm(RankGroup):
         """
 
     def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start summing `x` over ranks, and return a function that waits for the sum and returns
-        it.
+        """Start summing `x` over ranks, and return a function that waits for and returns the sum.
 
         All ranks must start their collectives in the same order. `x` must have the same shape on
         all ranks and may be overwritten. The base class returns only after the sum is complete.
@@ -189,14 +187,12 @@ class Comm(RankGroup):
         Every rank of the group must call this method, with empty lists if it has no messages.
 
         Args:
-            sends: list of pairs (peer, contiguous nonempty tensor of any dtype), one for each
-                message to send.
+            sends: list of pairs (peer, contiguous nonempty tensor of any dtype), one per message.
             recvs: list of pairs (peer, contiguous buffer to fill), one for each message to receive.
         """
 
     def post(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
-        """Start point-to-point messages as in `send_receive`, and return a function that waits for
-        the messages.
+        """Start messages as in `send_receive`, and return a function that waits for them.
 
         Only the ranks that send or receive messages need to call this method. The ranks may call
         this method in any order. If messages between the same two ranks have the same tag, they are
@@ -253,8 +249,8 @@ class Comm(RankGroup):
         return view.with_collectives(self.collectives.part(ranks[self.rank // size]))
 
     def strided_subgroup(self, stride: int) -> Comm:
-        """Return the subgroup of all ranks whose index differs from this rank's index by a multiple
-        of `stride`.
+        """Return the subgroup of all ranks whose index differs from this rank's by a multiple of
+        `stride`.
 
         `stride` must divide the size of this group. The first call with a given stride is
         collective.
@@ -311,8 +307,7 @@ class Comm(RankGroup):
         """Return the element-wise maximum over ranks of a list of numbers in host memory. All ranks
         receive the same maxima.
 
-        The maximum is computed in log2(size) rounds of point-to-point messages within the `hosts`
-        group.
+        The maximum is computed in log2(size) rounds of messages within the `hosts` group.
         """
         maxima = torch.tensor(list(values), dtype=torch.float64)
         step = 1
@@ -326,8 +321,7 @@ class Comm(RankGroup):
 
 
 def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: str) -> list[int]:
-    """Return the lengths of the pieces when `length` rows are split into one piece for each of
-    `size` ranks.
+    """Return the lengths of the pieces when `length` rows are split into one piece per rank.
 
     what: name of the collective, which is used in error messages.
 

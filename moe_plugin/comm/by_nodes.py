@@ -23,8 +23,7 @@ Wanted = Sequence[Sequence[Tensor]]
 
 
 def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tensor:
-    """Concatenate the tensors `x` [n, ...] of all ranks along dimension 0 to a tensor [size * n,
-    ...].
+    """Concatenate the tensors `x` [n, ...] of all ranks to a tensor [size * n, ...].
 
     The group's topology must support the two steps; see `Topology.two_steps`.
 
@@ -52,8 +51,7 @@ def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tens
 
 
 def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tensor:
-    """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's part [n, ...] of the
-    sum.
+    """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's part [n, ...].
 
     The group's topology must support the two steps; see `Topology.two_steps`. Values are summed
     first within each node, in the order of its ranks, and then in the order of the nodes. 16-bit

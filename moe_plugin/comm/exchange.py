@@ -24,12 +24,10 @@ Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 class Exchange(ABC):
     """An all-to-all algorithm.
 
-    All groups use the same `Exchange` object. State that belongs to a group is stored in
-    `Comm.state`.
+    All groups use the same `Exchange` object. A group's state is stored in `Comm.state`.
 
     Attributes:
-        in_background: whether the exchange may run in another thread or on a side stream during
-            computation.
+        in_background: whether the exchange may run in another thread or stream during computation.
         direct: name used to count calls of an algorithm in which every rank sends one message to
             every other rank, or None for all other algorithms. A direct algorithm can run in the
             background without a thread.
@@ -62,8 +60,8 @@ class Exchange(ABC):
         """Return the exchange to use for one call. All ranks call this method in program order, so
         the method may call collectives.
 
-        The arguments are the same as for the exchange itself. Only the shape and dtype of `x` are
-        used.
+        The arguments are the same as for the exchange itself. Only the shape and dtype of `x`
+        matter.
         """
         return self
 

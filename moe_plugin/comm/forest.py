@@ -1,6 +1,4 @@
-"""`Forest`: collectives that send data along throughput-optimal trees of a group's network
-(ForestColl).
-"""
+"""`Forest`: collectives along throughput-optimal trees of a group's network (ForestColl)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # ruff: noqa: UP006, UP035, UP045  (torch.library reads List and Optional)
-"""Collectives that are defined as torch operations, so that `torch.compile` can include them in a
-graph.
+"""Collectives defined as torch operations, so that `torch.compile` can include them in a graph.
 
 A compiler cannot trace the implementation of a collective, because the implementation uses process
 groups, counters, timeouts and timers. The compiler does not look inside the operations of this

@@ -60,8 +60,7 @@ class RankGroup(ABC):
         rank: index of this process or thread in the group.
         size: number of ranks in the group.
         name: name of the group, which appears in messages.
-        state: optional. State that all objects for the same group share. By default a new state is
-            created.
+        state: optional. State that all objects for the same group share. Defaults to a new state.
 
     Attributes:
         ranks: global rank of each rank of the group.

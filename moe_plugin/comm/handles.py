@@ -3,8 +3,7 @@
 On gloo, an exchange runs on a tagged view of the group, so its messages cannot be confused with
 other messages. A `direct` exchange runs without a thread. All other exchanges of a group share one
 background thread. On CUDA, an exchange runs on a side stream, and the host does not wait for the
-device. In simulated groups and in groups with one rank, the exchange is already complete when
-`start` returns.
+device. In simulated groups and in groups with one rank, `start` completes the exchange.
 """
 
 from __future__ import annotations

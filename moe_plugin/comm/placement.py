@@ -1,6 +1,4 @@
-"""The placement of a layer's experts on ranks, and the information that a host framework passes to
-a layer.
-"""
+"""The placement of a layer's experts on ranks, and information from the host framework."""
 
 from __future__ import annotations
 
@@ -19,20 +17,17 @@ class HostContext:
     The host framework passes a `HostContext` when it creates a layer.
 
     Attributes:
-        layer_number: index of this layer among the MoE layers of the model, counted from 0, or None
-            if unknown.
+        layer_number: index of this layer among the model's MoE layers, from 0, or None if unknown.
         numbered_later: True if the host framework sets the layer number only after creating the
             layer (`moe_plugin.experts.base.Experts.use_layer`).
         loss_comm: group of ranks whose tokens together form one batch. Balance losses are computed
-            over the tokens of this group. If `loss_comm` is None, balance losses use only this
-            rank's tokens.
+            over the tokens of this group. If None, balance losses use only this rank's tokens.
         batch_comm: group of all data-parallel ranks, whose tokens together form the batch of a
             step. If `batch_comm` is None, the ranks that store the experts are used instead.
             Without `batch_comm`, routers with load-dependent biases (`sigmoid_bias`, `quantile`)
             use the ranks over which `moe_plugin.training.gradients.sync` averages gradients.
         split_loss_comm: replaces `loss_comm` in a layer that splits tokens shared by several ranks
-            (`parallel.schedule: s1`). `split_loss_comm` is None if splitting does not change the
-            group.
+            (`parallel.schedule: s1`). None if splitting does not change the group.
         split_batch_comm: replaces `batch_comm` in a layer that splits tokens shared by several
             ranks. None if splitting does not change the group.
         adds_to_main_grad: True if the host framework stores weight gradients in
@@ -111,8 +106,7 @@ class Placement:
             If r < S, every S/r consecutive ranks form a group and gather each other's parameters.
             After gathering, each rank has 1/r of each expert's parameters, and the ranks of the
             group divide the tokens among themselves.
-        replicas: group of ranks that have the same tokens as this rank, for dispatchers that use
-            such a group.
+        replicas: group of ranks with the same tokens as this rank, for dispatchers that use it.
         configured_shards: configured number of ranks over which every expert is split, S. Defaults
             to the smallest possible number of shards, max(W / E, 1).
     """

@@ -17,8 +17,7 @@ DEPTHS = 64  # tags of one resharding; a job has fewer nodes in a relay chain
 
 
 class Resharding:
-    """A plan that redistributes tensors from one layout over the ranks of a group to another
-    layout.
+    """A plan that redistributes tensors from one layout over a group's ranks to another layout.
 
     All ranks of the group must create their plans in the same order. On gloo, only ranks that store
     a part of the tensor in either layout need to participate in a move. Several moves may be in
@@ -46,12 +45,12 @@ class Resharding:
         self.kept = [piece for piece in self.slices if comm.rank in piece.keepers]
 
     def start(self, x: Tensor | None, dtype: torch.dtype) -> TensorMove:
-        """Start a move. This rank sends the parts that it stores and posts receives for the parts
-        that it needs.
+        """Start a move. This rank sends the parts that it stores, and posts receives for those that
+        it needs.
 
         Args:
-            x: this rank's part of the tensor in the source layout, or None if the rank stores no
-                part in that layout. The tensor must not change until the move ends.
+            x: this rank's part of the tensor in the source layout, or None if it stores no part.
+                The tensor must not change until the move ends.
             dtype: dtype of the tensor to move.
         Raises:
             ValueError: If `x` has an unexpected shape or dtype.

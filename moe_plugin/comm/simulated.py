@@ -65,8 +65,7 @@ class MessageClock(Protocol):
     def charge(self, sent: Mapping[int, Sent]) -> None:
         """Advance the clock for one round of messages.
 
-        Each sending rank is mapped to a list of pairs (destination rank, bytes), in the order of
-        sending.
+        Each sending rank is mapped to a list of pairs (destination rank, bytes), in sending order.
         """
 
 

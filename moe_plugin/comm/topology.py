@@ -119,8 +119,7 @@ class Topology:
     def two_steps(self) -> bool:
         """True if collectives in two steps can be faster than a ring.
 
-        Two steps require several nodes with the same number of ranks, and at least two ranks per
-        node.
+        Requires several nodes with the same number of ranks, and at least two ranks per node.
         """
         return self.uniform_nodes and self.why_flat() is None
 

@@ -147,8 +147,7 @@ class TorchComm(Comm):
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """See `Comm.all_to_all`. Tensors with dtypes that the backend does not support are sent as
-        bytes.
+        """See `Comm.all_to_all`. Tensors with unsupported dtypes are sent as bytes.
 
         On a tagged view, point-to-point messages are used instead.
         """
@@ -239,8 +238,8 @@ class TorchComm(Comm):
             self._batched(sends, recvs)
 
     def post(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
-        """See `Comm.post`. On gloo, messages are sent in the background, and `timeout_s` limits
-        each wait.
+        """See `Comm.post`. On gloo, messages run in the background, and `timeout_s` limits each
+        wait.
         """
         if not self.receive_first:
             return super().post(sends, recvs)

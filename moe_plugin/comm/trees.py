@@ -16,11 +16,10 @@ in seconds, and let D be the depth of the trees. With C chunks, the collective t
 All ranks run the same number of rounds. On gloo, a rank posts the receives of later rounds before
 it sends, so a round does not wait until another rank reaches the same round. On other backends,
 each round is one call of `Comm.send_receive`. Deadlocks cannot occur. The rank that is furthest
-behind waits only for messages of earlier rounds, and all other ranks have already posted these
-messages.
+behind waits only for messages of earlier rounds, which all other ranks have already posted.
 
 Sums are bitwise equal in every run with the same inputs. In each round, a rank adds received data
-to its own data in the order of the senders' ranks. The tree determines in which round each part
+to its own data in the order of the senders' ranks. The tree determines the round in which each part
 arrives.
 """
 
@@ -109,8 +108,7 @@ def rounds_of(schedule: Schedule, rank: int, shards: Sequence[int], chunks: int)
     number of rounds.
 
     Args:
-        schedule: schedule of an all-gather (away from the roots) or of a reduce-scatter (towards
-            the roots).
+        schedule: schedule of an all-gather (from the roots) or of a reduce-scatter (to the roots).
         rank: the rank.
         shards: index of the first element of each rank's shard, followed by the end of the last
             shard; see `shards_of`.
@@ -209,8 +207,7 @@ class Trees:
 
 
 def all_gather(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
-    """Concatenate the tensors `x` [n, ...] of all ranks along dimension 0 to a tensor [size * n,
-    ...].
+    """Concatenate the tensors `x` [n, ...] of all ranks to a tensor [size * n, ...].
 
     Raises:
         CommError: If a peer fails or a message exceeds the timeout.

@@ -108,10 +108,9 @@ class AllGatherDispatcher(Dispatcher[GatheredPlan]):
 
 def _longest(comm: Comm, ids_TK: Tensor) -> int:
     """Return the largest number of tokens on any rank. The ranks exchange their numbers of tokens
-    in host memory.
+    on the host.
 
-    If collectives run in two steps between several nodes, `agree_max` needs fewer rounds than an
-    all-reduce.
+    With collectives in two steps between nodes, `agree_max` needs fewer rounds than an all-reduce.
     """
     if comm.by_nodes:
         return int(comm.agree_max([len(ids_TK)])[0])

@@ -1,5 +1,4 @@
-"""The interface of dispatchers, which send rows to the experts and combine the outputs of the
-experts.
+"""The interface of dispatchers, which send rows to the experts and combine their outputs.
 
 A dispatcher declares its capabilities in `traits`. The layer, the layouts and the exactness tests
 read the traits of a dispatcher and never check whether a method exists. A dispatcher stores no
@@ -32,8 +31,7 @@ PlanT = TypeVar("PlanT", bound=DispatchPlan)  # the plans of a dispatcher
 
 @dataclass(frozen=True)
 class Overlap:
-    """The number of pieces into which rows are split in each direction, so that exchanges overlap
-    with matmuls.
+    """The number of pieces of rows in each direction, so that exchanges overlap with matmuls.
 
     Attributes:
         forward: number of pieces in the forward pass, `parallel.d`.
@@ -108,8 +106,7 @@ class DispatchContext:
             object. None unless `traits.bounded`.
         spill_planner: object that decides which rank computes which rows. All ranks make the same
             decision. `spill_planner` is None if every rank computes only its own experts.
-        configured: traits of the dispatcher that the user configured, if this dispatcher replaces
-            it.
+        configured: traits of the dispatcher that the user configured, if this one replaces it.
         counts_on_device: True if the experts can read their row counts on the device.
         weights_first: True if the experts' inputs are multiplied by the gate weights, instead of
             their outputs. Only dispatchers that send a token's row once per rank or node read
@@ -155,8 +152,7 @@ class Dispatcher(ABC, Generic[PlanT]):
         dropped. All ranks must start their exchanges in the same order.
 
         Args:
-            routing: routing of the call. The caller must assign the returned object to
-                `routing.sizes`.
+            routing: routing of the call. The caller must assign the result to `routing.sizes`.
             tokens: if True, the largest number of tokens on any rank is determined as well.
         Returns: The exchange in progress (`dispatch.ragged.SentSizes`), or None if the dispatcher
             cannot exchange sizes early.
@@ -167,8 +163,7 @@ class Dispatcher(ABC, Generic[PlanT]):
     def dispatch(self, x_TD: Tensor, plan: PlanT, anchor: Tensor | None) -> Sent:
         """Send the rows to their experts.
 
-        When the method returns, all exchanges that run in the background (`Overlap`) have been
-        started.
+        When the method returns, all background exchanges (`Overlap`) have been started.
 
         Args:
             x_TD: [T, D], the tokens of this rank.
@@ -274,8 +269,7 @@ def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple
     int64 [T, K*r], and the weights [T, K*r].
 
     A token is sent to each of the r slices of a chosen expert. The S/r ranks that share a slice
-    divide the slots of the expert among themselves: rank number s % (S/r) among them processes slot
-    s.
+    divide the slots of the expert among themselves: rank s % (S/r) among them processes slot s.
 
     Args:
         place: the ranks that store each expert, and the number of copies r.

@@ -88,8 +88,7 @@ class BoundedDispatcher(ExchangeDispatcher[ExchangePlan]):
 
 
 def says_load(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return a bool scalar on the device that is True if the routing represents the actual load of
-    the experts.
+    """Return a bool scalar on the device, True if the routing represents the experts' actual load.
 
     If an earlier layer had more rows than its limit allows, all values are NaN. Routing based on
     NaN tokens must not change the limit. The function returns True if at least one weight is

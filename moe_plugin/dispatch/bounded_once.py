@@ -175,7 +175,7 @@ class ArrivedSlots:
                    choices)
 
     def piece(self, start: int, end: int) -> Arrived:
-        """Return the pairs of the rows in slots `start` (inclusive) to `end` (exclusive) of each
+        """Return the pairs of the rows in slots `start` (inclusive) to `end` (exclusive) per
         source.
 
         All other pairs are replaced with padding.
@@ -195,8 +195,7 @@ class ArrivedSlots:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedOncePlan(ExchangePlan):
-    """The plan of a call that sends bounded rows, where each token's row is sent only once to each
-    rank or node.
+    """The plan of a call with bounded rows, where each row is sent only once to each rank or node.
 
     Attributes:
         gates_TK: gate weights of the routing choices. They require gradients.
@@ -300,8 +299,7 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
         choices without an expert.
 
         Args:
-            rank_TK: int64 [T, K], the rank of each choice's expert, or -1 for choices without an
-                expert.
+            rank_TK: int64 [T, K], the rank of each choice's expert, or -1 if it has no expert.
         """
         return rank_TK
 
@@ -325,8 +323,7 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
                 expert.
             loaded: slots assigned to the routing choices.
             slots: maximum number of pairs from one rank to another, P.
-            counts: bool scalar that is True if the routing represents the actual load
-                (`says_load`).
+            counts: bool scalar, True if the routing represents the actual load (`says_load`).
         """
         comm = self.placement.comm
         pairs_W = expert_load(rank_TK, comm.size)

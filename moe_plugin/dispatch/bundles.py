@@ -1,5 +1,4 @@
-"""Encoding and decoding of (expert, weight) pairs, which accompany rows that are sent only once to
-each target.
+"""Encoding and decoding of (expert, weight) pairs for rows that are sent only once to each target.
 
 A token is sent as one row to each target rank that has at least one of the token's experts. In
 addition to the row, one pair is sent for each of the token's experts on the target rank. A pair
@@ -35,8 +34,7 @@ def first_of_each(key_TK: Tensor) -> Tensor:
     has the same key as choice k.
 
     Args:
-        key_TK: int64 [T, K], the key of each choice. For a key of -1, the returned element is
-            False.
+        key_TK: int64 [T, K], the key of each choice. For a key of -1, the element is False.
     """
     # sorting needs less memory than comparing all pairs of choices, by a factor of K
     sorted_TK, order_TK = key_TK.sort(dim=1, stable=True)
@@ -51,8 +49,7 @@ class Bundles:
     host does not read them.
 
     Attributes:
-        target_TK: int64 [T, K], the next rank that receives each choice, or -1 if a choice has no
-            target.
+        target_TK: int64 [T, K], the next rank that receives each choice, or -1 without a target.
         first_TK: bool [T, K], True if the choice is the first choice of its token for this target.
         order_N: int64 [T*K], the indices of the choices, sorted as their pairs are sent. Choices
             without a target are at the end.
@@ -104,8 +101,7 @@ class Bundles:
         (`dispatch.pieces`).
 
         Args:
-            share_WC: int64 [W, C], cumulative shares that divide the rows for each rank into
-                pieces.
+            share_WC: int64 [W, C], cumulative shares that divide each rank's rows into pieces.
         """
         end_WC = torch.div(self.rows_W[:, None] * share_WC, share_WC[:, -1:],
                            rounding_mode="floor")
@@ -241,8 +237,7 @@ class Arrived:
         return shard_N[:choices].view(self.weights_RK.shape)
 
     def row_plan(self, first_shard: int, counts: Sequence[int]) -> RowPlan:
-        """Return an index with which this rank's experts read the received rows without copying
-        them.
+        """Return an index with which this rank's experts read the received rows without copies.
 
         Args:
             first_shard: index of the first expert shard on this rank.

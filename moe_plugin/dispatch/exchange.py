@@ -1,5 +1,4 @@
-"""The base class of dispatchers that use all-to-all, and classes that divide an exchange into
-pieces.
+"""The base class of all-to-all dispatchers, and classes that divide an exchange into pieces.
 
 With several pieces, the exchange of one piece overlaps with the computation of another piece in
 both the forward and the backward pass (Tutel's adaptive pipelining). The forward pass starts
@@ -166,8 +165,7 @@ def _by_rank(parts: Sequence[Tensor], lengths: Sequence[list[int]]) -> Tensor:
 
 
 def by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
-    """Divide a buffer whose rows are ordered by rank into pieces, which is the inverse of
-    `_by_rank`.
+    """Divide a buffer whose rows are ordered by rank into pieces, the inverse of `_by_rank`.
 
     Args:
         rows: the rows of all pieces.
@@ -260,7 +258,7 @@ class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
     def pieces(self) -> int:
         """Number of pieces per call.
 
-        Under `torch.compile`, the number is 1, because a compiled graph runs only one exchange at a
+        Under `torch.compile`, the number is 1, because a compiled graph runs one exchange at a
         time.
         """
         return 1 if torch.compiler.is_compiling() else self.overlap.pieces

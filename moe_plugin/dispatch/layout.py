@@ -59,10 +59,8 @@ class LayerLayout:
             strategy is used.
         gather: group of ranks whose parameters are gathered before the experts are computed, or
             None if no parameters are gathered.
-        gathered_shards: number of consecutive ranks in `gather` that store shards of the same
-            expert.
-        first_shard: index of the first expert shard on this rank after parameters have been
-            gathered.
+        gathered_shards: number of consecutive ranks in `gather` with shards of the same expert.
+        first_shard: index of this rank's first expert shard after parameters have been gathered.
         stash: pages that store the rows for the backward pass, or None if autograd stores the rows.
         label: label of the layout (`LayoutChoice.label`).
         pieces: number of pieces in which rows are sent and computed.

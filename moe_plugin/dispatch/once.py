@@ -24,8 +24,7 @@ path as the rows (`Agreed`). The host waits for the device once in the forward p
 the backward pass. All pairs that share a row must be in the same piece. Rows can therefore be split
 into pieces along the `rows` and `peers` axes, but not along the `experts` axis.
 
-Sources: DeepEP (deepseek-ai), which implements this method in GPU kernels; HierMoE (arXiv
-2508.09591).
+Sources: DeepEP (deepseek-ai), which implements this in GPU kernels; HierMoE (arXiv 2508.09591).
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ class Forwarding:
         place: the ranks that store each expert.
         sizes: sizes of the exchange within the node.
         source_N: int64 [N], the routing choice for which each row is forwarded (`kernels.rows`).
-        position_RK: int64 [R, K], the forwarded row of each routing choice, or -1 if a choice has
-            no row.
+        position_RK: int64 [R, K], the forwarded row of each routing choice, or -1 for no row.
         anchor: parameter that connects the exchange to the autograd graph (`comm.functional`).
     """
 
@@ -138,10 +136,8 @@ class OncePiece:
         send: number of rows sent to each rank.
         recv: number of rows received from each rank.
         local: True if all rows of the piece stay on their rank.
-        weights_first: True if the experts' inputs are multiplied by the gate weights, instead of
-            their outputs.
-        rows: plan that maps the received rows to the experts. The plan is set when the pairs have
-            arrived.
+        weights_first: True if the experts' inputs, not outputs, are multiplied by the gate weights.
+        rows: plan that maps the received rows to the experts. Set when the pairs have arrived.
         forwarding: object that forwards the rows within a node, or None if rows are not forwarded.
     """
 
@@ -274,8 +270,7 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
         choices without an expert.
 
         Args:
-            rank_TK: int64 [T, K], the rank of each choice's expert, or -1 for choices without an
-                expert.
+            rank_TK: int64 [T, K], the rank of each choice's expert, or -1 if it has no expert.
         """
         return rank_TK
 

@@ -1,6 +1,4 @@
-"""A dispatcher that sends each token's row only once to each node and forwards the row within the
-node.
-"""
+"""A dispatcher that sends each token's row once to each node and forwards it within the node."""
 
 from __future__ import annotations
 

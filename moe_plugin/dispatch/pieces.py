@@ -1,5 +1,4 @@
-"""Plans of exchanges. A plan divides rows into pieces, which are sent and computed one after
-another.
+"""Plans of exchanges. A plan divides rows into pieces, which are sent and computed in turn.
 
 Rows are ordered by piece. Within a piece, rows are ordered by expert shard, and within a shard by
 slot. Exact rows are divided into pieces along one of the axes in `PIECE_AXES`. If a capacity of n
@@ -61,8 +60,7 @@ class PieceShares:
         """Return the row counts of each piece.
 
         Args:
-            rows_WL: row counts over all pieces, indexed by the other rank and the receiver's local
-                expert.
+            rows_WL: row counts over all pieces, by the other rank and the receiver's local expert.
             rank: index of this rank.
             outgoing: True if this rank sends the rows, and False if this rank receives the rows.
         """
@@ -118,8 +116,7 @@ def shares_along(name: str, number: int, ranks: int, local: int) -> PieceShares:
     """Return a rule that divides the rows for other ranks into `number` pieces along an axis.
 
     Args:
-        name: name of the axis, a key of `PIECE_AXES`. If there is only one piece, the axis has no
-            effect.
+        name: name of the axis, a key of `PIECE_AXES`. With only one piece, the axis has no effect.
         number: number of pieces.
         ranks: number of ranks in the group.
         local: number of experts per rank.
@@ -153,8 +150,8 @@ class Piece:
         recv: number of rows received from each rank.
         counts: number of received rows for each local expert.
         order_R: int64 [R], the position at which each row arrives, for rows in expert-major order.
-            Rows arrive ordered by source rank. None if rows arrive in expert-major order, or if
-            `slots` is set.
+            Rows arrive ordered by source rank. None if rows arrive in expert-major order or `slots`
+            is set.
         inverse_R: int64 [R], the inverse permutation of `order_R`.
         slots: number of rows for each (source rank, expert) pair, if the number is the same for all
             pairs (Tutel's flexible layout). None otherwise.
@@ -170,8 +167,7 @@ class Piece:
     local: bool = False
 
     def work(self, rows_RD: Tensor, mapped: bool) -> ExpertRows:
-        """Prepare received rows [R, D], which are ordered by (source rank, expert), for the
-        experts.
+        """Prepare received rows [R, D] in (source rank, expert) order for the experts.
 
         Args:
             rows_RD: [R, D], the rows in arrival order.
@@ -285,11 +281,9 @@ def count_rows(plan: ExchangePlan, place: Placement) -> None:
 
 def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor,
                 capacity: int, number: int, sharers: int = 1) -> ExchangePlan:
-    """Return a plan that sends fixed slots. The capacity is divided into pieces of nearly equal
-    length.
+    """Return a plan that sends fixed slots. The capacity is divided into nearly equal pieces.
 
-    If several ranks divide the slots among themselves, the slots of a piece are ordered by sending
-    rank.
+    If several ranks divide the slots, the slots of a piece are ordered by sending rank.
 
     Args:
         place: the ranks that store each expert.

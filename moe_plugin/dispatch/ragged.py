@@ -166,8 +166,7 @@ def _sorted(place: Placement, ids_TK: Tensor, routing: Routing) -> tuple[Tensor,
 
 @dispatchers.register("ragged")
 class RaggedDispatcher(ExchangeDispatcher[ExchangePlan]):
-    """A dispatcher that sends exactly the routed rows, sorted by expert, in an all-to-all with
-    uneven splits.
+    """A dispatcher that sends exactly the routed rows, sorted by expert, in an uneven all-to-all.
     Sources: FastMoE, MegaBlocks.
     """
 

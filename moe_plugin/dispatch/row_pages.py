@@ -54,8 +54,7 @@ class PageRing:
         self.tail = torch.full((), slots, dtype=torch.int64, device=device)
 
     def take(self, number: Tensor, index_M: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Remove `number` pages from the ring. If fewer than `number` pages are free, no page is
-        removed.
+        """Remove `number` pages from the ring. If fewer pages are free, no page is removed.
 
         Args:
             number: int64 scalar, the number of pages to remove.
@@ -115,8 +114,7 @@ class Pages:
         Args:
             x_N: [N], the tensor to store.
             used: int64 scalar, the number of elements to store.
-        Returns: The pages, int64 [M], the number of pages needed, and whether there were enough
-            pages.
+        Returns: The pages, int64 [M], the number of pages needed, and whether that many were free.
         """
         if not capturing(x_N.device):  # each replay of the graph would free them again
             self.settle()

@@ -1,5 +1,4 @@
-"""Functions that put rows in order (sorted by expert, or in fixed slots), and dispatchers that do
-not send tokens.
+"""Functions that order rows by expert or in fixed slots, and dispatchers that do not send tokens.
 
 The `index_slice` dispatcher (PPMoE) can be used if all ranks of a group have the same tokens. Every
 rank computes the same routing and then the rows of its own experts, so no tokens are exchanged. A
@@ -64,8 +63,8 @@ def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
     Args:
         ids_TK: int64 [T, K], the expert of each choice, or -1 for a choice without an expert.
         experts: number of experts, E.
-        load_KE: int64 [K, E], the load, if it is known (`known_load`). If `load_KE` is None, the
-            function counts the load.
+        load_KE: int64 [K, E], the load, if it is known (`known_load`). If None, the function counts
+            the load.
         complete: True if it is known that every choice has an expert.
     Returns: The indices of the routing choices, sorted by expert, int64 [T*K], and the number of
         choices of each expert, int64 [E]. Choices without an expert are at the end.
@@ -105,8 +104,7 @@ def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor
     the row counts from the device.
 
     Args:
-        ids_TK: int64 [T, K], the expert of each choice. A value of -1 means that the choice has no
-            row.
+        ids_TK: int64 [T, K], the expert of each choice. -1 means that the choice has no row.
         weights_TK: [T, K], the gate weights.
         experts: number of experts.
         load_KE: int64 [K, E], the load, if it is known. If `load_KE` is None, the function counts
@@ -123,8 +121,8 @@ def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor
 
 
 def device_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:
-    """Return the same rows as `exact_rows`, but in a buffer for T*K rows and with counts that stay
-    on the device.
+    """Return the rows of `exact_rows` in a buffer for T*K rows, with counts that stay on the
+    device.
 
     Args:
         ids_TK: int64 [T, K], the expert of each choice. A value of -1 means that the choice has no
@@ -143,8 +141,7 @@ def slot_rows(ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor, capacity: in
     The host does not read any value from the device.
 
     Args:
-        ids_TK: int64 [T, K], the expert of each choice. The value -1 means that the choice has no
-            row.
+        ids_TK: int64 [T, K], the expert of each choice. -1 means that the choice has no row.
         weights_TK: [T, K], the gate weights.
         slots_TK: int64 [T, K], the slot of each choice within its expert.
         capacity: number of slots per expert, C.
@@ -164,8 +161,7 @@ def rows_of_this_rank(routing: Routing, place: Placement) -> RowPlan:
 
 @dataclass(frozen=True)
 class TokenPlan(DispatchPlan):
-    """The plan of a call that does not send tokens. The experts read their rows directly from the
-    tokens.
+    """The plan of a call that does not send tokens. The experts read their rows from the tokens.
 
     Attributes:
         row_plan: rows that this rank computes.
@@ -179,8 +175,7 @@ class LocalDispatcher(Dispatcher[TokenPlan]):
 
     Tokens stay on their rank.
 
-    Rows are arranged as they would be by the configured dispatcher: exact rows, fixed slots or
-    bounded rows.
+    Rows are arranged as by the configured dispatcher: exact rows, fixed slots or bounded rows.
     """
 
     def __init__(self, context: DispatchContext) -> None:
@@ -192,8 +187,7 @@ class LocalDispatcher(Dispatcher[TokenPlan]):
     def plan(self, kept: KeptRouting) -> TokenPlan:
         """See `Dispatcher`.
 
-        The host waits for the device only if the rows are exact and the experts need the row counts
-        on the host.
+        The host waits only if the rows are exact and the experts need the row counts on the host.
         """
         routing, compiling = kept.routing, torch.compiler.is_compiling()
         choices = routing.ids_TK, routing.weights_TK

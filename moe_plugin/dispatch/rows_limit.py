@@ -3,8 +3,7 @@
 During a step, only the device knows whether a limit was exceeded. At the end of the step, all ranks
 check whether a limit was exceeded. If a limit was exceeded, either all ranks raise an error, or the
 limit is raised and the step is repeated. `RowsLimit` limits the number of rows that one rank sends
-to another. `dispatch.row_pages.PagedStash` limits the memory that stores rows for the backward
-pass.
+to another. `dispatch.row_pages.PagedStash` limits the memory for rows of the backward pass.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ of its experts.
 Before a rank returns the outputs of its experts, it multiplies them by the gate weights and sums
 them per token. The number of bytes sent therefore does not depend on how many of a token's experts
 are on the same rank. The backward pass of a dispatch operation is a combine operation, and vice
-versa. Each subclass of `TokenExchange` adapts one package. This module contains the code that all
-adapters share.
+versa. Each subclass of `TokenExchange` adapts one package. This module contains the shared code.
 
 The row counts arrive together with the rows. The host waits once per piece, in `dispatch`, for the
 row counts from the package. `plan` only computes the largest number of tokens on any rank, and does
@@ -48,11 +47,10 @@ def done() -> None:
 
 
 def package_why_not(package: str, file: str, name: str, install: str) -> str | None:
-    """Return None if the installed package contains the given file, and otherwise the reason and a
+    """Return None if the installed package contains the file, and otherwise the reason and a
     remedy.
 
-    The package is not imported, because importing the package would load its libraries and might
-    require a GPU.
+    The package is not imported, because that would load its libraries and might require a GPU.
 
     Args:
         package: name of the package.
@@ -136,8 +134,7 @@ class TokenExchange(ABC):
 
         Args:
             x_TD: [T, D], contiguous tensor of tokens.
-            ids_TK: int64 [T, K], the expert shard of each choice, or -1 for choices without an
-                expert.
+            ids_TK: int64 [T, K], the expert shard of each choice, or -1 if it has no expert.
             weights_TK: float32 [T, K], contiguous tensor of gate weights.
             experts: total number of expert shards on all ranks.
         """

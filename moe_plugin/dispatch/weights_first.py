@@ -1,11 +1,10 @@
-"""A dispatcher that multiplies the inputs of the experts, instead of their outputs, by the gate
-weights.
+"""A dispatcher that multiplies the experts' inputs, instead of outputs, by the gate weights.
 
 The output is `y_t = sum_j E_j(w_tj x_t)` instead of `sum_j w_tj E_j(x_t)`. Each choice is sent as a
 separate token, which has only one expert and has already been multiplied by its gate weight. This
 works with every dispatcher and every layout without changes. Finally, the outputs of each token's
-choices are summed. Dispatchers that send whole tokens (`all_gather`, `index_slice`) then send each
-token K times.
+choices are summed. Dispatchers that send whole tokens (`all_gather`, `index_slice`) send each token
+K times.
 """
 
 from __future__ import annotations

@@ -106,8 +106,7 @@ class Ticket:
 
 
 class Copier:
-    """An executor that runs copies in the background. Copies run one at a time, in the order they
-    were started.
+    """An executor that runs copies in the background. Copies run one at a time, in order.
 
     The thread and the stream of a copier are created when its first copy starts. If a copier is
     duplicated by deepcopy, pickle or fork, the duplicate creates its own thread and stream.

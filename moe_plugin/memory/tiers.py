@@ -61,7 +61,7 @@ class Tier(ABC):
     """Base class of memory tiers, which are larger and slower than device memory."""
 
     def put(self, x: Tensor) -> TierTensor:
-        """Store a copy of `x`, and wait for it. Raises `TierError` if the tier has no space."""
+        """Store a copy of `x`, and wait for it. Raises `TierError` if there is no space."""
         held = self._room(x)
         self._write([(held, x)])
         return held
@@ -86,8 +86,8 @@ class Tier(ABC):
     def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
         """Write tensors to the space that has been allocated for them.
 
-        If the tier has no space for one of the tensors, the space allocated for all tensors of this
-        call is freed.
+        If there is no space for one of the tensors, the space for all tensors of this call is
+        freed.
         """
 
     @abstractmethod

@@ -66,8 +66,7 @@ class TakesTokenIds:
     Attributes:
         needs: names of the token information that the layer's router needs; see
             `RouterModule.needs`.
-        tokens_BT: int64 [B, T], the token ids for the next call, or None if no token ids were
-            passed.
+        tokens_BT: int64 [B, T], the token ids for the next call, or None if none were passed.
     """
 
     needs: frozenset[str] = frozenset()
@@ -80,7 +79,7 @@ def hand_token_ids(model: nn.Module, *names: str) -> None:
     The hook runs before each forward pass of the model.
 
     Args:
-        model: model that receives token ids either as its first positional argument or as a keyword
+        model: model that receives token ids as its first positional argument or as a keyword
             argument.
         names: names of the keyword arguments that may contain the token ids. If several of the
             named arguments are passed, the argument that comes first in `names` is used.
@@ -98,8 +97,7 @@ def hand_token_ids(model: nn.Module, *names: str) -> None:
 
 def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
                batch_axis: int = 1) -> TokenInfo | None:
-    """Return the token information that a router needs, or None if the router needs no token
-    information.
+    """Return the token information that a router needs, or None if it needs no information.
 
     Args:
         x_TBD: tokens [T, B, D], or [B, T, D] if `batch_axis` is 0.
@@ -129,8 +127,8 @@ class RoutingCall:
         mask_T: bool, True for tokens that are not padding. `mask_T` is None if all tokens are real.
         k: number of experts per token.
         info: additional information about the tokens.
-        noise: standard deviation of the noise in the logits, already divided by E, or 0 if there is
-            no noise.
+        noise: standard deviation of the noise in the logits, already divided by E, or 0 without
+            noise.
         score: function that converts logits to scores.
         divides: True if the weights are divided by `max(sum over the choices + added, least)`.
         one_pass: True if a single kernel computes the choices, weights and sums. If `one_pass` is
@@ -313,8 +311,7 @@ class RoutingCall:
 
     @property
     def count(self) -> Tensor | float:
-        """Number of real tokens in the group, but at least 1, because other code divides by this
-        number.
+        """Number of real tokens in the group, but at least 1, so that it can be used as a divisor.
 
         If the host does not know the number of tokens, `count` is a tensor in the dtype of the
         scores.

@@ -214,8 +214,7 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
 
 def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
                     training: bool, load_known: bool) -> Tensor | None:
-    """Return the capacity computed from the number of real tokens, as an int64 scalar tensor on the
-    device, or None.
+    """Return the capacity for the number of real tokens, int64 scalar on the device, or None.
 
     If the function returns None, the number returned by `capacity` is already exact.
 
@@ -331,8 +330,7 @@ def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
 
     Args:
         routing: routing before choices are dropped.
-        slots_TK: int64 [T, K], the slot of each choice; see `slots`. `slots_TK` is not used if
-            `limit` is None.
+        slots_TK: int64 [T, K], the slot of each choice; see `slots`. Unused if `limit` is None.
         limit: maximum number of slots per expert and source rank, as an integer or an int64 scalar
             tensor, or None for no limit.
         normalize_after: True if the remaining weights of tokens with several choices are divided by

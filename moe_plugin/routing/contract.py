@@ -122,8 +122,7 @@ class RouterModule(HasFinishStep, nn.Module):
         any_number: True if a token may have up to E experts, independently of k.
         reads_top_k: True if `router.top_k` affects the router. `reads_top_k` is False for every
             class that sets `fixed_k`.
-        balances: True if the router distributes tokens evenly over the experts without a balance
-            loss.
+        balances: True if the router distributes tokens evenly without a balance loss.
         host: information about the layer from the host framework.
         all_ranks: group of all data-parallel ranks. In models without a host framework,
             `gradients.sync` sets this attribute. None until then.
@@ -162,8 +161,7 @@ class RouterModule(HasFinishStep, nn.Module):
 
     def replayed(self, choose: Callable[[], T], what: str = "choice",
                  shape: tuple[int, ...] | None = None) -> T:
-        """Return `choose()`. During a recomputation, return the value that was computed in the
-        first pass.
+        """Return `choose()`. During a recomputation, return the value of the first pass.
 
         See `moe_plugin.routing.replay.replayed`.
         """
@@ -248,8 +246,8 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
         """Count the step.
 
         Raises:
-            ValueError: If the schedule contains fractions of the run but the total number of steps
-                is unknown.
+            ValueError: If the schedule contains fractions of the run but its number of steps is
+                unknown.
         """
         self._follow_buffer()
         self._go_to(self.steps + 1)
@@ -363,8 +361,7 @@ class RouterSteps(RunFeature):
 
 
 def router_counts(model: nn.Module) -> list[str]:
-    """Return the names of the buffers that contain the counts and measurements of a model's
-    routers.
+    """Return the names of the buffers with the counts and measurements of a model's routers.
 
     Their contents are valid on this rank only.
     """

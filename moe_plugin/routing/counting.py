@@ -1,5 +1,4 @@
-"""Functions that decide which passes of a layer are counted, and that add the counts of each pass
-exactly once.
+"""Functions that decide which passes of a layer are counted, and count each pass exactly once.
 
 A pass that is recomputed during the backward pass must not be counted twice.
 """
@@ -42,8 +41,7 @@ def add_counts(sums: Tensor, added: Callable[[], Tensor], training: bool,
 
     Args:
         sums: tensor that is changed in place.
-        added: function that returns the tensor to add and is called only if this tensor may be
-            needed.
+        added: function that returns the tensor to add, called only if it may be needed.
         training: True if the layer is in training mode.
         refusal: optional. If `refusal` is passed, a recomputation raises a `RuntimeError` with this
             message. By default, a recomputation adds nothing.
@@ -83,8 +81,7 @@ def _is_first_pass() -> bool:
 
 @contextmanager
 def first_pass() -> Iterator[None]:
-    """Within this context, passes without gradients are treated as first passes and are therefore
-    counted.
+    """Within this context, passes without gradients are treated as first passes and counted.
 
     If a pass is repeated with gradients, the caller must undo the counts of the repeated pass.
     """

@@ -1,5 +1,4 @@
-"""The costs of links, and the fraction of tokens to send over each link (TA-MoE, Chen et al.,
-2022).
+"""The costs of links, and the fraction of tokens per link (TA-MoE, Chen et al., 2022).
 
 `planner.link_shares` computes the fraction of tokens for each rank. This module converts the
 fractions for ranks to fractions and penalties for experts.
@@ -27,8 +26,7 @@ def target_shares(beta_WW: Tensor) -> Tensor:
     optimum; see `planner.link_shares`.
 
     Args:
-        beta_WW: float tensor [W, W]. Element [i, j] is the cost per byte of sending data from rank
-            i to rank j.
+        beta_WW: float tensor [W, W]. Element [i, j] is the cost per byte from rank i to rank j.
     Raises:
         ValueError: If the costs are not positive or do not form a square matrix.
     """
@@ -78,8 +76,7 @@ def link_penalties(config: MoEConfig, comm: Comm) -> Tensor:
 
 
 def calibrated_costs(path: str) -> tuple[float, float]:
-    """Read the transfer time per byte in seconds, within a node and between nodes, from a cluster
-    file.
+    """Read the transfer time per byte in seconds, within and between nodes, from a cluster file.
 
     Raises:
         ValueError: If the file does not contain both times.
@@ -130,8 +127,7 @@ def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
 
 
 def near_experts(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
-    """Return a bool tensor [E] that is True for each expert whose shards are all stored on this
-    rank's node.
+    """Return a bool tensor [E], True for experts whose shards are all on this rank's node.
 
     Args:
         comm: group of ranks that store the experts.
@@ -144,8 +140,7 @@ def near_experts(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
 
 
 def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
-    """Return a bool tensor [E, N]. Element [e, n] is True if node n stores expert e or one of its
-    shards.
+    """Return a bool tensor [E, N]. Element [e, n] is True if node n stores a shard of expert e.
 
     Args:
         comm: group of the ranks that store the experts.
@@ -163,8 +158,7 @@ def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: 
     already receive the token.
 
     For the next choice, the preferred nodes are the token's own node and the nodes of the experts
-    chosen so far. If an expert is stored entirely on preferred nodes, `bias` is added to the
-    expert's score.
+    chosen so far. If an expert is entirely on preferred nodes, `bias` is added to its score.
 
     Args:
         scores_TE: scores, float.
@@ -172,8 +166,7 @@ def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: 
         nodes_EN: see `expert_nodes`.
         own: node index of the tokens.
         bias: bonus added to the score of an expert, in the same unit as the scores. If the bias is
-            0, the k largest scores are chosen. Among equal scores, the expert with the lower index
-            is chosen.
+            0, the k largest scores are chosen. Among equal scores, the lower index is chosen.
 
     Returns: int64 [T, K], the chosen experts.
     """

@@ -85,8 +85,7 @@ def sequence(x: RoutingCall) -> Tensor:
     For sequence q, P_qe is the sum of the scores of expert e, N_qe is the number of choices of
     expert e, S_q is the number of real tokens, and N_q = sum_e N_qe. All sequences have the same
     weight. `sequence` is 1 for a uniform router. If all micro-batches contain the same number of
-    whole sequences, the loss does not depend on how the sequences are distributed over
-    micro-batches.
+    whole sequences, the loss does not depend on their distribution over micro-batches.
     Source: DeepSeek-V2 (2024), section 2.2.3.
     """
     assert x.info.sequence_T is not None
@@ -160,8 +159,7 @@ def sam_alignment(x: RoutingCall) -> Tensor:
 
 @losses.register("load_importance")
 def load_importance(x: RoutingCall) -> Tensor:
-    """The loss `(CV^2(importance) + CV^2(load)) / 2`, in which the load is a smooth function of the
-    scores.
+    """The loss `(CV^2(importance) + CV^2(load)) / 2`, where the load is smooth in the scores.
 
     The importance and the load are defined as `importance_e = sum_s p(s,e)` and
     `load_e = sum_s Phi((q(s,e) - thr_s) / (noise / E))`. In these formulas, q is the score without

@@ -193,15 +193,14 @@ class _Hook:
 
 
 def attended(value: Any, length: int | None, fixed_cache: bool = False) -> Tensor | None:
-    """Return a bool tensor [B, S] that is True for real tokens, given an attention mask of
-    `transformers`.
+    """Return a bool tensor [B, S], True for real tokens, given a `transformers` attention mask.
 
     Args:
         value: attention mask in one of the following forms. A mask [B, S] is 0 for padding. If a
             cache is used, a mask [B, S] is longer, and only its last S columns are read. A mask [B,
-            1, S, K] either is a bool tensor that is True for visible positions, or contains numbers
-            that are added to the attention scores. A dictionary maps types of layers to masks [B,
-            S] or [B, 1, S, K]. A token is real if it may attend to its own position.
+            1, S, K] either is a bool tensor that is True for visible positions, or is added to the
+            attention scores. A dictionary maps types of layers to masks [B, S] or [B, 1, S, K]. A
+            token is real if it may attend to its own position.
         length: number of tokens per sequence, S. Defaults to the length of the mask.
         fixed_cache: True if K includes unused positions of a cache. With a cache of fixed size, a
             token is real if it may attend to at least one position.

@@ -40,8 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class PendingRouting:
-    """A routing decision that is passed to the next block, together with the gradients that are
-    passed back.
+    """A routing decision passed to the next block, together with the gradients passed back.
 
     Attributes:
         routing: routing decision, detached from the graph.
@@ -55,8 +54,7 @@ class PendingRouting:
 
 
 class RoutingMailbox:
-    """The routing decisions that one block passes to the next block during the current forward
-    pass.
+    """The routing decisions passed from one block to the next during the current forward pass.
 
     If a forward pass ends with an exception, its decision may remain in the mailbox. The next pass
     replaces the decision of a failed pass. Decisions for calls without tokens are stored
@@ -75,8 +73,7 @@ class RoutingMailbox:
         """Remove the stored decision and return it.
 
         Raises:
-            ValueError: If no decision is stored, or if the decision is for a different number of
-                tokens.
+            ValueError: If there is no decision, or if it is for a different number of tokens.
         """
         pending = self._waiting.pop(tokens > 0, None)
         if pending is None:
@@ -103,8 +100,7 @@ class RoutingMailbox:
 class _Decided:
     """A routing decision that a block has made for the next block.
 
-    values: tensors of the decision that require gradients and are part of the block's autograd
-        graph.
+    values: tensors of the decision that require gradients and belong to the block's graph.
     """
 
     routing: Routing
@@ -281,11 +277,10 @@ def link(model: nn.Module) -> int:
     process has several pipeline stages, call this function for each stack or stage. If no layer
     uses one of the two settings, the model is not changed.
 
-    Returns: The number of layers that have a pre-gate, which is the number of linked layers minus
-    one.
+    Returns: The number of layers with a pre-gate, that is, the number of linked layers minus one.
     Raises:
-        ValueError: If some layers set `router.pre_gate` and others do not, or if neighboring layers
-            differ in width.
+        ValueError: If only some layers set `router.pre_gate`, or if neighboring layers differ in
+            width.
     """
     layers = [module for module in model.modules() if isinstance(module, LinkableLayer)]
     asked = [bool(layer.config.router.pre_gate) for layer in layers]

@@ -18,8 +18,7 @@ Recordings are freed together with the graph.
 If a recomputation skips a random draw, it leaves the random generators in the same state as the
 first pass. Dropout after the router is therefore reproduced exactly.
 
-Under torch.compile, nothing is recorded, because the compiled backward pass reuses the tensors of
-the first pass.
+Under torch.compile, nothing is recorded, because the backward pass reuses the first pass's tensors.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class Recording:
         """Return the next choice recorded under this key in the current backward pass.
 
         Raises:
-            RuntimeError: If the first pass made fewer choices under this key, or if the shapes
-                differ.
+            RuntimeError: If the first pass made fewer choices, or if the shapes differ.
         """
         task = torch._C._current_graph_task_id()
         if task != self._task:  # with `retain_graph` every backward pass recomputes
@@ -139,8 +137,7 @@ _PLACES: dict[str, tuple[Callable[[FrameType], Any], bool]] = {
 
 
 def enclosing() -> tuple[Any, list[Any]]:
-    """Return the innermost call that is being recomputed, or None, and the first passes that run
-    inside it.
+    """Return the innermost call that is being recomputed, or None, and the first passes inside it.
 
     Each call is represented by an object that exists from its first pass until its recomputation.
     """
@@ -180,8 +177,7 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
         choose: function that returns the value.
         training: True if the layer is in training mode. If `training` is False, the value is
             recorded and replayed only by tapes.
-        what: label of the value. A recorded value is returned only for the same owner and the same
-            label.
+        what: label of the value. A recorded value is returned only for the same owner and label.
         shape: expected shape of the recorded value. If `shape` is None, the shape is not checked.
         values: False if the value must not be recorded on tapes, because it is used only by a pass
             and its recomputation.
@@ -213,8 +209,7 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
 
 
 class _Tape:
-    """The recorded choices of a pass, in the order of the calls. To save a tape, save both `ids`
-    and `calls`.
+    """The recorded choices of a pass, in the order of the calls. Save both `ids` and `calls`.
 
     Attributes:
         ids: list of recorded values.
@@ -315,8 +310,7 @@ def record_routing() -> AbstractContextManager[_Tape]:
 
 
 def replay_routing(tape: _Tape) -> AbstractContextManager[_Tape]:
-    """Replay recorded choices. The same calls must be made in the same order as during the
-    recording.
+    """Replay recorded choices. The calls must be the same, in the same order, as during recording.
 
     The model's weights and the noise may differ from those of the recording. The gate weights of
     the recorded choices are computed again, and the routers count their loads as usual.

@@ -89,8 +89,7 @@ def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) ->
     """Return the experts chosen in a sample as an int64 tensor [T, L, K] on the host.
 
     Args:
-        sample: array or tensor of integers [T, L, K], or a base64 string of int32 numbers as sent
-            by SGLang.
+        sample: array or tensor of integers [T, L, K], or SGLang's base64 string of int32 numbers.
         layers, top_k: number of layers, L, and number of experts per token, K. Both numbers are
             required only for a base64 string, because the string does not contain its shape.
     Raises:
@@ -117,8 +116,7 @@ def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) ->
 
 
 def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None = None) -> Tensor:
-    """Combine samples into a padded batch, int64 [B, S, L, K]. Positions without a chosen expert
-    contain -1.
+    """Combine samples into a padded batch, int64 [B, S, L, K]. Missing choices are -1.
 
     Args:
         samples: tensor returned by `rollout` for each sample.
@@ -205,8 +203,7 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
     until it has been passed to this function.
 
     Args:
-        model: model whose routers read `router.force`. Layers are matched in the order of the
-            model's modules.
+        model: model whose routers read `router.force`. Layers are matched in module order.
         ids_TLK: tensor returned by `tokens_of_rank`, on any device. Each forward pass of a layer
             must process exactly the T tokens of `ids_TLK`.
         layers: for each layer of the model, the index of its recording among the L recorded layers.

@@ -39,8 +39,7 @@ class _Node:
 @algorithms.register("leader", rounds=3, lacks=several_nodes)
 def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """An all-to-all through one leader rank per node, so that nodes exchange only a few large
-    messages.
+    """An all-to-all through one leader rank per node, so that nodes exchange only a few messages.
 
     The leader gathers the rows of its node, exchanges them with the other leaders, and scatters the
     received rows within the node. Split sizes may be uneven, nodes may differ in their number of
@@ -123,9 +122,8 @@ def _gather(comm: Comm, x: Tensor, counts: _Node) -> Tensor:
 def _among_leaders(comm: Comm, topology: Topology, gathered: Tensor, counts: _Node) -> Tensor:
     """Exchange rows between the leaders of all nodes.
 
-    Returns:
-        The received rows, ordered by (source node, source rank on that node, destination rank on
-        this node).
+    Returns: The received rows, ordered by (source node, source rank, destination rank on this
+        node).
     """
     node = list(counts.send)
     lengths = [length for rank in node for length in counts.send[rank]]

@@ -62,8 +62,7 @@ class _Plan:
     """Row counts of one exchange.
 
     Attributes:
-        served: mapping from each rank of this node to the destination ranks for which it collects
-            rows.
+        served: mapping from each rank of this node to the destinations for which it collects rows.
         counts: mapping from each rank of this node to the number of rows that it sends to each
             destination for which the current rank collects rows.
     """

@@ -76,15 +76,13 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
             temporary files.
         throttle: maximum bandwidth of the tier in bytes per second. Intended for tests. By default,
             the bandwidth is not limited.
-        smallest: smallest size of a storage that is swapped, in bytes or as a string such as
-            "64KiB".
+        smallest: smallest size of a storage to swap, in bytes or as a string such as "64KiB".
         names: names of the blocks. Defaults to the indices of the blocks.
         contexts: functions that create additional contexts for recomputation, for example to
             restore the random state of a host framework.
         comm: group of ranks that have the same blocks. With "auto", all ranks of the group must
             call this function.
-        profile: output file for the measurements of "auto". `moe-plugin plan --memory` reads this
-            file.
+        profile: output file for the measurements of "auto". Read by `moe-plugin plan --memory`.
 
     Returns: The object that applies the policies. Call `after_step()` of the returned object after
     each training step.

@@ -45,8 +45,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 @dataclass(frozen=True)
 class Order:
-    """The schedule of copies, which determines when copies start and when computation waits for
-    copies.
+    """The schedule of copies: when they start, and when computation waits for them.
 
     Attributes:
         waits, backward_waits: mapping from a block i to a block j. The forward (or backward) pass
@@ -73,8 +72,7 @@ def order_of(plan: SwapPlan) -> Order:
 
 
 def plain_order(policies: Sequence[str]) -> Order:
-    """Return a schedule that copies the activations of each block while the next block of the pass
-    is computed.
+    """Return a schedule that copies each block's activations while the next block is computed.
 
     At any time, the activations of at most two swapped blocks are on the device.
     """
@@ -87,8 +85,7 @@ def plain_order(policies: Sequence[str]) -> Order:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The measured sizes in bytes of the data that a block stores between its forward and backward
-    passes.
+    """The sizes in bytes of the data that a block stores between its forward and backward passes.
 
     Attributes:
         activations: total size of all storages that the backward pass needs, including the inputs.
@@ -189,9 +186,8 @@ class Activations(RunFeature):
 
     Attributes:
         ledger: counter for the bytes of activations on the device. For blocks with the policies
-            keep and recompute, the bytes are known only after `sizes` has been measured. For blocks
-            with the policies keep and recompute, the measured bytes are scaled by the size of the
-            block's input.
+            keep and recompute, the bytes are known only after `sizes` has been measured. The
+            measured bytes are scaled by the size of the block's input.
         order: schedule of the copies between the device and the tier.
         sizes: mapping from the index of a block to its measured sizes.
         tell: function that is called when a pass begins or ends. See `Probe`.

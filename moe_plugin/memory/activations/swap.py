@@ -1,5 +1,4 @@
-"""Swapping: the tensors that autograd saves for a block's backward pass are stored in a slower
-memory tier.
+"""Swapping: tensors that autograd saves for a block are stored in a slower memory tier.
 
 The tensors that autograd saves are intercepted with torch's saved-tensor hooks. Entire storages are
 copied instead of individual tensors. All views of a storage are therefore moved together. Views are

@@ -26,12 +26,10 @@ Key = tuple[int, int]  # number of a layer in the cache, local expert
 
 
 class CachePolicy:
-    """A policy that chooses which expert to evict. The cache reports every use of an expert to its
-    policy.
+    """A policy that chooses which expert to evict. The cache reports every use to its policy.
 
     Policies do not depend on wall-clock time, so runs are reproducible. A subclass must override
-    `worth` or `victim`. A subclass that does not maintain `last` must override both `used` and
-    `victim`.
+    `worth` or `victim`. A subclass that does not maintain `last` must override `used` and `victim`.
 
     Attributes:
         last: for each expert in a slot, the sequence number of its last use. All uses of all
@@ -101,8 +99,7 @@ class LeastFrequentlyUsed(CachePolicy):
 
 @policies.register("next-layer")
 class NextLayer(CachePolicy):
-    """A policy that evicts an expert of the layer that will be computed last, counting from the
-    current layer.
+    """A policy that evicts an expert of the layer computed last, counting from the current layer.
 
     Layers are computed in a fixed cyclic order, so the experts of the current layer will not be
     needed again until all other layers have been computed.
@@ -171,8 +168,7 @@ class ExpertCache:
     """A cache that contains slots on the device for the experts of all layers of a process.
 
     Raises:
-        ValueError: If the limit is smaller than the size of one expert, or if the policy is
-    unknown.
+        ValueError: If the limit is smaller than one expert, or if the policy is unknown.
     """
 
     def __init__(self, spec: CacheSpec) -> None:

@@ -32,8 +32,7 @@ def counts_of(rows: RowCounts | RowPlan) -> list[int]:
 def parts(rows_RD: Tensor, counts: RowCounts,
            room: int) -> Iterator[tuple[Tensor, RowCounts, list[int]]]:
     """Divide the rows into groups of at most `room` experts. For each group, yield its rows, the
-    row counts of all experts (0 for experts outside the group), and the indices of the experts in
-    the group.
+    row counts of all experts (0 outside the group), and the indices of the group's experts.
     """
     active = [expert for expert, n in enumerate(counts.host) if n]
     groups = [active[at:at + room] for at in range(0, len(active), room)]
@@ -155,8 +154,7 @@ class FileWeights:
         names are not in `read` are not changed.
 
         Args:
-            read: mapping from the name of a parameter to a function that returns the parameter for
-                one expert.
+            read: mapping from the name of a parameter to a function that returns it for one expert.
         Raises:
             TierError: If the disk is full, in which case the previous parameters remain.
         """

@@ -96,8 +96,7 @@ class StoredExperts(Experts):
         """See `Experts`.
 
         Raises:
-            ValueError: If the layer is trained with experts in a file or with dropout in the
-                experts.
+            ValueError: If the layer is trained with experts in a file or with expert dropout.
             TierError: If the experts cannot be read.
         """
         assert isinstance(work, ExpertRows), "parameters are only asked of experts that gather"
@@ -276,8 +275,7 @@ class StoredExperts(Experts):
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: Any,
                               strict: bool, missing: list[str], unexpected: list[str],
                               errors: list[str]) -> None:
-        """See torch's method. If the experts are stored in a file, they are written to this file
-        one at a time.
+        """See torch's method. If the experts are in a file, they are written to it one at a time.
 
         Instead of a tensor, the state may contain an object with `entry.shape` and `read(window)`.
         """

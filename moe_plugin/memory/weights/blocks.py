@@ -1,6 +1,4 @@
-"""A block of a model with streamed weights, and functions that load, unload and update the weights
-of the block.
-"""
+"""A block with streamed weights, and functions that load, unload and update these weights."""
 
 from __future__ import annotations
 
@@ -113,8 +111,7 @@ class StreamedBlock:
 
     @property
     def returned_bytes(self) -> int:
-        """Number of bytes copied in one step, not counting the weights that are copied to the
-        device.
+        """Number of bytes copied in one step, except for weights copied to the device.
 
         With a tier in host memory, `returned_bytes` counts the gradients. With a tier in files,
         `returned_bytes` counts the new weights once and the optimizer state twice, because the

@@ -1,5 +1,5 @@
-"""Saving and loading of models with streamed weights. A checkpoint consists of one safetensors file
-per block.
+"""Saving and loading of models with streamed weights. A checkpoint has one safetensors file per
+block.
 
 Blocks are saved and loaded one at a time.
 """
@@ -59,15 +59,13 @@ def measured_layers(trainer: StreamedTrainer, micro_batches: int) -> list[Layer]
 
 
 def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> StreamPlan:
-    """Choose segments that minimize the step time within a memory limit, and let the trainer use
-    these segments.
+    """Choose segments that minimize the step time within a memory limit, and use these segments.
 
     Args:
         trainer: the trainer.
         limit: maximum number of bytes on the device for weights, stored inputs, and the gradients
             and optimizer state of one block.
-        micro_batches: number of micro-batches per step, which must be equal to the number in the
-            last step.
+        micro_batches: number of micro-batches per step, which must be that of the last step.
     Returns: the plan. The `hides` attribute of the returned plan is True if all copies overlap with
         computation.
     Raises:

@@ -16,8 +16,7 @@ class Slots:
 
     While one segment is computed, an adjacent segment can be copied to the device. The weights of a
     segment remain in their area until another segment needs the area. As a result, the weights of
-    two segments are already on the device when the backward pass starts, and when the next step
-    starts.
+    two segments are already on the device when the backward pass or the next step starts.
 
     Args:
         segments: for each segment, the list of its blocks.

@@ -30,8 +30,7 @@ from moe_plugin.utils.machine import capturing
 
 
 class Router(BuffersKeepDtype, RouterModule):
-    """Base class of the provided routers. By default, its four hooks choose the k experts with the
-    highest scores.
+    """Base class of the provided routers. By default, its four hooks choose the k highest scores.
 
     A subclass overrides some of the hooks `scores`, `select`, `weigh` and `after_choice`. A
     subclass with parameters or buffers other than `weight_ED` also overrides `build`. Regardless of
@@ -48,14 +47,12 @@ class Router(BuffersKeepDtype, RouterModule):
         multiplies_in_blocks: True if the router has no matmuls other than those in `Router.scores`.
         score: function that converts logits to scores.
         noise: standard deviation of the noise added to the logits in training.
-        divides: True if weights are divided by their sum before any choice is dropped because of
-            the capacity.
+        divides: True if weights are divided by their sum before choices are dropped.
         divides_one: True if weights are also divided when a token has only one choice.
         layer_config: configuration of the layer.
         config: section `router` of the layer's configuration.
         comm: group of ranks that store the experts.
-        weight_ED: weight matrix of the linear map from tokens to logits, or None if the router has
-            no such map.
+        weight_ED: weight matrix of the linear map from tokens to logits, or None if there is none.
         logit_bias_E: learned bias of the logits (`router.bias`), or None.
         adapted: True if an adapter trains the router; see `note_adapter`.
         forced: optional callable that replaces `select`. The callable returns expert ids, int64 [T,
@@ -272,8 +269,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return call.weights_of(ids_TK)
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Hook that returns the final choices, int64 [T, K], and may drop some of the choices in
-        `call.ids_TK`.
+        """Hook that returns the final choices, int64 [T, K], and may drop some of `call.ids_TK`.
 
         weights_TK: weights returned by `weigh`.
         """

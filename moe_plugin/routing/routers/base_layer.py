@@ -42,8 +42,7 @@ LARGEST = 1e18  # scores up to here have finite sums and differences in float32
 
 
 def balanced_assignment(scores_TE: Tensor) -> Tensor:
-    """Return the expert of each token, int64 [T]. Each expert is assigned at most ceil(T / E)
-    tokens.
+    """Return the expert of each token, int64 [T]. Each expert gets at most ceil(T / E) tokens.
 
     The sum of the chosen scores is the largest possible sum, with an error of at most `EPSILON`
     times the spread of the scores (largest minus smallest) per token. If T is not divisible by E,
@@ -100,8 +99,8 @@ def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
 
 
 def auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
-    """Return the expert that owns each token, int64 [N], or -1 for tokens that have no owner after
-    the last round.
+    """Return the expert that owns each token, int64 [N], or -1 without an owner after the last
+    round.
 
     price_E: initial prices.
     """
@@ -210,12 +209,11 @@ class BASERouter(Router):
 
 
 def spread_and_assign(scores_TE: Tensor, comm: Comm) -> Tensor:
-    """Distribute the tokens randomly over the ranks, and return the experts [T] of this rank's
-    tokens.
+    """Distribute tokens randomly over ranks, and return the experts [T] of this rank's tokens.
 
     Collective. The shuffled tokens of rank i are sent to rank i and the following ranks in
-    round-robin order. The numbers of tokens received by two ranks therefore differ by at most the
-    number of ranks.
+    round-robin order. The numbers of tokens received by two ranks differ by at most the number of
+    ranks.
 
     Args:
         scores_TE: scores, float.

@@ -48,7 +48,7 @@ def _near_visited(router: TAMoERouter | TopologyQuotaRouter, call: RoutingCall) 
 
 @routers.register("ta_moe")
 class TAMoERouter(TopKRouter):
-    """A top-k router in which rank i may choose expert e at most `ceil(pair_capacity * k S c_ie)`
+    """A top-k router in which rank i chooses expert e at most `ceil(pair_capacity * k S c_ie)`
     times.
 
     Here, `c_ie` is the topology-aware fraction of tokens computed from the link costs
@@ -111,8 +111,7 @@ class TAMoERouter(TopKRouter):
 
 
 def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tensor) -> Tensor:
-    """Move choices so that as few choices as possible exceed `most_E`, and return the new choices
-    [T, K].
+    """Move choices so that as few as possible exceed `most_E`, and return the new choices [T, K].
 
     In each round, every choice that exceeds the capacity of its expert is moved to the best of the
     token's other experts that have free capacity. If an expert has too many choices after a round,
@@ -140,8 +139,7 @@ def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tens
 
 @routers.register("topology_quota")
 class TopologyQuotaRouter(Router):
-    """A top-k router in which at most `floor(quota * choices)` of a rank's choices are sent to
-    other nodes.
+    """A top-k router with at most `floor(quota * choices)` of a rank's choices on other nodes.
 
     The choices with the highest scores may be sent to other nodes. Among choices with equal scores,
     the choice of the earlier token has priority. Any other choice on another node is replaced with

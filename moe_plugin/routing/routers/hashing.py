@@ -130,8 +130,8 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
 
 def balanced_table(counts_V: Tensor, experts: int,
                    generator: torch.Generator | None = None) -> Tensor:
-    """Assign each token to the expert that has the smallest load so far, and return the table,
-    int64 [V].
+    """Assign each token to the expert with the smallest load so far, and return the table, int64
+    [V].
 
     Tokens are assigned in order of decreasing frequency. Among experts with equal loads, the expert
     with the fewest tokens is used, and among these the expert with the lowest index. If all

@@ -1,6 +1,4 @@
-"""The kTop1 router, which divides the experts into k prototypes and chooses one expert from each
-prototype.
-"""
+"""The kTop1 router, which chooses one expert from each of k prototypes."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ class PrototypeRouter(Router):
 
     The one-pass kernel treats each prototype of a token as a separate row with E/k logits. The
     kernel sums the importance over all rows, but the losses need the importance of each prototype.
-    If a loss reads the importance, the importance is therefore summed separately for each
-    prototype.
+    If a loss reads the importance, it is therefore summed separately for each prototype.
     """
 
     reads = SEVERAL

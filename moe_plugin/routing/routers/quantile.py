@@ -28,8 +28,7 @@ class QuantileRouter(Router):
     over the tokens. With `b_e = -q_e`, about n k / E tokens would prefer expert e to their best
     unchosen expert. After each step, `b_e` is set to `c b_e - (1 - c) q_e`, minus the mean of this
     expression over the experts. Here, c is the `quantile_ema` setting, and q is averaged over the
-    passes of all data-parallel ranks that had tokens. If the router is frozen, its biases do not
-    change.
+    passes of all data-parallel ranks that had tokens. The biases of a frozen router do not change.
     Source: `quantile_balancing` of Megatron-core 0.19 (`qb_dual_update`). Megatron's `qb_beta` is
     -b. In Megatron, the tokens of all ranks that share a sequence form one pass. Here, the tokens
     of each rank form a separate pass.
@@ -88,8 +87,7 @@ class QuantileRouter(Router):
 
 
 def quantiles(logits_TE: Tensor, biased_TE: Tensor, real_T: Tensor, k: int) -> Tensor:
-    """Return a float32 tensor [E + 1] that contains the quantiles q of `QuantileRouter`, followed
-    by the number 1.
+    """Return a float32 tensor [E + 1]: the quantiles q of `QuantileRouter`, followed by 1.
 
     If there are no real tokens, or if a logit of a real token is not finite, all elements are 0.
 

@@ -1,5 +1,5 @@
-"""The topk router (for any k, with GShard's policies for the second expert), and the Switch and
-GShard routers.
+"""The topk router (with GShard's policies for the second expert), and the Switch and GShard
+routers.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ class TopKRouter(Router):
         return torch.stack([ids_TK[:, 0], ids_TK[:, 1].masked_fill(~keep_T, -1)], dim=1)
 
     def second_share(self, weights_TK: Tensor) -> Tensor:
-        """Return the weight of the second expert, [T], which is half of the probability of keeping
-        this expert.
+        """Return the weight of the second expert, [T], half the probability of keeping it.
 
         If weights are divided by their sum before choices are dropped, the method returns the
         divided weight. If weights are not divided by their sum, the method returns the score, as in
