@@ -54,7 +54,8 @@ def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] |
         algorithm: all-to-all algorithm to use.
         send: optional. Lengths of the pieces sent to each rank; see `Comm.all_to_all`.
         recv: optional. Lengths of the pieces received from each rank; see `Comm.all_to_all`.
-        anchor: optional. Parameter that keeps the all-to-all in the autograd graph; see the module.
+        anchor: optional. Parameter that keeps the all-to-all in the autograd graph; see the module
+            docstring.
     Returns:
         The received pieces in rank order, [sum(recv), ...]. In a group with one rank, `x` itself is
         returned.

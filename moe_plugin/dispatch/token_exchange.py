@@ -4,7 +4,8 @@ of its experts.
 Before a rank returns the outputs of its experts, it multiplies them by the gate weights and sums
 them per token. The number of bytes sent therefore does not depend on how many of a token's experts
 are on the same rank. The backward pass of a dispatch operation is a combine operation, and vice
-versa. Each subclass of `TokenExchange` adapts one package. This module contains the shared code.
+versa. Each subclass of `TokenExchange` adapts one package. This module contains the code shared by
+all adapters.
 
 The row counts arrive together with the rows. The host waits once per piece, in `dispatch`, for the
 row counts from the package. `plan` only computes the largest number of tokens on any rank, and does

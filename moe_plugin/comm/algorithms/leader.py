@@ -39,7 +39,7 @@ class _Node:
 @algorithms.register("leader", rounds=3, lacks=several_nodes)
 def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """An all-to-all through one leader rank per node, so that nodes exchange only a few messages.
+    """An all-to-all through one leader rank per node, so that nodes exchange few large messages.
 
     The leader gathers the rows of its node, exchanges them with the other leaders, and scatters the
     received rows within the node. Split sizes may be uneven, nodes may differ in their number of

@@ -218,7 +218,7 @@ class Activations(RunFeature):
         return self.swapper.ledger
 
     def use(self, policies: Sequence[str], order: Order | None = None) -> None:
-        """Use different policies from the next forward pass on, with `plain_order` by default."""
+        """Use other policies from the next forward pass on. `order` defaults to `plain_order`."""
         unknown = [policy for policy in policies if policy not in POLICIES]
         if unknown or len(policies) != len(self.blocks):
             raise ValueError(
