@@ -1,6 +1,4 @@
-"""Functions that check that all ranks use the same settings, and that exchange integers between
-ranks.
-"""
+"""Functions that compare settings and exchange integers between ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
     """Check that the settings are equal on all ranks of a group. The check is collective and needs
     one all-gather of 40 bytes.
 
-    The size of the all-gather is fixed, so the check completes even if the settings differ. The
-    settings themselves are gathered only if the ranks' settings differ. Simulated ranks share one
-    process and are not compared.
+    The size is fixed, so the check completes even if the ranks pass different settings. If the
+    ranks disagree, the settings themselves are also gathered. Simulated ranks share one process and
+    are not compared.
 
     Args:
         comm: the group.
@@ -49,8 +47,8 @@ def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
 
 def exchange_ints(comm: Comm, sends: Mapping[int, Sequence[int]],
                   recvs: Mapping[int, int]) -> dict[int, list[int]]:
-    """Exchange integers that are stored in host memory between ranks (see `Comm.hosts`). Integers
-    that a rank sends to itself are copied without any communication.
+    """Exchange integers in host memory between ranks (see `Comm.hosts`). Integers that a rank sends
+    to itself are copied without any communication.
 
     Args:
         comm: the group.

@@ -32,12 +32,12 @@ FindNetwork = Callable[[], tuple[Network, str]]
 
 class Collectives:
     """The backend's own collectives, which gather a layer's data from all ranks or sum it over
-    ranks. Subclasses use other algorithms.
+    ranks. Subclasses implement other algorithms.
 
     The data consists of expert parameters and their gradients, partial outputs of ranks that share
     the same tokens, and gradients of replicas. The plans and measurements of an algorithm are
-    stored in the group's state. Numbers on which the ranks must agree (counts, capacities, losses)
-    are small, so they are always sent with the group's own collectives.
+    stored in the group's state. Small values on which the ranks must agree (counts, capacities,
+    losses) are always sent with the group's own collectives.
     """
 
     name = "native"
@@ -69,7 +69,7 @@ class Collectives:
         return comm.all_reduce(x)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
-        """Start the sum of `x` over ranks. `x` may be overwritten; see `Comm.start_all_reduce`."""
+        """Start summing `x` over ranks. `x` may be overwritten; see `Comm.start_all_reduce`."""
         _count_all_reduce(comm, x)
         return comm.start_all_reduce(x)
 
@@ -89,7 +89,7 @@ class Collectives:
         return None
 
     def active(self, comm: Comm) -> str:
-        """Return the name under which statistics report the collectives used in a group."""
+        """Return the name that statistics use for the collectives of a group."""
         return self.name
 
     def describe(self, comm: Comm) -> str:
@@ -114,9 +114,8 @@ class Comm(RankGroup):
         receive_first: True if the fastest direct all-to-all on this backend uses point-to-point
             messages and posts all receives before any send.
         threaded: True if exchanges may run in another thread, on views created by `with_tag`.
-        key: key with which torch operations find the group (see `comm.graph_ops`), or None.
-        tag: number that distinguishes the messages of exchanges that run at the same time; see
-            `with_tag`.
+        key: key that torch operations use to look up the group (see `comm.graph_ops`), or None.
+        tag: number that distinguishes the messages of concurrent exchanges; see `with_tag`.
         collectives: object that gathers and sums data over ranks; see `with_collectives`.
     """
 
@@ -135,8 +134,7 @@ class Comm(RankGroup):
 
         Args:
             x: contiguous tensor [sum(send), ...] of any dtype.
-            send: optional. Lengths of the pieces sent to each rank. By default, all pieces have the
-                same length.
+            send: optional. Lengths of the pieces sent to each rank. Defaults to equal lengths.
             recv: optional. Lengths of the pieces received from each rank. By default, all pieces
                 have the same length.
         Returns:
@@ -160,8 +158,7 @@ class Comm(RankGroup):
         """
 
     def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start the sum of `x` over ranks, and return a function that waits for the sum and returns
-        it.
+        """Start summing `x` over ranks, and return a function that waits for and returns the sum.
 
         All ranks must start their collectives in the same order. `x` must have the same shape on
         all ranks and may be overwritten. The base class returns only after the sum is complete.
@@ -177,9 +174,7 @@ class Comm(RankGroup):
 
     @abstractmethod
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's piece [n, ...] as
-        a new tensor.
-        """
+        """Return this rank's piece [n, ...] of the sum of `x` [size * n, ...], as a new tensor."""
 
     @abstractmethod
     def broadcast(self, x: Tensor, root: int = 0) -> Tensor:
@@ -192,14 +187,12 @@ class Comm(RankGroup):
         Every rank of the group must call this method, with empty lists if it has no messages.
 
         Args:
-            sends: list of pairs (peer, contiguous nonempty tensor of any dtype), one for each
-                message to send.
+            sends: list of pairs (peer, contiguous nonempty tensor of any dtype), one per message.
             recvs: list of pairs (peer, contiguous buffer to fill), one for each message to receive.
         """
 
     def post(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
-        """Start point-to-point messages as in `send_receive`, and return a function that waits for
-        the messages.
+        """Start messages as in `send_receive`, and return a function that waits for them.
 
         Only the ranks that send or receive messages need to call this method. The ranks may call
         this method in any order. If messages between the same two ranks have the same tag, they are
@@ -215,7 +208,7 @@ class Comm(RankGroup):
         ranks and None on all other ranks.
 
         The method is collective: all ranks must call it in the same order. The subgroup's topology
-        is the restriction of this group's topology to the subgroup's ranks.
+        is this group's topology, restricted to the subgroup's ranks.
         """
 
     @contextmanager
@@ -256,8 +249,8 @@ class Comm(RankGroup):
         return view.with_collectives(self.collectives.part(ranks[self.rank // size]))
 
     def strided_subgroup(self, stride: int) -> Comm:
-        """Return the subgroup of all ranks whose index differs from this rank's index by a multiple
-        of `stride`.
+        """Return the subgroup of all ranks whose index differs from this rank's by a multiple of
+        `stride`.
 
         `stride` must divide the size of this group. The first call with a given stride is
         collective.
@@ -265,7 +258,7 @@ class Comm(RankGroup):
         return self._own_part([range(first, self.size, stride) for first in range(stride)])
 
     def _own_part(self, parts: Sequence[range]) -> Comm:
-        """Return the subgroup that contains this rank. Collective on first use."""
+        """Return the subgroup that contains this rank. The first call is collective."""
         own_part = next(part for part in parts if self.rank in part)
         if own_part not in self.state.subgroups:
             made = {part: self.subgroup(part) for part in parts}
@@ -279,12 +272,11 @@ class Comm(RankGroup):
 
     @property
     def hosts(self) -> Comm:
-        """A group of the same ranks that exchanges numbers in host memory. Collectives in this
+        """A group of the same ranks for collectives on tensors in host memory. Collectives in this
         group do not make the host wait for the device.
 
-        If this group accepts CPU tensors, the property is this group itself. If the group does not
-        accept CPU tensors, the property is a separate group, which a collective call creates on
-        first use.
+        If this group accepts CPU tensors, `hosts` is the group itself. Otherwise, `hosts` is a
+        separate group, which a collective call creates on first use.
         """
         return self
 
@@ -302,7 +294,7 @@ class Comm(RankGroup):
         return view
 
     def with_collectives(self, collectives: Collectives) -> Comm:
-        """Return a view of this group that gathers and sums its data with `collectives`."""
+        """Return a view of this group that uses `collectives` to gather and sum data."""
         if collectives is self.collectives:
             return self
         view = copy.copy(self)
@@ -315,8 +307,7 @@ class Comm(RankGroup):
         """Return the element-wise maximum over ranks of a list of numbers in host memory. All ranks
         receive the same maxima.
 
-        The maximum is computed in log2(size) rounds of point-to-point messages within the group
-        `hosts`.
+        The maximum is computed in log2(size) rounds of messages within the `hosts` group.
         """
         maxima = torch.tensor(list(values), dtype=torch.float64)
         step = 1
@@ -330,8 +321,7 @@ class Comm(RankGroup):
 
 
 def piece_lengths(length: int, size: int, splits: Sequence[int] | None, what: str) -> list[int]:
-    """Return the lengths of the pieces when `length` rows are split into one piece for each of
-    `size` ranks.
+    """Return the lengths of the pieces when `length` rows are split into one piece per rank.
 
     what: name of the collective, which is used in error messages.
 

@@ -1,11 +1,11 @@
 """All-gather and reduce-scatter in two steps, one between nodes and one within each node.
 
-In a ring over N nodes with P ranks each, (N P - 1) pieces are sent over the link of every node.
-With two steps, only (N - 1) P pieces are sent over the link of every node. Each rank first
-exchanges data with the ranks that have the same local rank on other nodes, and then with the other
-ranks of its own node. A row is not sent to a node if no rank of the node needs the row (see
-`Wanted`). Two steps are faster than a ring if links between nodes are slower than links within a
-node.
+A ring all-gather over N nodes with P ranks each sends N P - 1 pieces over each node's link, where a
+piece is the tensor of one rank. With two steps, only (N - 1) P pieces are sent over each node's
+link. Each rank first exchanges data with the ranks that have the same local rank on other nodes,
+and then with the other ranks of its own node. A row is not sent to a node if no rank of the node
+needs the row (see `Wanted`). Two steps are faster than a ring if links between nodes are slower
+than links within a node.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ Wanted = Sequence[Sequence[Tensor]]
 
 
 def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tensor:
-    """Concatenate the tensors `x` [n, ...] of all ranks along dimension 0 to a tensor [size * n,
-    ...].
+    """Concatenate the tensors `x` [n, ...] of all ranks to a tensor [size * n, ...].
 
     The group's topology must support the two steps; see `Topology.two_steps`.
 
     Args:
         comm: the group.
         x: tensor [n, ...], which must have the same shape on all ranks.
-        wanted: optional. The rows that each node receives. The rows must be the same on all ranks.
-            Rows that a node does not receive are zero in the returned tensor. By default, every
-            node receives all rows.
+        wanted: optional. The rows that each node receives. The selection must be equal on all
+            ranks. Rows that a node does not receive are zero in the returned tensor. By default,
+            every node receives all rows.
     """
     rows = _Rows(comm, x.shape[0], wanted)
     column, this_node = rows.column(comm.rank), rows.here
@@ -52,8 +51,7 @@ def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tens
 
 
 def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tensor:
-    """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's part [n, ...] of the
-    sum.
+    """Sum the tensors `x` [size * n, ...] over ranks, and return this rank's part [n, ...].
 
     The group's topology must support the two steps; see `Topology.two_steps`. Values are summed
     first within each node, in the order of its ranks, and then in the order of the nodes. 16-bit
@@ -62,8 +60,8 @@ def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None)
     Args:
         comm: the group.
         x: tensor [size * n, ...], which must have the same shape on all ranks.
-        wanted: optional. For each rank, the rows to which each node contributes; see
-            `gather_by_nodes`. By default, every node contributes to all rows.
+        wanted: optional. For each rank, the rows that each node contributes; see `gather_by_nodes`.
+            By default, every node contributes to all rows.
     """
     length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
     rows, parts_W = _Rows(comm, length, wanted), x.split(length) if length else [x] * comm.size
@@ -97,13 +95,11 @@ class _Rows:
         self.here = self.node(comm.rank)
 
     def node(self, rank: int) -> int:
-        """Return the index of the node on which a rank runs."""
+        """Return the index of a rank's node."""
         return self.topology.node_of[rank]
 
     def column(self, rank: int) -> list[int]:
-        """Return the ranks that have the same local rank as `rank`, one from each node, in the
-        order of the nodes.
-        """
+        """Return the ranks with the same local rank as `rank`, one per node, in node order."""
         return [node[self.topology.local_of[rank]] for node in self.topology.nodes]
 
     def others_here(self) -> list[int]:
@@ -115,17 +111,13 @@ class _Rows:
         return self.length if self.wanted is None else len(self.wanted[rank][node])
 
     def take(self, x: Tensor, rank: int, node: int) -> Tensor:
-        """Select the rows that a node needs from a rank's tensor `x` [n, ...]. The returned tensor
-        is contiguous.
-        """
+        """Select the rows of a rank's `x` [n, ...] that a node needs, as a contiguous tensor."""
         if self.wanted is None:
             return x.contiguous()
         return x.index_select(0, self.wanted[rank][node])
 
     def placed(self, pieces: dict[int, Tensor], like: Tensor) -> Tensor:
-        """Put the rows that this node received from all ranks at their original positions in a
-        tensor [size * n, ...].
-        """
+        """Put the received rows at their original positions in a tensor [size * n, ...]."""
         if self.wanted is None:
             return torch.cat([pieces[rank] for rank in range(self.comm.size)])
         out_W = like.new_zeros((self.comm.size, self.length, *like.shape[1:]))
@@ -148,9 +140,8 @@ def wanted_rows(comm: Comm, on_node_AN: Tensor) -> Wanted | None:
         comm: the group.
         on_node_AN: bool [size * n, nodes], with rows in rank order. Element [a, n] is True if node
             n needs row a. The mask must be the same on all ranks.
-    Returns:
-        The rows that each node needs. If the group does not use the two steps, the function returns
-        None, and all rows are sent to all ranks.
+    Returns: The rows that each node needs, or None if the group does not use the two steps. In that
+        case, all rows are sent to all ranks.
     """
     if not comm.by_nodes:
         return None

@@ -99,8 +99,7 @@ def stride_copy(x: Tensor, outer: int, inner: int) -> Tensor:
     On a GPU, a Triton kernel makes the copy.
 
     Args:
-        x: tensor [outer * inner * c, ...]. Piece (o, j) of `x` becomes piece (j, o) of the returned
-            tensor.
+        x: tensor [outer * inner * c, ...]. Piece (o, j) of `x` becomes piece (j, o) of the result.
         outer: number of outer pieces.
         inner: number of inner pieces within each outer piece.
     """

@@ -1,8 +1,8 @@
-"""All-to-all algorithms: the base class `Exchange`, and the registry that contains the requirements
-and the cost of each algorithm.
+"""The base class `Exchange` of all-to-all algorithms, and a registry with the requirements and the
+cost of each algorithm.
 
-To add an algorithm, write one file that registers the algorithm. `auto`, the planner and the log
-then use the new algorithm automatically.
+To add an algorithm, write a file that registers it. `auto`, the planner and the log then use the
+new algorithm automatically.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
 class Exchange(ABC):
     """An all-to-all algorithm.
 
-    All groups use the same `Exchange` object. State that belongs to a group is stored in
-    `Comm.state`.
+    All groups use the same `Exchange` object. A group's state is stored in `Comm.state`.
 
     Attributes:
-        in_background: whether the exchange may run in another thread or on a side stream during
-            computation.
+        in_background: whether the exchange may run in another thread or stream during computation.
         direct: name used to count calls of an algorithm in which every rank sends one message to
             every other rank, or None for all other algorithms. A direct algorithm can run in the
             background without a thread.
@@ -45,16 +43,15 @@ class Exchange(ABC):
     @abstractmethod
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
-        """Exchange rows of `x` along dimension 0; see `Comm.all_to_all`. All ranks must call this
-        method.
-        """
+        """Exchange rows of `x`; see `Comm.all_to_all`. All ranks must call this method."""
 
     @property
     def back(self) -> Exchange:
         """The exchange in the opposite direction, which sends back the experts' outputs and the
         gradients of the rows that this exchange sent.
 
-        `exchange.back.back` is the exchange itself. By default, an exchange is its own opposite.
+        `exchange.back.back` is the exchange itself. By default, both directions use the same
+        exchange.
         """
         return self
 
@@ -63,8 +60,8 @@ class Exchange(ABC):
         """Return the exchange to use for one call. All ranks call this method in program order, so
         the method may call collectives.
 
-        The arguments are the same as for the exchange itself. Only the shape and dtype of `x` are
-        used.
+        The arguments are the same as for the exchange itself. Only the shape and dtype of `x`
+        matter.
         """
         return self
 
@@ -130,7 +127,7 @@ def _everywhere(comm: Comm) -> bool:
 
 def several_nodes(comm: Comm) -> str | None:
     """Return the reason why a hierarchical algorithm cannot be faster than a flat algorithm in a
-    group, or None. Pass this function as the argument `lacks` of `register`.
+    group, or None. Pass this function as the `lacks` argument of `register`.
     """
     return comm.topology.why_flat()
 
@@ -152,16 +149,16 @@ class ExchangeRegistry(Registry[Exchange]):
         `tried` are ignored, because the object itself defines them.
 
         Args:
-            name: name under which the algorithm is registered.
+            name: registered name of the algorithm.
             direct: see `Exchange`. `direct` is a boolean here, because calls are counted under
                 `name`.
             rounds: see `Exchange`.
             lacks: see `Exchange`.
             tried: see `Exchange`.
             cost: optional. Cost model that the planner uses to predict the time of the algorithm.
-                By default, the planner has no prediction and the algorithm is only timed, unless a
-                separate file in `planner.all_to_all_cost` defines a cost model. Programs that do
-                not import torch can read a file in `planner.all_to_all_cost`.
+                By default, the cost model is read from a file in `planner.all_to_all_cost`. If no
+                file defines one, the algorithm's time is only measured and never predicted.
+                Programs that do not import torch can also read such a file.
             options: see `Registry.register`.
         Raises:
             ValueError: If the name is already registered.
@@ -190,9 +187,7 @@ class ExchangeRegistry(Registry[Exchange]):
         return [entry.name for entry in entries]
 
     def left_out(self, comm: Comm) -> dict[str, list[str]]:
-        """Return the algorithms that are replaced by `linear` in a prepared group, grouped by the
-        requirement that the group does not meet.
-        """
+        """Return the algorithms that `linear` replaces in a group, by unmet requirement."""
         reasons: dict[str, list[str]] = {}
         for entry in self:
             if entry.offered and (reason := entry.value.lacks(comm)):

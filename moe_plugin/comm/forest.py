@@ -1,6 +1,4 @@
-"""`Forest`: collectives that send data along throughput-optimal trees of a group's network
-(ForestColl).
-"""
+"""`Forest`: collectives along throughput-optimal trees of a group's network (ForestColl)."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ EXAMPLE = 1 << 20  # bytes for which speeds are compared and reported
 
 @dataclass
 class _Planned:
-    """The trees planned for one group, stored by network. The trees for a given network are planned
-    only once.
-    """
+    """The trees of one group by network. The trees for a network are planned only once."""
 
     by_network: dict[str, Trees] = field(default_factory=dict)
 
@@ -46,7 +42,7 @@ class Forest(Collectives):
     network (ForestColl).
 
     Attributes:
-        network: network in which node number i is rank i of the group.
+        network: network whose node i is rank i of the group.
         source: description of where the network's data comes from.
     """
 
@@ -135,9 +131,7 @@ def plan_few(network: Network, collective: str) -> Schedule:
 
 
 def _agreed(comm: Comm, network: Network) -> Trees:
-    """Plan the trees on the group's first rank, and return them on all ranks. All ranks return the
-    same trees.
-    """
+    """Plan the trees on the group's first rank, and return them on all ranks."""
     text = ""
     if comm.rank == 0:
         try:

@@ -90,8 +90,7 @@ def with_backward(x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
         x: [n, ...].
         comm: the group.
         forward: name of the collective to run: `all_gather`, `reduce_scatter`, `all_reduce` or
-            `own_part`. `own_part` returns this rank's part, which is 1/size of the tensor along
-            dimension 0.
+            `own_part`. `own_part` returns this rank's part (1/size) along dimension 0.
         backward: name of the collective that computes the gradient: any name that `forward`
             accepts, or `identity`.
     """
@@ -103,11 +102,9 @@ def with_backward(x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
 
 
 def all_gather(x: Tensor, comm: Comm) -> Tensor:
-    """Concatenate the tensors `x` [n, ...] of all ranks along dimension 0 to a tensor [size * n,
-    ...].
+    """Concatenate the tensors `x` [n, ...] of all ranks to a tensor [size * n, ...].
 
-    The backward pass is a reduce-scatter, because each rank's loss depends on the whole gathered
-    tensor.
+    The backward pass is a reduce-scatter, because each rank's loss depends on the whole tensor.
     """
     return with_backward(x, comm, "all_gather", "reduce_scatter")
 

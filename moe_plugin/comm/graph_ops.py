@@ -1,6 +1,5 @@
 # ruff: noqa: UP006, UP035, UP045  (torch.library reads List and Optional)
-"""Collectives that are defined as torch operations, so that `torch.compile` can include them in a
-graph.
+"""Collectives defined as torch operations, so that `torch.compile` can include them in a graph.
 
 A compiler cannot trace the implementation of a collective, because the implementation uses process
 groups, counters, timeouts and timers. The compiler does not look inside the operations of this
@@ -29,8 +28,8 @@ from moe_plugin.comm.group import key_of, owner_of
 
 
 class Route:
-    """A pair of a group and the exchange that sends rows within the group. A single key identifies
-    both the group and the exchange. A copy of a `Route` has a different key.
+    """A group and the exchange that sends rows within the group. A single key identifies both the
+    group and the exchange. A copy of a `Route` has a different key.
     """
 
     def __init__(self, comm: Comm, algorithm: Exchange, back: Route | None = None) -> None:

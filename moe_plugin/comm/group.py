@@ -27,9 +27,7 @@ _BY_KEY: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def key_of(owner: object) -> str:
-    """Create a new key for `owner`. Operations can look up `owner` by this key for as long as
-    `owner` exists.
-    """
+    """Create a new key for `owner`, which is valid for as long as `owner` exists."""
     key = f"{type(owner).__name__} {next(_NUMBERS)}"
     _BY_KEY[key] = owner
     return key
@@ -48,9 +46,7 @@ class CommError(RuntimeError):
 
 @contextmanager
 def advice(text: str) -> Iterator[None]:
-    """Append `text` to the message of any `CommError` raised inside the block. `text` names a
-    common cause and its remedy.
-    """
+    """Append `text` (a common cause and its remedy) to any `CommError` raised inside the block."""
     try:
         yield
     except CommError as error:
@@ -64,8 +60,7 @@ class RankGroup(ABC):
         rank: index of this process or thread in the group.
         size: number of ranks in the group.
         name: name of the group, which appears in messages.
-        state: optional. State that all objects for the same group share. By default a new state is
-            created.
+        state: optional. State that all objects for the same group share. Defaults to a new state.
 
     Attributes:
         ranks: global rank of each rank of the group.
@@ -88,14 +83,12 @@ class RankGroup(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Device on which the tensors for this group's collectives must be located."""
+        """Device for the tensors of this group's collectives."""
         return torch.device("cpu")
 
     @property
     def by_nodes(self) -> bool:
-        """True if all-gather and reduce-scatter run in two steps in this group; see
-        `comm.by_nodes`.
-        """
+        """True if all-gather and reduce-scatter run in two steps; see `comm.by_nodes`."""
         return False
 
     @property
@@ -117,9 +110,9 @@ class RankGroup(ABC):
         Measurements made under a different topology are discarded.
 
         Args:
-            topology: optional. New topology of the group, which describes which ranks run on the
-                same node. By default, the current topology is kept. If the group has no topology
-                yet, the topology is detected.
+            topology: optional. New topology of the group, that is, which ranks share a node. By
+                default, the current topology is kept. If the group has no topology yet, the
+                topology is detected.
         Returns:
             The group's topology.
         Raises:

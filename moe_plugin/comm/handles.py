@@ -3,8 +3,7 @@
 On gloo, an exchange runs on a tagged view of the group, so its messages cannot be confused with
 other messages. A `direct` exchange runs without a thread. All other exchanges of a group share one
 background thread. On CUDA, an exchange runs on a side stream, and the host does not wait for the
-device. In simulated groups and in groups with one rank, the exchange is already complete when
-`start` returns.
+device. In simulated groups and in groups with one rank, `start` completes the exchange.
 """
 
 from __future__ import annotations
@@ -79,9 +78,9 @@ class Series:
     All ranks must start the exchanges in ascending order of their indices, beginning with 0. On
     gloo, a `direct` exchange runs without a thread. The first `put` posts the receives of all
     exchanges before anything is sent. As a result, no ready signal is queued behind rows, and no
-    round trip is needed between two exchanges. A peer sends rows in the order in which it receives
-    ready signals. The receives of an exchange must therefore not be posted long before the exchange
-    starts.
+    round trip is needed between consecutive exchanges. A peer sends rows in the order of the ready
+    signals that it receives. The receives of an exchange must therefore not be posted long before
+    the exchange starts.
 
     Args:
         comm: the group.
@@ -103,9 +102,7 @@ class Series:
         self.posted: dict[int, Handle] = {}
 
     def put(self, number: int, x: Tensor) -> None:
-        """Start the exchange with index `number`, which sends the rows `x` [sum(sends[number]),
-        ...]; see `start`.
-        """
+        """Start exchange `number` of the rows `x` [sum(sends[number]), ...]; see `start`."""
         x = x.detach()
         splits = (None, None) if self.even else (self.sends[number], self.recvs[number])
         algorithm = self.algorithm

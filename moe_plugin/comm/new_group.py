@@ -5,8 +5,8 @@ default, all ranks of the job must call `new_group`, but ranks outside the new g
 it. With `use_local_synchronization`, torch derives the group's name from the number of groups that
 the rank has created. With `use_local_synchronization`, ranks that have created different numbers of
 groups would wait for each other under different names. This module derives the name from the ranks
-of the group and from the number of groups already created for exactly these ranks. All ranks of a
-new group have created the same number of groups for the ranks of this group.
+of the group and from the number of groups already created for exactly these ranks. This number is
+the same on all ranks of the new group.
 """
 
 from __future__ import annotations

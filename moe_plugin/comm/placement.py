@@ -1,6 +1,4 @@
-"""The placement of a layer's experts on ranks, and the information that a host framework passes to
-a layer.
-"""
+"""The placement of a layer's experts on ranks, and information from the host framework."""
 
 from __future__ import annotations
 
@@ -14,25 +12,22 @@ from moe_plugin.comm.exchange import Exchange
 
 @dataclass(frozen=True)
 class HostContext:
-    """Information about a layer that only the layer's host framework has.
+    """Information about a layer that only its host framework has.
 
     The host framework passes a `HostContext` when it creates a layer.
 
     Attributes:
-        layer_number: index of this layer among the MoE layers of the model, counted from 0, or None
-            if unknown.
+        layer_number: index of this layer among the model's MoE layers, from 0, or None if unknown.
         numbered_later: True if the host framework sets the layer number only after creating the
             layer (`moe_plugin.experts.base.Experts.use_layer`).
         loss_comm: group of ranks whose tokens together form one batch. Balance losses are computed
-            over the tokens of this group. If `loss_comm` is None, balance losses use only this
-            rank's tokens.
+            over the tokens of this group. If None, balance losses use only this rank's tokens.
         batch_comm: group of all data-parallel ranks, whose tokens together form the batch of a
             step. If `batch_comm` is None, the ranks that store the experts are used instead.
             Without `batch_comm`, routers with load-dependent biases (`sigmoid_bias`, `quantile`)
             use the ranks over which `moe_plugin.training.gradients.sync` averages gradients.
         split_loss_comm: replaces `loss_comm` in a layer that splits tokens shared by several ranks
-            (`parallel.schedule: s1`). `split_loss_comm` is `split_batch_comm` is `split_batch_comm`
-            is None if splitting does not change the group.
+            (`parallel.schedule: s1`). None if splitting does not change the group.
         split_batch_comm: replaces `batch_comm` in a layer that splits tokens shared by several
             ranks. None if splitting does not change the group.
         adds_to_main_grad: True if the host framework stores weight gradients in
@@ -107,12 +102,11 @@ class Placement:
         comm: the expert-parallel group.
         experts: number of experts, E.
         algorithm: all-to-all algorithm that sends the rows.
-        copies: number of ranks to which each token is sent, r. S must be divisible by r. Defaults
-            to S. If r < S, every S/r consecutive ranks form a group and gather each other's
-            parameters. After gathering, each rank has the parameters of 1/r of the expert, and the
-            ranks of the group divide the tokens among themselves.
-        replicas: group of ranks that have the same tokens as this rank, for dispatchers that use
-            such a group.
+        copies: number of ranks that receive each token, r. S must be divisible by r. Defaults to S.
+            If r < S, every S/r consecutive ranks form a group and gather each other's parameters.
+            After gathering, each rank has 1/r of each expert's parameters, and the ranks of the
+            group divide the tokens among themselves.
+        replicas: group of ranks with the same tokens as this rank, for dispatchers that use it.
         configured_shards: configured number of ranks over which every expert is split, S. Defaults
             to the smallest possible number of shards, max(W / E, 1).
     """
@@ -146,15 +140,11 @@ class Placement:
 
     @property
     def shard(self) -> int:
-        """Index of the shard that this rank stores. The shard index is the same for all experts on
-        a rank.
-        """
+        """Index of the shard that this rank stores, which is the same for all its experts."""
         return self.comm.rank % self.shards
 
     def owner_of(self, expert: int, shard: int) -> tuple[int, int]:
-        """Return the rank that stores a shard, and the index of the shard among the shards on that
-        rank.
-        """
+        """Return the rank that stores a shard, and the index of the shard on that rank."""
         run, slot = divmod(expert, self.local)
         return run * self.shards + shard, slot
 

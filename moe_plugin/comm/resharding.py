@@ -17,20 +17,18 @@ DEPTHS = 64  # tags of one resharding; a job has fewer nodes in a relay chain
 
 
 class Resharding:
-    """A plan that redistributes tensors from one layout over the ranks of a group to another
-    layout.
+    """A plan that redistributes tensors from one layout over a group's ranks to another layout.
 
     All ranks of the group must create their plans in the same order. On gloo, only ranks that store
     a part of the tensor in either layout need to participate in a move. Several moves may be in
-    progress at the same time. Moves complete in the order in which they were started. On other
-    backends, all ranks must call `TensorMove.end`.
+    progress at the same time. Moves complete in the order they were started. On other backends, all
+    ranks must call `TensorMove.end`.
 
     Args:
         comm: the group. The devices of the two layouts are the ranks of the group.
         source: layout of the tensors before the move.
         target: layout of the tensors after the move.
-        nodes: optional. Index of the node on which each rank runs. Defaults to the nodes of the
-            group's topology.
+        nodes: optional. The node index of each rank. Defaults to the nodes of the group's topology.
     Raises:
         ValueError: If the layouts are incompatible; see `planner.resharding.unique_slices`.
     """
@@ -47,12 +45,12 @@ class Resharding:
         self.kept = [piece for piece in self.slices if comm.rank in piece.keepers]
 
     def start(self, x: Tensor | None, dtype: torch.dtype) -> TensorMove:
-        """Start a move. This rank sends the parts that it stores and posts receives for the parts
-        that it needs.
+        """Start a move. This rank sends the parts that it stores, and posts receives for those that
+        it needs.
 
         Args:
-            x: this rank's part of the tensor in the source layout, or None if the rank stores no
-                part in that layout. The tensor must not change until the move ends.
+            x: this rank's part of the tensor in the source layout, or None if it stores no part.
+                The tensor must not change until the move ends.
             dtype: dtype of the tensor to move.
         Raises:
             ValueError: If `x` has an unexpected shape or dtype.
@@ -72,7 +70,7 @@ class Resharding:
 
 
 class TensorMove(ABC):
-    """One tensor's move that is in progress; see `Resharding`."""
+    """A move of one tensor that is in progress; see `Resharding`."""
 
     def __init__(self, plan: Resharding, x: Tensor | None, dtype: torch.dtype) -> None:
         self.plan, self.x = plan, x
@@ -132,9 +130,7 @@ class TensorMove(ABC):
 
 
 class _Posted(TensorMove):
-    """A move on gloo. All receives are posted at once, and each part is relayed as soon as it
-    arrives.
-    """
+    """A move on gloo. All receives are posted at once, and parts are relayed on arrival."""
 
     def begin(self) -> None:
         self._arrivals = [self._at(hop).post([], [(hop.sender, self.buffers[_key(hop)])])

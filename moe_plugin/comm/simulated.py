@@ -36,9 +36,7 @@ class Traffic:
     collectives: dict[str, int] = field(default_factory=dict)
 
     def add(self, source: int, target: int, size: int) -> None:
-        """Count one message that has `size` bytes. Empty messages, and messages from a rank to
-        itself, are ignored.
-        """
+        """Count a message of `size` bytes, unless it is empty or sent by a rank to itself."""
         if source != target and size:
             self.messages[source, target] = self.messages.get((source, target), 0) + 1
             self.bytes[source, target] = self.bytes.get((source, target), 0) + size
@@ -67,8 +65,7 @@ class MessageClock(Protocol):
     def charge(self, sent: Mapping[int, Sent]) -> None:
         """Advance the clock for one round of messages.
 
-        Each sending rank is mapped to a list of pairs (destination rank, bytes), in the order of
-        sending.
+        Each sending rank is mapped to a list of pairs (destination rank, bytes), in sending order.
         """
 
 
@@ -98,7 +95,7 @@ class SimulatedComm(Comm):
         """Exchange pieces; see `Comm.all_to_all`.
 
         Raises:
-            CommError: If the peers sent other numbers of rows than `recv` specifies.
+            CommError: If the numbers of received rows differ from `recv`.
         """
         send = piece_lengths(x.shape[0], self.size, send, "all_to_all send")
         recv = piece_lengths(x.shape[0], self.size, recv, "all_to_all receive")
@@ -116,9 +113,7 @@ class SimulatedComm(Comm):
         return stacked.sum(0) if op == "sum" else stacked.amax(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Gather the tensors `x` [n, ...] of all ranks to a tensor [size * n, ...]; see
-        `Comm.all_gather`.
-        """
+        """Concatenate the tensors `x` [n, ...] of all ranks; see `Comm.all_gather`."""
         sent = self._count((peer, x) for peer in range(self.size))
         return torch.cat(self._meet("all_gather", x.detach(), sent))
 
@@ -176,9 +171,7 @@ class SimulatedComm(Comm):
         self._meet("barrier", None)
 
     def _count(self, sends: Iterable[tuple[int, Tensor]]) -> Sent:
-        """Count messages. Return the pair (global rank, bytes) for each message, in the order of
-        sending.
-        """
+        """Count messages. Return a pair (global rank, bytes) per message, in sending order."""
         messages = [(peer, x.numel() * x.element_size()) for peer, x in sends]
         real = [(self.ranks[peer], size) for peer, size in messages if peer != self.rank and size]
         self.counters.sent(len(real), sum(size for _, size in real))
@@ -199,7 +192,7 @@ class SimulatedComm(Comm):
             # No rank may overwrite its slot before all ranks have read the slots.
             self.board.barrier.wait()
         except threading.BrokenBarrierError:
-            raise self.error(f"{what} gave up: a peer failed or did not arrive within "
+            raise self.error(f"{what} timed out: a peer failed or did not join within "
                              f"{self.timeout_s} s") from None
         names = [slot[0] for slot in posted]
         if set(names) != {what}:
@@ -225,11 +218,11 @@ def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: f
     `fn` in rank order.
 
     If a rank fails, the function stops all other ranks and raises the first error. All threads
-    share torch's global random generator, so ranks that must draw the same numbers need their own
-    generators.
+    share torch's global random generator, so ranks that must draw the same random numbers need
+    their own generators.
 
     Args:
-        size: number of ranks, which is also the number of threads.
+        size: number of ranks, and also of threads.
         fn: function to run on each rank.
         timeout_s: maximum time that a rank waits for other ranks in a collective, in seconds.
         traffic: optional. Object that counts the messages of all ranks.

@@ -1,5 +1,4 @@
-"""The state shared by a group of ranks (`GroupState`), and the traffic counters of a rank
-(`Counters`).
+"""The state shared by a group of ranks (`GroupState`), and a rank's traffic counters (`Counters`).
 """
 
 from __future__ import annotations
@@ -64,11 +63,10 @@ class Counters:
 
 
 class TrafficMeter:
-    """A meter that measures the traffic from this rank to other ranks of a group since the meter
-    was created.
+    """A meter that measures this rank's traffic to other ranks of a group since its creation.
 
-    Under `torch.compile` no traffic is counted, because a compiled graph cannot contain numbers
-    that change with every call.
+    Under `torch.compile` no traffic is counted, because a compiled graph cannot contain values that
+    change with every call.
 
     Args:
         counters: traffic counters of the group to measure.
@@ -109,8 +107,7 @@ MAX_TAG = (1 << 31) - 1
 class GroupState:
     """State that is created once per group and used by all layers on the group.
 
-    All `Comm` objects for the same process group, including their tagged views, share one
-    `GroupState`.
+    All `Comm` objects for the same process group, including views, share one `GroupState`.
 
     Attributes:
         topology: topology that describes which ranks run on the same node. `topology` is None until
@@ -118,20 +115,18 @@ class GroupState:
             and cost models depend on the topology.
         watchdog: object that sends heartbeats, so that error messages can name missing ranks. The
             watchdog is None if none was requested.
-        worker: thread that runs exchanges in the background. The thread is created when the first
-            exchange starts.
-        stream: CUDA stream on which exchanges run in the background.
+        worker: thread that runs exchanges in the background. Created on first use.
+        stream: CUDA stream for background exchanges.
         timeout_watch: object that watches NCCL collectives, or None unless the process group's
             timeout is longer than the layer's timeout.
-        connected: on NCCL, True if all ranks have participated in a collective since the group was
-            prepared.
+        connected: on NCCL, True if all ranks have participated in a collective since `prepare`.
         started: descriptions of the most recent collectives, if collectives may fail after their
             calls have returned.
         last_tag: tag of the exchange that was most recently started in the background. All ranks
             must request tags in the same order.
-        abandoned: objects of messages for which no rank waits after an error. The backend may still
-            use the objects of abandoned messages. Each element is a pair of the time until which
-            the objects are kept alive, and the objects.
+        abandoned: tensors and work objects of messages that no code waits for after an error. The
+            backend may still use these objects. Each element is a pair: the time until which the
+            objects are kept alive, and the objects.
         hosts: see `Comm.hosts`. `hosts` is None before its first use, or if the group itself
             accepts CPU tensors.
         subgroups: mapping from the ranks of a subgroup to the subgroup, for subgroups that contain
@@ -159,8 +154,7 @@ class GroupState:
     _by_class: dict[type, Any] = field(default_factory=dict)
 
     def get(self, kind: type[T], make: Callable[[], T] | None = None) -> T:
-        """Return the object of class `kind` that another module of this package stores with the
-        group.
+        """Return the object of class `kind` that another module stores with the group.
 
         The object is created on first use by calling `make` or `kind()`. Stored objects are
         discarded when the topology changes.
@@ -170,9 +164,7 @@ class GroupState:
         return self._by_class[kind]
 
     def set_topology(self, topology: Topology) -> None:
-        """Set a new topology. Measurements and plans made under the previous topology are
-        discarded.
-        """
+        """Set a new topology, and discard all measurements and plans for the previous one."""
         self.topology, self.collects_for = topology, None
         self._by_class.clear()
 
@@ -187,15 +179,14 @@ class GroupState:
         return first
 
     def keep_abandoned(self, seconds: float, *parts: Any) -> None:
-        """Keep the objects of messages alive for `seconds`, so that the peers can complete or fail
-        in the meantime.
+        """Keep the objects of messages alive for `seconds`, so that the peers can complete or fail.
 
         Destructors in any thread may call this method.
         """
         self.abandoned[id(parts)] = time.monotonic() + seconds, parts
 
     def release_abandoned(self) -> None:
-        """Release the objects of messages whose time has expired."""
+        """Release the abandoned messages whose time has expired."""
         # A copy of the items, because a destructor in a different thread may add an entry
         # meanwhile.
         for number, (until, _) in list(self.abandoned.items()):
@@ -232,7 +223,7 @@ class PostedMessages:
 
     Args:
         state: the state of the group.
-        seconds: time for which the messages are kept alive if no code waits for them.
+        seconds: how long the messages are kept alive if no code waits for them.
         wait: function that is called with `works` and `messages` and waits for the messages.
         works: torch's work objects of the messages.
         messages: the sent and the received messages.

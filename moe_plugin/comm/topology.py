@@ -1,5 +1,4 @@
-"""`Topology`, which describes on which node each rank runs and how many network cards a node has.
-"""
+"""`Topology`, which describes the node of each rank and the number of network cards per node."""
 
 from __future__ import annotations
 
@@ -77,9 +76,7 @@ class Topology:
 
     @classmethod
     def uniform(cls, size: int, per_node: int, nics: int = 1, source: str = "given") -> Topology:
-        """Create a topology in which each node runs `per_node` consecutive ranks. The last node
-        runs the remaining ranks.
-        """
+        """Create a topology with `per_node` consecutive ranks per node; the last may have fewer."""
         if per_node < 1:
             raise ValueError(
                 f"ranks per node={per_node} must be >= 1; give the number of ranks on each node")
@@ -90,9 +87,7 @@ class Topology:
     @classmethod
     def from_keys(cls, keys: Sequence[Hashable], nics: int = 1,
                   source: str = "detected") -> Topology:
-        """Create a topology in which ranks with equal keys (for example host names) run on the same
-        node.
-        """
+        """Create a topology in which ranks with equal keys (such as host names) share a node."""
         nodes: dict[Any, list[int]] = {}
         for rank, key in enumerate(keys):
             nodes.setdefault(key, []).append(rank)
@@ -105,7 +100,7 @@ class Topology:
 
     @cached_property
     def node_of(self) -> tuple[int, ...]:
-        """Index of the node on which each rank runs."""
+        """Node index of each rank."""
         where = {rank: index for index, node in enumerate(self.nodes) for rank in node}
         return tuple(where[rank] for rank in range(self.size))
 
@@ -124,8 +119,7 @@ class Topology:
     def two_steps(self) -> bool:
         """True if collectives in two steps can be faster than a ring.
 
-        Two steps require several nodes with the same number of ranks, and at least two ranks per
-        node.
+        Requires several nodes with the same number of ranks, and at least two ranks per node.
         """
         return self.uniform_nodes and self.why_flat() is None
 
@@ -148,8 +142,7 @@ class Topology:
         return self.node_of[one] == self.node_of[other]
 
     def restrict(self, ranks: Sequence[int]) -> Topology:
-        """Return the topology of the subgroup that consists of `ranks`, in which ranks are numbered
-        as in the subgroup.
+        """Return the topology of the subgroup of `ranks`, with ranks numbered as in the subgroup.
         """
         return Topology.from_keys([self.node_of[rank] for rank in ranks], self.nics, self.source)
 

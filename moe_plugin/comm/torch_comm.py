@@ -139,9 +139,7 @@ class TorchComm(Comm):
         return topology
 
     def detect_topology(self) -> Topology:
-        """Detect which ranks run on the same node by comparing node indices and host names.
-        Collective.
-        """
+        """Detect which ranks share a node, by node index and host name. Collective."""
         key_bytes = torch.frombuffer(bytearray(node_key(_KEY_BYTES)), dtype=torch.uint8)
         key_bytes = key_bytes.to(self.device)
         keys = self.all_gather(key_bytes).cpu().view(self.size, _KEY_BYTES)
@@ -149,8 +147,7 @@ class TorchComm(Comm):
 
     def all_to_all(self, x: Tensor, send: Sequence[int] | None = None,
                    recv: Sequence[int] | None = None) -> Tensor:
-        """See `Comm.all_to_all`. Tensors with dtypes that the backend does not support are sent as
-        bytes.
+        """See `Comm.all_to_all`. Tensors with unsupported dtypes are sent as bytes.
 
         On a tagged view, point-to-point messages are used instead.
         """
@@ -230,9 +227,7 @@ class TorchComm(Comm):
         return out
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """See `Comm.send_receive`. If a peer fails or the timeout expires, the method raises a
-        `CommError`.
-        """
+        """See `Comm.send_receive`. Raises a `CommError` if a peer fails or the timeout expires."""
         if not sends and not recvs:
             return
         if self.receive_first:
@@ -243,8 +238,8 @@ class TorchComm(Comm):
             self._batched(sends, recvs)
 
     def post(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
-        """See `Comm.post`. On gloo, messages are sent in the background, and `timeout_s` limits
-        each wait.
+        """See `Comm.post`. On gloo, messages run in the background, and `timeout_s` limits each
+        wait.
         """
         if not self.receive_first:
             return super().post(sends, recvs)
@@ -262,7 +257,7 @@ class TorchComm(Comm):
 
     @contextmanager
     def _watched(self, sends: Messages, recvs: Messages) -> Iterator[None]:
-        """Tell the watchdog, if there is one, that this rank waits for these messages."""
+        """Notify the watchdog, if there is one, that this rank is waiting for these messages."""
         watchdog = self.state.watchdog
         if watchdog is not None:
             watchdog.begin(f"send_receive with {len(sends)} sends, {len(recvs)} receives")
@@ -327,8 +322,8 @@ class TorchComm(Comm):
             self._bounded(dist.barrier)
 
     def _bounded(self, collective: Callable[..., Any], *args: Any) -> None:
-        """Run a collective of torch, on gloo for at most `timeout_s` seconds. On NCCL, the host
-        does not wait, so only the process group's own timeout and the watchdog apply.
+        """Run a torch collective, for at most `timeout_s` seconds on gloo. On NCCL, the host does
+        not wait, so only the process group's own timeout and the watchdog apply.
         """
         if not self.receive_first:
             collective(*args, group=self.group)
@@ -349,7 +344,7 @@ class TorchComm(Comm):
         return wait
 
     def _wait_for(self, work: Any, *args: Any) -> None:
-        """Wait for a collective of torch, on gloo for at most `timeout_s` seconds."""
+        """Wait for a torch collective, for at most `timeout_s` seconds on gloo."""
         if not self.receive_first:
             work.wait()
             self._passes(*args)
@@ -376,7 +371,7 @@ def _as_supported(x: Tensor) -> Tensor:
 
 
 def _widening(x: Tensor) -> int:
-    """Return the length of `_as_supported(x)` along dimension 0 per row of `x`."""
+    """Return how many rows `_as_supported(x)` has per row of `x`."""
     return math.prod(x.shape[1:]) * x.element_size() if x.dtype in _WIDE else 1
 
 
@@ -395,5 +390,5 @@ def default_comm(timeout_s: float = 1800.0) -> Comm:
         raise ValueError(
             f"WORLD_SIZE={processes} requires a process group, without which each process "
             "would train a separate model. Call torch.distributed.init_process_group() before "
-            "building the layer, or pass comm=LocalComm() for a layer of this process alone")
+            "building the layer, or pass comm=LocalComm() for a layer in one process")
     return LocalComm()

@@ -2,11 +2,11 @@
 messages within a group.
 
 The data of all ranks is treated as a single vector of elements. Each root's shard is split among
-the trees of this root in proportion to their weights. The part of each tree is then split into C
-chunks. In round c + LAG (d - 1), chunk c is sent over the edges from depth d - 1 to depth d. The
-chunks follow one another, so all trees are busy at the same time. All data that one rank sends to
-another rank in the same round is sent in a single message. In a reduce-scatter, data flows towards
-the roots. The messages are the same as in an all-gather, in the opposite order.
+the trees of this root in proportion to their weights. Each tree's part is then split into C chunks.
+In round c + LAG (d - 1), chunk c is sent over the edges from depth d - 1 to depth d. The chunks are
+pipelined through the trees. All data that one rank sends to another rank in the same round is sent
+in a single message. In a reduce-scatter, data flows towards the roots. The messages are the same as
+in an all-gather, in the opposite order.
 
 A rank forwards data that arrived LAG rounds earlier, so its links stay busy while the messages of a
 round are in transit. Let T be the time to send all bytes and alpha the fixed time of a round, both
@@ -16,11 +16,10 @@ in seconds, and let D be the depth of the trees. With C chunks, the collective t
 All ranks run the same number of rounds. On gloo, a rank posts the receives of later rounds before
 it sends, so a round does not wait until another rank reaches the same round. On other backends,
 each round is one call of `Comm.send_receive`. Deadlocks cannot occur. The rank that is furthest
-behind waits only for messages of earlier rounds, and all other ranks have already posted these
-messages.
+behind waits only for messages of earlier rounds, which all other ranks have already posted.
 
 Sums are bitwise equal in every run with the same inputs. In each round, a rank adds received data
-to its own data in the order of the senders' ranks. The tree determines in which round each part
+to its own data in the order of the senders' ranks. The tree determines the round in which each part
 arrives.
 """
 
@@ -109,8 +108,7 @@ def rounds_of(schedule: Schedule, rank: int, shards: Sequence[int], chunks: int)
     number of rounds.
 
     Args:
-        schedule: schedule of an all-gather (away from the roots) or of a reduce-scatter (towards
-            the roots).
+        schedule: schedule of an all-gather (from the roots) or of a reduce-scatter (to the roots).
         rank: the rank.
         shards: index of the first element of each rank's shard, followed by the end of the last
             shard; see `shards_of`.
@@ -209,8 +207,7 @@ class Trees:
 
 
 def all_gather(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
-    """Concatenate the tensors `x` [n, ...] of all ranks along dimension 0 to a tensor [size * n,
-    ...].
+    """Concatenate the tensors `x` [n, ...] of all ranks to a tensor [size * n, ...].
 
     Raises:
         CommError: If a peer fails or a message exceeds the timeout.
@@ -254,9 +251,7 @@ def all_reduce(comm: Comm, trees: Trees, x: Tensor) -> Tensor:
 
 
 def _spread(comm: Comm, trees: Trees, whole: Tensor) -> None:
-    """Send each rank's shard of `whole` to all other ranks, which write the shard to their own
-    `whole` in place.
-    """
+    """Send each rank's shard of `whole` to the other ranks, which write it to their `whole`."""
     flat_N = whole.view(-1).view(_SAME_SIZE[whole.element_size()])
     rounds = trees.rounds(trees.gather, comm, whole.numel(), whole.nbytes)
     _Run(comm, flat_N, rounds, "all_gather", _put).go()
@@ -314,9 +309,7 @@ class _Run:
                 f"{self.flat_N.dtype} [{self.flat_N.numel()}])") from error
 
     def _post(self, number: int) -> None:
-        """Run a round on gloo. Receives are posted in advance, and the method does not wait until
-        the sends complete.
-        """
+        """Run a round on gloo with receives posted in advance, without waiting for the sends."""
         while self._posted < min(number + AHEAD, len(self.rounds)):
             buffers = self._buffers(self.rounds[self._posted].recvs)
             if buffers:
@@ -331,9 +324,7 @@ class _Run:
             self._leaving[number] = self.comm.post(sends, [])
 
     def _complete(self, number: int) -> None:
-        """Wait for a posted round, write the received data to its destination, and release the
-        buffers that were sent.
-        """
+        """Wait for a posted round, store the received data, and release the sent buffers."""
         if number in self._arriving:
             wait, buffers = self._arriving.pop(number)
             wait()

@@ -1,19 +1,18 @@
-"""Threads that watch a group of ranks, and functions that stop all ranks of a job after a fatal
-error.
+"""Threads that watch a group of ranks, and functions that stop a job after a fatal error.
 
 `Watchdog` sends heartbeats, so that error messages can name missing ranks. `TimeoutWatch` detects
 NCCL collectives that take longer than `comm.timeout_s` and logs their names.
 
-The host does not wait for NCCL collectives, and NCCL's own watchdog uses only the timeout with
-which a group was created. A group that was created by other code may have a timeout longer than
-`comm.timeout_s`. For groups with a longer timeout, each collective of the layer records an event,
-and a thread checks whether the oldest event has completed. The host does not wait for the recorded
+The host does not wait for NCCL collectives, and NCCL's own watchdog uses only the timeout that was
+set when the group was created. A group that was created by other code may have a timeout longer
+than `comm.timeout_s`. For groups with a longer timeout, each collective of the layer records an
+event, and a thread checks whether the oldest event has completed. The host does not wait for these
 events.
 
-While a graph is captured in the mode `global`, which is torch's default, CUDA forbids the thread's
-checks. Therefore capture graphs with `torch.cuda.graph(..., capture_error_mode="thread_local")`.
-Torch's own watchdog thread requires the same mode. In any other mode, the thread stops watching and
-logs a warning.
+CUDA forbids the thread's checks while a graph is captured in `global` mode, which is torch's
+default. Therefore capture graphs with `torch.cuda.graph(..., capture_error_mode="thread_local")`.
+Torch's own watchdog thread requires the same mode. In any other mode, the thread logs a warning and
+stops.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ _TOGETHER_S = 1.0  # wait for ranks that end with the same error
 def ends_all_ranks(kind: type[BaseException]) -> Iterator[None]:
     """If an error of type `kind` is raised inside the block, stop all ranks of the job.
 
-    Use this context manager for errors that occur on one rank only and prevent the other ranks from
-    continuing.
+    Use this context manager for errors on one rank that prevent the other ranks from continuing.
     """
     try:
         yield
@@ -62,13 +60,12 @@ def ends_all_ranks(kind: type[BaseException]) -> Iterator[None]:
 
 @contextmanager
 def says_why() -> Iterator[None]:
-    """If an error occurs on this rank only, stop all ranks and show them this rank's error message.
-    Use `says_why` around a whole run.
+    """If an error occurs on this rank only, stop all ranks and report this rank's error message on
+    each of them. Wrap a whole run in this context manager.
 
-    Without this context manager, the other ranks would fail with a broken connection. If all ranks
-    fail independently, for example because of invalid settings, each rank raises its own error. If
-    the limit on open files was reached, the context manager raises a `ValueError` that states the
-    limit and the remedy.
+    Without it, the other ranks would fail with a broken connection. If all ranks fail
+    independently, for example because of invalid settings, each rank raises its own error. If the
+    limit on open files was reached, a `ValueError` states the limit and the remedy.
     """
     try:
         yield
@@ -82,15 +79,14 @@ def says_why() -> Iterator[None]:
 
 
 def abort_job(error: BaseException) -> None:
-    """Stop all other ranks from waiting for this rank. The groups that contain this rank can no
-    longer be used.
+    """Stop all other ranks from waiting for this rank. The groups of this rank can no longer be
+    used.
 
     A job with a single process is not affected. On NCCL, a rank that waits in a kernel notices the
-    abort when its host next waits for sizes, or when its own timeout expires.
+    abort when its host next waits for row counts, or when its own timeout expires.
 
     Args:
-        error: the error that stops the job. The number of this rank is added to the error as a
-            note.
+        error: the error that stops the job. The rank number is added to the error as a note.
     """
     if not _several() or _why(error) in getattr(error, "__notes__", ()):
         return
@@ -118,7 +114,7 @@ def reason() -> str:
 
 
 def is_of_another_rank(error: BaseException) -> bool:
-    """Return whether the error message names an error on another rank as the cause."""
+    """Return whether the error message says that the cause is an error on another rank."""
     return _GAVE_UP in str(error)
 
 
@@ -245,15 +241,12 @@ class TimeoutWatch:
     """A thread that aborts a group if one of its collectives takes too long.
 
     Args:
-        group: process group to watch. This object holds no strong reference to the group.
-        timeout_s: maximum duration of a collective in seconds, including work that was queued
-            before it.
+        group: process group to watch. This object holds only a weak reference to the group.
+        timeout_s: maximum duration of a collective in seconds, including work queued before it.
         who: description of the rank and the group, for use in messages.
-        report: function that returns additional information about the peers for messages, or an
-            empty string.
+        report: function that returns information about the peers for messages, or an empty string.
         event: function that records an event on a device's current stream. The event has a
-            `query()` method. The function returns None if the host itself waits for collectives on
-            the device.
+            `query()` method. Returns None if the host itself waits for collectives on the device.
     """
 
     def __init__(self, group: Any, timeout_s: float, who: str, report: Callable[[], str],
@@ -295,7 +288,7 @@ class TimeoutWatch:
                 return
 
     def _late(self) -> list[str]:
-        """List the oldest collective, if it is late, and the collectives queued after it."""
+        """If the oldest collective is late, list it and the collectives queued after it."""
         while self._pending and self._pending[0][2].query():
             self._pending.popleft()
         if not self._pending or time.monotonic() - self._pending[0][0] < self.timeout_s:
@@ -322,7 +315,7 @@ class Watchdog:
         rank: this rank's index in the group.
         size: number of ranks in the group.
         name: name of the group, for use in the store's keys.
-        interval_s: time between two heartbeats, in seconds.
+        interval_s: interval between heartbeats, in seconds.
     Raises:
         ValueError: If `interval_s` is not positive.
     """

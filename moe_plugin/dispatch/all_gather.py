@@ -45,7 +45,7 @@ from moe_plugin.records import ExpertRows, KeptRouting
 
 @dataclass(frozen=True)
 class GatheredPlan(TokenPlan):
-    """The plan of one call of the dispatcher `all_gather`.
+    """The plan of one call of the `all_gather` dispatcher.
 
     `row_plan` describes the rows for the tokens of all ranks. The tokens of each rank are padded to
     `longest` tokens.
@@ -69,8 +69,8 @@ class AllGatherDispatcher(Dispatcher[GatheredPlan]):
     traits = DispatchTraits(single_layout=True)
 
     def plan(self, kept: KeptRouting) -> GatheredPlan:
-        """See `Dispatcher`. The hosts exchange the numbers of tokens, and then the expert ids are
-        gathered.
+        """See `Dispatcher`. The ranks exchange their numbers of tokens in host memory, and then the
+        expert ids are gathered.
 
         The host waits for the device once.
         """
@@ -87,9 +87,7 @@ class AllGatherDispatcher(Dispatcher[GatheredPlan]):
         return GatheredPlan(rows.counts.total, rows, routing.weights_TK, longest, wanted)
 
     def _nodes_of(self, ids_AK: Tensor) -> Tensor:
-        """Return a bool tensor [A, nodes] whose element is True if one of the token's experts is on
-        the node.
-        """
+        """Return a bool tensor [A, nodes], True if the node has any of the token's experts."""
         place, topology = self.placement, self.placement.comm.topology
         on_node_EN = torch.zeros(place.experts + 1, len(topology.nodes), dtype=torch.bool)
         for expert in range(place.experts):
@@ -109,10 +107,10 @@ class AllGatherDispatcher(Dispatcher[GatheredPlan]):
 
 
 def _longest(comm: Comm, ids_TK: Tensor) -> int:
-    """Return the largest number of tokens on any rank. The hosts exchange their numbers of tokens.
+    """Return the largest number of tokens on any rank. The ranks exchange their numbers of tokens
+    on the host.
 
-    If collectives run in two steps between several nodes, `agree_max` needs fewer rounds than an
-    all-reduce.
+    With collectives in two steps between nodes, `agree_max` needs fewer rounds than an all-reduce.
     """
     if comm.by_nodes:
         return int(comm.agree_max([len(ids_TK)])[0])
@@ -140,9 +138,7 @@ def _reduce(comm: Comm, x: Tensor, wanted: Wanted | None) -> Tensor:
 
 
 class _Scatter(torch.autograd.Function):
-    """Autograd function that sums the outputs of all ranks and returns the sums for this rank's
-    tokens.
-    """
+    """Autograd function that sums outputs over ranks and returns the sums of this rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, part_AD: Tensor, comm: Comm, wanted: Wanted | None) -> Tensor:

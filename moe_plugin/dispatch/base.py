@@ -1,5 +1,4 @@
-"""The interface of dispatchers, which send rows to the experts and combine the outputs of the
-experts.
+"""The interface of dispatchers, which send rows to the experts and combine their outputs.
 
 A dispatcher declares its capabilities in `traits`. The layer, the layouts and the exactness tests
 read the traits of a dispatcher and never check whether a method exists. A dispatcher stores no
@@ -32,7 +31,7 @@ PlanT = TypeVar("PlanT", bound=DispatchPlan)  # the plans of a dispatcher
 
 @dataclass(frozen=True)
 class Overlap:
-    """The numbers of pieces into which rows are split, so that exchanges overlap with matmuls.
+    """The number of pieces of rows in each direction, so that exchanges overlap with matmuls.
 
     Attributes:
         forward: number of pieces in the forward pass, `parallel.d`.
@@ -50,8 +49,8 @@ class Overlap:
 
     @property
     def pieces(self) -> int:
-        """Number of pieces into which rows are divided. Both the forward and the backward pass can
-        combine the pieces into groups of equal size.
+        """Number of pieces per call. Both the forward and the backward pass can combine the pieces
+        into groups of equal size.
         """
         return math.lcm(self.forward, self.backward or self.forward)
 
@@ -70,8 +69,8 @@ class DispatchTraits:
         shares_tokens: True if all ranks of the group have the same tokens.
         splits_slots: True if ranks that have the same tokens (`Placement.replicas`) divide the
             slots among themselves.
-        single_layout: True if the dispatcher supports only the layout in which each expert is
-            computed on the rank that stores it. Other dispatchers support every value of `r`.
+        single_layout: True if the dispatcher supports only the layout that computes each expert on
+            the rank that stores it. Other dispatchers support every value of `r`.
         bounded: True if rows are sent in buffers of a fixed length (`DispatchContext.limit`), so
             that the row counts can stay on the device.
         spills: True if ranks that do not store an expert may compute some of the expert's rows
@@ -101,17 +100,16 @@ class DispatchContext:
 
     Attributes:
         placement: the ranks that store each expert, and the all-to-all algorithm.
-        overlap: number of pieces in each direction. More than one piece requires
-            `traits.supports_pieces`.
+        overlap: number of pieces in the forward pass and in the backward pass. More than one piece
+            requires `traits.supports_pieces`.
         limit: limit on the number of rows of the layer. All calls of the layer use the same limit
             object. None unless `traits.bounded`.
         spill_planner: object that decides which rank computes which rows. All ranks make the same
             decision. `spill_planner` is None if every rank computes only its own experts.
-        configured: traits of the dispatcher that the user configured, if this dispatcher replaces
-            it.
+        configured: traits of the dispatcher that the user configured, if this one replaces it.
         counts_on_device: True if the experts can read their row counts on the device.
-        weights_first: True if gate weights are multiplied with the experts' inputs instead of their
-            outputs. Only dispatchers that send a token's row once per rank or node read
+        weights_first: True if the experts' inputs are multiplied by the gate weights, instead of
+            their outputs. Only dispatchers that send a token's row once per rank or node read
             `weights_first`.
     """
 
@@ -129,7 +127,7 @@ class Dispatcher(ABC, Generic[PlanT]):
     returns the outputs.
 
     Attributes:
-        reads_anchor: True if `dispatch` uses its argument `anchor`. The anchor is needed if there
+        reads_anchor: True if `dispatch` uses its `anchor` argument. The anchor is needed if there
             is more than one rank.
     """
 
@@ -148,14 +146,13 @@ class Dispatcher(ABC, Generic[PlanT]):
         """
 
     def start_sizes(self, routing: Routing, tokens: bool = False) -> Any:
-        """Start to exchange the sizes of a call before `plan` is called.
+        """Start exchanging the sizes of a call before `plan` is called.
 
         Starting early saves time if the router's choices are known early and no choice will be
         dropped. All ranks must start their exchanges in the same order.
 
         Args:
-            routing: routing of the call. The caller must assign the returned object to
-                `routing.sizes`.
+            routing: routing of the call. The caller must assign the result to `routing.sizes`.
             tokens: if True, the largest number of tokens on any rank is determined as well.
         Returns: The exchange in progress (`dispatch.ragged.SentSizes`), or None if the dispatcher
             cannot exchange sizes early.
@@ -166,8 +163,7 @@ class Dispatcher(ABC, Generic[PlanT]):
     def dispatch(self, x_TD: Tensor, plan: PlanT, anchor: Tensor | None) -> Sent:
         """Send the rows to their experts.
 
-        When the method returns, all exchanges that run in the background (`Overlap`) have been
-        started.
+        When the method returns, all background exchanges (`Overlap`) have been started.
 
         Args:
             x_TD: [T, D], the tokens of this rank.
@@ -258,7 +254,7 @@ def check_settings(config: DispatchConfig, training: bool = True) -> None:
 
 
 def fixed_slots(kept: KeptRouting) -> tuple[Tensor, int]:
-    """Return the slot of each choice, int64 [T, K], and the capacity per expert.
+    """Return the slot of each routing choice, int64 [T, K], and the capacity per expert.
 
     Raises:
         ValueError: If this call has no capacity.
@@ -273,8 +269,7 @@ def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple
     int64 [T, K*r], and the weights [T, K*r].
 
     A token is sent to each of the r slices of a chosen expert. The S/r ranks that share a slice
-    divide the slots of the expert among themselves: rank number s % (S/r) among them processes slot
-    s.
+    divide the slots of the expert among themselves: rank s % (S/r) among them processes slot s.
 
     Args:
         place: the ranks that store each expert, and the number of copies r.

@@ -1,4 +1,4 @@
-"""The dispatcher `bounded`, which sends only real rows, in buffers of a fixed length.
+"""The `bounded` dispatcher, which sends only real rows, in buffers of a fixed length.
 
 Every rank sends a buffer of P rows (`RowsLimit.slots`) to every rank. A buffer contains the real
 rows first, followed by rows of zeros. Each buffer is accompanied by the number of rows for each
@@ -29,9 +29,7 @@ from moe_plugin.records import DeviceCounts, KeptRouting
 
 @dispatchers.register("bounded")
 class BoundedDispatcher(ExchangeDispatcher[ExchangePlan]):
-    """A dispatcher that pads the rows for each rank to a fixed length, so that the host never waits
-    for the device.
-    """
+    """A dispatcher with buffers of a fixed length, so that the host never waits for the device."""
 
     traits = DispatchTraits(supports_pieces=True, bounded=True, sends_once=True)
 
@@ -42,9 +40,7 @@ class BoundedDispatcher(ExchangeDispatcher[ExchangePlan]):
 
     @property
     def maps_rows(self) -> bool:
-        """See `ExchangeDispatcher`. False if rows are stored in pages, because pages store rows
-        without padding.
-        """
+        """See `ExchangeDispatcher`. False if rows are stored in pages, that is, without padding."""
         return not self.limit.stashes
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
@@ -92,21 +88,21 @@ class BoundedDispatcher(ExchangeDispatcher[ExchangePlan]):
 
 
 def says_load(ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return a bool scalar on the device that is True if the routing represents the actual load of
-    the experts.
+    """Return a bool scalar on the device, True if the routing represents the experts' actual load.
 
-    If an earlier layer had more rows than its limit allows, all values are NaN. The routing of NaN
-    tokens must not change the limit. One finite weight is sufficient for the routing to count,
-    because tokens would otherwise be lost without an error.
+    If an earlier layer had more rows than its limit allows, all values are NaN. Routing based on
+    NaN tokens must not change the limit. The function returns True if at least one weight is
+    finite, because ignoring such a call could lose tokens without an error.
     """
     return (weights_TK.isfinite() & (ids_TK >= 0)).any()
 
 
 def _slots_by_rank(place: Placement, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slot of each choice and the row counts.
+    """Return the slot of each routing choice and the row counts.
 
-    The rows for each rank are ordered by expert. The slot, int64 [T, K*r], is the index of a choice
-    among the rows for its rank. The row counts, int64 [W, L], are indexed by rank and local expert.
+    The rows for each rank are ordered by expert. The slot, int64 [T, K*r], is the index of a
+    routing choice among the rows for its rank. The row counts, int64 [W, L], are indexed by rank
+    and local expert.
     """
     number_N, count_V = running_count(ids_TK.reshape(-1), place.virtual)
     count_WL = count_V.view(place.comm.size, place.local)
@@ -115,9 +111,7 @@ def _slots_by_rank(place: Placement, ids_TK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fitting(count_WL: Tensor, slots: int) -> Tensor:
-    """For each rank and expert, return how many of the expert's rows are among the first `slots`
-    rows for the rank.
-    """
+    """For each rank and expert, count the expert's rows among the first `slots` rows."""
     end_WL = count_WL.cumsum(1).clamp(max=slots)
     return end_WL.diff(dim=1, prepend=end_WL.new_zeros(end_WL.shape[0], 1))
 

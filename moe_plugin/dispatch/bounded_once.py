@@ -12,7 +12,7 @@ each rank forwards the pairs that it received from other ranks. Rows that are wi
 therefore fit both exchanges, and the ranks need no further agreement.
 
 In tensor names, S is the number of source ranks in an exchange. See `dispatch.bundles` for the
-other letters.
+meaning of the other letters.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class SlotHop:
 
     Attributes:
         comm: group of all ranks.
-        targets: ranks to which this rank sends, in ascending order.
-        sources: ranks from which this rank receives, in ascending order.
+        targets: ranks that receive data from this rank, in ascending order.
+        sources: ranks that send data to this rank, in ascending order.
         rows: number of row slots per target and per source.
         pairs: number of pair slots per target and per source.
     """
@@ -56,16 +56,14 @@ class SlotHop:
     pairs: int
 
     def sizes(self, slots: int) -> tuple[list[int], list[int]]:
-        """Return the numbers of slots sent to each rank and received from each rank, given `slots`
-        slots per target.
-        """
+        """Return the numbers of slots sent to and received from each rank (`slots` per target)."""
         ranks = range(self.comm.size)
         # the exchange runs over the whole group, in which other ranks send and receive nothing
         return ([slots if rank in self.targets else 0 for rank in ranks],
                 [slots if rank in self.sources else 0 for rank in ranks])
 
     def loaded(self, target_TK: Tensor) -> Loaded:
-        """Assign choices to the slots of the exchange.
+        """Assign routing choices to the slots of the exchange.
 
         Args:
             target_TK: int64 [T, K], the index of each choice's target in `targets`, or -1 if a
@@ -89,7 +87,7 @@ class SlotHop:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The slots in which an exchange sends the choices of tokens.
+    """The slots that an exchange assigns to the tokens' choices of experts.
 
     Attributes:
         hop: the exchange.
@@ -108,7 +106,7 @@ class Loaded:
     pair_TK: Tensor
 
     def rows(self, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the choice that belongs to each row and the row that belongs to each choice
+        """Return the routing choice of each row and the row of each routing choice
         (`kernels.rows`).
 
         Args:
@@ -120,7 +118,7 @@ class Loaded:
         return slot_sources(position_TK, targets * self.hop.rows), position_TK
 
     def pairs(self, shard_TK: Tensor, shards: int) -> Pairs:
-        """Encode the pairs and put them in their slots.
+        """Encode the (expert, weight) pairs and write them to their slots.
 
         Args:
             shard_TK: int64 [T, K], the expert shard of each choice.
@@ -177,7 +175,7 @@ class ArrivedSlots:
                    choices)
 
     def piece(self, start: int, end: int) -> Arrived:
-        """Return the pairs of the rows in slots `start` (inclusive) to `end` (exclusive) of each
+        """Return the pairs of the rows in slots `start` (inclusive) to `end` (exclusive) per
         source.
 
         All other pairs are replaced with padding.
@@ -197,11 +195,10 @@ class ArrivedSlots:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedOncePlan(ExchangePlan):
-    """The plan of a call that sends bounded rows, where each token's row is sent only once to each
-    rank or node.
+    """The plan of a call with bounded rows, where each row is sent only once to each rank or node.
 
     Attributes:
-        gates_TK: gate weights of the choices. They require gradients.
+        gates_TK: gate weights of the routing choices. They require gradients.
         pairs: encoded (expert, weight) pairs to send.
         hop: first exchange, in which this rank sends its tokens.
         starts: first slot of each piece, followed by the total number of slots.
@@ -298,12 +295,11 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
         return SlotHop(self.placement.comm, ranks, ranks, min(slots, tokens), slots)
 
     def next_target(self, rank_TK: Tensor) -> Tensor:
-        """Return the index of each choice's target in the first exchange, int64, or -1 for choices
-        without an expert.
+        """Return the index of each routing choice's target in the first exchange, int64, or -1 for
+        choices without an expert.
 
         Args:
-            rank_TK: int64 [T, K], the rank of each choice's expert, or -1 for choices without an
-                expert.
+            rank_TK: int64 [T, K], the rank of each choice's expert, or -1 if it has no expert.
         """
         return rank_TK
 
@@ -325,10 +321,9 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
         Args:
             rank_TK: int64 [T, K], the rank of each choice's expert, or -1 for choices without an
                 expert.
-            loaded: slots of the choices.
+            loaded: slots assigned to the routing choices.
             slots: maximum number of pairs from one rank to another, P.
-            counts: bool scalar that is True if the routing represents the actual load
-                (`says_load`).
+            counts: bool scalar, True if the routing represents the actual load (`says_load`).
         """
         comm = self.placement.comm
         pairs_W = expert_load(rank_TK, comm.size)

@@ -1,15 +1,14 @@
-"""Encoding and decoding of (expert, weight) pairs, which accompany rows that are sent only once to
-each target.
+"""Encoding and decoding of (expert, weight) pairs for rows that are sent only once to each target.
 
 A token is sent as one row to each target rank that has at least one of the token's experts. In
 addition to the row, one pair is sent for each of the token's experts on the target rank. A pair
 contains the expert shard, the gate weight, and a flag that marks the first pair of a row. Rows and
 pairs are ordered by target and then by token. The pairs of a token are ordered by choice. A pair
-occupies 6 to 12 bytes (`code_dtype`). Row indices are not sent. A pair without the flag belongs to
-the same row as the previous pair.
+takes up 6 to 12 bytes, depending on the dtypes of its code (`code_dtype`) and its weight. Row
+indices are not sent. A pair without the flag belongs to the same row as the previous pair.
 
-Letters in tensor names stand for these numbers: T tokens (or received rows to forward), K choices,
-N rows, P sent pairs, Q received pairs, R received rows, and W ranks.
+Letters in tensor names denote sizes: T tokens (or received rows to forward), K choices, N rows, P
+sent pairs, Q received pairs, R received rows, and W ranks.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 
 
 def first_of_each(key_TK: Tensor) -> Tensor:
-    """Return a bool tensor [T, K]. Element [t, k] is True if no earlier choice of token t has the
-    same key as choice k.
+    """Return a bool tensor [T, K]. Element [t, k] is True if no earlier routing choice of token t
+    has the same key as choice k.
 
     Args:
-        key_TK: int64 [T, K], the key of each choice. For a key of -1, the returned element is
-            False.
+        key_TK: int64 [T, K], the key of each choice. For a key of -1, the element is False.
     """
     # sorting needs less memory than comparing all pairs of choices, by a factor of K
     sorted_TK, order_TK = key_TK.sort(dim=1, stable=True)
@@ -47,15 +45,14 @@ def first_of_each(key_TK: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bundles:
-    """The choices of all tokens, grouped by target. All tensors are on the device, and the host
-    does not read them.
+    """The routing choices of all tokens, grouped by target. All tensors are on the device, and the
+    host does not read them.
 
     Attributes:
-        target_TK: int64 [T, K], the rank to which each choice is sent next, or -1 if a choice has
-            no target.
+        target_TK: int64 [T, K], the next rank that receives each choice, or -1 without a target.
         first_TK: bool [T, K], True if the choice is the first choice of its token for this target.
-        order_N: int64 [T*K], the indices of the choices, sorted in the order in which their pairs
-            are sent. Choices without a target are at the end.
+        order_N: int64 [T*K], the indices of the choices, sorted as their pairs are sent. Choices
+            without a target are at the end.
         first_N: bool [T*K], True if the pair is the first pair of a row.
         row_N: int64 [T*K], the index of each pair's row.
         rows_W: int64 [W], the number of rows sent to each rank.
@@ -72,7 +69,7 @@ class Bundles:
 
     @classmethod
     def of(cls, target_TK: Tensor, ranks: int) -> Bundles:
-        """Group the choices by target.
+        """Group the routing choices by target.
 
         Args:
             target_TK: int64 [T, K], the rank to which each choice is sent next, or -1 if a choice
@@ -87,8 +84,9 @@ class Bundles:
         return cls(target_TK, first_TK, order_N, first_N, first_N.cumsum(0) - 1, rows_W, pairs_W)
 
     def sources(self, rows: int) -> Tensor:
-        """Return the choice for which each row is sent, int64 [N] (`kernels.rows`). If several
-        choices of a token have the row's target, the row is sent for the first of these choices.
+        """Return the routing choice for which each row is sent, int64 [N] (`kernels.rows`). If
+        several choices of a token have the row's target, the row is sent for the first of these
+        choices.
 
 
         Args:
@@ -103,8 +101,7 @@ class Bundles:
         (`dispatch.pieces`).
 
         Args:
-            share_WC: int64 [W, C], cumulative shares that divide the rows for each rank into
-                pieces.
+            share_WC: int64 [W, C], cumulative shares that divide each rank's rows into pieces.
         """
         end_WC = torch.div(self.rows_W[:, None] * share_WC, share_WC[:, -1:],
                            rounding_mode="floor")
@@ -144,7 +141,7 @@ class Pairs:
     @classmethod
     def of(cls, bundles: Bundles, shard_TK: Tensor, shards: int, send: list[int],
            recv: list[int]) -> Pairs:
-        """Encode the pairs of the grouped choices.
+        """Encode the pairs of the grouped routing choices.
 
         Args:
             bundles: choices grouped by target.
@@ -198,7 +195,7 @@ class _Travel(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Arrived:
-    """The received pairs. Each pair is one choice of a received row.
+    """The received pairs. Each pair represents one routing choice of a received row.
 
     Attributes:
         shard_Q: int64 [Q], the expert shard of each pair. -1 for padding.
@@ -231,8 +228,8 @@ class Arrived:
         return cls(code_Q >> 1, choice_Q, weights_N.view(rows, choices))
 
     def shards(self) -> Tensor:
-        """Return the expert shard of each choice of the received rows, int64 [R, K], or -1 if a row
-        has fewer choices.
+        """Return the expert shard of each routing choice of the received rows, int64 [R, K], or -1
+        if a row has fewer choices.
         """
         choices = self.weights_RK.numel()  # one more element absorbs the padding
         shard_N = torch.full((choices + 1,), -1, dtype=torch.int64, device=self.shard_Q.device)
@@ -240,8 +237,7 @@ class Arrived:
         return shard_N[:choices].view(self.weights_RK.shape)
 
     def row_plan(self, first_shard: int, counts: Sequence[int]) -> RowPlan:
-        """Return an index with which this rank's experts read the received rows without copying
-        them.
+        """Return an index with which this rank's experts read the received rows without copies.
 
         Args:
             first_shard: index of the first expert shard on this rank.

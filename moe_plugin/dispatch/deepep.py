@@ -1,11 +1,11 @@
-"""The dispatchers `deepep` and `deepep_v2`, which use DeepEP (deepseek-ai).
+"""The `deepep` and `deepep_v2` dispatchers, which use DeepEP (deepseek-ai).
 
-Both dispatchers require the package `deep_ep`, which uses NVLink within a node and RDMA between
+Both dispatchers require the `deep_ep` package, which uses NVLink within a node and RDMA between
 nodes. Neither dispatcher has been tested on a GPU. `dispatch.token_exchange` contains the code
-shared by all dispatchers that use a package to send tokens.
+shared by all dispatchers that send tokens with an external package.
 
-`deepep` uses the class `Buffer` of versions 1.x (1.2.1: `get_dispatch_layout`, `dispatch`,
-`combine`). Versions 2.x of DeepEP also contain `Buffer`. `deepep_v2` uses the class `ElasticBuffer`
+`deepep` uses the `Buffer` class of versions 1.x (1.2.1: `get_dispatch_layout`, `dispatch`,
+`combine`). Versions 2.x of DeepEP also contain `Buffer`. `deepep_v2` uses the `ElasticBuffer` class
 of version 2.1.0 (`dispatch` without `do_expand`, and `combine`). All ranks must pass the same
 `num_max_tokens_per_rank` to the operations of `ElasticBuffer`.
 """
@@ -32,23 +32,19 @@ SOURCE = "github.com/deepseek-ai/DeepEP"
 
 
 def why_not() -> str | None:
-    """Return None if the installed version of DeepEP contains `Buffer`, and otherwise the reason
-    and a remedy.
-    """
+    """Return None if DeepEP with `Buffer` is installed, and otherwise the reason and a remedy."""
     reasons = [package_why_not(PACKAGE, file, "DeepEP 1.x", SOURCE)
                for file in ("buffer.py", "buffers/legacy.py")]
     return reasons[0] if all(reasons) else None
 
 
 def v2_why_not() -> str | None:
-    """Return None if the installed version of DeepEP contains `ElasticBuffer`, and otherwise the
-    reason and a remedy.
-    """
+    """Return None if DeepEP with `ElasticBuffer` is installed, or the reason and a remedy."""
     return package_why_not(PACKAGE, "buffers/elastic.py", "DeepEP 2.1", SOURCE)
 
 
 class _Buffered(TokenExchange):
-    """Base class that contains the code shared by both exchanges.
+    """Code shared by both exchanges.
 
     Attributes:
         buffer: the buffer object of the package.
@@ -122,9 +118,7 @@ class DeepEPDispatcher(TokenDispatcher):
 
 @dispatchers.register("deepep_v2", why_not=v2_why_not, optional=True)
 class ElasticDeepEPDispatcher(TokenDispatcher):
-    """A dispatcher that uses the elastic buffer of DeepEP 2, which is based on NCCL's device
-    interface (bf16).
-    """
+    """A dispatcher that uses DeepEP 2's elastic buffer, based on NCCL's device interface (bf16)."""
 
     name, exchange = "deepep_v2", ElasticDeepEP
     traits = DispatchTraits(single_layout=True, supports_pieces=True)

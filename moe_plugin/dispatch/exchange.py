@@ -1,12 +1,11 @@
-"""The base class of dispatchers that use all-to-all, and classes that divide an exchange into
-pieces.
+"""The base class of all-to-all dispatchers, and classes that divide an exchange into pieces.
 
 With several pieces, the exchange of one piece overlaps with the computation of another piece in
-both the forward and the backward pass (Tutel's adaptive pipelining). The forward pass starts to
-send all pieces at once. Each piece is computed as soon as it has arrived, and its outputs are sent
-back immediately. The last step of the forward pass waits for the outputs of all pieces. The
-backward pass runs the exchanges of the forward pass in reverse, and may combine pieces into other
-groups. Rows are divided into `lcm(d, d_backward)` pieces, and each exchange sends one group of
+both the forward and the backward pass (Tutel's adaptive pipelining). The forward pass starts
+sending all pieces immediately. Each piece is computed as soon as it has arrived, and its outputs
+are sent back immediately. The last step of the forward pass waits for the outputs of all pieces.
+The backward pass runs the exchanges of the forward pass in reverse, and may group the pieces
+differently. Rows are divided into `lcm(d, d_backward)` pieces, and each exchange sends one group of
 pieces. Pieces that stay on their rank are not part of any group.
 
 Rows are stored in the exchange object instead of being passed through autograd. One autograd node
@@ -47,7 +46,7 @@ class PipelinedExchange:
         placement: the ranks that store each expert, and the all-to-all algorithm.
         pieces: pieces with their numbers of rows to send to and receive from each rank.
         even: True if every rank sends the same number of rows to every rank (`ExchangePlan.even`).
-        overlap: numbers of groups of pieces in the forward and the backward pass.
+        overlap: number of groups of pieces in the forward pass and in the backward pass.
         reverse: True if the exchange returns outputs to the ranks of their tokens.
     """
 
@@ -75,16 +74,12 @@ class PipelinedExchange:
         return _Send.apply(self, number, rows_ND, anchor)
 
     def take(self, number: int, token: Tensor) -> Tensor:
-        """Wait for the rows of a piece and return the rows. `token` is the scalar returned by
-        `post`.
-        """
+        """Wait for the rows of a piece, and return them. `token` was returned by `post`."""
         return _Receive.apply(self, number, token)
 
 
 class _Sizes(NamedTuple):
-    """The numbers of rows of a piece that are sent to and received from each rank, and whether the
-    piece stays on its rank.
-    """
+    """The row counts of a piece per rank, and whether the piece stays on its rank."""
 
     send: list[int]
     recv: list[int]
@@ -99,10 +94,9 @@ class _Direction:
         comm: the ranks.
         algorithm: all-to-all algorithm to use.
         pieces: row counts of the pieces.
-        groups: number of groups into which the pieces are combined.
+        groups: number of groups of pieces.
         even: True if every rank sends the same number of rows to every rank.
-        last_first: True if pieces are passed to `put` in reverse order, beginning with the last
-            piece.
+        last_first: True if pieces are passed to `put` in reverse order.
     """
 
     def __init__(self, comm: Comm, algorithm: Exchange, pieces: Sequence[_Sizes], groups: int,
@@ -171,8 +165,7 @@ def _by_rank(parts: Sequence[Tensor], lengths: Sequence[list[int]]) -> Tensor:
 
 
 def by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
-    """Divide a buffer whose rows are ordered by rank into pieces, which is the inverse of
-    `_by_rank`.
+    """Divide a buffer whose rows are ordered by rank into pieces, the inverse of `_by_rank`.
 
     Args:
         rows: the rows of all pieces.
@@ -206,8 +199,8 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """Autograd function that receives the rows of the piece to which a scalar token belongs. The
-    backward pass sends the gradients of the rows.
+    """Autograd function that receives the rows of a piece, given its scalar token. The backward
+    pass sends the gradients of the rows.
     """
 
     @staticmethod
@@ -227,10 +220,10 @@ class SentPieces(Sent):
     piece is computed.
 
     Args:
-        arriving: iterator that yields the experts' work for one piece at a time (`Sent`).
+        arriving: iterator that yields the rows for the experts, one piece at a time (`Sent`).
         anchor: anchor that was passed to `Dispatcher.dispatch`.
         plan: the plan of the call.
-        mapped: True if the experts write their outputs in the order in which the rows arrived
+        mapped: True if the experts write their outputs in arrival order of the rows
             (`Piece.results`).
         back: exchange that sends the outputs back.
     """
@@ -241,9 +234,7 @@ class SentPieces(Sent):
         self.plan, self.mapped, self.back = plan, mapped, back
 
     def put_back(self, result: Tensor) -> None:
-        """See `Sent`. Send the outputs of a piece back. Only the scalar token of the exchange is
-        stored, not the rows.
-        """
+        """See `Sent`. Only the scalar token of the exchange is stored, not the rows."""
         number = len(self.results)  # results are put back in the order of the pieces
         rows_RD = self.plan.pieces[number].results(result, self.mapped)
         self.results.append(self.back.post(number, rows_RD, self.anchor))
@@ -257,9 +248,7 @@ class SentPieces(Sent):
 
 
 class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
-    """Base class of dispatchers that send rows and return outputs with an all-to-all. Subclasses
-    implement `plan`.
-    """
+    """Base class of dispatchers that send rows with an all-to-all. Subclasses implement `plan`."""
 
     def __init__(self, context: DispatchContext) -> None:
         super().__init__(context)
@@ -267,9 +256,9 @@ class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
 
     @property
     def pieces(self) -> int:
-        """Number of pieces into which the rows of a call are divided.
+        """Number of pieces per call.
 
-        Under `torch.compile`, the number is 1, because a compiled graph runs only one exchange at a
+        Under `torch.compile`, the number is 1, because a compiled graph runs one exchange at a
         time.
         """
         return 1 if torch.compiler.is_compiling() else self.overlap.pieces
@@ -305,9 +294,7 @@ class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
 
     def _in_background(self, rows_ND: Tensor, plan: ExchangePlan,
                        anchor: Tensor | None) -> Iterable[ExpertRows]:
-        """Send all pieces, and return an iterator that waits for each piece and yields the experts'
-        work for the piece.
-        """
+        """Send all pieces, and return an iterator over their received rows for the experts."""
         parts = rows_ND.split([self.sharers * sum(piece.send) for piece in plan.pieces])
         out = PipelinedExchange(self.placement, plan.pieces, plan.even, self.overlap)
         # all pieces are posted before the first one is awaited
@@ -323,9 +310,7 @@ class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
 
     @property
     def maps_rows(self) -> bool:
-        """True if the experts use an index to read rows in the order in which they arrived
-        (`Piece.work`).
-        """
+        """True if the experts use an index to read rows in arrival order (`Piece.work`)."""
         return True
 
     @property
@@ -339,7 +324,7 @@ class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
         return rows_ND
 
     def all_parts(self, rows_ND: Tensor) -> Tensor:
-        """Apply the inverse of `own_part` to rows that were returned."""
+        """Apply the inverse of `own_part` to returned rows."""
         return rows_ND
 
     def _exchange(self, route: Route, rows: Tensor, send: list[int], recv: list[int], even: bool,

@@ -1,10 +1,10 @@
-"""The dispatcher `hybridep`, which uses HybridEP (NVIDIA).
+"""The `hybridep` dispatcher, which uses HybridEP (NVIDIA).
 
 The `hybrid-ep` branch of DeepEP must be installed as `deep_ep`. HybridEP occupies only a few
 streaming multiprocessors of a GPU and uses NVLink and RDMA. The dispatcher has not been tested on a
 GPU.
 
-The dispatcher uses the class `HybridEPBuffer` (commit 94a9f8f, July 2026). Instead of tokens,
+The dispatcher uses the `HybridEPBuffer` class (commit 94a9f8f, July 2026). Instead of tokens,
 `dispatch_with_permute` returns one row per choice, sorted by expert. `combine_with_unpermute` sums
 the rows of each token. All ranks must pass the same number of tokens. Ranks with fewer tokens
 therefore add padding tokens, which have no experts. The operations cannot run in the background, so

@@ -1,4 +1,5 @@
-"""`LayerLayout`, which determines how tokens and expert parameters meet on the same rank.
+"""`LayerLayout`, which determines whether a layer sends tokens to the experts, gathers the experts'
+parameters, or does both.
 
 With r = 0, the parameters of all experts are gathered, and tokens stay on their ranks. With r >= 1,
 each token is sent to r ranks for each of its experts. See `comm.placement.Placement` and
@@ -25,9 +26,7 @@ from moe_plugin.utils.machine import exporting
 
 
 class LayoutExperts(Protocol):
-    """The methods and attributes of experts that a layout uses. `moe_plugin.experts.Experts`
-    documents it.
-    """
+    """Methods and attributes of experts that layouts use; see `moe_plugin.experts.Experts`."""
 
     later: LaterGrads | None
     stored: bool
@@ -60,10 +59,8 @@ class LayerLayout:
             strategy is used.
         gather: group of ranks whose parameters are gathered before the experts are computed, or
             None if no parameters are gathered.
-        gathered_shards: number of consecutive ranks in `gather` that store shards of the same
-            expert.
-        first_shard: index of the first expert shard on this rank after parameters have been
-            gathered.
+        gathered_shards: number of consecutive ranks in `gather` with shards of the same expert.
+        first_shard: index of this rank's first expert shard after parameters have been gathered.
         stash: pages that store the rows for the backward pass, or None if autograd stores the rows.
         label: label of the layout (`LayoutChoice.label`).
         pieces: number of pieces in which rows are sent and computed.
@@ -162,9 +159,7 @@ class LayerLayout:
         return next((p for p in experts.parameters() if p.requires_grad), self.experts.anchor)
 
     def _parameters(self, experts: nn.Module) -> FFNParameters | None:
-        """Return the parameters to use for all pieces of a call. Returns None if the stored
-        parameters are used.
-        """
+        """Return the parameters for all pieces of a call, or None to use the stored parameters."""
         extras: dict[str, object] = {}
         # With several pieces, or with delayed weight gradients, exchanges of other pieces or of
         # another micro-batch run at the same time. `GradSums` adds up the weight gradients of all

@@ -1,13 +1,13 @@
-"""The dispatcher `nccl_ep`, which uses NCCL's expert parallelism.
+"""The `nccl_ep` dispatcher, which uses NCCL's expert parallelism.
 
 The package nccl4py, including its experimental module `nccl.ep`, must be installed. The performance
 of this dispatcher has not been measured on a GPU.
 
 The dispatcher uses `nccl.ep` of nccl4py 0.3.1 (libnccl_ep 0.1.0) with `Group`, `Handle`, the
-algorithm `HIGH_THROUGHPUT`, the layout `FLAT`, and both pass directions. Compared with DeepEP, the
-host reads row counts one additional time. The library waits in every dispatch operation, so all
-rows are sent in one piece. Because a handle owns device memory, the dispatcher reuses the handle
-after the call that used it has finished.
+`HIGH_THROUGHPUT` algorithm, the `FLAT` layout, and both pass directions. The host reads row counts
+once more than with DeepEP. The library blocks in every dispatch operation, so all rows are sent in
+one piece. Because a handle owns device memory, the dispatcher reuses the handle after the call that
+used it has finished.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A dispatcher that sends a token's row only once to each rank, or only once to each node, that has
-experts of the token.
+"""A dispatcher that sends a token's row only once to each rank, or to each node, that has experts
+of the token.
 
 For a token with k experts, `ragged` sends k rows, even if several of these experts are on the same
 rank.
@@ -13,19 +13,18 @@ With `dispatch.send: nodes`, a token is sent as one row to each node. The row is
 rank that has the same local rank as the sender (modulo m on a smaller node with m ranks). As in
 2DH, all network cards are therefore used. The receiving rank forwards the row to the ranks of its
 node, sums their outputs, and returns the sum as one row. Between nodes, rows are sent with the
-algorithm `comm.all_to_all` (`leader` uses one network card per node) and in the format `comm.wire`.
-Within a node, rows are sent in their original dtype.
+algorithm set by `comm.all_to_all` (`leader` uses one network card per node) and in the format set
+by `comm.wire`. Within a node, rows are sent in their original dtype.
 
 The backward pass runs the exchanges of the forward pass in reverse. The gradient of a token's
 output is sent only once, and the gradients of the token's input are summed before they are
-returned. The ranks of the experts compute the gradients of the gate weights and return k numbers
-per token. `plan` determines all sizes with an exchange that takes the same path as the rows
-(`Agreed`). The host reads from the device once per call, and does not read in the backward pass.
-All choices of a row must be in the same piece. Rows can therefore be split into pieces along the
-axes `rows` and `peers`, but not along `experts`.
+returned. The ranks of the experts compute the gradients of the gate weights and return them as k
+values per token. `plan` determines all row and pair counts with an exchange that takes the same
+path as the rows (`Agreed`). The host waits for the device once in the forward pass, and never in
+the backward pass. All pairs that share a row must be in the same piece. Rows can therefore be split
+into pieces along the `rows` and `peers` axes, but not along the `experts` axis.
 
-Sources: DeepEP (deepseek-ai), which implements this method in GPU kernels; HierMoE (arXiv
-2508.09591).
+Sources: DeepEP (deepseek-ai), which implements this in GPU kernels; HierMoE (arXiv 2508.09591).
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ from moe_plugin.utils.machine import to_device
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of rows and pairs in one exchange.
+    """The row and pair counts of one exchange.
 
     Attributes:
         send: number of rows sent to each rank.
@@ -82,7 +81,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Agreed:
-    """All numbers of rows and pairs on which the ranks agree for one call.
+    """All row and pair counts of one call, on which the ranks agree.
 
     Attributes:
         first: sizes of the first exchange, in which each rank sends its own tokens.
@@ -103,8 +102,8 @@ class Forwarding:
     Attributes:
         place: the ranks that store each expert.
         sizes: sizes of the exchange within the node.
-        source_N: int64 [N], the choice for which each row is forwarded (`kernels.rows`).
-        position_RK: int64 [R, K], the forwarded row of each choice, or -1 if a choice has no row.
+        source_N: int64 [N], the routing choice for which each row is forwarded (`kernels.rows`).
+        position_RK: int64 [R, K], the forwarded row of each routing choice, or -1 for no row.
         anchor: parameter that connects the exchange to the autograd graph (`comm.functional`).
     """
 
@@ -121,9 +120,7 @@ class Forwarding:
         return self._exchange(rows_ND, self.sizes.send, self.sizes.recv)
 
     def back(self, rows_ND: Tensor) -> Tensor:
-        """Send the experts' outputs to the forwarding ranks, and return the sum of the outputs for
-        each row.
-        """
+        """Send outputs to the forwarding ranks, and return the sum of the outputs for each row."""
         rows_ND = self._exchange(rows_ND, self.sizes.recv, self.sizes.send)
         return combine_rows(rows_ND, None, self.source_N, self.position_RK)
 
@@ -139,10 +136,8 @@ class OncePiece:
         send: number of rows sent to each rank.
         recv: number of rows received from each rank.
         local: True if all rows of the piece stay on their rank.
-        weights_first: True if gate weights are multiplied with the experts' inputs instead of their
-            outputs.
-        rows: plan that maps the received rows to the experts. The plan is set when the pairs have
-            arrived.
+        weights_first: True if the experts' inputs, not outputs, are multiplied by the gate weights.
+        rows: plan that maps the received rows to the experts. Set when the pairs have arrived.
         forwarding: object that forwards the rows within a node, or None if rows are not forwarded.
     """
 
@@ -154,9 +149,7 @@ class OncePiece:
     forwarding: Forwarding | None = None
 
     def work(self, rows_RD: Tensor, mapped: bool) -> ExpertRows:
-        """See `Piece.work`. The experts either read rows through an index or receive a copy of each
-        row.
-        """
+        """See `Piece.work`. The experts read rows through an index or receive copies."""
         plan = self.rows
         assert plan is not None
         if self.forwarding is not None:
@@ -171,9 +164,7 @@ class OncePiece:
         return ExpertRows(rows_RD, plan.counts)
 
     def results(self, rows_RD: Tensor, mapped: bool) -> Tensor:
-        """See `Piece.results`. The returned tensor contains one row of outputs for each received
-        row.
-        """
+        """See `Piece.results`. The returned tensor has one row per received row."""
         plan = self.rows
         assert plan is not None
         if self.weights_first or not mapped:
@@ -190,9 +181,9 @@ class OncePlan(ExchangePlan):
     back.
 
     Attributes:
-        gates_TK: gate weights of the choices. They require gradients.
+        gates_TK: gate weights of the routing choices. They require gradients.
         pairs: encoded (expert, weight) pairs to send.
-        agreed: all numbers of rows and pairs of the call.
+        agreed: all row and pair counts of the call.
         width: number of experts per rank, including borrowed experts.
         spill: plan that determines which rank computes each row, as in `SpillingPlan.spill`.
     """
@@ -265,9 +256,7 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
         return plan
 
     def dispatch(self, x_TD: Tensor, plan: OncePlan, anchor: Tensor | None) -> Sent:
-        """See `Dispatcher`. The (expert, weight) pairs are sent before the rows, in a separate
-        small exchange.
-        """
+        """See `Dispatcher`. The (expert, weight) pairs are sent before the rows."""
         code_Q, weight_Q = plan.pairs.travel(plan.gates_TK, self.placement.comm, anchor)
         lengths = plan.agreed.first.pairs_in_PW
         parts = zip(by_piece(code_Q, lengths), by_piece(weight_Q, lengths), strict=True)
@@ -277,26 +266,25 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
         return super().dispatch(x_TD, plan, anchor)
 
     def next_rank(self, rank_TK: Tensor) -> Tensor:
-        """Return the rank to which each choice is sent in the first exchange, int64, or -1 for
+        """Return the rank that receives each routing choice in the first exchange, int64, or -1 for
         choices without an expert.
 
         Args:
-            rank_TK: int64 [T, K], the rank of each choice's expert, or -1 for choices without an
-                expert.
+            rank_TK: int64 [T, K], the rank of each choice's expert, or -1 if it has no expert.
         """
         return rank_TK
 
     def read_pairs(self, plan: OncePlan, number: int, arrived: Arrived,
                    anchor: Tensor | None) -> None:
-        """Prepare the piece with index `number` for the rows that the piece will receive."""
+        """Prepare piece `number` for the rows that it will receive."""
         plan.pieces[number].rows = arrived.row_plan(self.placement.comm.rank * plan.width,
                                                     plan.agreed.counts_PL[number])
 
     def agree(self, table_WPL: Tensor, rows_W: Tensor) -> Agreed:
-        """Exchange the numbers of rows and pairs of a call. Collective.
+        """Exchange the row and pair counts of a call. Collective.
 
         Args:
-            table_WPL: numbers of rows and pairs for this rank's tokens; see `_table`.
+            table_WPL: row and pair counts for this rank's tokens; see `_table`.
             rows_W: int64 [W], the number of rows sent to each rank.
         """
         size = self.placement.comm.size
@@ -311,7 +299,7 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
 
     def _table(self, ids_TK: Tensor, rank_TK: Tensor, width: int, bundles: Bundles,
                shares: PieceShares) -> Tensor:
-        """Return the numbers of rows and pairs for this rank's tokens, int64 [W, P, 1 + L].
+        """Return the row and pair counts for this rank's tokens, int64 [W, P, 1 + L].
 
         For each rank and piece, the first column contains the number of rows, and the other columns
         contain the numbers of pairs for each local expert. `width` is L.

@@ -1,6 +1,4 @@
-"""A dispatcher that sends each token's row only once to each node and forwards the row within the
-node.
-"""
+"""A dispatcher that sends each token's row once to each node and forwards it within the node."""
 
 from __future__ import annotations
 
@@ -29,11 +27,11 @@ from moe_plugin.utils.machine import to_device
 
 @dataclass(frozen=True)
 class NodePeers:
-    """The ranks with which this rank exchanges rows between nodes.
+    """This rank's peers in the exchange between nodes.
 
     Attributes:
         node_ranks: all ranks of this node.
-        via: for each node, the rank on that node to which this rank sends rows.
+        via: for each node, the rank on that node that receives this rank's rows.
         entry: for each rank of the group, the rank of this node that receives its rows.
         sources: ranks that send rows to this rank.
     """
@@ -45,9 +43,7 @@ class NodePeers:
 
     @classmethod
     def of(cls, comm: Comm) -> NodePeers:
-        """Pair ranks that have the same local rank, modulo the number of ranks of the receiving
-        node.
-        """
+        """Pair ranks with equal local ranks, modulo the number of ranks of the receiving node."""
         topology = comm.topology
         position, node_ranks = topology.local_of, topology.peers(comm.rank)
         entry = [node_ranks[position[source] % len(node_ranks)] for source in range(comm.size)]
@@ -125,7 +121,7 @@ class OnceToNodesDispatcher(OnceDispatcher):
 
     def _sizes(self, own_sizes: list[int], source_sizes: list[int], node_sizes: list[int],
                pieces: int, columns: int) -> Agreed:
-        """Build an `Agreed` from the numbers that `agree` read from the device."""
+        """Build an `Agreed` from the counts that `agree` read from the device."""
         size, node_ranks = self.placement.comm.size, self.node_ranks
         table_size = pieces * columns
         node_of = self.placement.comm.topology.node_of

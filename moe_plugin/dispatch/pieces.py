@@ -1,5 +1,4 @@
-"""Plans of exchanges. A plan divides rows into pieces, which are sent and computed one after
-another.
+"""Plans of exchanges. A plan divides rows into pieces, which are sent and computed in turn.
 
 Rows are ordered by piece. Within a piece, rows are ordered by expert shard, and within a shard by
 slot. Exact rows are divided into pieces along one of the axes in `PIECE_AXES`. If a capacity of n
@@ -11,11 +10,11 @@ both ranks. A table s of cumulative shares divides the n rows for each (source r
 destination rank): piece c contains the rows from floor(n s[c] / s[-1]) to floor(n s[c + 1] /
 s[-1]). There are three axes.
 
-Along the axis `rows`, every piece contains the same fraction of the rows of each expert from each
-rank (Tutel). Along the axis `experts`, the local experts of each rank are assigned to the pieces in
+Along the `rows` axis, every piece contains the same fraction of the rows of each expert from each
+rank (Tutel). Along the `experts` axis, the local experts of each rank are assigned to the pieces in
 order. A piece therefore contains all rows of a few experts (EPS-MoE).
 
-Along the axis `peers`, the other ranks are assigned to the pieces in the order of their distance
+Along the `peers` axis, the other ranks are assigned to the pieces in the order of their distance
 (FasterMoE's smart schedule). Rows that stay on their rank do not need an exchange. Half of the rows
 that stay on their rank are computed before the first piece arrives, and the other half while the
 outputs of the last piece are sent back.
@@ -61,8 +60,7 @@ class PieceShares:
         """Return the row counts of each piece.
 
         Args:
-            rows_WL: row counts over all pieces, indexed by the other rank and the receiver's local
-                expert.
+            rows_WL: row counts over all pieces, by the other rank and the receiver's local expert.
             rank: index of this rank.
             outgoing: True if this rank sends the rows, and False if this rank receives the rows.
         """
@@ -85,8 +83,8 @@ def _divided(rows: int, shares: list[int]) -> list[int]:
 
 
 def _window(number: int, items: int, index: int) -> list[int]:
-    """Return the cumulative shares with which item number `index` is divided among the pieces, when
-    `items` items are assigned to `number` pieces.
+    """Return the cumulative shares of item `index` in each piece when `items` items are divided
+    among `number` pieces.
     """
     return [min(max(piece * items - number * index, 0), number) for piece in range(number + 1)]
 
@@ -118,8 +116,7 @@ def shares_along(name: str, number: int, ranks: int, local: int) -> PieceShares:
     """Return a rule that divides the rows for other ranks into `number` pieces along an axis.
 
     Args:
-        name: name of the axis, which is a key of `PIECE_AXES`. If there is only one piece, the axis
-            has no effect.
+        name: name of the axis, a key of `PIECE_AXES`. With only one piece, the axis has no effect.
         number: number of pieces.
         ranks: number of ranks in the group.
         local: number of experts per rank.
@@ -128,9 +125,7 @@ def shares_along(name: str, number: int, ranks: int, local: int) -> PieceShares:
 
 
 class RowsPiece(Protocol):
-    """The interface of a piece of rows that are sent together. See `Piece` for the attributes and
-    methods.
-    """
+    """The interface of a piece of rows that are sent together; see `Piece`."""
 
     @property
     def send(self) -> list[int]: ...
@@ -155,8 +150,8 @@ class Piece:
         recv: number of rows received from each rank.
         counts: number of received rows for each local expert.
         order_R: int64 [R], the position at which each row arrives, for rows in expert-major order.
-            Rows arrive ordered by source rank. `order_R` is None if both orders are equal or if
-            `slots` is set.
+            Rows arrive ordered by source rank. None if rows arrive in expert-major order or `slots`
+            is set.
         inverse_R: int64 [R], the inverse permutation of `order_R`.
         slots: number of rows for each (source rank, expert) pair, if the number is the same for all
             pairs (Tutel's flexible layout). None otherwise.
@@ -172,14 +167,12 @@ class Piece:
     local: bool = False
 
     def work(self, rows_RD: Tensor, mapped: bool) -> ExpertRows:
-        """Convert received rows [R, D], which are ordered by (source rank, expert), to work for the
-        experts.
+        """Prepare received rows [R, D] in (source rank, expert) order for the experts.
 
         Args:
-            rows_RD: [R, D], the rows in the order in which they arrived.
-            mapped: if True, the experts read rows through an index and write their outputs in the
-                order in which the rows arrived. If `mapped` is False, the rows are copied into
-                expert-major order.
+            rows_RD: [R, D], the rows in arrival order.
+            mapped: if True, the experts read rows through an index and write their outputs in
+                arrival order. If `mapped` is False, the rows are copied into expert-major order.
         """
         if not mapped or not self.reorders:
             return ExpertRows(self.expert_major(rows_RD), self.counts)
@@ -188,21 +181,18 @@ class Piece:
                                            complete=True))
 
     def results(self, rows_RD: Tensor, mapped: bool) -> Tensor:
-        """Return the experts' outputs in the order in which the rows arrived, [R, D]."""
+        """Return the experts' outputs in arrival order of the rows, [R, D]."""
         return rows_RD if mapped and self.reorders else self.rank_major(rows_RD)
 
     @property
     def reorders(self) -> bool:
-        """True if the expert-major order of the rows differs from the order in which they arrived.
-        """
+        """True if the expert-major order of the rows differs from their arrival order."""
         if self.slots is None:
             return self.order_R is not None
         return len(self.recv) > 1 and len(self.counts.host) > 1 and self.slots > 0
 
     def _orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `order_R` and `inverse_R`. If `slots` is set, both tensors are computed on the
-        device.
-        """
+        """Return `order_R` and `inverse_R`. With `slots`, they are computed on the device."""
         if self.slots is None:
             assert self.order_R is not None and self.inverse_R is not None
             return self.order_R, self.inverse_R
@@ -214,9 +204,7 @@ class Piece:
         return order_R, inverse_R
 
     def expert_major(self, rows_RD: Tensor) -> Tensor:
-        """Reorder rows [R, D] that are sorted by (source rank, expert) so that they are sorted by
-        (expert, source rank).
-        """
+        """Reorder rows [R, D] from (source rank, expert) order to (expert, source rank) order."""
         if not self.reorders:
             return rows_RD
         order_R, inverse_R = self._orders(rows_RD.device)
@@ -232,16 +220,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class ExchangePlan(DispatchPlan):
-    """The plan of an exchange. The plan describes the rows of each token and the pieces in which
-    the rows are sent.
+    """The plan of an exchange. The plan describes the rows of each token and the pieces that are
+    sent.
 
     Attributes:
-        source_N: int64 [N], the choice to which each row belongs (`kernels.rows`). Rows are ordered
-            by piece.
-        position_TK: int64 [T, K*r], the row of each choice, or -1 if a choice has no row.
+        source_N: int64 [N], the routing choice to which each row belongs (`kernels.rows`). Rows are
+            ordered by piece.
+        position_TK: int64 [T, K*r], the row of each routing choice, or -1 if a choice has no row.
         weights_TK: [T, K*r], the gate weights, which require gradients. `weights_TK` is None if
             outputs are multiplied by the gate weights before they are sent back.
-        pieces: pieces in the order in which they are sent.
+        pieces: pieces in sending order.
         even: True if, in each piece, every rank sends the same number of rows to every rank.
         complete: True if it is known that every choice has a row and that no slot is empty.
     """
@@ -259,8 +247,8 @@ def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tenso
     """Return a plan that sends exactly the routed rows, without padding.
 
     Args:
-        order_N: int64 [N], the indices of the choices, sorted by expert shard. Choices without an
-            expert are at the end.
+        order_N: int64 [N], the indices of the routing choices, sorted by expert shard. Choices
+            without an expert are at the end.
         send_WL: row counts, indexed by destination rank and that rank's local expert.
         recv_WL: row counts, indexed by source rank and this rank's local expert.
         ids_TK: int64 [T, K*r], the expert shard of each choice.
@@ -293,11 +281,9 @@ def count_rows(plan: ExchangePlan, place: Placement) -> None:
 
 def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor,
                 capacity: int, number: int, sharers: int = 1) -> ExchangePlan:
-    """Return a plan that sends fixed slots. The capacity is divided into pieces of nearly equal
-    length.
+    """Return a plan that sends fixed slots. The capacity is divided into nearly equal pieces.
 
-    If several ranks divide the slots among themselves, the slots of a piece are ordered by sending
-    rank.
+    If several ranks divide the slots, the slots of a piece are ordered by sending rank.
 
     Args:
         place: the ranks that store each expert.
@@ -331,7 +317,7 @@ def _even_piece(place: Placement, slots: int) -> Piece:
 
 
 def slot_positions(owner_TK: Tensor, slots_TK: Tensor, owners: int, starts: list[int]) -> Tensor:
-    """Return the row of each choice, int64, when rows are ordered by (piece, owner, slot).
+    """Return the row of each routing choice, int64, when rows are ordered by (piece, owner, slot).
 
     Args:
         owner_TK: int64, the owner (expert shard or rank) of each choice's row, or -1 if a choice
@@ -360,9 +346,7 @@ def _slot_parts(slots_TK: Tensor, starts: list[int], capacity: int
 
 
 def order_by_piece(send_PWL: list[Counts], source_N: Tensor) -> Tensor:
-    """Return the permutation that reorders rows sorted by expert shard so that they are sorted by
-    (piece, expert shard).
-    """
+    """Return the permutation from expert shard order to (piece, expert shard) order."""
     device = source_N.device
     lengths_VP = to_device(send_PWL, device).flatten(1).t()
     piece_VP = torch.arange(len(send_PWL), device=device).repeat(lengths_VP.shape[0])

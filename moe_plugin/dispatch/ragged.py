@@ -1,10 +1,10 @@
-"""The dispatchers `ragged`, `padded` and `parm_s2`.
+"""The `ragged`, `padded` and `parm_s2` dispatchers.
 
 `ragged` sends exactly the routed rows, without padding. The ranks exchange row counts before they
 exchange rows. The host waits for the row counts once per call, and does not wait in the backward
 pass. The exchange of row counts can start as soon as the router's choices are known.
 
-`padded` sends C slots per expert and source rank in an all-to-all of equal pieces. The host does
+`padded` sends C slots per expert and source rank in an all-to-all with equal splits. The host does
 not wait, because the capacity (`routing.capacity`) determines all sizes. Computing the capacity may
 itself make the host wait (docs/synchronization.md).
 
@@ -67,9 +67,7 @@ class PaddedDispatcher(ExchangeDispatcher[ExchangePlan]):
 
 @dispatchers.register("parm_s2")
 class ParmS2Dispatcher(PaddedDispatcher):
-    """A dispatcher whose fixed slots are divided among the `parallel.replicas` ranks that have the
-    same tokens (Parm S2).
-    """
+    """A dispatcher that divides fixed slots among ranks with the same tokens (Parm S2)."""
 
     traits = DispatchTraits(fixed_slots=True, splits_slots=True, supports_pieces=True)
 
@@ -90,13 +88,13 @@ class ParmS2Dispatcher(PaddedDispatcher):
 
 @dataclass(eq=False)
 class SentSizes:
-    """An exchange of row counts for one call that is in progress.
+    """A pending exchange of the row counts of one call.
 
     Attributes:
         owner: dispatcher that started the exchange. Only a dispatcher with the same placement can
             use the row counts.
-        order_N: int64 [N], the indices of the choices, sorted by expert (`sort_by_expert`).
-        most_tokens: largest number of tokens on any rank. The method `rows` sets `most_tokens` if
+        order_N: int64 [N], the indices of the routing choices, sorted by expert (`sort_by_expert`).
+        most_tokens: largest number of tokens on any rank. The `rows` method sets `most_tokens` if
             the exchange includes the numbers of tokens.
     """
 
@@ -134,7 +132,7 @@ def agreed_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routi
 
 def start_sizes(owner: object, place: Placement, ids_TK: Tensor, routing: Routing,
                 tokens: bool = False) -> SentSizes:
-    """Start to exchange the row counts of a call.
+    """Start exchanging the row counts of a call.
 
     All ranks must start their exchanges in the same order.
 
@@ -168,8 +166,7 @@ def _sorted(place: Placement, ids_TK: Tensor, routing: Routing) -> tuple[Tensor,
 
 @dispatchers.register("ragged")
 class RaggedDispatcher(ExchangeDispatcher[ExchangePlan]):
-    """A dispatcher that sends exactly the routed rows, sorted by expert, in an all-to-all with
-    pieces of different lengths.
+    """A dispatcher that sends exactly the routed rows, sorted by expert, in an uneven all-to-all.
     Sources: FastMoE, MegaBlocks.
     """
 
@@ -187,9 +184,7 @@ class RaggedDispatcher(ExchangeDispatcher[ExchangePlan]):
         return self.planner is None
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:
-        """See `Dispatcher`. The plan requires one exchange of counts and one copy from device to
-        host.
-        """
+        """See `Dispatcher`. Requires one exchange of counts and one copy from device to host."""
         place = self.placement
         if self.planner is not None:
             return spilling_plan(kept, place, self.overlap, self.planner)

@@ -38,7 +38,7 @@ class PageRing:
     Args:
         slots: number of pages.
         first: index of the first page.
-        device: device on which the ring is stored.
+        device: device of the ring.
 
     Attributes:
         free_S: int64 [slots + 1], the indices of the free pages. The last element receives the
@@ -54,12 +54,11 @@ class PageRing:
         self.tail = torch.full((), slots, dtype=torch.int64, device=device)
 
     def take(self, number: Tensor, index_M: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Remove `number` pages from the ring. If fewer than `number` pages are free, no page is
-        removed.
+        """Remove `number` pages from the ring. If fewer pages are free, no page is removed.
 
         Args:
             number: int64 scalar, the number of pages to remove.
-            index_M: int64 [M], the integers from 0 to M - 1. M is an upper limit of `number`.
+            index_M: int64 [M], the integers from 0 to M - 1. M is an upper bound of `number`.
             wanted: bool scalar. If `wanted` is False, no page is removed.
         Returns: The removed pages, int64 [M], padded with -1, and a bool scalar that is True if
         there were enough pages.
@@ -71,7 +70,7 @@ class PageRing:
         return torch.where(enough & (index_M < number), slot_M, -1), enough
 
     def give(self, record_M: Tensor, index_M: Tensor) -> None:
-        """Return those pages of a record that belong to this ring to the ring."""
+        """Put the pages of a record that belong to this ring back into the ring."""
         mine_M = (record_M >= self.first) & (record_M < self.first + self.slots)
         place_M = torch.where(mine_M, (self.tail + index_M) % max(1, self.slots), self.slots)
         self.free_S.index_copy_(0, place_M, record_M)
@@ -115,8 +114,7 @@ class Pages:
         Args:
             x_N: [N], the tensor to store.
             used: int64 scalar, the number of elements to store.
-        Returns: The pages, int64 [M], the number of pages needed, and whether there were enough
-            pages.
+        Returns: The pages, int64 [M], the number of pages needed, and whether that many were free.
         """
         if not capturing(x_N.device):  # each replay of the graph would free them again
             self.settle()
@@ -134,7 +132,7 @@ class Pages:
         return record_M, number, enough
 
     def free(self, record_M: Tensor, number: Tensor) -> None:
-        """Return the pages of a record to their rings."""
+        """Put the pages of a record back into their rings."""
         index_M = torch.arange(record_M.shape[0], device=record_M.device)
         for ring in self.rings:
             ring.give(record_M, index_M)
@@ -222,7 +220,7 @@ class PagedStash(Limit):
 
     @property
     def made(self) -> list[Pages]:
-        """All allocated pages, as a list with one element per dtype and device."""
+        """All allocated `Pages` objects, one for each dtype and device."""
         return [*self._pages.values()]
 
     @property

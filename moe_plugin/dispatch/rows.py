@@ -1,17 +1,16 @@
-"""Functions that put rows in order (sorted by expert, or in fixed slots), and dispatchers that do
-not send tokens.
+"""Functions that order rows by expert or in fixed slots, and dispatchers that do not send tokens.
 
-The dispatcher `index_slice` can be used if all ranks of a group have the same tokens (PPMoE).
-Instead of exchanging tokens, every rank computes the same routing and then the rows of its own
-experts. A single all-reduce sums the outputs, as in a dense feed-forward layer under tensor
-parallelism. The backward pass uses one all-reduce for the gradients of the input and the gate
-weights. As a result, the gradients of the router are complete and equal on all ranks, including the
-gradients of the balance losses. The ring all-reduces process T D elements in the forward pass and T
-(D + K) elements in the backward pass.
+The `index_slice` dispatcher (PPMoE) can be used if all ranks of a group have the same tokens. Every
+rank computes the same routing and then the rows of its own experts, so no tokens are exchanged. A
+single all-reduce sums the outputs, as in a dense feed-forward layer under tensor parallelism. The
+backward pass uses one all-reduce for the gradients of the input and the gate weights. As a result,
+the gradients of the router are complete and equal on all ranks, including the gradients of the
+balance losses. The ring all-reduces transfer T D elements in the forward pass and T (D + K)
+elements in the backward pass.
 Source: Chen et al. 2023 (PPMoE).
 
-In tensor names, N is the number of choices that have a row, and V is the number of slots. See
-`moe_plugin.records` for the other letters.
+In tensor names, N is the number of routing choices that have a row, and V is the number of slots.
+See `moe_plugin.records` for the other letters.
 """
 
 from __future__ import annotations
@@ -59,16 +58,16 @@ def known_load(routing: Routing) -> tuple[Tensor | None, bool]:
 
 def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
                    complete: bool = False) -> tuple[Tensor, Tensor]:
-    """Sort choices by expert. The choices of each expert remain in token order.
+    """Sort routing choices by expert. The choices of each expert remain in token order.
 
     Args:
         ids_TK: int64 [T, K], the expert of each choice, or -1 for a choice without an expert.
         experts: number of experts, E.
-        load_KE: int64 [K, E], the load, if it is known (`known_load`). If `load_KE` is None, the
-            function counts the load.
+        load_KE: int64 [K, E], the load, if it is known (`known_load`). If None, the function counts
+            the load.
         complete: True if it is known that every choice has an expert.
-    Returns: The indices of the choices, sorted by expert, int64 [T*K], and the number of choices of
-        each expert, int64 [E]. Choices without an expert are at the end.
+    Returns: The indices of the routing choices, sorted by expert, int64 [T*K], and the number of
+        choices of each expert, int64 [E]. Choices without an expert are at the end.
     """
     key_N = ids_TK.reshape(-1)
     if not complete:
@@ -79,10 +78,10 @@ def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
 
 
 def positions(source_N: Tensor, ids_TK: Tensor, complete: bool = False) -> Tensor:
-    """Return the row of each choice, int64 [T, K], or -1 for choices without a row.
+    """Return the row of each routing choice, int64 [T, K], or -1 for choices without a row.
 
     Args:
-        source_N: int64 [N], the choice of each row.
+        source_N: int64 [N], the routing choice of each row.
         ids_TK: tensor of shape [T, K]. Only the shape and device of `ids_TK` are used.
         complete: True if every choice has a row.
     """
@@ -105,8 +104,7 @@ def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor
     the row counts from the device.
 
     Args:
-        ids_TK: int64 [T, K], the expert of each choice. A value of -1 means that the choice has no
-            row.
+        ids_TK: int64 [T, K], the expert of each choice. -1 means that the choice has no row.
         weights_TK: [T, K], the gate weights.
         experts: number of experts.
         load_KE: int64 [K, E], the load, if it is known. If `load_KE` is None, the function counts
@@ -123,8 +121,8 @@ def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor
 
 
 def device_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:
-    """Return the same rows as `exact_rows`, but in a buffer for T*K rows and with counts that stay
-    on the device.
+    """Return the rows of `exact_rows` in a buffer for T*K rows, with counts that stay on the
+    device.
 
     Args:
         ids_TK: int64 [T, K], the expert of each choice. A value of -1 means that the choice has no
@@ -143,8 +141,7 @@ def slot_rows(ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor, capacity: in
     The host does not read any value from the device.
 
     Args:
-        ids_TK: int64 [T, K], the expert of each choice. The value -1 means that the choice has no
-            row.
+        ids_TK: int64 [T, K], the expert of each choice. -1 means that the choice has no row.
         weights_TK: [T, K], the gate weights.
         slots_TK: int64 [T, K], the slot of each choice within its expert.
         capacity: number of slots per expert, C.
@@ -156,9 +153,7 @@ def slot_rows(ids_TK: Tensor, weights_TK: Tensor, slots_TK: Tensor, capacity: in
 
 
 def rows_of_this_rank(routing: Routing, place: Placement) -> RowPlan:
-    """Return the rows that this rank's experts or expert shards compute for all tokens of a
-    routing.
-    """
+    """Return the rows that this rank's experts or shards compute for all tokens of a routing."""
     ids_TK = routing.ids_TK - place.first_expert
     mine_TK = (ids_TK >= 0) & (ids_TK < place.local)
     return exact_rows(torch.where(mine_TK, ids_TK, -1), routing.weights_TK, place.local)
@@ -166,8 +161,7 @@ def rows_of_this_rank(routing: Routing, place: Placement) -> RowPlan:
 
 @dataclass(frozen=True)
 class TokenPlan(DispatchPlan):
-    """The plan of a call that does not send tokens. The experts read their rows directly from the
-    tokens.
+    """The plan of a call that does not send tokens. The experts read their rows from the tokens.
 
     Attributes:
         row_plan: rows that this rank computes.
@@ -181,8 +175,7 @@ class LocalDispatcher(Dispatcher[TokenPlan]):
 
     Tokens stay on their rank.
 
-    Rows are arranged as they would be by the configured dispatcher: exact rows, fixed slots or
-    bounded rows.
+    Rows are arranged as by the configured dispatcher: exact rows, fixed slots or bounded rows.
     """
 
     def __init__(self, context: DispatchContext) -> None:
@@ -194,8 +187,7 @@ class LocalDispatcher(Dispatcher[TokenPlan]):
     def plan(self, kept: KeptRouting) -> TokenPlan:
         """See `Dispatcher`.
 
-        The host waits for the device only if the rows are exact and the experts need the row counts
-        on the host.
+        The host waits only if the rows are exact and the experts need the row counts on the host.
         """
         routing, compiling = kept.routing, torch.compiler.is_compiling()
         choices = routing.ids_TK, routing.weights_TK

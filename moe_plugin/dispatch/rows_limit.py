@@ -1,10 +1,9 @@
-"""Limits on memory of a fixed size that a step may exceed.
+"""Limits on buffers of a fixed size that a step may exceed.
 
 During a step, only the device knows whether a limit was exceeded. At the end of the step, all ranks
 check whether a limit was exceeded. If a limit was exceeded, either all ranks raise an error, or the
-memory is enlarged and the step is repeated. `RowsLimit` limits the number of rows that one rank
-sends to another. `dispatch.row_pages.PagedStash` limits the memory in which rows are stored for the
-backward pass.
+limit is raised and the step is repeated. `RowsLimit` limits the number of rows that one rank sends
+to another. `dispatch.row_pages.PagedStash` limits the memory for rows of the backward pass.
 """
 
 from __future__ import annotations
@@ -26,18 +25,16 @@ ROOM = 1.25  # a limit that was exceeded grows to the needed size times this fac
 
 
 class RowsOverflow(RuntimeError):
-    """Error that all ranks raise if the rows of any rank exceeded a limit. The outputs and
-    gradients of the step are NaN.
-    """
+    """Raised by all ranks if rows on any rank exceeded a limit. Outputs and gradients are NaN."""
 
 
 class Limit(ABC):
-    """A limit on the number of rows or on their memory. Only the device knows whether the limit was
-    exceeded.
+    """A limit on the number of rows, or on the memory that stores them. Only the device knows
+    whether the limit was exceeded.
 
     Attributes:
         remedy: error message. The message names the limit that was exceeded and explains how to
-            enlarge it. It contains `{needed}`.
+            raise it. It contains `{needed}`.
         repeats: True if a step that exceeds the limit is repeated. If `repeats` is False, exceeding
             the limit raises an error.
         needed: int64 scalar on the device, the size that would have been sufficient for all calls
@@ -52,15 +49,15 @@ class Limit(ABC):
 
     @abstractmethod
     def grow(self, needed: int) -> None:
-        """Enlarge the limit to at least `needed`, and reset the attribute `needed`."""
+        """Raise the limit to at least `needed`, then reset the `needed` attribute."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Reset the attribute `needed`, so that it describes only later calls."""
+        """Reset the `needed` attribute, so that it describes only later calls."""
 
 
 def with_room(needed: int) -> int:
-    """Return the new size of a limit if the size `needed` exceeded the old limit."""
+    """Return the new limit for a step that needs the size `needed`, with some headroom."""
     return math.ceil(needed * ROOM)
 
 
@@ -69,8 +66,8 @@ def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
 
     Call this function after the backward pass and before the optimizer step. The function is
     collective and returns the same answer on all ranks. The host waits once for the device. If the
-    function returns True, discard the gradients and repeat the step. If the function returns True,
-    the limits have already been enlarged.
+    function returns True, discard the gradients and repeat the step. In this case, the limits have
+    already been raised.
 
     Args:
         limits: limits of the layers on this rank. May be empty.
@@ -84,7 +81,7 @@ def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
 
 
 def needed_of(limits: Sequence[Limit], device: torch.device) -> Tensor:
-    """Return a copy of the attribute `needed` of N limits, int64 [N]. For a limit that has not been
+    """Return a copy of the `needed` attribute of N limits, int64 [N]. For a limit that has not been
     used yet, the returned element is 0.
     """
     own_N = torch.zeros(len(limits), dtype=torch.int64, device=device)
@@ -110,7 +107,7 @@ def most_of(limits: Sequence[Limit], needs: Tensor) -> Tensor:
 
 
 def settle(limits: Sequence[Limit], needs: Tensor) -> bool:
-    """Enlarge or reset the limits as the last part of `overflowed`. The host waits once for the
+    """Raise or reset the limits as the last step of `overflowed`. The host waits once for the
     device.
 
     Args:
@@ -141,14 +138,13 @@ def _kinds() -> list[type[Limit]]:
 class RowsLimit(Limit):
     """The limit on the number of rows that a layer sends from one rank to another.
 
-    The limit is min(T k, T L, ceil(f T k r / W)) rows, but at least 1. In the formula of the limit,
-    T is the largest number of tokens on any rank, k is the number of choices per token, L is the
-    number of experts per rank, f is the setting `dispatch.max_rows_factor`, r is the number of
-    ranks to which each choice is sent, and W is the number of ranks. With f = W / r, no load can
-    exceed the limit. The term T L assumes that no token has the same expert twice
-    (`records.Routing`). If a router does choose the same expert twice for a token, the rows may
-    exceed the limit, which is detected like any other overflow. If a token's row is sent only once
-    per rank, at most T rows are sent to each rank.
+    The limit is min(T k, T L, ceil(f T k r / W)) rows, but at least 1. Here, T is the largest
+    number of tokens on any rank, k is the number of choices per token, L is the number of experts
+    per rank, f is `dispatch.max_rows_factor`, r is the number of ranks to which each choice is
+    sent, and W is the number of ranks. With f = W / r, no load can exceed the limit. The term T L
+    assumes that no token has the same expert twice (`records.Routing`). If a router does choose the
+    same expert twice for a token, the rows may exceed the limit, which is detected like any other
+    overflow. If a token's row is sent only once per rank, at most T rows are sent to each rank.
 
     Args:
         config: dispatch settings of the layer.
@@ -158,7 +154,7 @@ class RowsLimit(Limit):
         choices: largest number of choices on any rank, T k. `choices` is None until the ranks have
             agreed on the number in the first call with gradients and tokens.
         tokens: largest number of tokens on any rank, T.
-        least: smallest value that the limit may have, which is set after an overflow. Initially 0.
+        least: minimum value of the limit, which is set after an overflow. Initially 0.
         stashes: True if the rows needed in the backward pass are stored in pages without padding
             (`dispatch.row_pages`).
         needed: limit that would have been sufficient; see `Limit`. All ranks of the group have the
@@ -243,7 +239,7 @@ def _zero(device: torch.device | None) -> Tensor:
 
 
 def _most(ids_TK: Tensor, comm: Comm) -> tuple[int, int]:
-    """Return the largest number of choices and the largest number of tokens on any rank."""
+    """Return the largest number of routing choices and the largest number of tokens on any rank."""
     if capturing(ids_TK.device) or torch.compiler.is_compiling():
         raise comm.error("the ranks have not agreed on a number of tokens yet, and they cannot do "
                          "so in a compiled or captured call. Set dispatch.max_tokens, or call the "

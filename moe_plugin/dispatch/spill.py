@@ -1,7 +1,7 @@
 """Spilling: if an expert has a high load, other ranks compute some of its rows.
 
-The ranks exchange the number of rows that each rank has for each expert. From the exchanged loads,
-all ranks compute the same plan for the call (`planner.spill`). A recomputation uses the same
+The ranks exchange the number of rows that each rank has for each expert. All ranks then compute the
+same plan for the call from the exchanged loads (`planner.spill`). A recomputation uses the same
 routing and therefore computes the same plan. All rows are sent in a single exchange, as without
 spilling, because a rank treats a borrowed expert as an additional local expert, which comes after
 the stored experts.
@@ -72,7 +72,8 @@ def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
 
 def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tuple[
         Tensor, list[list[int]], SpillPlan | None]:
-    """Return the choices sorted by expert, the row counts by source rank and expert, and the plan.
+    """Return the routing choices sorted by expert, the row counts by source and expert, and the
+    plan.
 
     The plan is None if every rank computes only the rows of its own experts.
     """
@@ -96,8 +97,8 @@ def spilled(ids_TK: Tensor, place: Placement,
         ids_TK: int64 [T, K], the expert shard of each choice, or -1 for choices without an expert.
         place: the ranks that store each expert.
         planner: object that decides which rank computes which rows.
-    Returns: For each choice, rank * G + local expert, int64 [T, K], or -1; the number of stored and
-        borrowed experts per rank, G; and the plan, or None if every rank computes only the rows of
+    Returns: For each choice, rank * G + local expert, int64 [T, K], or -1; the number G of stored
+        and borrowed experts per rank; and the plan, or None if every rank computes only the rows of
         its own experts.
     """
     order_N, counts_WV, spill = _who_computes(ids_TK, place, planner)
@@ -124,9 +125,7 @@ class _Tables:
         self.guests = [spill.guests(rank) for rank in range(spill.ranks)]
 
     def row(self, source: int, target: int) -> list[int]:
-        """Return the row counts from `source` to `target`, first for the stored experts and then
-        for the borrowed experts.
-        """
+        """Return the row counts from `source` to `target` for stored, then borrowed experts."""
         local, counts = self.spill.local, self.spill.counts_WV[source]
         stored = [self.flows[e][source][target] if e in self.flows else counts[e]
                   for e in range(target * local, (target + 1) * local)]
@@ -135,8 +134,8 @@ class _Tables:
         return stored + guests + [0] * (self.width - len(guests))
 
     def regroup(self, order_N: Tensor, source: int) -> Tensor:
-        """Reorder the choices of `source`, int64 [N], which are sorted by expert, so that they are
-        sorted by (target, local expert).
+        """Reorder the routing choices of `source`, int64 [N], which are sorted by expert, so that
+        they are sorted by (target, local expert).
 
         The rows of an expert are divided into consecutive runs, one for each rank that computes
         rows of the expert, in ascending order of ranks.
@@ -167,7 +166,5 @@ def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _take_runs(order_N: Tensor, runs: list[tuple[int, int]], total: int) -> Tensor:
-    """Concatenate the elements of order_N that belong to the runs (start, length), followed by all
-    elements after `total`.
-    """
+    """Return the elements of order_N in the runs (start, length), then all after `total`."""
     return torch.cat([*(order_N.narrow(0, *run) for run in runs), order_N[total:]])

@@ -1,5 +1,4 @@
-"""The first step of a layer call flattens the input to one token axis, and the last step restores
-the original shape.
+"""Functions that flatten a layer's input to one token axis and restore the shape of the outputs.
 
 Several ranks of the expert-parallel group may have the same tokens, for example with tensor
 parallelism but without sequence parallelism. With Parm's schedule S1, N such ranks divide the
@@ -23,8 +22,7 @@ from moe_plugin.records import TokenInfo, Tokens
 
 
 class TokenEntry:
-    """A component that prepares the input for the router and gives the outputs the shape of the
-    input.
+    """A component that prepares the router's input and gives the outputs the shape of the input.
 
     Args:
         model_dim: width of a token, D.
@@ -37,13 +35,11 @@ class TokenEntry:
 
     def enter(self, x: Tensor, token_mask: Tensor | None, info: TokenInfo | None,
               dtype: torch.dtype | None) -> Tokens:
-        """Check the input, and return the tokens that this rank processes, flattened to one token
-        axis.
+        """Check the input, and return this rank's tokens, flattened to one token axis.
 
         Args:
             x: [..., D], input of the layer.
-            token_mask: bool [...], True for real tokens and False for padding, or None if all
-                tokens are real.
+            token_mask: bool [...], True for real tokens, or None if all tokens are real.
             info: additional information about each token. Optional.
             dtype: dtype that `x` must have outside autocast, or None if any dtype is allowed.
         Raises:
@@ -61,8 +57,7 @@ class TokenEntry:
 
     def leave(self, y_TD: Tensor, losses: dict[str, Tensor],
               tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the outputs in the shape of the input, and a dict that maps the name of each loss
-        to its value.
+        """Return the outputs in the shape of the input, and a dict of the losses by name.
 
         With schedule S1, the outputs of all ranks in `sharing` are gathered and their losses are
         summed, so that outputs and losses are equal on these ranks.
@@ -76,8 +71,8 @@ class TokenEntry:
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """With schedule S1, sum the gradients of the given parameters over the ranks in `sharing`.
 
-        Call this method again whenever parameters may have been replaced. A parameter never gets
-        more than one hook.
+        Call this method again whenever parameters may have been replaced. The method registers at
+        most one hook per parameter.
 
         Args:
             parameters: all parameters of the layer except the parameters of the experts.

@@ -4,16 +4,16 @@ of its experts.
 Before a rank returns the outputs of its experts, it multiplies them by the gate weights and sums
 them per token. The number of bytes sent therefore does not depend on how many of a token's experts
 are on the same rank. The backward pass of a dispatch operation is a combine operation, and vice
-versa. Each subclass of `TokenExchange` adapts one package. This module contains the code that all
-adapters share.
+versa. Each subclass of `TokenExchange` adapts one package. This module contains the code shared by
+all adapters.
 
-The sizes arrive together with the rows. The host waits once per piece, in `dispatch`, for the row
-counts from the package. `plan` only determines the largest number of tokens on any rank, and only
-if the package needs this number. A piece is a range of consecutive tokens of a rank. If a
+The row counts arrive together with the rows. The host waits once per piece, in `dispatch`, for the
+row counts from the package. `plan` only computes the largest number of tokens on any rank, and does
+so only for packages that need this number. A piece is a range of consecutive tokens of a rank. If a
 dispatcher declares `supports_pieces`, the operations of its package can run in the background. For
-these packages, the forward pass starts to send all pieces at once, and returns the outputs of one
-piece while the next piece is computed. If there is only one piece, its exchange overlaps with other
-work of the layer. The backward pass waits for every operation.
+these packages, the forward pass starts sending all pieces immediately, and returns the outputs of
+one piece while the next piece is computed. If there is only one piece, its exchange overlaps with
+other work of the layer. The backward pass waits for every operation.
 
 In tensor names, T is the number of tokens on this rank, R the number of received tokens, K the
 number of choices per token (with HybridEP, one choice per row), and D the width of a token.
@@ -44,15 +44,14 @@ Wait = Callable[[], object]
 
 
 def done() -> None:
-    """Return immediately. Operations that do not run in the background use this function."""
+    """Return immediately. Used by operations that do not run in the background."""
 
 
 def package_why_not(package: str, file: str, name: str, install: str) -> str | None:
-    """Return None if the installed package contains the given file, and otherwise the reason and a
+    """Return None if the installed package contains the file, and otherwise the reason and a
     remedy.
 
-    The package is not imported, because importing the package would load its libraries and might
-    require a GPU.
+    The package is not imported, because that would load its libraries and might require a GPU.
 
     Args:
         package: name of the package.
@@ -127,7 +126,7 @@ class TokenExchange(ABC):
 
     @classmethod
     def key(cls, size: Size) -> tuple[Any, ...]:
-        """Return a key. Sizes that have different keys require different exchanges."""
+        """Return a key. Sizes with different keys require different exchanges."""
         return ()
 
     @abstractmethod
@@ -136,17 +135,14 @@ class TokenExchange(ABC):
 
         Args:
             x_TD: [T, D], contiguous tensor of tokens.
-            ids_TK: int64 [T, K], the expert shard of each choice, or -1 for choices without an
-                expert.
+            ids_TK: int64 [T, K], the expert shard of each choice, or -1 if it has no expert.
             weights_TK: float32 [T, K], contiguous tensor of gate weights.
             experts: total number of expert shards on all ranks.
         """
 
     @abstractmethod
     def send_again(self, x_TD: Tensor, handle: Any) -> Tensor:
-        """Send other data for the same tokens along the same paths, and return the received data
-        [R, D].
-        """
+        """Send other data for the same tokens along the same paths, and return it as [R, D]."""
 
     @abstractmethod
     def send_back(self, x_RD: Tensor, handle: Any, weights_RK: Tensor | None = None
@@ -156,11 +152,11 @@ class TokenExchange(ABC):
 
         Args:
             x_RD: [R, D], outputs computed on this rank.
-            handle: attribute `handle` of the `Arrival` that contained the tokens.
+            handle: the `handle` attribute of the `Arrival` that contained the tokens.
             weights_RK: [R, K], gradients of the gate weights, which are sent together with the
                 outputs. Optional.
         Returns: The summed outputs [T, D], the gradients of the gate weights [T, K] or None, and a
-            function that waits for both.
+            function that waits for these tensors.
         """
 
 
@@ -216,7 +212,7 @@ class TokenExchangePlan(DispatchPlan):
 
 
 class _SentTokens(Sent):
-    """Tokens that are sent in pieces by the exchange of a package (`Sent`)."""
+    """Tokens that an external package sends in pieces (`Sent`)."""
 
     def __init__(self, arriving: Iterator[ExpertRows], anchor: Tensor | None,
                  plan: TokenExchangePlan, exchange: TokenExchange) -> None:
@@ -231,11 +227,11 @@ class _SentTokens(Sent):
 
 
 class TokenDispatcher(Dispatcher[TokenExchangePlan]):
-    """Base class of dispatchers that send tokens with the exchange of a package.
+    """Base class of dispatchers that send tokens with an external package.
 
     Attributes:
         exchange: class of the exchange.
-        name: name under which the dispatcher is registered.
+        name: registered name of the dispatcher.
     """
 
     exchange: ClassVar[type[TokenExchange]]
@@ -302,8 +298,8 @@ class TokenDispatcher(Dispatcher[TokenExchangePlan]):
 
 
 class _Send(torch.autograd.Function):
-    """Autograd function that sends tokens and gate weights. The backward pass sends their gradients
-    back and sums them.
+    """Autograd function that sends tokens and gate weights to the ranks of the experts. The
+    backward pass sends their gradients back and sums them.
     """
 
     @staticmethod

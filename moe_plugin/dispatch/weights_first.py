@@ -1,11 +1,10 @@
-"""A dispatcher that multiplies the experts' inputs by the gate weights instead of the experts'
-outputs.
+"""A dispatcher that multiplies the experts' inputs, instead of outputs, by the gate weights.
 
 The output is `y_t = sum_j E_j(w_tj x_t)` instead of `sum_j w_tj E_j(x_t)`. Each choice is sent as a
-separate token, which has only one expert and has already been multiplied by its gate weight.
-Multiplying inputs by gate weights works with every dispatcher and every layout without changes.
-Finally, the outputs of each token's choices are summed. Dispatchers that send whole tokens
-(`all_gather`, `index_slice`) then send each token K times.
+separate token, which has only one expert and has already been multiplied by its gate weight. This
+works with every dispatcher and every layout without changes. Finally, the outputs of each token's
+choices are summed. Dispatchers that send whole tokens (`all_gather`, `index_slice`) send each token
+K times.
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ class WeighedChoices:
                 cls(routing.weights_TK, position_TK.reshape(-1), position_TK))
 
     def inputs(self, x_TD: Tensor) -> Tensor:
-        """Return the N new tokens [N, D]. Each new token is a token multiplied by the gate weight
-        of one of its choices.
-        """
+        """Return the N new tokens [N, D], each multiplied by the gate weight of its choice."""
         return weigh_rows(x_TD, self.weights_TK, self.source_N, self.position_TK)
 
     def sum(self, y_ND: Tensor) -> Tensor:
@@ -70,7 +67,7 @@ class WeighedChoices:
 
 @dataclass(frozen=True)
 class WeighedPlan(DispatchPlan):
-    """The plan of one call of the dispatcher `WeightsFirst`.
+    """The plan of one call of the `WeightsFirst` dispatcher.
 
     Attributes:
         inner: plan of the wrapped dispatcher, which sends each choice as a token.
@@ -90,9 +87,7 @@ class WeightsFirst(WrappedDispatcher):
         return WeighedPlan(plan.rows, plan, choices)
 
     def start_sizes(self, routing: Routing, tokens: bool = False) -> None:
-        """Return None. The choices are sent as tokens with another routing, so their sizes cannot
-        be exchanged early.
-        """
+        """Return None, because the sizes of the new tokens cannot be exchanged early."""
         return None
 
     def dispatch(self, x_TD: Tensor, plan: WeighedPlan, anchor: Tensor | None) -> Sent:

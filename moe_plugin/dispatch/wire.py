@@ -1,5 +1,5 @@
-"""Wire formats, in which rows are sent with fewer bits than they occupy in memory. The error of
-each format is bounded.
+"""Wire formats, which use fewer bits per row during sending than in memory. The error of each
+format is bounded.
 
 Let x be an element of a row whose largest magnitude is m. Let b be the largest magnitude in the
 block of 128 consecutive elements that contains x, with 2^-110 <= b <= m < 2^127. One exchange
@@ -10,15 +10,15 @@ changes x by at most
     fp8    2^-4 |x| + 2^-18 b
     mxfp8  2^-4 |x| + 2^-17 b, in blocks of 32
 
-The format `fp16` multiplies each row by a power of two, so that no value overflows, and adds one
-byte per row. The format `fp8` (e4m3) scales each block (`kernels.quantize_fp8`, in Triton on a GPU)
-and adds four bytes per block. The format `mxfp8` (e4m3) scales each block by a power of two and
+The `fp16` format multiplies each row by a power of two, so that no value overflows, and adds one
+byte per row. The `fp8` format (e4m3) scales each block (`kernels.quantize_fp8`, in Triton on a GPU)
+and adds four bytes per block. The `mxfp8` format (e4m3) scales each block by a power of two and
 adds one byte per block. If an expert computes in MXFP8, sending rows in this format adds no
 rounding error. If a row contains an infinity or a NaN, the received row also contains a non-finite
 value. Loss scaling can therefore detect the overflow.
 
 One format is used for the rows sent to experts and for the gradients of the experts' outputs. The
-outputs and the gradients of the rows use the same format or a different format.
+experts' outputs and the gradients of the rows may use a different format.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class WireFormat(Exchange):
     """An all-to-all that sends rows in a wire format.
 
     Integers, tensors with one number per row, and rows that the format would not make smaller are
-    sent unchanged.
+    sent without conversion.
 
     Attributes:
         algorithm: all-to-all algorithm that sends the converted rows.
@@ -90,9 +90,7 @@ class WireFormat(Exchange):
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
                  recv: Sequence[int] | None = None) -> Tensor:
-        """See `Exchange`. The received rows have the dtype of `x`, but their values are rounded to
-        the format.
-        """
+        """See `Exchange`. The received rows have the dtype of `x`, but rounded values."""
         if self.name == "none":
             return self.algorithm(comm, x, send, recv)
         form = FORMATS[self.name]

@@ -1,5 +1,5 @@
 """Background copies between a device and a slower memory tier. Copies run one after another, in the
-order in which they were started.
+order they were started.
 
 If the device is a GPU, copies run on a separate CUDA stream. Other work, such as reading a file,
 runs in a background thread. If the device is a CPU, all work runs in this background thread. The
@@ -29,7 +29,7 @@ class CopyCounters:
         bytes: number of bytes moved by the jobs.
         busy_s: total time in seconds during which jobs ran, including throttling. For a GPU, only
             the time in the background thread is counted.
-        throttled_s: total time in seconds by which throttling delayed jobs.
+        throttled_s: total delay of jobs by throttling, in seconds.
         waits: number of times that a caller waited for an unfinished job.
         stalled_s: total time in seconds during which callers waited. The time during which a CUDA
             stream waited is not included.
@@ -45,13 +45,12 @@ class CopyCounters:
 
 @dataclass
 class OnDevice:
-    """Device memory used by a feature that moves data between the device and a tier. The numbers
-    are shown in reports.
+    """Device memory used by a feature that moves data between the device and a tier.
 
     Attributes:
         resident_bytes: maximum number of bytes on the device during the last step, or 0 if unknown.
-        keep, recompute, swap: number of blocks that have this activation policy. For features other
-            than activation policies, these numbers are 0.
+        keep, recompute, swap: number of blocks that have this activation policy. Zero for features
+            other than activation policies.
     """
 
     resident_bytes: int = 0
@@ -107,14 +106,13 @@ class Ticket:
 
 
 class Copier:
-    """An executor that runs copies in the background. Copies run one at a time, in the order in
-    which they were started.
+    """An executor that runs copies in the background. Copies run one at a time, in order.
 
     The thread and the stream of a copier are created when its first copy starts. If a copier is
     duplicated by deepcopy, pickle or fork, the duplicate creates its own thread and stream.
 
     Args:
-        device: device that data is copied to and from.
+        device: source or target device of the copies.
         throttle: maximum bandwidth of the slow tier in bytes per second. Intended for tests and
             benchmarks that simulate a slow tier. By default, the bandwidth is not limited.
         sleep: function that is called to delay throttled copies.
@@ -227,9 +225,7 @@ class Copier:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def _here(self) -> torch.cuda.Event:
-        """Record an event on the caller's stream. The caller's stream may still read data that a
-        copy will overwrite.
-        """
+        """Record an event on the caller's stream, which may still read data to be overwritten."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event

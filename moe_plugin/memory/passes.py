@@ -88,8 +88,7 @@ def aligned_buffer(nbytes: int, device: torch.device | str,
 def give_back_free_memory() -> None:
     """On systems with glibc, return unused memory of the C library to the operating system.
 
-    Without `give_back_free_memory`, glibc does not release the memory of freed gradients that lies
-    between small allocations still in use.
+    Otherwise, glibc retains freed gradients that lie between small allocations still in use.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -107,8 +106,7 @@ Place = tuple[nn.Module, str]  # a buffer: its module and its name
 
 
 class BlockPasses:
-    """The forward and backward passes of one training step, together with the activations stored
-    for them.
+    """The forward and backward passes of one training step, and the activations stored for them.
 
     Args:
         modules: the blocks.

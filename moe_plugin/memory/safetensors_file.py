@@ -1,7 +1,7 @@
 """A reader of safetensors files that reads from the file instead of mapping it into memory.
 
 If another process truncates the file, reading raises an error. With memory mapping, the process
-would be killed by SIGBUS. If a file is read instead of mapped, its pages do not count toward memory
+would be killed by SIGBUS. If a file is read, not mapped, its pages do not count toward memory
 limits.
 
 A safetensors file consists of 8 bytes that contain the length of a JSON header, followed by the
@@ -45,12 +45,11 @@ class SafetensorsFile:
     Args:
         path: path of the file.
         verify: whether to verify the file's checksum. The checksum is verified only if the file has
-            a checksum that this process has not verified before.
+            one and this process has not verified it before.
 
     Attributes:
         name: name of the file, for use in messages.
-        held: mapping from the name of each tensor to the location, shape and dtype of its data in
-            the file.
+        held: mapping from the name of each tensor to its location, shape and dtype in the file.
         metadata: the metadata contained in the header.
     Raises:
         OSError: If the file cannot be opened.
@@ -90,8 +89,7 @@ class SafetensorsFile:
         """Read a tensor from the file into memory.
 
         Raises:
-            TierError: If the file was truncated after it was opened, or if the tensor cannot be
-                read.
+            TierError: If the file was truncated after it was opened, or cannot be read.
         """
         held = self.held[name]
         made = torch.empty(held.shape, dtype=held.dtype)
@@ -114,9 +112,7 @@ def _verify_once(path: str, *changed: int) -> None:
 
 
 def _header(file: BinaryIO) -> tuple[dict[str, Any], int]:
-    """Read the header. Return the entries of the header, and the offset in bytes at which the
-    tensors' data begins.
-    """
+    """Return the entries of the header, and the byte offset of the tensors' data."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     try:

@@ -52,32 +52,26 @@ class TierTensor:
 
     @property
     def in_memory(self) -> Tensor:
-        """The tensor in host memory. `in_memory` can be used only if the tensor is stored in host
-        memory.
-        """
+        """The tensor in host memory. Must not be used if the data is stored in a file."""
         assert self.tensor is not None
         return self.tensor
 
 
 class Tier(ABC):
-    """Base class of memory tiers. A tier stores tensors in memory that is larger and slower than
-    device memory.
-    """
+    """Base class of memory tiers, which are larger and slower than device memory."""
 
     def put(self, x: Tensor) -> TierTensor:
-        """Store a copy of `x`, and wait until the copy is complete. Raises `TierError` if the tier
-        has no space.
-        """
+        """Store a copy of `x`, and wait for it. Raises `TierError` if there is no space."""
         held = self._room(x)
         self._write([(held, x)])
         return held
 
     def put_later(self, copier: Copier, tensors: Sequence[Tensor]
                   ) -> tuple[list[TierTensor], Ticket]:
-        """Start to store several tensors in the background.
+        """Start storing several tensors in the background.
 
-        The tensors must not change until the ticket is done. After the caller has waited for the
-        ticket, the tensors are stored. Waiting for the ticket raises `TierError` if the tier has no
+        The tensors must not change until the ticket is done. The tensors are stored once the caller
+        has waited for the ticket. Waiting for the ticket raises `TierError` if the tier has no
         space.
         """
         held = [self._room(x) for x in tensors]
@@ -92,8 +86,8 @@ class Tier(ABC):
     def _write(self, pairs: Sequence[tuple[TierTensor, Tensor]]) -> None:
         """Write tensors to the space that has been allocated for them.
 
-        If the tier has no space for one of the tensors, the space allocated for all tensors of this
-        call is freed.
+        If there is no space for one of the tensors, the space for all tensors of this call is
+        freed.
         """
 
     @abstractmethod
@@ -106,7 +100,7 @@ class Tier(ABC):
               after: Ticket | None = None) -> Ticket:
         """In the background, call `read_into` for all pairs (target, held) in order.
 
-        after: ticket of the job that stores the tensors. If the job `after` fails, the job started
+        after: ticket of the job that stores the tensors. If the `after` job fails, the job started
             here fails with the same error.
         """
         wanted = list(wanted)
@@ -144,7 +138,7 @@ class HostTier(Tier):
     that is needed for the whole lifetime of a model, use `machine.pinned_buffer` instead.
 
     Args:
-        device: device that tensors are copied to and from.
+        device: source or target device of the copies.
 
     Attributes:
         `pinned_for`: GPU that accesses the memory, or None if the device is a CPU.
@@ -193,8 +187,7 @@ class DiskTier(Tier):
     The operating system deletes the file when the process ends, even after a crash.
 
     Args:
-        folder: folder on disk in which the file is created. The folder is created if it does not
-            exist.
+        folder: folder on disk for the file. The folder is created if it does not exist.
     Raises:
         ValueError: If the folder cannot be created.
     """
@@ -295,9 +288,7 @@ class TierBuffer:
         return finish
 
     def put_later(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """Start to store a copy of the buffer in the background. Call `settle` to wait until the
-        copy is complete.
-        """
+        """Start storing a copy of the buffer in the background. `settle` waits for the copy."""
         self.settle()
         # stays valid until `settle`, which restores it if the write fails
         self._before = self.held
@@ -305,15 +296,13 @@ class TierBuffer:
         return self._ticket
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """Start to copy the stored buffer into another buffer of the same size."""
+        """Start copying the stored buffer into another buffer of the same size."""
         # the read must wait for a write that is in progress
         assert self.held is not None
         return self.tier.fetch(copier, [(flat_N, self.held)], self._ticket)
 
     def read(self, flat_N: Tensor) -> None:
-        """Copy the stored buffer into another buffer of the same size, and wait until the copy is
-        complete.
-        """
+        """Copy the stored buffer into another buffer of the same size, and wait for the copy."""
         self.settle()
         assert self.held is not None
         self.tier.read_into(self.held, flat_N)
@@ -339,8 +328,7 @@ def tier_of(device: torch.device | str, folder: str | os.PathLike[str] | None = 
     """Return a tier for the tensors of a device. The tier is in host memory for a GPU, and in files
     for a CPU.
 
-    folder: folder on disk in which files are created. Defaults to the system's folder for temporary
-    files.
+    folder: folder on disk for the files. Defaults to the system's folder for temporary files.
     """
     if torch.device(device).type == "cuda":
         return HostTier(device)
@@ -348,9 +336,7 @@ def tier_of(device: torch.device | str, folder: str | os.PathLike[str] | None = 
 
 
 def write_values(file: int, offset: int, x: Tensor) -> None:
-    """Write the data of a tensor to an open file. Raises `OSError` if the disk has no space for the
-    data.
-    """
+    """Write the data of a tensor to an open file. Raises `OSError` if the disk is full."""
     values = _bytes(x.detach().to("cpu").contiguous())
     # a call may write only a part, for example if the disk becomes full; the next call then fails
     while values:

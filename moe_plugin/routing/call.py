@@ -66,8 +66,7 @@ class TakesTokenIds:
     Attributes:
         needs: names of the token information that the layer's router needs; see
             `RouterModule.needs`.
-        tokens_BT: int64 [B, T], the token ids for the next call, or None if no token ids were
-            passed.
+        tokens_BT: int64 [B, T], the token ids for the next call, or None if none were passed.
     """
 
     needs: frozenset[str] = frozenset()
@@ -80,7 +79,7 @@ def hand_token_ids(model: nn.Module, *names: str) -> None:
     The hook runs before each forward pass of the model.
 
     Args:
-        model: model that receives token ids either as its first positional argument or as a keyword
+        model: model that receives token ids as its first positional argument or as a keyword
             argument.
         names: names of the keyword arguments that may contain the token ids. If several of the
             named arguments are passed, the argument that comes first in `names` is used.
@@ -98,14 +97,13 @@ def hand_token_ids(model: nn.Module, *names: str) -> None:
 
 def token_info(x_TBD: Tensor, ids_TB: Tensor | None, needs: frozenset[str],
                batch_axis: int = 1) -> TokenInfo | None:
-    """Return the token information that a router needs, or None if the router needs no token
-    information.
+    """Return the token information that a router needs, or None if it needs no information.
 
     Args:
         x_TBD: tokens [T, B, D], or [B, T, D] if `batch_axis` is 0.
         ids_TB: int64, the token ids, whose axes are in the same order as the first two axes of
             `x_TBD`. Token ids are required only if the router reads them.
-        needs: the attribute `RouterModule.needs` of the router.
+        needs: the router's `RouterModule.needs` attribute.
         batch_axis: index of the axis of `x_TBD` that enumerates the sequences, 0 or 1.
     """
     if not needs:
@@ -123,14 +121,14 @@ class RoutingCall:
     The router's hooks set the fields one after another, and the router's losses read them.
 
     Attributes:
-        logits_TE: logits with noise, computed by the hook `scores` in float32 or float64.
+        logits_TE: logits with noise, computed by the `scores` hook in float32 or float64.
         ids_TK: int64, the chosen experts before any policy or capacity drops choices. A value of -1
             means that the choice has no expert.
         mask_T: bool, True for tokens that are not padding. `mask_T` is None if all tokens are real.
         k: number of experts per token.
         info: additional information about the tokens.
-        noise: standard deviation of the noise in the logits, already divided by E, or 0 if there is
-            no noise.
+        noise: standard deviation of the noise in the logits, already divided by E, or 0 without
+            noise.
         score: function that converts logits to scores.
         divides: True if the weights are divided by `max(sum over the choices + added, least)`.
         one_pass: True if a single kernel computes the choices, weights and sums. If `one_pass` is
@@ -147,12 +145,12 @@ class RoutingCall:
         penalty_E: penalty of each expert for the link between this rank and the expert. The mean of
             all penalties is 1.
         step_load_E: int64 [E + 1], the number of choices of each expert, followed by the number of
-            tokens. The numbers include all ranks and all micro-batches of the step, up to and
+            tokens. The counts include all ranks and all micro-batches of the step, up to and
             including this call.
         priority_T, passthrough_T, chosen_TK: see `moe_plugin.records.Routing`.
         routed: choices, weights and sums over tokens, as returned by `route` or `route_by_steps`.
-            `routed` is None if the router uses neither `route` nor `route_by_steps`. If the field
-            `z` of `routed` is None, z is computed from `logits_TE`.
+            `routed` is None if the router uses neither `route` nor `route_by_steps`. If the `z`
+            field of `routed` is None, z is computed from `logits_TE`.
     """
 
     logits_TE: Tensor = None  # type: ignore[assignment]  # until hook `scores`
@@ -256,9 +254,7 @@ class RoutingCall:
 
     @property
     def scores_TE(self) -> Tensor:
-        """Scores of all experts for each token. By default, `score` computes the scores. A router
-        may replace the scores.
-        """
+        """Scores [T, E], computed by `score` by default. A router may replace the scores."""
         if self._scores_TE is None:
             self._scores_TE = self.score.scores(self.logits_TE)
         return self._scores_TE
@@ -269,9 +265,7 @@ class RoutingCall:
 
     @property
     def probs_TE(self) -> Tensor:
-        """Scores that are divided by their sum, so that each row sums to 1. A router may replace
-        this tensor.
-        """
+        """Scores normalized so that each row sums to 1. A router may replace this tensor."""
         if self._probs_TE is None:
             self._probs_TE = self.score.shares(self.scores_TE)
         return self._probs_TE
@@ -317,8 +311,7 @@ class RoutingCall:
 
     @property
     def count(self) -> Tensor | float:
-        """Number of real tokens in the group, but at least 1, because other code divides by this
-        number.
+        """Number of real tokens in the group, but at least 1, so that it can be used as a divisor.
 
         If the host does not know the number of tokens, `count` is a tensor in the dtype of the
         scores.
@@ -340,18 +333,14 @@ class RoutingCall:
 
     @property
     def own_load_KE(self) -> Tensor:
-        """Int64 tensor [K, E]. Element [j, e] is the number of this rank's tokens whose j-th choice
-        is expert e.
-        """
+        """Int64 tensor [K, E]: the number of this rank's tokens whose j-th choice is expert e."""
         if self._load_KE is None:
             self._load_KE = expert_load(self.ids_TK, self.experts, self.mask_T, per_choice=True,
                                         complete=self.leaves_none and self.mask_T is None)
         return self._load_KE
 
     def load_E(self) -> Tensor:
-        """For each expert, return how often the tokens of the group chose it, [E] in the dtype of
-        the scores.
-        """
+        """How often the group's tokens chose each expert, [E] in the dtype of the scores."""
         return self.total(self.own_load_KE.sum(0).to(self.logits_TE.dtype))
 
     def first_load_E(self) -> Tensor:
@@ -361,7 +350,7 @@ class RoutingCall:
         return self.total(self.own_load_KE[0].to(self.logits_TE.dtype))
 
     def real(self, values: Tensor) -> Tensor:
-        """Return values [T] or [T, n] in which the values of padding tokens are 0."""
+        """Return values [T] or [T, n], with the values of padding tokens set to 0."""
         if self.mask_T is None:
             return values
         return values * (self.mask_T if values.dim() == 1 else self.mask_T[:, None])
@@ -394,7 +383,5 @@ class RoutingCall:
         return x if self.comm is None else self.comm.all_reduce(x)
 
     def share(self) -> float:
-        """Return the fraction of a loss that this rank reports, when every rank of the group
-        computes the complete loss.
-        """
+        """Return the fraction of a loss that each rank reports if all ranks compute all of it."""
         return 1.0 if self.comm is None else 1.0 / self.comm.size

@@ -13,11 +13,11 @@ Source: Tutel (`fast_dispatch`).
 | f < 0 | min(the f = 0 value, max(1, k * int(-f * s))) |
 
 Tutel's formula does not guarantee at least one slot. With Tutel's formula and f < 1, all choices
-are dropped if a rank has at most E tokens. So few tokens are common during generation.
+are dropped if a rank has at most E tokens. Such small batches are common during generation.
 
-For example, s = 3 for T = 10, E = 4 and k = 2. For these numbers, f = 1 results in C = 6. With f =
-1.25, C = 2 * int(3.75) = 6. With f = 0.3, C = max(1, 2 * int(0.9)) = 1. With f = -1 and a largest
-load of 5, C = 5.
+For example, s = 3 for T = 10, E = 4 and k = 2. In this case, f = 1 results in C = 6. With f = 1.25,
+C = 2 * int(3.75) = 6. With f = 0.3, C = max(1, 2 * int(0.9)) = 1. With f = -1 and a largest load of
+5, C = 5.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from moe_plugin.utils.machine import exporting
 
 
 class CapacityLimit:
-    """A module that drops the choices for which an expert has no free slot. All ranks use the same
-    limit.
+    """A module that drops the routing choices for which an expert has no free slot. All ranks use
+    the same limit.
 
     Args:
         config: configuration of the layer.
         comm: group of ranks over which the capacity is determined.
         makes_slots: True if the dispatcher sends slots, including empty slots. If `makes_slots` is
-            True, all hosts must agree on the number of slots.
+            True, all ranks must agree on the number of slots.
         own: True if each rank computes the limit from its own tokens; see
             `HostContext.own_capacity`.
 
@@ -91,11 +91,11 @@ class CapacityLimit:
 
     def _limit(self, routing: Routing, made: int | None, asked: Comm,
                training: bool) -> int | Tensor | None:
-        """Return the number of slots per expert beyond which choices are dropped.
+        """Return the number of slots per expert beyond which routing choices are dropped.
 
-        The limit is usually equal to `made`. The limit is lower than `made` if only the device
-        knows the number of real tokens, or if this rank uses its own limit and has fewer tokens
-        than other ranks.
+        The limit is usually equal to `made`. It is lower in two cases: only the device knows the
+        number of real tokens, or this rank uses its own limit and has fewer tokens than other
+        ranks.
         """
         comm, known = self.comm, asked.size > 1
         if self.own and self.comm.size > 1:
@@ -121,9 +121,7 @@ class CapacityLimit:
 
 
 def fixed_slots(tokens: int, experts: int, top_k: int, factor: float) -> int:
-    """Return the number of slots `max(1, k * int(|f| * ceil(T / E)))`, or 0 if the rank has no
-    tokens.
-    """
+    """Return `max(1, k * int(|f| * ceil(T / E)))` slots, or 0 if the rank has no tokens."""
     # Truncated before the multiplication by k, as in Tutel.
     slots_per_choice = math.trunc(abs(factor) * math.ceil(tokens / experts))
     if isinstance(tokens, int):  # torch.compile up to 2.11 rejects sym_min of known integers
@@ -177,14 +175,14 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
 
      In the formulas, T is the largest number of real tokens on any rank. On a CPU, a single
     all-reduce of two integers determines T and, if f <= 0, the largest load of any expert. On a
-    GPU, the host does not wait for the device. T therefore includes padding on a GPU. The hosts can
-    agree on the number of tokens with padding without waiting for the device. `limit_on_device`
-    then drops choices based on the number of real tokens.
+    GPU, the host does not wait for the device. On a GPU, T therefore includes padding. The ranks
+    can agree on the number of tokens including padding without waiting for the device.
+    `limit_on_device` then drops choices based on the number of real tokens.
 
     On a GPU, there are two cases for f <= 0. In a group of several ranks, the number of slots
-    depends on the load, so the host waits for the load. A single rank uses a number of slots that
-    is large enough for any load, which is T if f = 0. If f < 0, a single rank uses the number of
-    slots for the factor -f.
+    depends on the load, so the host waits for the load. A single rank uses enough slots for any
+    load, that is, T slots if f = 0. If f < 0, a single rank uses the number of slots that the
+    factor -f gives.
 
     With `equal_tokens`, padding tokens are counted like real tokens, and f > 0 requires no
     communication; see `check_promise`.
@@ -216,8 +214,7 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
 
 def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
                     training: bool, load_known: bool) -> Tensor | None:
-    """Return the capacity computed from the number of real tokens, as an int64 scalar tensor on the
-    device, or None.
+    """Return the capacity for the number of real tokens, int64 scalar on the device, or None.
 
     If the function returns None, the number returned by `capacity` is already exact.
 
@@ -254,14 +251,13 @@ def _on_host(routing: Routing) -> bool:
 
 @dataclass
 class _EqualTokens:
-    """The number of tokens on which the ranks of a group agreed in the last check."""
+    """The number of tokens that the ranks of a group agreed on in the last check."""
 
     tokens: int | None = None
 
 
 def check_promise(ids_TK: Tensor, comm: Comm) -> None:
-    """Check that all ranks have the same number of tokens, as the setting `dispatch.equal_tokens`
-    promises.
+    """Check that all ranks have the same number of tokens, as promised by `dispatch.equal_tokens`.
 
     If T differs from its value in the previous call, the check is collective.
 
@@ -312,8 +308,8 @@ def _agree(routing: Routing, experts: int, comm: Comm) -> tuple[int, int]:
 
 
 def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
-    """Return the slot of each choice within its expert, int64 [T, K], or -1 for a choice without an
-    expert.
+    """Return the slot of each routing choice within its expert, int64 [T, K], or -1 for a choice
+    without an expert.
 
     The first choices of all tokens get the first slots, followed by all second choices, and so on.
     Within the j-th choices, tokens get slots in sequence order. If `prioritized` is true, tokens
@@ -330,12 +326,11 @@ def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
 
 def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
          normalize_after: bool, added: float = 0.0, least: float | None = None) -> Routing:
-    """Remove the choices whose slots exceed the capacity.
+    """Remove the routing choices whose slots exceed the capacity.
 
     Args:
         routing: routing before choices are dropped.
-        slots_TK: int64 [T, K], the slot of each choice; see `slots`. `slots_TK` is not used if
-            `limit` is None.
+        slots_TK: int64 [T, K], the slot of each choice; see `slots`. Unused if `limit` is None.
         limit: maximum number of slots per expert and source rank, as an integer or an int64 scalar
             tensor, or None for no limit.
         normalize_after: True if the remaining weights of tokens with several choices are divided by

@@ -1,4 +1,4 @@
-"""`RouterModule`, the interface that a layer and its host framework expect from every router.
+"""`RouterModule`, the interface that every router provides to its layer and the host framework.
 
 The module also contains base classes for modules that are updated once per optimizer step, and a
 mark for parameters that a host framework must not initialize again.
@@ -45,9 +45,7 @@ class HasFinishStep:
         """Update the module after an optimizer step. All ranks must call this method."""
 
     def forget_step(self) -> None:
-        """Discard the counts collected since the last step without updating the module. Not
-        collective.
-        """
+        """Discard the counts since the last step without updating the module. Not collective."""
 
 
 # Settings (`RouterModule.reads`) of routers that score tokens (SCORED), choose several experts per
@@ -64,7 +62,7 @@ class BuffersKeepDtype(nn.Module):
     """Base class of modules whose buffers are not affected by casting or emptying the module.
 
     The buffers keep their values and dtypes when the module is cast (`half()`) or emptied
-    (`to_empty()`). Emptied buffers would not be filled again, and a 16-bit bias cannot represent
+    (`to_empty()`). The values of emptied buffers would be lost, and a 16-bit bias cannot represent
     changes of 0.001 per step. When the module is moved to another device, its buffers are moved as
     well. Subclasses must not create buffers on the meta device.
 
@@ -106,16 +104,15 @@ class RouterModule(HasFinishStep, nn.Module):
     The class defines the attributes that a router declares, and the methods that are called once
     per step.
 
-    Most routers are subclasses of `moe_plugin.routing.Router`. A router that uses no code of the
-    provided routers can be a direct subclass of this class. A layer also accepts a plain
-    `nn.Module` with the same `forward` method. The layer assumes that this module needs no token
-    information.
+    Most routers are subclasses of `moe_plugin.routing.Router`. A router that shares no code with
+    the provided routers can subclass this class directly. A layer also accepts a plain `nn.Module`
+    with the same `forward` method. The layer assumes that this module needs no token information.
 
     Attributes:
         needs: names of the fields of `TokenInfo` that the router reads ("token_ids" or
             "sequences"). Host frameworks provide only the fields in `needs`.
         own_losses: names of the losses that this router can compute but some other routers cannot.
-        reads: names of the optional settings in the section `router` that this router reads. Each
+        reads: names of the optional settings in the `router` section that this router reads. Each
             element has the form `name` or `name=value`. Each class must declare the complete list,
             including the settings read by its base classes. If `reads` is None, the router may read
             any setting.
@@ -125,8 +122,7 @@ class RouterModule(HasFinishStep, nn.Module):
         any_number: True if a token may have up to E experts, independently of k.
         reads_top_k: True if `router.top_k` affects the router. `reads_top_k` is False for every
             class that sets `fixed_k`.
-        balances: True if the router distributes tokens evenly over the experts without a balance
-            loss.
+        balances: True if the router distributes tokens evenly without a balance loss.
         host: information about the layer from the host framework.
         all_ranks: group of all data-parallel ranks. In models without a host framework,
             `gradients.sync` sets this attribute. None until then.
@@ -165,8 +161,7 @@ class RouterModule(HasFinishStep, nn.Module):
 
     def replayed(self, choose: Callable[[], T], what: str = "choice",
                  shape: tuple[int, ...] | None = None) -> T:
-        """Return `choose()`. During a recomputation, return the value that was computed in the
-        first pass.
+        """Return `choose()`. During a recomputation, return the value of the first pass.
 
         See `moe_plugin.routing.replay.replayed`.
         """
@@ -176,9 +171,9 @@ class RouterModule(HasFinishStep, nn.Module):
         """Return sums over this rank's tokens. `finish_step` uses these sums to update the router.
 
         The sums include all tokens routed since the last optimizer step. A caller may combine the
-        sums with the sums of other replicas, so that the routers of all replicas remain equal.
-        Integer tensors must be added, and floating-point tensors must be averaged. If the router's
-        update does not use sums, the list is empty.
+        sums with the sums of other replicas, so that the routers of all replicas remain equal. When
+        combining them, sum integer tensors and average floating-point tensors. The list is empty if
+        the router's update does not use sums.
         """
         return []
 
@@ -200,10 +195,9 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
     """The number of experts per token as a function of the optimizer step (`router.top_k_at`).
 
     The state of the schedule is saved with the weights. If the host framework knows the index of
-    the step, it passes the index to `begin_step`. If the host framework does not know the index of
-    the step, `finish_step` counts the steps. The current number of experts is stored as a Python
-    integer. A call therefore does not read this number from the device, and a layer is compiled
-    once for each number.
+    the step, it passes the index to `begin_step`. Otherwise, `finish_step` counts the steps. The
+    current number of experts is stored as a Python integer. A call therefore does not read this
+    number from the device, and a layer is compiled once for each distinct number.
 
     Args:
         first: number of experts per token before the first change.
@@ -252,8 +246,8 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
         """Count the step.
 
         Raises:
-            ValueError: If the schedule contains fractions of the run but the total number of steps
-                is unknown.
+            ValueError: If the schedule contains fractions of the run but its number of steps is
+                unknown.
         """
         self._follow_buffer()
         self._go_to(self.steps + 1)
@@ -291,19 +285,19 @@ def begin_step(model: nn.Module, number: int, total: int | None) -> None:
 
 
 def needs_of(router: nn.Module) -> frozenset[str]:
-    """Return the attribute `needs` of a `RouterModule`, or an empty set for any other module."""
+    """Return the `needs` attribute of a `RouterModule`, or an empty set for any other module."""
     return router.needs if isinstance(router, RouterModule) else frozenset()
 
 
 def balances_by_itself(router: nn.Module) -> bool:
-    """Return whether a router works without a balance loss. For modules that do not derive from
-    `RouterModule`, nothing is known, and the function returns True.
+    """Return whether a router balances the load without a balance loss. Modules that do not derive
+    from `RouterModule` are assumed to do so.
     """
     return router.balances if isinstance(router, RouterModule) else True
 
 
 def finish_step(model: nn.Module) -> None:
-    """Call the method `finish_step` of all routers and layers of a model.
+    """Call the `finish_step` method of all routers and layers of a model.
 
     `finish_step` updates biases and temperatures, resets counts, and computes a new placement of
     expert replicas. The function is collective if the updated state depends on all ranks, for
@@ -323,7 +317,7 @@ def finish_step(model: nn.Module) -> None:
 def finish_step_of_any(model: nn.Module) -> bool:
     """Call `finish_step` for a part of a model that may contain no MoE layer.
 
-    Returns: True if a layer or router of the model has a method `finish_step`.
+    Returns: True if a layer or router of the model has a `finish_step` method.
     """
     modules = [module for module in model.modules() if isinstance(module, HasFinishStep)]
     for module in modules:
@@ -332,7 +326,7 @@ def finish_step_of_any(model: nn.Module) -> bool:
 
 
 def forget_step(model: nn.Module) -> None:
-    """Call the method `forget_step` of all routers of a model.
+    """Call the `forget_step` method of all routers of a model.
 
     Call this function instead of `finish_step` after passes that are not followed by an optimizer
     step. The function resets the counts without updating any router. Not collective.
@@ -346,9 +340,8 @@ class RouterSteps(RunFeature):
     """A run feature that updates the routers at the end of each step.
 
     If the step changed parameters, the feature calls `finish_step`. If the step changed no
-    parameters, the feature calls `forget_step`. Without `forget_step`, the next step would include
-    the counts of this step. The feature also passes the index of the run's step to the schedules of
-    the routers.
+    parameters, the feature calls `forget_step`. Otherwise, the next step would include the counts
+    of this step. The feature also passes the index of the current step to the routers' schedules.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -368,10 +361,9 @@ class RouterSteps(RunFeature):
 
 
 def router_counts(model: nn.Module) -> list[str]:
-    """Return the names of the buffers that contain the counts and measurements of a model's
-    routers.
+    """Return the names of the buffers with the counts and measurements of a model's routers.
 
-    The contents of the buffers of counts are valid on this rank only.
+    Their contents are valid on this rank only.
     """
     return [f"{path}.{name}".lstrip(".") for path, module in model.named_modules()
             if isinstance(module, RouterModule) for name in module._non_persistent_buffers_set]
@@ -382,9 +374,9 @@ def watch_ddp() -> None:
     created afterwards.
 
     Before each forward pass, DDP overwrites the buffers of every rank with the buffers of rank 0.
-    If router counts were not excluded, DDP would destroy the counts of earlier micro-batches. The
-    routers in a DDP wrapper use the loads of all ranks of the wrapper. The hook runs only when
-    modules are created, so it also works with compiled models.
+    This would discard the counts of earlier micro-batches. The routers in a DDP wrapper use the
+    loads of all ranks of the wrapper. The hook runs only when modules are created, so it also works
+    with compiled models.
     """
     if not _watched:
         _watched.append(register_module_module_registration_hook(_keep_counts))

@@ -1,5 +1,4 @@
-"""Functions that decide which passes of a layer are counted, and that add the counts of each pass
-exactly once.
+"""Functions that decide which passes of a layer are counted, and count each pass exactly once.
 
 A pass that is recomputed during the backward pass must not be counted twice.
 """
@@ -21,7 +20,7 @@ _first: ContextVar[bool] = ContextVar("moe_plugin_first_pass", default=False)
 
 
 def counts(training: bool) -> bool:
-    """Return whether a pass of a layer is counted in statistics and in the updates after each step.
+    """Return whether the statistics, and the updates after each step, include a pass of a layer.
 
     In training mode, a pass with gradients is counted once, and its recomputation is not counted. A
     pass without gradients is counted only if it will be recomputed with gradients.
@@ -42,8 +41,7 @@ def add_counts(sums: Tensor, added: Callable[[], Tensor], training: bool,
 
     Args:
         sums: tensor that is changed in place.
-        added: function that returns the tensor to add and is called only if this tensor may be
-            needed.
+        added: function that returns the tensor to add, called only if it may be needed.
         training: True if the layer is in training mode.
         refusal: optional. If `refusal` is passed, a recomputation raises a `RuntimeError` with this
             message. By default, a recomputation adds nothing.
@@ -83,7 +81,7 @@ def _is_first_pass() -> bool:
 
 @contextmanager
 def first_pass() -> Iterator[None]:
-    """Within this context, passes without gradients are first passes and are therefore counted.
+    """Within this context, passes without gradients are treated as first passes and counted.
 
     If a pass is repeated with gradients, the caller must undo the counts of the repeated pass.
     """

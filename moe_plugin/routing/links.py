@@ -1,5 +1,4 @@
-"""The costs of links, and the fraction of tokens to send over each link (TA-MoE, Chen et al.,
-2022).
+"""The costs of links, and the fraction of tokens per link (TA-MoE, Chen et al., 2022).
 
 `planner.link_shares` computes the fraction of tokens for each rank. This module converts the
 fractions for ranks to fractions and penalties for experts.
@@ -27,8 +26,7 @@ def target_shares(beta_WW: Tensor) -> Tensor:
     optimum; see `planner.link_shares`.
 
     Args:
-        beta_WW: float tensor [W, W]. Element [i, j] is the cost per byte of sending data from rank
-            i to rank j.
+        beta_WW: float tensor [W, W]. Element [i, j] is the cost per byte from rank i to rank j.
     Raises:
         ValueError: If the costs are not positive or do not form a square matrix.
     """
@@ -67,19 +65,18 @@ def penalties(shares_E: Tensor, blend: float) -> Tensor:
 
 
 def own_shares(config: MoEConfig, comm: Comm) -> Tensor:
-    """Return `expert_shares` for this rank and the settings `router.links`, float64 [E]."""
+    """Return `expert_shares` for this rank and the `router.links` settings, float64 [E]."""
     return expert_shares(link_costs(config, comm), comm.rank, config.num_experts,
                          config.parallel.shards)
 
 
 def link_penalties(config: MoEConfig, comm: Comm) -> Tensor:
-    """Return `penalties` for this rank and the settings `router.links`, float32 [E]."""
+    """Return `penalties` for this rank and the `router.links` settings, float32 [E]."""
     return penalties(own_shares(config, comm), config.router.links.blend).float()
 
 
 def calibrated_costs(path: str) -> tuple[float, float]:
-    """Read the transfer time per byte in seconds, within a node and between nodes, from a cluster
-    file.
+    """Read the transfer time per byte in seconds, within and between nodes, from a cluster file.
 
     Raises:
         ValueError: If the file does not contain both times.
@@ -91,7 +88,7 @@ def calibrated_costs(path: str) -> tuple[float, float]:
     if not (near > 0 and far > 0):
         raise ValueError(
             f"The cluster file {short(path)} has intra.beta_s={near} and inter.beta_s={far}. Both "
-            "must be > 0 for a router that weighs links. Calibrate with more sizes, or set "
+            "must be > 0 for a router that uses link costs. Calibrate with more sizes, or set "
             "router.links.costs.")
     return near, far
 
@@ -99,10 +96,10 @@ def calibrated_costs(path: str) -> tuple[float, float]:
 def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
     """Return the cost per byte of sending data from rank i to rank j, float64 [W, W].
 
-    The costs are read from the file `router.links.costs`. If `router.links.costs` is not set, the
-    cluster file (`comm.cluster`) provides one cost within nodes and one cost between nodes. The
-    ranks of a node share the node's network cards. If neither setting is set, the cost is 1 within
-    nodes and `router.links.far` between nodes.
+    The costs are read from the file given by `router.links.costs`. If `router.links.costs` is not
+    set, the cluster file (`comm.cluster`) provides one cost within nodes and one cost between
+    nodes. The ranks of a node share the node's network cards. If neither setting is set, the cost
+    is 1 within nodes and `router.links.far` between nodes.
 
     Raises:
         ValueError: If the file cannot be read or contains costs for a different number of ranks.
@@ -130,8 +127,7 @@ def link_costs(config: MoEConfig, comm: Comm) -> Tensor:
 
 
 def near_experts(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
-    """Return a bool tensor [E] that is True for each expert whose shards are all stored on this
-    rank's node.
+    """Return a bool tensor [E], True for experts whose shards are all on this rank's node.
 
     Args:
         comm: group of ranks that store the experts.
@@ -144,8 +140,7 @@ def near_experts(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
 
 
 def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
-    """Return a bool tensor [E, N]. Element [e, n] is True if node n stores expert e or one of its
-    shards.
+    """Return a bool tensor [E, N]. Element [e, n] is True if node n stores a shard of expert e.
 
     Args:
         comm: group of the ranks that store the experts.
@@ -159,21 +154,19 @@ def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
 
 
 def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: float) -> Tensor:
-    """Choose k experts per token, one after another, and prefer experts on nodes to which the token
-    is sent anyway.
+    """Choose k experts per token, one after another, with a preference for experts on nodes that
+    already receive the token.
 
     For the next choice, the preferred nodes are the token's own node and the nodes of the experts
-    chosen so far. If an expert is stored entirely on preferred nodes, `bias` is added to the
-    expert's score.
+    chosen so far. If an expert is entirely on preferred nodes, `bias` is added to its score.
 
     Args:
         scores_TE: scores, float.
         k: number of experts per token.
         nodes_EN: see `expert_nodes`.
-        own: index of the node on which the tokens are located.
+        own: node index of the tokens.
         bias: bonus added to the score of an expert, in the same unit as the scores. If the bias is
-            0, the k largest scores are chosen. Among equal scores, the expert with the lower index
-            is chosen.
+            0, the k largest scores are chosen. Among equal scores, the lower index is chosen.
 
     Returns: int64 [T, K], the chosen experts.
     """

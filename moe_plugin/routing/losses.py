@@ -2,7 +2,7 @@
 returns a float32 scalar that is not yet multiplied by its weight.
 
 If the ranks of a group share the tokens of a batch (`RoutingCall.comm`), each rank computes its
-part of the group's loss, and the loss of the group is the sum of these parts. If ranks share the
+share of the group's loss, and these shares add up to the loss of the group. If ranks share the
 tokens of a batch, loads and counts include the tokens of the whole group, but the importance
 includes only the tokens of this rank.
 
@@ -49,9 +49,9 @@ def gshard(x: RoutingCall) -> Tensor:
     """GShard's balance loss for first choices, `sum_e (sum_s p(s,e)) * (n_e * E / S) / S`.
 
     Only the first choice of each token is counted. `gshard` is exactly 1 for a uniform router whose
-    first choices are distributed evenly. No router whose scores are proportional to its load has a
-    smaller loss. Source: GShard (Lepikhin et al., 2020), algorithm 1, as implemented in Tutel and
-    fairseq.
+    first choices are distributed evenly. This is the smallest loss of any router whose scores are
+    proportional to its load. Source: GShard (Lepikhin et al., 2020), algorithm 1, as implemented in
+    Tutel and fairseq.
     """
     experts = x.experts
     return torch.dot(x.importance_E(), x.first_load_E()) * (experts / x.count**2)
@@ -85,8 +85,7 @@ def sequence(x: RoutingCall) -> Tensor:
     For sequence q, P_qe is the sum of the scores of expert e, N_qe is the number of choices of
     expert e, S_q is the number of real tokens, and N_q = sum_e N_qe. All sequences have the same
     weight. `sequence` is 1 for a uniform router. If all micro-batches contain the same number of
-    whole sequences, the loss does not depend on how the sequences are distributed over
-    micro-batches.
+    whole sequences, the loss does not depend on their distribution over micro-batches.
     Source: DeepSeek-V2 (2024), section 2.2.3.
     """
     assert x.info.sequence_T is not None
@@ -160,8 +159,7 @@ def sam_alignment(x: RoutingCall) -> Tensor:
 
 @losses.register("load_importance")
 def load_importance(x: RoutingCall) -> Tensor:
-    """The loss `(CV^2(importance) + CV^2(load)) / 2`, in which the load is a smooth function of the
-    scores.
+    """The loss `(CV^2(importance) + CV^2(load)) / 2`, where the load is smooth in the scores.
 
     The importance and the load are defined as `importance_e = sum_s p(s,e)` and
     `load_e = sum_s Phi((q(s,e) - thr_s) / (noise / E))`. In these formulas, q is the score without
@@ -207,10 +205,10 @@ def importance(x: RoutingCall) -> Tensor:
 
 @losses.register("noisy_load")
 def noisy_load(x: RoutingCall) -> Tensor:
-    """The loss `CV^2(sum_s P(s, e))` with `P(s, e) = Phi(margin(s, e))`, for the router noisy_topk.
+    """The loss `CV^2(sum_s P(s, e))` with `P(s, e) = Phi(margin(s, e))`, for the noisy_topk router.
 
-    P is the probability that e is among the k choices of token s when only the noise of e is drawn
-    again. The margin is `margin(s, e) = (clean logit - k-th largest noisy logit of the other
+    P is the probability that e is among the k choices of token s if only the noise of e is
+    resampled. The margin is `margin(s, e) = (clean logit - k-th largest noisy logit of the other
     experts) / standard deviation of the noise`. The loss is 0 for a uniform router. Source: Shazeer
     et al., 2017, equations 8 to 11.
     """
@@ -236,9 +234,7 @@ def _squared_cv(values_E: Tensor) -> Tensor:
 
 
 def check_sequences(info: TokenInfo, tokens: int) -> None:
-    """Raise a `ValueError` unless the sequence of each token is known, which the loss `sequence`
-    requires.
-    """
+    """Raise a `ValueError` unless sequence numbers are known, as the `sequence` loss requires."""
     remedy = "Pass info=TokenInfo(sequence_T=..., sequences=...) to the layer."
     sequence_T, count = info.sequence_T, info.sequences
     if sequence_T is None:

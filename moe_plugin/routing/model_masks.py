@@ -1,9 +1,9 @@
 """Token masks for MoE blocks that are part of another library's model.
 
-The model's own mask arguments already state which tokens are padding, so callers do not need to
-pass a token mask to the MoE blocks. `follow_masks` registers hooks on the modules that receive a
-mask. During the forward pass of a module that receives a mask, the MoE blocks inside the module use
-this mask. If a module receives no mask, the mask of the enclosing module is used.
+The model's own mask arguments already identify padding tokens, so callers do not need to pass a
+token mask to the MoE blocks. `follow_masks` registers hooks on the modules that receive a mask.
+During the forward pass of a module that receives a mask, the MoE blocks inside the module use this
+mask. If a module receives no mask, the mask of the enclosing module is used.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ _CHECKPOINT = "_gradient_checkpointing_func"  # attribute of modules in transfor
 
 
 class TokenMasks:
-    """The masks of the current forward pass. All MoE blocks of a model share one `TokenMasks`
-    object.
-    """
+    """The masks of the current forward pass, shared by all MoE blocks of a model."""
 
     def __init__(self) -> None:
         self._open: list[tuple[object, Tensor | None]] = []  # owner and mask of each running pass
@@ -46,9 +44,7 @@ class TokenMasks:
         self._warned = False
 
     def begin(self, owner: object, real: Tensor | None) -> None:
-        """Begin the pass of a module whose mask is `real`. If `real` is None, the mask of the
-        enclosing module is used.
-        """
+        """Begin a module's pass with the mask `real`, or the enclosing module's mask if None."""
         if self._open:
             real = self._open[-1][1] if real is None else real
         elif torch.is_grad_enabled() and not torch.compiler.is_compiling() \
@@ -58,9 +54,7 @@ class TokenMasks:
         self._open.append((owner, real))
 
     def end(self, owner: object) -> None:
-        """End the pass of a module, together with all passes inside it that did not end because of
-        an error.
-        """
+        """End a module's pass, and all passes inside it that an error left unfinished."""
         # A module that raised an error may not have ended its pass.
         while any(opened_by is owner for opened_by, _ in self._open):
             if self._open.pop()[0] is owner:
@@ -97,9 +91,7 @@ class TokenMasks:
             self.end(owner)
 
     def of(self, x: Tensor) -> Tensor | None:
-        """Return the bool mask [...] of the tokens x [..., D], or None if all tokens are assumed to
-        be real.
-        """
+        """Return the bool mask [...] of the tokens x [..., D], or None to treat all as real."""
         real = self.real
         if real is None:
             return None
@@ -154,8 +146,8 @@ class _Hook:
     Attributes:
         name: name of the argument that contains the mask.
         places: mapping from the name of each argument to its position.
-        layer: True if the caller of the module also receives the mask, in the form in which users
-            pass it.
+        layer: True if the caller of the module also receives the mask, as passed by the user. The
+            argument is then read only if no enclosing pass is in progress.
         checkpoints: modules inside this module that may use activation checkpointing.
     """
 
@@ -203,15 +195,14 @@ class _Hook:
 
 
 def attended(value: Any, length: int | None, fixed_cache: bool = False) -> Tensor | None:
-    """Return a bool tensor [B, S] that is True for real tokens, given an attention mask of
-    `transformers`.
+    """Return a bool tensor [B, S], True for real tokens, given a `transformers` attention mask.
 
     Args:
         value: attention mask in one of the following forms. A mask [B, S] is 0 for padding. If a
             cache is used, a mask [B, S] is longer, and only its last S columns are read. A mask [B,
-            1, S, K] either is a bool tensor that is True for visible positions, or contains numbers
-            that are added to the attention scores. A dictionary maps types of layers to masks [B,
-            S] or [B, 1, S, K]. A token is real if it may attend to its own position.
+            1, S, K] either is a bool tensor that is True for visible positions, or is added to the
+            attention scores. A dictionary maps types of layers to masks [B, S] or [B, 1, S, K]. A
+            token is real if it may attend to its own position.
         length: number of tokens per sequence, S. Defaults to the length of the mask.
         fixed_cache: True if K includes unused positions of a cache. With a cache of fixed size, a
             token is real if it may attend to at least one position.

@@ -12,11 +12,11 @@ gate for its own experts. `link` replaces the routing of each layer with a `Next
 and registers hooks on the layer. Two neighboring blocks share a `RoutingMailbox`. Block n puts its
 decision in the mailbox, and block n+1 removes the decision in the same forward pass.
 
-The gradients of the gate weights and the balance losses are passed back on a separate path, which
-is not part of torch's graph. Block n+1 treats the gate weights and the balance losses as leaves and
-stores their gradients. The backward pass of block n always runs later and reads the stored
-gradients. A block can therefore be recomputed on its own (activation checkpointing), because its
-decision is recorded with the block (`routing.replay`).
+The gradients of the gate weights and the balance losses are passed back outside torch's autograd
+graph. Block n+1 treats the gate weights and the balance losses as leaves and stores their
+gradients. The backward pass of block n always runs later and reads the stored gradients. A block
+can therefore be recomputed separately (activation checkpointing), because its decision is recorded
+with the block (`routing.replay`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class PendingRouting:
-    """A routing decision that is passed to the next block, together with the gradients that are
-    passed back.
+    """A routing decision passed to the next block, together with the gradients passed back.
 
     Attributes:
         routing: routing decision, detached from the graph.
@@ -55,8 +54,7 @@ class PendingRouting:
 
 
 class RoutingMailbox:
-    """The routing decisions that one block passes to the next block during the current forward
-    pass.
+    """The routing decisions passed from one block to the next during the current forward pass.
 
     If a forward pass ends with an exception, its decision may remain in the mailbox. The next pass
     replaces the decision of a failed pass. Decisions for calls without tokens are stored
@@ -75,8 +73,7 @@ class RoutingMailbox:
         """Remove the stored decision and return it.
 
         Raises:
-            ValueError: If no decision is stored, or if the decision is for a different number of
-                tokens.
+            ValueError: If there is no decision, or if it is for a different number of tokens.
         """
         pending = self._waiting.pop(tokens > 0, None)
         if pending is None:
@@ -103,8 +100,7 @@ class RoutingMailbox:
 class _Decided:
     """A routing decision that a block has made for the next block.
 
-    values: tensors of the decision that require gradients and are part of the block's autograd
-        graph.
+    values: tensors of the decision that require gradients and belong to the block's graph.
     """
 
     routing: Routing
@@ -118,7 +114,7 @@ class LinkableLayer(nn.Module):
     Attributes:
         config, router, experts, capacity, layouts: components of `MoELayer`.
         route: method that returns the routing of a call.
-        link: object that replaces the method `route`, or None if the layer is not linked.
+        link: object that replaces the `route` method, or None if the layer is not linked.
     """
 
     config: Any
@@ -144,7 +140,7 @@ class NextBlockRouting:
     predict the routing of the next block.
 
     Attributes:
-        layer: layer whose method `route` this object replaces.
+        layer: layer whose `route` method this object replaces.
         following: the next block in the model. The `router` of the next block is the pre-gate, or
             predicts the routing. `following` is None for the last block.
         inbox: mailbox for decisions of the previous block, or None if the layer's own gate decides.
@@ -235,7 +231,7 @@ class NextBlockRouting:
         return _Decided(routing, pending, values)
 
     def _tie(self, layer: nn.Module, args: Any, output: MoEOutput) -> MoEOutput:
-        """Connect the block's output to the gradients of the decision."""
+        """Connect the block's output to the gradients of the routing decision."""
         decided, self._decided = self._decided, None
         if decided is None or not torch.is_grad_enabled() or not any(
                 x.requires_grad for x in decided.values):
@@ -262,10 +258,10 @@ def _routed(layer: LinkableLayer, tokens: Tokens, top_k: int | None) -> Routing:
 
 
 def _start_sizes(layer: LinkableLayer, routing: Routing) -> Any:
-    """Let all ranks start to agree on the sizes for the next call of a layer.
+    """Start exchanging the sizes for the next call of a layer.
 
-    Returns None if the choices alone do not determine the sizes. The agreement is collective. All
-    ranks must start their agreements in the same order.
+    Returns None if the choices alone do not determine the sizes. The exchange is collective. All
+    ranks must start their exchanges in the same order.
     """
     if not layer.capacity.keeps_all(layer.training):
         return None
@@ -276,16 +272,15 @@ def link(model: nn.Module) -> int:
     """Link the MoE layers of a model, so that each layer chooses (`router.pre_gate`) or predicts
     (`router.predict`) the experts of the next layer.
 
-    Layers are linked in the order in which they appear in the model's modules. Each forward pass
-    must call every layer exactly once, in the order of the model's modules. If a model has several
-    stacks, or if a process has several pipeline stages, call this function for each stack or stage.
-    If no layer uses one of the two settings, the model is not changed.
+    Layers are linked in the order of the model's modules. Each forward pass must call every layer
+    exactly once, in the order of the model's modules. If a model has several stacks, or if a
+    process has several pipeline stages, call this function for each stack or stage. If no layer
+    uses one of the two settings, the model is not changed.
 
-    Returns: The number of layers that have a pre-gate, which is the number of linked layers minus
-    one.
+    Returns: The number of layers with a pre-gate, that is, the number of linked layers minus one.
     Raises:
-        ValueError: If some layers set `router.pre_gate` and others do not, or if neighboring layers
-            differ in width.
+        ValueError: If only some layers set `router.pre_gate`, or if neighboring layers differ in
+            width.
     """
     layers = [module for module in model.modules() if isinstance(module, LinkableLayer)]
     asked = [bool(layer.config.router.pre_gate) for layer in layers]
@@ -317,7 +312,7 @@ def link(model: nn.Module) -> int:
 
 
 def _predictable(before: LinkableLayer, after: LinkableLayer) -> bool:
-    """Return whether time is saved if the experts of the next block are known earlier."""
+    """Return whether knowing the experts of the next block earlier saves time."""
     return before.model_dim == after.model_dim and after.experts.stored
 
 
@@ -331,12 +326,13 @@ def _check_widths(layers: Sequence[LinkableLayer]) -> None:
 
 
 def has_own_gate(layer: LinkableLayer) -> bool:
-    """Return whether a layer chooses its own experts, instead of the previous block."""
+    """Return whether a layer chooses its own experts. Otherwise, the previous block chooses them.
+    """
     return layer.link is None or layer.link.inbox is None
 
 
 def chosen_together(layer: LinkableLayer) -> Iterator[LinkableLayer]:
-    """Yield a layer and the next layers whose experts the previous block chooses."""
+    """Yield a layer and the following layers whose experts are chosen by the previous block."""
     current: LinkableLayer | None = layer
     while current is not None:
         yield current

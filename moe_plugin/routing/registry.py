@@ -3,8 +3,7 @@
 For each layer, the routers named in the layer's settings are built. The routings returned by
 user-defined routers are checked, because some mistakes would produce wrong outputs without an
 error. Examples of such mistakes are indices of experts that do not exist, and weights whose shape
-is broadcast. A warning is logged if neither the router nor any loss keeps the experts balanced
-during training.
+is broadcast. A warning is logged if neither the router nor any loss keeps the experts balanced.
 """
 
 from __future__ import annotations
@@ -100,8 +99,7 @@ def _refused(who: str, name: str, value: Tensor, wanted: str) -> ValueError:
 def check_results(router: nn.Module, experts: int) -> None:
     """If a router is user-defined, register a hook that checks the routings it returns.
 
-    Routers of this package are not checked. If several routers are combined, each router is checked
-    separately.
+    Routers of this package are not checked. Combined routers are checked separately.
     """
     check = RoutingCheck(experts)
     for part in getattr(router, "routers", []) if _of_package(router) else [router]:
@@ -131,9 +129,7 @@ _REMEDY = ("most tokens will visit few experts. Use a balance loss, losses={'gsh
 
 
 def warn_unbalanced(why: str, remedy: str = _REMEDY) -> None:
-    """Log a warning that neither a router nor a loss keeps the experts balanced. Each message is
-    logged only once.
-    """
+    """Warn once per message that neither a router nor a loss keeps the experts balanced."""
     warn_once(__name__, f"{why}: nothing keeps the experts balanced in training, and {remedy}")
 
 
@@ -180,8 +176,7 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
 
     Args:
         config: configuration of the layer.
-        comm: group of ranks that store the experts. Defaults to a group that contains only this
-            rank.
+        comm: group of ranks that store the experts. Defaults to a group of this rank only.
         host: information about the layer from the host framework.
         dtype, device: dtype and device of the router's parameters.
     """
@@ -197,7 +192,7 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
 
 def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: HostContext,
                  **where: Any) -> nn.Module:
-    """Return the router of a layer, which is the argument `router`, or the configured router if the
+    """Return the router of a layer, which is the `router` argument, or the configured router if the
     argument is None.
 
     If the router is not part of this package, the routings it returns are checked in each call
@@ -222,11 +217,9 @@ def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: 
 
 def _with_own_losses(config: MoEConfig, factory: Callable[..., nn.Module],
                      factories: list[Callable[..., nn.Module]]) -> MoEConfig:
-    """Return the settings without the losses that this router cannot compute but another router in
-    the list can.
+    """Return the settings without losses that only other routers in the list can compute.
 
-    If no router in the list can compute a loss, the loss is kept, so that building the router
-    raises an error.
+    A loss that no router can compute is kept, so that building the router raises an error.
     """
     others = frozenset().union(*map(_own_losses, factories)) - _own_losses(factory)
     losses = {name: weight for name, weight in config.losses.items() if name not in others}
@@ -240,9 +233,9 @@ def _own_losses(factory: Callable[..., nn.Module]) -> frozenset[str]:
 
 
 def only_read(settings: Mapping[str, Any], names: Collection[str], top_k: int) -> dict[str, Any]:
-    """Remove the settings in the section `router` that none of the given routers reads.
+    """Remove the settings in the `router` section that none of the given routers reads.
 
-    Host frameworks use this function if their own settings exist for every router.
+    Host frameworks use this function if some of their own settings apply to every router.
 
     Args:
         settings: mapping from the dotted path of each setting to its value.

@@ -16,10 +16,9 @@ whatever the order of the backward passes. A forward pass under `no_grad` is not
 Recordings are freed together with the graph.
 
 If a recomputation skips a random draw, it leaves the random generators in the same state as the
-first pass. Dropout after the router is therefore repeated exactly.
+first pass. Dropout after the router is therefore reproduced exactly.
 
-Under torch.compile, nothing is recorded, because the compiled backward pass reuses the tensors of
-the first pass.
+Under torch.compile, nothing is recorded, because the backward pass reuses the first pass's tensors.
 """
 
 from __future__ import annotations
@@ -47,9 +46,7 @@ _ATTRIBUTE = "moe_plugin_recording"  # set on the object that identifies a check
 
 
 class Recording:
-    """The recorded choices of a checkpointed call. Each key is mapped to a list of choices in the
-    order of the calls.
-    """
+    """The recorded choices of a checkpointed call: a list per key, in the order of the calls."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, list[RecordedChoice]] = {}
@@ -72,8 +69,7 @@ class Recording:
         """Return the next choice recorded under this key in the current backward pass.
 
         Raises:
-            RuntimeError: If the first pass made fewer choices under this key, or if the shapes
-                differ.
+            RuntimeError: If the first pass made fewer choices, or if the shapes differ.
         """
         task = torch._C._current_graph_task_id()
         if task != self._task:  # with `retain_graph` every backward pass recomputes
@@ -122,9 +118,7 @@ def _new_frame(frame: FrameType) -> Any:
 
 
 def _recomputed_frame(frame: FrameType) -> Any:
-    """If a non-reentrant checkpoint is recomputing a pass, return the frame object of the first
-    pass.
-    """
+    """If a non-reentrant checkpoint recomputes a pass, return the first pass's frame object."""
     return _frame_object(frame, "frame")
 
 
@@ -143,8 +137,7 @@ _PLACES: dict[str, tuple[Callable[[FrameType], Any], bool]] = {
 
 
 def enclosing() -> tuple[Any, list[Any]]:
-    """Return the innermost call that is being recomputed, or None, and the first passes that run
-    inside it.
+    """Return the innermost call that is being recomputed, or None, and the first passes inside it.
 
     Each call is represented by an object that exists from its first pass until its recomputation.
     """
@@ -184,8 +177,7 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
         choose: function that returns the value.
         training: True if the layer is in training mode. If `training` is False, the value is
             recorded and replayed only by tapes.
-        what: label of the value. A recorded value is returned only for the same owner and the same
-            label.
+        what: label of the value. A recorded value is returned only for the same owner and label.
         shape: expected shape of the recorded value. If `shape` is None, the shape is not checked.
         values: False if the value must not be recorded on tapes, because it is used only by a pass
             and its recomputation.
@@ -217,8 +209,7 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
 
 
 class _Tape:
-    """The recorded choices of a pass, in the order of the calls. To save a tape, save both `ids`
-    and `calls`.
+    """The recorded choices of a pass, in the order of the calls. Save both `ids` and `calls`.
 
     Attributes:
         ids: list of recorded values.
@@ -234,8 +225,7 @@ class _Tape:
         self._moves: list[Any] = []  # moves of generators; absent after the tape was loaded
 
     def begin(self, position: int | None) -> None:
-        """Start to record if the position is None, and otherwise start to replay from this
-        position.
+        """Start recording if the position is None. Otherwise, start replaying from this position.
         """
         if position is None:
             self.ids, self.calls, self._moves = [], [], []
@@ -291,9 +281,7 @@ def _differs(position: int, asked: str, recorded: str) -> ValueError:
 
 
 class _Use:
-    """A reusable context manager that records on a tape if the position is None, and otherwise
-    replays the tape.
-    """
+    """A reusable context manager that records a tape if the position is None, or replays it."""
 
     def __init__(self, tape: _Tape, position: int | None) -> None:
         self.tape, self.position = tape, position
@@ -316,14 +304,13 @@ def record_routing() -> AbstractContextManager[_Tape]:
 
     Recomputations of activations are not recorded. Both attributes of the tape can be saved with
     `torch.save`. `ids` contains the choices of the routers and, if weights depend on noise, also
-    the noise. `calls` describes to which call each value belongs.
+    the noise. `calls` identifies the call of each value.
     """
     return _Use(_Tape(), None)
 
 
 def replay_routing(tape: _Tape) -> AbstractContextManager[_Tape]:
-    """Replay recorded choices. The same calls must be made in the same order as during the
-    recording.
+    """Replay recorded choices. The calls must be the same, in the same order, as during recording.
 
     The model's weights and the noise may differ from those of the recording. The gate weights of
     the recorded choices are computed again, and the routers count their loads as usual.
@@ -331,9 +318,8 @@ def replay_routing(tape: _Tape) -> AbstractContextManager[_Tape]:
     Raises:
         ValueError: If the calls or the shapes differ from the recording. In training mode, some
             routers record additional values: gshard, noisy_topk, dense_to_sparse, any router with
-            `second_expert_policy: random`, and any router with the loss `global_batch`. Routers
-            that record additional values must be replayed in the mode (training or evaluation) in
-            which they were recorded.
+            `second_expert_policy: random`, and any router with the `global_batch` loss. These
+            routers must be replayed in the same mode (training or evaluation) as during recording.
     """
     return _Use(tape, 0)
 
@@ -342,7 +328,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `torch.utils.checkpoint.checkpoint`, non-reentrant. The routing of the first pass is
     recorded and then used in the recomputation.
 
-    If weights depend on noise that is drawn again (`router.noise`, `router.input_jitter`,
+    If weights depend on noise that is resampled (`router.noise`, `router.input_jitter`,
     `router.input_dropout`), do not disable `preserve_rng_state`.
     """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint

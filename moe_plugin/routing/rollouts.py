@@ -57,9 +57,9 @@ from moe_plugin.utils.messages import short
 # Megatron's `--moe-router-force-load-balancing` is different and implemented by Megatron: it uses
 # random logits, which are even only on average, and also computes the weights from these logits.
 def balanced(call: RoutingCall) -> Tensor:
-    """Return the experts [T, K] of each token according to the rule in the module docstring.
+    """Return the experts [T, K] that `router.force: balance` assigns to each token.
 
-    For padding tokens, the returned int64 numbers have no meaning.
+    For padding tokens, the returned int64 values are meaningless.
     """
     number_T = call.real_T.long().cumsum(0) - 1
     step_K = [j * call.experts // call.k for j in range(call.k)]
@@ -67,9 +67,7 @@ def balanced(call: RoutingCall) -> Tensor:
 
 
 def check_replaceable(router: nn.Module, what: str) -> None:
-    """Raise a `ValueError` if `what` cannot replace the choices of a router, or if another object
-    already replaces them.
-    """
+    """Raise a `ValueError` if the router's choices are not replaceable or already replaced."""
     if "force" not in (getattr(router, "reads", None) or ()):
         raise ValueError(
             f"Router {type(router).__name__} cannot be used with {what}. Use a router that reads "
@@ -88,11 +86,10 @@ def check_replaceable(router: nn.Module, what: str) -> None:
 
 
 def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) -> Tensor:
-    """Return the choices of a sample as an int64 tensor [T, L, K] on the host.
+    """Return the experts chosen in a sample as an int64 tensor [T, L, K] on the host.
 
     Args:
-        sample: array or tensor of integers [T, L, K], or a base64 string of int32 numbers as sent
-            by SGLang.
+        sample: array or tensor of integers [T, L, K], or SGLang's base64 string of int32 numbers.
         layers, top_k: number of layers, L, and number of experts per token, K. Both numbers are
             required only for a base64 string, because the string does not contain its shape.
     Raises:
@@ -119,8 +116,7 @@ def rollout(sample: Any, layers: int | None = None, top_k: int | None = None) ->
 
 
 def padded(samples: Sequence[Tensor], length: int, starts: Sequence[int] | None = None) -> Tensor:
-    """Combine samples into a padded batch, int64 [B, S, L, K]. Positions without a choice contain
-    -1.
+    """Combine samples into a padded batch, int64 [B, S, L, K]. Missing choices are -1.
 
     Args:
         samples: tensor returned by `rollout` for each sample.
@@ -156,11 +152,11 @@ def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
 def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
                    context: tuple[int, int] = (0, 1), lengths: Sequence[int] | None = None,
                    sequence: tuple[int, int] = (0, 1)) -> Tensor:
-    """Return the choices, int64 [T, L, K], for the tokens that a layer on this rank processes, in
-    the order of these tokens.
+    """Return the chosen experts, int64 [T, L, K], of the tokens that a layer on this rank
+    processes, in the order of these tokens.
 
     Args:
-        ids_BSLK: choices for a whole batch; see `padded` and `packed`.
+        ids_BSLK: chosen experts of a whole batch; see `padded` and `packed`.
         sequence_first: True if tokens are ordered [S, B] (Megatron, fairseq). By default, tokens
             are ordered [B, S].
         context: pair (rank, ranks) for context parallelism. Each sequence is split into 2 * ranks
@@ -207,8 +203,7 @@ def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
     until it has been passed to this function.
 
     Args:
-        model: model whose routers read `router.force`. Layers are matched in the order of the
-            model's modules.
+        model: model whose routers read `router.force`. Layers are matched in module order.
         ids_TLK: tensor returned by `tokens_of_rank`, on any device. Each forward pass of a layer
             must process exactly the T tokens of `ids_TLK`.
         layers: for each layer of the model, the index of its recording among the L recorded layers.
@@ -244,7 +239,7 @@ def replay_choices(routers: Sequence[Any], ids_TLK: Tensor,
 
 def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
                       experts: Sequence[int]) -> list[Tensor]:
-    """Return the choices [T, K] for each layer. The arguments and errors are the same as for
+    """Return the chosen experts [T, K] for each layer. The arguments and errors are the same as for
     `replay_rollouts`.
 
     experts: number of experts in each layer.
@@ -271,9 +266,7 @@ def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
 
 
 def check_tokens(ids_TK: Tensor, tokens: int, top_k: int) -> None:
-    """Raise a `ValueError` if the number of tokens, or of experts per token, differs from the
-    rollout.
-    """
+    """Raise a `ValueError` if the number of tokens or of experts per token does not match."""
     if tuple(ids_TK.shape) != (tokens, top_k):
         raise ValueError(
             f"A layer processes {tokens} tokens with {top_k} experts each, but the routed experts "

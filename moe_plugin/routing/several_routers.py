@@ -66,9 +66,7 @@ def first(call: SelectionCall) -> int:
 
 @router_selections.register("layer")
 def layer(call: SelectionCall) -> int:
-    """For MoE layer n, select the router with index n mod count, both in training and in
-    evaluation.
-    """
+    """For MoE layer n, select router n mod count, in training and in evaluation."""
     if call.layer is None:
         raise ValueError(
             "router.selection.rule=layer needs the number of this MoE layer in its model, but "
@@ -79,7 +77,7 @@ def layer(call: SelectionCall) -> int:
 
 @router_selections.register("cycle")
 def cycle(call: SelectionCall) -> int:
-    """Select the routers in turn, each of them for `every` optimizer steps.
+    """Cycle through the routers, using each router for `every` optimizer steps.
 
     In evaluation, select the router with index `outside_training`.
     """
@@ -192,9 +190,7 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
         return index
 
     def finish_step(self) -> None:
-        """Count the step. `moe_plugin.routing.finish_step` calls this method separately for each
-        router in the list.
-        """
+        """Count the step. `moe_plugin.routing.finish_step` calls each router separately."""
         self._follow_buffer()
         self.steps += 1
         self.step.fill_(self.steps)

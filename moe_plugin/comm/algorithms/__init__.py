@@ -1,5 +1,5 @@
-"""A registry of all-to-all algorithms, which are registered by name. Each algorithm is an
-`Exchange` that returns the same tensor as `Comm.all_to_all`.
+"""A registry of named all-to-all algorithms. Each algorithm is an `Exchange` that returns the same
+tensor as `Comm.all_to_all`.
 """
 
 from importlib import import_module

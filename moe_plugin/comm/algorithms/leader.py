@@ -1,9 +1,10 @@
-"""Leader all-to-all (HetuMoE). One rank of each node, the leader, sends the data of all ranks on
-the node. The algorithm is suitable for nodes that have a single network card.
+"""Leader all-to-all (HetuMoE). An all-to-all in which one rank per node, the leader, communicates
+with other nodes on behalf of all ranks of its node. The algorithm is suitable for nodes that have a
+single network card.
 
-Consider n ranks, m ranks per node and S bytes per rank. First, the buffers of a node are gathered
-on its leader and ordered by destination node. The leaders then exchange data, with n/m - 1 messages
-of m^2 * S/n bytes per node. Finally, each leader orders the received data by destination rank and
+Consider n ranks, m ranks per node and S bytes per rank. First, each leader gathers the buffers of
+its node and orders them by destination node. Then each leader sends n/m - 1 messages of m^2 * S/n
+bytes to the other leaders. Finally, each leader orders the received data by destination rank and
 scatters it.
 """
 
@@ -38,14 +39,13 @@ class _Node:
 @algorithms.register("leader", rounds=3, lacks=several_nodes)
 def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """An all-to-all through one leader rank per node, so that nodes exchange only a few large
-    messages.
+    """An all-to-all through one leader rank per node, so that nodes exchange few large messages.
 
     The leader gathers the rows of its node, exchanges them with the other leaders, and scatters the
-    received rows within the node. Pieces may differ in length, nodes may differ in their number of
-    ranks, and ranks may be numbered in any order. If pieces differ in length, each rank also sends
-    its row counts to its leader in one small message. `Comm.prepare` must be called before the
-    first exchange.
+    received rows within the node. Split sizes may be uneven, nodes may differ in their number of
+    ranks, and ranks may be numbered in any order. With uneven splits, each rank also sends its row
+    counts to its leader in one small message. `Comm.prepare` must be called before the first
+    exchange.
     """
     topology = comm.topology
     even = send is None and recv is None
@@ -71,8 +71,7 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
     """Exchange pieces of equal length. All nodes must have the same number of ranks, and the ranks
     must be numbered node by node.
 
-    If pieces have equal length, a leader needs only two strided copies and no lists of piece
-    lengths.
+    With equal splits, a leader needs only two strided copies and no lists of split sizes.
     """
     piece_lengths(x.shape[0], comm.size, None, "all_to_all send")
     node, out = topology.peers(comm.rank), torch.empty_like(x)
@@ -123,9 +122,8 @@ def _gather(comm: Comm, x: Tensor, counts: _Node) -> Tensor:
 def _among_leaders(comm: Comm, topology: Topology, gathered: Tensor, counts: _Node) -> Tensor:
     """Exchange rows between the leaders of all nodes.
 
-    Returns:
-        The received rows, ordered by (source node, source rank on that node, destination rank on
-        this node).
+    Returns: The received rows, ordered by (source node, source rank, destination rank on this
+        node).
     """
     node = list(counts.send)
     lengths = [length for rank in node for length in counts.send[rank]]
@@ -148,9 +146,7 @@ def _among_leaders(comm: Comm, topology: Topology, gathered: Tensor, counts: _No
 
 
 def _scatter(comm: Comm, got: Tensor, out: Tensor, topology: Topology, counts: _Node) -> None:
-    """Order the rows by (destination rank on this node, source rank), and send them to the
-    destination ranks.
-    """
+    """Order the rows by (destination rank on this node, source rank), and scatter them."""
     node = list(counts.recv)
     sources = [rank for other in topology.nodes for rank in other]
     lengths = [counts.recv[d][s] for s in sources for d in node]

@@ -6,8 +6,8 @@ that its node sends to local rank l of any node, using messages of S/m bytes wit
 phase 2, each rank sends the collected data to its destination nodes. Phase 2 takes n/m - 1 messages
 of S*m/n bytes instead of n - m messages of S/n bytes. The message counts and sizes of both phases
 assume that all nodes have the same number of ranks. If nodes differ in their number of ranks, rows
-for local rank j of another node are sent through local rank j mod m of this node. Each rank
-therefore still sends at most one message to each destination rank for which it collects rows.
+for local rank j of another node are sent through local rank j mod m of this node. In phase 2, each
+rank therefore still sends at most one message to each destination rank for which it collects rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
     On gloo, point-to-point messages are used, and all receives are posted first.
 
     In gloo's own all-to-all, the ready signal of a peer is queued behind bulk data, which is slow
-    if pieces differ in length. Posting all receives first avoids waiting behind bulk data.
+    if the splits are uneven. Posting all receives first avoids waiting behind bulk data.
     Point-to-point messages also support any dtype, and their error messages can name the peer.
     NCCL's own all-to-all is already a single grouped call.
     """
@@ -62,8 +62,7 @@ class _Plan:
     """Row counts of one exchange.
 
     Attributes:
-        served: mapping from each rank of this node to the destination ranks for which it collects
-            rows.
+        served: mapping from each rank of this node to the destinations for which it collects rows.
         counts: mapping from each rank of this node to the number of rows that it sends to each
             destination for which the current rank collects rows.
     """
@@ -78,9 +77,9 @@ def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
     """An all-to-all that runs first within each node and then between nodes, and sends a few large
     messages over all network cards.
 
-    Pieces may differ in length, nodes may differ in their number of ranks, and ranks may be
-    numbered in any order. If pieces differ in length, the ranks of a node also exchange their row
-    counts, in one small exchange. `Comm.prepare` must be called before the first exchange.
+    Split sizes may be uneven, nodes may differ in their number of ranks, and ranks may be numbered
+    in any order. With uneven splits, the ranks of a node first exchange their row counts in one
+    small exchange. `Comm.prepare` must be called before the first exchange.
     """
     topology = comm.topology
     even = send is None and recv is None
@@ -97,7 +96,7 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
     """Exchange pieces of equal length. All nodes must have the same number of ranks, and the ranks
     must be numbered node by node.
 
-    If pieces have equal length, a rank needs only two strided copies and no lists of piece lengths.
+    With equal splits, a rank needs only two strided copies and no lists of split sizes.
     """
     piece_lengths(x.shape[0], comm.size, None, "all_to_all send")
     node = topology.peers(comm.rank)

@@ -1,3 +1,1 @@
-"""Offloading of activations to host memory or disk, and recomputation of activations in the
-backward pass.
-"""
+"""Offloading of activations to host memory or disk, and recomputation in the backward pass."""

@@ -3,12 +3,12 @@ based on measurements during training.
 
 In the first step, all blocks are swapped. The first step measures the activation bytes of each
 block and the bandwidth of the tier. In the next steps, all blocks are recomputed. The first step
-with recomputation is a warm-up. The other steps with recomputation measure the time of each block,
-until the times of two steps agree. The measuring steps need much less memory than any limit for
-which a plan exists. The outputs and gradients of the measuring steps are bitwise equal to those
-with any other policy. Finally, the planner (`moe_plugin.planner.offload.activation_plan`) chooses a
-policy for each block. Afterwards, a step is measured again from time to time. If a later step is
-much faster, the machine was busy during the first measurements, so all measurements are repeated.
+with recomputation is a warm-up. The following steps measure the time of each block, until the times
+of two steps agree. The measuring steps need much less memory than the smallest limit for which a
+plan exists. The outputs and gradients of the measuring steps are bitwise equal to those with any
+other policy. Finally, the planner (`moe_plugin.planner.offload.activation_plan`) chooses a policy
+for each block. Afterwards, a step is measured at intervals. If it is much faster than before, the
+machine was busy during the first measurements, so all measurements are repeated.
 """
 
 from __future__ import annotations
@@ -65,27 +65,24 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
     """For each block of a model, determine whether its activations are kept, recomputed or swapped.
 
     Args:
-        blocks: modules in the order in which they run in the forward pass. Each module must be
-            called exactly once per micro-batch.
+        blocks: modules in forward order. Each module must be called exactly once per micro-batch.
         policy: "keep", "recompute" or "swap" for all blocks, a list with one policy per block, or
             "auto". With "auto", the policies are chosen so that the activations fit in `memory`.
         memory: number of bytes that the activations of these blocks may use on the device, or a
             string such as "8GiB". Required if `policy` is "auto".
-        tier: tier in which swapped activations are stored. Defaults to host memory if the blocks
-            are on a GPU, and to files in `folder` if they are on a CPU.
-        folder: folder on disk in which swapped activations are stored. Defaults to the system's
-            folder for temporary files.
+        tier: tier for swapped activations. Defaults to host memory if the blocks are on a GPU, and
+            to files in `folder` if they are on a CPU.
+        folder: folder on disk for swapped activations. Defaults to the system's folder for
+            temporary files.
         throttle: maximum bandwidth of the tier in bytes per second. Intended for tests. By default,
             the bandwidth is not limited.
-        smallest: smallest size of a storage that is swapped, in bytes or as a string such as
-            "64KiB".
+        smallest: smallest size of a storage to swap, in bytes or as a string such as "64KiB".
         names: names of the blocks. Defaults to the indices of the blocks.
         contexts: functions that create additional contexts for recomputation, for example to
             restore the random state of a host framework.
         comm: group of ranks that have the same blocks. With "auto", all ranks of the group must
             call this function.
-        profile: file to which "auto" writes its measurements. `moe-plugin plan --memory` reads the
-            file with the measurements.
+        profile: output file for the measurements of "auto". Read by `moe-plugin plan --memory`.
 
     Returns: The object that applies the policies. Call `after_step()` of the returned object after
     each training step.
@@ -140,7 +137,7 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
         return None
     if not layers:
         raise ValueError(f"offload.activations={short(settings.activations)} does not work on this "
-                         "rank, which has no transformer layer; use keep, or other pipeline stages")
+                         "rank, which has no transformer layer; use keep, or repartition the model")
     stashed = [name for name, layer in layers.items()
                if any(isinstance(config := getattr(m, "config", None), MoEConfig)
                       and config.dispatch.stash_mib > 0 for m in layer.modules())]
@@ -165,7 +162,7 @@ def _policies(settings: OffloadConfig, places: Sequence[int], total: int) -> str
         raise ValueError(
             f"offload.activations={short(settings.activations)} has {len(names)} policies, but the "
             f"model has {total} layers: use one policy for all layers, or one for each layer in "
-            "the order of forward")
+            "the order of the forward pass")
     if len(set(places)) < len(places) or max(places) >= total:
         raise ValueError(
             f"offload.activations={short(settings.activations)} has policies for {total} layers, "
@@ -200,9 +197,7 @@ class AutoActivations(Activations):
         self.tell = self._measured = _Measured(swapper.copier.device)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
-        """See `Activations`. After the last measured step, this method also chooses the policies.
-        Collective.
-        """
+        """See `Activations`. Also chooses the policies after the last measured step. Collective."""
         self._steps += 1
         if self.planned:
             if self.decision is not None:
@@ -225,8 +220,8 @@ class AutoActivations(Activations):
         super().after_step(facts)
 
     def _check_times(self) -> None:
-        """From time to time, measure a step again, and restart all measurements if the old times
-        were too long. The first call after a measured step is collective.
+        """At intervals, measure a step again, and restart all measurements if the old times were
+        too long. The first call after a measured step is collective.
         """
         if self.tell is not no_probe:
             self.tell = no_probe
@@ -334,9 +329,7 @@ class AutoActivations(Activations):
 
 
 class _Measured:
-    """A `Probe` that measures the time and the bytes of each block in a step. `step` is the index
-    of the measured step.
-    """
+    """A `Probe` that measures the time and bytes of each block in the step with index `step`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.step = device, 0
@@ -369,9 +362,7 @@ class _Measured:
             self._seconds[what][block_pass.index].append(now - began)
 
     def end_step(self) -> None:
-        """Finish a step and record its times. The time of a block is the median over all its passes
-        in the step.
-        """
+        """Finish a step, and record the median time of each block over its passes in the step."""
         self.steady.add({(kind, i): median(times) for kind, by_block in self._seconds.items()
                          for i, times in by_block.items()})
         self.begin_check()
@@ -381,15 +372,11 @@ class _Measured:
         self._seconds = {"forward": defaultdict(list), "backward": defaultdict(list)}
 
     def forward_seconds(self) -> dict[Hashable, float]:
-        """Return the forward time of each block in seconds, measured since `begin_check` was
-        called.
-        """
+        """Return the forward time of each block in seconds since `begin_check` was called."""
         return {("forward", i): median(times) for i, times in self._seconds["forward"].items()}
 
     def profile(self, names: Sequence[str], copier: Copier) -> ModelProfile:
-        """Return the profile computed from the measured steps. Backward times do not include
-        recomputation.
-        """
+        """Return the profile of the measured steps. Backward times exclude recomputation."""
         speed = copier.counters.bytes / max(1e-9, copier.counters.busy_s)
         blocks, best = [], self.steady.best()
         for i, name in enumerate(names):

@@ -1,14 +1,14 @@
 """Policies for the activations of a model's blocks: keep, recompute and swap.
 
-With the policy `keep`, autograd stores all saved tensors as usual. With the policy `recompute`,
+With the `keep` policy, autograd stores all saved tensors as usual. With the `recompute` policy,
 only the inputs of a block are stored. The block is computed again before its backward pass, using
-the same random numbers and the same routing. With the policy `swap`, the tensors that autograd
+the same random numbers and the same routing. With the `swap` policy, the tensors that autograd
 saves are copied to a slower memory tier, and are copied back before the backward pass needs them.
 Outputs and gradients are bitwise equal under all three policies.
 
     activations = manage(model.blocks, ["swap", "recompute", "keep"])
 
-The function `manage` is defined in `moe_plugin.memory.activations.auto`. `manage` can also choose
+The `manage` function is defined in `moe_plugin.memory.activations.auto`. `manage` can also choose
 policies automatically for a memory limit.
 """
 
@@ -45,13 +45,12 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 @dataclass(frozen=True)
 class Order:
-    """The schedule of copies, which determines when copies start and when computation waits for
-    copies.
+    """The schedule of copies: when they start, and when computation waits for them.
 
     Attributes:
-        waits, backward_waits: mapping from block i to block j. The forward (or backward) pass of
-            block i waits until the copies to the tier of all blocks up to j are complete.
-        fetches: mapping from block i to a tuple of blocks. When the backward pass of block i
+        waits, backward_waits: mapping from a block i to a block j. The forward (or backward) pass
+            of block i waits until the copies to the tier of all blocks up to j are complete.
+        fetches: mapping from a block i to a tuple of blocks. When the backward pass of block i
             starts, the activations of the blocks in `fetches[i]` are copied back to the device.
     """
 
@@ -61,7 +60,7 @@ class Order:
 
 
 def order_of(plan: SwapPlan) -> Order:
-    """Return when the copies of a plan start, and which passes wait for them."""
+    """Return the schedule for a plan: when copies start, and which passes wait for them."""
     waits = plan.problem.waits(plan.decisions)
     assert waits is not None  # the plan fits
     fetches: dict[int, tuple[int, ...]] = {}
@@ -73,8 +72,7 @@ def order_of(plan: SwapPlan) -> Order:
 
 
 def plain_order(policies: Sequence[str]) -> Order:
-    """Return a schedule in which the activations of each block are copied while the next block of
-    the pass is computed.
+    """Return a schedule that copies each block's activations while the next block is computed.
 
     At any time, the activations of at most two swapped blocks are on the device.
     """
@@ -87,8 +85,7 @@ def plain_order(policies: Sequence[str]) -> Order:
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """The measured sizes in bytes of the data that a block stores between its forward and backward
-    passes.
+    """The sizes in bytes of the data that a block stores between its forward and backward passes.
 
     Attributes:
         activations: total size of all storages that the backward pass needs, including the inputs.
@@ -109,7 +106,7 @@ class Pass:
     """The forward pass and the subsequent backward pass of one block for one micro-batch.
 
     Attributes:
-        number: index of this pass. Each new pass has a larger index.
+        number: index of this pass, which increases with every new pass.
         index: index of the block.
         policy: activation policy of the block in this pass.
         earlier: pass of the previous block for the same micro-batch, or None for the first block.
@@ -151,7 +148,7 @@ class Pass:
         self._counted = nbytes
 
     def begin_backward(self, _: Tensor) -> None:
-        """Begin the backward pass. This method is registered as a hook of the block's outputs."""
+        """Begin the backward pass. This method is registered as a hook on the block's outputs."""
         if not self.begun:
             self.begun = True
             later = None if self._later is None else self._later()
@@ -163,7 +160,7 @@ class Pass:
             self.owner._backward_begins(self)
 
     def end_backward(self, _: Tensor | None = None) -> None:
-        """End the backward pass. This method is registered as a hook of the block's first input."""
+        """End the backward pass. This method is registered as a hook on the block's first input."""
         if not self.ended:
             self.ended = True
             if self.hook is not None:
@@ -180,18 +177,17 @@ class Activations(RunFeature):
     objects of this class.
 
     Args:
-        blocks: modules in the order in which they run in the forward pass.
+        blocks: modules in forward order.
         names: names of the blocks, for use in messages.
         policies: list of policies, one for each block.
         swapper: object that copies activations to the tier and back to the device.
-        contexts: functions that create the contexts for recomputing a pass. See the argument
-            `context_fn` of `torch.utils.checkpoint`.
+        contexts: functions that create the contexts for recomputing a pass. See the `context_fn`
+            argument of `torch.utils.checkpoint`.
 
     Attributes:
         ledger: counter for the bytes of activations on the device. For blocks with the policies
-            keep and recompute, the bytes are known only after `sizes` has been measured. For blocks
-            with the policies keep and recompute, the measured bytes are scaled by the size of the
-            block's input.
+            keep and recompute, the bytes are known only after `sizes` has been measured. The
+            measured bytes are scaled by the size of the block's input.
         order: schedule of the copies between the device and the tier.
         sizes: mapping from the index of a block to its measured sizes.
         tell: function that is called when a pass begins or ends. See `Probe`.
@@ -222,9 +218,7 @@ class Activations(RunFeature):
         return self.swapper.ledger
 
     def use(self, policies: Sequence[str], order: Order | None = None) -> None:
-        """Use different policies from the next forward pass on. The schedule `order` defaults to
-        `plain_order`.
-        """
+        """Use other policies from the next forward pass on. `order` defaults to `plain_order`."""
         unknown = [policy for policy in policies if policy not in POLICIES]
         if unknown or len(policies) != len(self.blocks):
             raise ValueError(
@@ -235,9 +229,7 @@ class Activations(RunFeature):
         self.order = order or plain_order(self.policies)
 
     def after_step(self, facts: StepFacts | None = None) -> None:
-        """Start to measure a new peak of the activation bytes. All ranks must call this method
-        after each training step.
-        """
+        """Start measuring a new memory peak. All ranks must call this after each training step."""
         self._step_peak = self.ledger.peak
         self.ledger.restart()
         idle = self._number == self._passes_before and set(self.policies) != {"keep"}
@@ -250,9 +242,7 @@ class Activations(RunFeature):
         self._passes_before = self._number
 
     def on_device(self) -> OnDevice:
-        """Return the peak of the activation bytes in the last step and the number of blocks with
-        each policy. The numbers are used in reports.
-        """
+        """Return the peak activation bytes of the last step and the number of blocks per policy."""
         counts = Counter(self.policies)
         return OnDevice(self._step_peak, *(counts[policy] for policy in POLICIES))
 
@@ -378,7 +368,7 @@ def _check_blocks(blocks: Sequence[nn.Module]) -> None:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield all tensors contained in nested tuples, lists, dicts and dataclasses, in order."""
+    """Yield all tensors in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):

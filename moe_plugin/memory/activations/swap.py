@@ -1,12 +1,11 @@
-"""Swapping: the tensors that autograd saves for a block's backward pass are stored in a slower
-memory tier.
+"""Swapping: tensors that autograd saves for a block are stored in a slower memory tier.
 
 The tensors that autograd saves are intercepted with torch's saved-tensor hooks. Entire storages are
 copied instead of individual tensors. All views of a storage are therefore moved together. Views are
 restored with their original strides and alignment, so gradients are bitwise equal. The copy of a
-tensor to the tier starts when autograd saves the tensor. The copy back to the device is usually
-started early by `fetch`. Without `fetch`, the copy back starts when the backward pass needs the
-tensor.
+tensor to the tier starts when autograd saves the tensor. Usually, `fetch` starts the copy back to
+the device before the tensor is needed. Without `fetch`, this copy starts when the backward pass
+needs the tensor.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ class SwapError(RuntimeError):
 
 
 class Ledger:
-    """A thread-safe counter of the activation bytes on the device, which records the current number
-    and the peak.
-    """
+    """A thread-safe counter of the current and peak activation bytes on the device."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0
@@ -63,7 +60,7 @@ class SwappedStorage:
 
     Args:
         swapper: object that contains the tier, the copier and the ledger.
-        block: name of the block, for use in messages.
+        block: name of the block that uses the storage, for use in messages.
         x: any tensor that uses the storage. The tensor must not change until the copy is complete.
     """
 
@@ -85,9 +82,7 @@ class SwappedStorage:
         self._left = swapper.copier.start_call(self._leave, 0)
 
     def holds(self, x: Tensor) -> bool:
-        """Return whether this object represents the storage of `x` and whether `x` has not changed
-        since it was saved.
-        """
+        """Return whether this is the storage of `x` and `x` is unchanged since it was saved."""
         return not self.key.expired() and self.version == x._version
 
     def leave(self) -> None:
@@ -98,7 +93,7 @@ class SwappedStorage:
         self._left.wait()
 
     def fetch(self) -> None:
-        """Start to copy the storage back to the device, unless it is still on the device."""
+        """Start copying the storage back to the device, unless it is still on the device."""
         with self._lock:
             self._wanted = True
             # after a change in place, only the tier has the values that were saved
@@ -211,9 +206,9 @@ class Swapper:
     """The state that all swapped passes of a process share.
 
     Args:
-        tier: tier in which activations are stored.
-        copier: copier whose thread copies the activations. The copier's device is the device on
-            which activations are computed.
+        tier: tier for the activations.
+        copier: copier whose thread copies the activations. The copier's device is the device that
+            computes the activations.
         smallest: smallest size in bytes of a storage that is swapped.
 
     Attributes:
@@ -238,15 +233,13 @@ class Swapper:
                 storage.leave()
 
     def started(self, number: int, storage: SwappedStorage) -> None:
-        """Record that a copy to the tier has started in the pass with index `number`. Successive
-        calls must not pass decreasing numbers.
+        """Record that a copy to the tier has started in the pass with index `number`. `number` must
+        not decrease between calls.
         """
         self._leaving.append((number, ref(storage)))
 
     def forget(self) -> None:
-        """After an error, discard the records of all copies to the tier, so that `leave` does not
-        wait for them.
-        """
+        """After an error, forget all copies to the tier, so that `leave` does not wait for them."""
         self._leaving.clear()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -287,7 +280,7 @@ class Saved:
         return sum(self._kept.values())
 
     def hooks(self) -> Any:
-        """Return the context manager in which the forward pass must run."""
+        """Return the context manager for the forward pass."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, _unpack)
 
     def pack(self, x: Tensor) -> Tensor | _View:
@@ -305,8 +298,8 @@ class Saved:
                      x.stride())
 
     def fetch(self) -> None:
-        """Start to copy the storages back to the device, in the order in which the backward pass
-        needs them. The storage that was saved last is copied first.
+        """Start copying the storages back to the device, in the order the backward pass needs them.
+        The storage that was saved last is copied first.
         """
         for reference in reversed(self._order):
             storage = reference()

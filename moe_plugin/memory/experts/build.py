@@ -24,8 +24,7 @@ def build_experts(config: MoEConfig, place: Placement, host: HostContext,
         host: information from the host framework.
         factory, where: arguments passed on to `build_device_experts`.
     Raises:
-        ValueError: If the settings contradict each other or do not match the file that contains the
-            experts.
+        ValueError: If the settings contradict each other or do not match the file of the experts.
     """
     if config.experts.store == "device":
         return build_device_experts(config, place, host, factory, **where)

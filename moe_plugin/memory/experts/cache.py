@@ -26,12 +26,10 @@ Key = tuple[int, int]  # number of a layer in the cache, local expert
 
 
 class CachePolicy:
-    """A policy that chooses which expert to evict. The cache reports every use of an expert to its
-    policy.
+    """A policy that chooses which expert to evict. The cache reports every use to its policy.
 
     Policies do not depend on wall-clock time, so runs are reproducible. A subclass must override
-    `worth` or `victim`. A subclass that does not update `last` must override both `used` and
-    `victim`.
+    `worth` or `victim`. A subclass that does not maintain `last` must override `used` and `victim`.
 
     Attributes:
         last: for each expert in a slot, the sequence number of its last use. All uses of all
@@ -57,15 +55,15 @@ class CachePolicy:
             last.pop(key, None)
 
     def victim(self, keys: Collection[Key], layer: int, layers: int) -> Key:
-        """Choose one of `keys`, which identify experts, for eviction. An expert of the layer with
-        number `layer` needs a slot, and there are `layers` layers in total.
+        """Choose one of `keys`, which identify experts, for eviction. `layer` is the number of the
+        layer that needs a slot, and `layers` is the total number of layers.
         """
         return min(keys, key=lambda key: (self.worth(key, layer, layers), self.last[key]))
 
     def worth(self, key: Key, layer: int, layers: int) -> Any:
-        """Return a number that indicates how useful it is to keep an expert in its slot. The expert
-        with the smallest number is evicted. Among experts with equal numbers, the least recently
-        used expert is evicted.
+        """Return a score that indicates how useful it is to keep an expert in the cache. The expert
+        with the lowest score is evicted. Among experts with equal scores, the least recently used
+        expert is evicted.
         """
         raise NotImplementedError
 
@@ -90,9 +88,9 @@ class LeastRecentlyUsed(CachePolicy):
 
 @policies.register("lfu")
 class LeastFrequentlyUsed(CachePolicy):
-    """A policy that evicts the expert with the fewest uses, and among equals the least recently
-    used expert. Uses before an eviction count, so frequently used experts tend to stay in the
-    cache.
+    """A policy that evicts the expert with the fewest uses, and breaks ties by evicting the least
+    recently used expert. The number of uses includes uses before an earlier eviction, so frequently
+    used experts tend to stay in the cache.
     """
 
     def worth(self, key: Key, layer: int, layers: int) -> int:
@@ -101,8 +99,7 @@ class LeastFrequentlyUsed(CachePolicy):
 
 @policies.register("next-layer")
 class NextLayer(CachePolicy):
-    """A policy that evicts an expert of the layer that will be computed last, counting from the
-    current layer.
+    """A policy that evicts an expert of the layer computed last, counting from the current layer.
 
     Layers are computed in a fixed cyclic order, so the experts of the current layer will not be
     needed again until all other layers have been computed.
@@ -117,12 +114,12 @@ class StoreCounters:
     """Cache statistics for one layer.
 
     Attributes:
-        hits, misses: number of requested experts that were in a slot or being copied to a slot, and
-            number of requested experts that were not.
+        hits, misses: number of requested experts that were already in a slot or being copied to a
+            slot, and number of all other requested experts.
         prefetched: number of experts that were loaded before a call requested them.
         wasted: number of prefetched experts that were evicted before their first use.
-        stalls: number of uses that had to wait for a copy. A call that is computed in several parts
-            counts as several uses.
+        stalls: number of uses that had to wait for a copy. A call that computes its experts in
+            several groups counts as several uses.
         bytes: number of bytes loaded from the tier.
     """
 
@@ -149,7 +146,7 @@ class CacheSpec:
         dtype, device: dtype and device of the slots.
         limit: maximum total size of all slots in bytes. If `limit` is 0, the cache has twice as
             many slots as the largest number of experts used by one call.
-        policy: name under which the cache policy is registered.
+        policy: registered name of the cache policy.
         throttle: maximum bandwidth of the tier in bytes per second, or None for no limit.
         rank: index of this rank in the expert-parallel group.
     """
@@ -171,8 +168,7 @@ class ExpertCache:
     """A cache that contains slots on the device for the experts of all layers of a process.
 
     Raises:
-        ValueError: If the limit is smaller than the size of one expert, or if the policy is
-    unknown.
+        ValueError: If the limit is smaller than one expert, or if the policy is unknown.
     """
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -193,9 +189,7 @@ class ExpertCache:
         self._free: list[int] = []
 
     def add_layer(self, experts: int) -> int:
-        """Add a layer and return its number. Layers are expected to be computed in ascending order
-        of their numbers.
-        """
+        """Add a layer and return its number. Layers should be computed in ascending order."""
         with self._lock:
             self.layers, self.experts = self.layers + 1, self.experts + experts
             return self.layers - 1
@@ -228,7 +222,7 @@ class ExpertCache:
         Args:
             layer: number of the layer.
             experts: distinct indices of experts. `experts` may contain at most `room` experts.
-            fetch: function that starts to fill slots, given a list of pairs. Each pair consists of
+            fetch: function that starts filling slots, given a list of pairs. Each pair consists of
                 an expert and the slices of all buffers that belong to the expert's slot.
             counters: cache statistics of the layer, which this method updates.
         """
@@ -259,7 +253,7 @@ class ExpertCache:
 
     def prefetch(self, layer: int, experts: Sequence[int], fetch: Fetch,
                  counters: StoreCounters) -> None:
-        """If slots are available, start to load experts that a later call may request.
+        """If slots are available, start loading experts that a later call may request.
 
         See `use` for the arguments.
         """
@@ -268,9 +262,7 @@ class ExpertCache:
             self._bring([(layer, expert) for expert in experts], fetch, counters, early=True)
 
     def forget(self, layer: int) -> None:
-        """Evict all experts of a layer because their stored parameters have changed. Pinned experts
-        stay.
-        """
+        """Evict a layer's unpinned experts, because their stored parameters have changed."""
         with self._lock:
             for key in [key for key in self._slot if key[0] == layer and not self._pins[key]]:
                 self._leave(key)
@@ -331,8 +323,8 @@ class ExpertCache:
         return self._free.pop(0)
 
     def _leave(self, key: Key) -> None:
-        """Evict an expert. If a copy into the expert's slot is still running, it ends before the
-        next copy starts.
+        """Evict an expert. If a copy into the expert's slot is still running, the next copy starts
+        only after it has ended.
         """
         self._ticket.pop(key, None)
         early = self._early.pop(key, None)
@@ -368,7 +360,7 @@ class ExpertCache:
             raise errors[0]
 
     def _grow(self, experts: int) -> None:
-        """Create more slots for a call with `experts` experts, if the limit permits it."""
+        """Create more slots for a call with `experts` experts, up to the limit."""
         slots = 2 * experts
         if self.spec.limit:
             slots = self.spec.limit // self.spec.expert_bytes

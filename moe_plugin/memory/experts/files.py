@@ -49,8 +49,7 @@ class ExpertFile:
                 for name, shape in self.shapes.items()}
 
     def write(self, expert: int, name: str, x: Tensor) -> None:
-        """Convert one expert's part of a parameter to the dtype of the file, and write it to the
-        file.
+        """Convert one expert's slice of a parameter to the file's dtype, and write it to the file.
 
         Raises:
             TierError: If the disk is full. Experts that were written earlier are not affected.
@@ -65,13 +64,12 @@ class ExpertFile:
             ) from error
 
     def mapped(self) -> dict[str, Tensor]:
-        """Map a file created by `own_file` into memory, and return a tensor [L, ...] for each
-        parameter.
+        """Map a file created by `own_file` into memory, and return a tensor [L, ...] per parameter.
 
         Pages are read from the file on first use. Writing to the tensors changes the file. If
-        another process truncated a mapped file, a process that accesses a page beyond the new end
-        of the file would be killed. Other processes cannot truncate an unnamed file, because they
-        cannot open it.
+        another process truncated a mapped file, the operating system would kill a process that
+        accesses a page beyond the new end. Other processes cannot truncate an unnamed file, because
+        they cannot open it.
 
         Raises:
             TierError: If the file is shorter than the data written to it.
@@ -130,8 +128,7 @@ def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,
 
 def given_file(path: str | os.PathLike[str], shapes: Shapes, place: Placement,
                layer: int | None) -> ExpertFile:
-    """Open a safetensors file that contains the experts of a layer. The file is read, but never
-    changed.
+    """Open a safetensors file that contains the experts of a layer. The file is never changed.
 
     The name of each tensor in the file consists of a prefix and the name of a parameter. Each
     tensor [E, ...] contains one parameter of all experts of a layer. If the tensor names in the

@@ -32,8 +32,7 @@ def counts_of(rows: RowCounts | RowPlan) -> list[int]:
 def parts(rows_RD: Tensor, counts: RowCounts,
            room: int) -> Iterator[tuple[Tensor, RowCounts, list[int]]]:
     """Divide the rows into groups of at most `room` experts. For each group, yield its rows, the
-    row counts of all experts (0 for experts outside the group), and the indices of the experts in
-    the group.
+    row counts of all experts (0 outside the group), and the indices of the group's experts.
     """
     active = [expert for expert, n in enumerate(counts.host) if n]
     groups = [active[at:at + room] for at in range(0, len(active), room)]
@@ -80,7 +79,7 @@ class HostWeights:
         self.parameters, self.tier = parameters, HostTier(device)
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
-        """Start to copy experts into slots of the cache."""
+        """Start copying experts into slots of the cache."""
         wanted = []
         for expert, targets in parts:
             for name, target in targets.items():
@@ -124,7 +123,7 @@ class FileWeights:
         self._fills, self._read = 0, False
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
-        """Start to copy experts into slots of the cache."""
+        """Start copying experts into slots of the cache."""
         # the current file, even if it is replaced before the copy runs
         parts, file, written = list(parts), self.file, self.written
         self._read = True
@@ -155,8 +154,7 @@ class FileWeights:
         names are not in `read` are not changed.
 
         Args:
-            read: mapping from the name of a parameter to a function that returns the parameter for
-                one expert.
+            read: mapping from the name of a parameter to a function that returns it for one expert.
         Raises:
             TierError: If the disk is full, in which case the previous parameters remain.
         """
@@ -214,8 +212,7 @@ class FileWeights:
 
 
 class ExpertStore:
-    """The stored experts of a layer, and the cache with the slots in which the experts are
-    computed.
+    """The stored experts of a layer, and the cache whose slots are used to compute them.
 
     Args:
         weights: object that stores the parameters of the experts.
@@ -226,7 +223,7 @@ class ExpertStore:
 
     Attributes:
         counters: cache statistics for this layer.
-        cache: cache with the slots in which the experts are computed.
+        cache: cache whose slots are used to compute the experts.
     """
 
     def __init__(self, weights: HostWeights | FileWeights, spec: CacheSpec, first: int,
@@ -244,15 +241,13 @@ class ExpertStore:
         self._seen = self.weights.version
 
     def move(self, spec: CacheSpec) -> None:
-        """From the next call on, use a cache with another dtype or on another device."""
+        """From the next call on, use a cache with a different dtype or device."""
         if spec != self.cache.spec:
             self._leaving()
             self._join(spec)
 
     def room(self, experts: int) -> int:
-        """Return how many of `experts` experts can be computed at the same time. See
-        `ExpertCache.room`.
-        """
+        """Return how many of `experts` experts can be computed at once; see `ExpertCache.room`."""
         return self.cache.room(experts)
 
     @contextmanager
@@ -269,7 +264,7 @@ class ExpertStore:
             yield slots
 
     def prefetch(self, ids: Iterable[int]) -> None:
-        """Start to load experts that this layer may soon need, without waiting for them.
+        """Start loading experts that this layer may soon need, without waiting for them.
 
         Args:
             ids: distinct global indices of experts. Experts stored on other ranks are skipped, as

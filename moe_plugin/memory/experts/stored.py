@@ -78,7 +78,7 @@ class StoredExperts(Experts):
 
     @property
     def template(self) -> FFNExperts:
-        """Experts of the configured kind, called with the parameters to use."""
+        """Experts of the configured kind, whose parameters are passed in each call."""
         return self._template[0]
 
     @property
@@ -96,8 +96,7 @@ class StoredExperts(Experts):
         """See `Experts`.
 
         Raises:
-            ValueError: If the layer is trained with experts in a file or with dropout in the
-                experts.
+            ValueError: If the layer is trained with experts in a file or with expert dropout.
             TierError: If the experts cannot be read.
         """
         assert isinstance(work, ExpertRows), "parameters are only asked of experts that gather"
@@ -120,7 +119,8 @@ class StoredExperts(Experts):
 
     @torch.no_grad()
     def compute(self, work: ExpertRows) -> Tensor:
-        """Compute outputs without gradients, in parts if the cache is too small."""
+        """Compute outputs without gradients, for a few experts at a time if the cache is too small.
+        """
         counts = counts_of(work.rows)
         active = [expert for expert, rows in enumerate(counts) if rows]
         room = self.store.room(len(active))
@@ -175,7 +175,7 @@ class StoredExperts(Experts):
         """See `Experts`. Return by how much the store's counters have increased since the last
         call, and the number of bytes in slots.
 
-        The counter `stalls` is 1 if the call waited for a copy, and 0 otherwise.
+        The `stalls` counter is 1 if the call waited for a copy, and 0 otherwise.
         """
         now = self.store.counters.as_dict()
         before, self._taken = self._taken, now
@@ -275,8 +275,7 @@ class StoredExperts(Experts):
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: Any,
                               strict: bool, missing: list[str], unexpected: list[str],
                               errors: list[str]) -> None:
-        """See torch's method. If the experts are stored in a file, they are written to this file
-        one at a time.
+        """See torch's method. If the experts are in a file, they are written to it one at a time.
 
         Instead of a tensor, the state may contain an object with `entry.shape` and `read(window)`.
         """

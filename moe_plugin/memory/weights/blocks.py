@@ -1,6 +1,4 @@
-"""A block of a model with streamed weights, and functions that load, unload and update the weights
-of the block.
-"""
+"""A block with streamed weights, and functions that load, unload and update these weights."""
 
 from __future__ import annotations
 
@@ -84,8 +82,8 @@ class StreamedBlock:
                                     for i, x in zip(self.mains, values, strict=True)})
 
     def _with_mains(self, values: Sequence[Tensor]) -> list[nn.Parameter]:
-        """Return a list of the parameters in which each parameter in `mains` is replaced by a new
-        parameter. Attributes set by host frameworks are copied to the new parameters.
+        """Return a list of the parameters, with a new parameter in place of each parameter in
+        `mains`. Attributes set by host frameworks are copied to the new parameters.
         """
         parameters = list(self.params)
         for i, x in zip(self.mains, values, strict=True):
@@ -113,8 +111,7 @@ class StreamedBlock:
 
     @property
     def returned_bytes(self) -> int:
-        """Number of bytes copied in one step, not counting the weights that are copied to the
-        device.
+        """Number of bytes copied in one step, except for weights copied to the device.
 
         With a tier in host memory, `returned_bytes` counts the gradients. With a tier in files,
         `returned_bytes` counts the new weights once and the optimizer state twice, because the
@@ -131,15 +128,13 @@ class StreamedBlock:
         return sum(4 * self.params[i].numel() for i in self.mains)
 
     def forget_memory(self) -> None:
-        """Free the memory that the experts keep between calls. The block's next call belongs to the
-        next step.
-        """
+        """Free the memory that the experts keep between calls."""
         for module in self.module.modules():
             if isinstance(module, FFNExperts):
                 module.memory.clear()
 
     def fetch(self, copier: Copier, flat_N: Tensor) -> Ticket:
-        """Start to copy the weights of a streamed block into a buffer on the device."""
+        """Start copying the weights of a streamed block into a buffer on the device."""
         self._coming = self._weights.fetch(copier, flat_N)
         return self._coming
 
@@ -158,7 +153,7 @@ class StreamedBlock:
             p.data = absent(p)
 
     def fetch_state(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start to copy the optimizer state from files to memory."""
+        """Start copying the optimizer state from files to memory."""
         if self._state is not None:
             self._state.fetch(copier, room)
 
@@ -214,7 +209,7 @@ class StreamedBlock:
             p.grad = None
 
     def keep_gradients(self, copier: Copier) -> None:
-        """Start to copy the gradients to the tier.
+        """Start copying the gradients to the tier.
 
         The tier stores the gradients until `step` is called. Call `wait_kept` to wait until the
         copy is complete.
@@ -227,9 +222,7 @@ class StreamedBlock:
         drop_gradients(self.graded)
 
     def wait_kept(self) -> None:
-        """Wait until the copy started by `keep_gradients` is complete. Raises `TierError` if the
-        tier has no space.
-        """
+        """Wait for the copy of `keep_gradients`. Raises `TierError` if the tier has no space."""
         if self._aside is not None:
             _, _, ticket = self._aside
             ticket.synchronize()  # the GPU's stream does not order the optimizer in host memory
@@ -270,8 +263,8 @@ class StreamedBlock:
         return [mains.get(id(p), x) for p, x in zip(self.stepped, weights, strict=True)]
 
     def write(self, weights: Sequence[Tensor]) -> None:
-        """Replace the weights, including the main weights. Weights that are attached to the module
-        are copied to the device again.
+        """Replace the weights, including the main weights. The weights attached to the module are
+        also updated on the device.
         """
         if self._state is not None:
             for finish in self._stage_files(weights):

@@ -1,5 +1,5 @@
-"""Saving and loading of models with streamed weights. A checkpoint consists of one safetensors file
-per block.
+"""Saving and loading of models with streamed weights. A checkpoint has one safetensors file per
+block.
 
 Blocks are saved and loaded one at a time.
 """
@@ -59,16 +59,14 @@ def measured_layers(trainer: StreamedTrainer, micro_batches: int) -> list[Layer]
 
 
 def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> StreamPlan:
-    """Choose segments that minimize the step time within a memory limit, and let the trainer use
-    these segments.
+    """Choose segments that minimize the step time within a memory limit, and use these segments.
 
     Args:
         trainer: the trainer.
         limit: maximum number of bytes on the device for weights, stored inputs, and the gradients
             and optimizer state of one block.
-        micro_batches: number of micro-batches per step, which must be equal to the number in the
-            last step.
-    Returns: the plan. The attribute `hides` of the returned plan is True if all copies overlap with
+        micro_batches: number of micro-batches per step, which must be that of the last step.
+    Returns: the plan. The `hides` attribute of the returned plan is True if all copies overlap with
         computation.
     Raises:
         ValueError: If no choice of segments fits in the limit, or if `measured_layers` raises an
@@ -96,9 +94,7 @@ class SegmentsOnce:
                     len(trainer.blocks), trainer.device_bytes / 2**20)
 
     def __call__(self, micro_batches: int) -> None:
-        """Plan the segments after a step with the given number of micro-batches. `ValueError`: see
-        `plan_segments`.
-        """
+        """Plan the segments after a step of this many micro-batches; see `plan_segments`."""
         limit = self.trainer.limit
         if self._done or limit is None:
             return
@@ -216,7 +212,7 @@ def _refuse_not_finite(folder: Path, block: StreamedBlock, tensors: Mapping[str,
         if x.is_floating_point() and not x.isfinite().all():
             raise FloatingPointError(
                 f"{short(name)} of block {block.number} is not finite, so {folder} is not written; "
-                "an older folder remains. Continue from it with a lower learning rate or other "
+                "the previous folder is kept. Continue from it with a lower learning rate or other "
                 "data")
 
 

@@ -21,9 +21,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 def state_of(optimizer: torch.optim.Optimizer | None, numbers: bool = False
              ) -> dict[tuple[int, str], Tensor]:
-    """Return the tensors of the optimizer state, or its scalars (such as step counts) if `numbers`
-    is true.
-    """
+    """Return the tensors of the optimizer state, or its scalars if `numbers` is true."""
     if optimizer is None:
         return {}
     return {(i, name): x for i, p in enumerate(_params(optimizer))
@@ -42,7 +40,7 @@ def set_state(optimizer: torch.optim.Optimizer | None, state: State) -> None:
 class OptimizerStateBuffer:
     """A buffer in host memory that contains the optimizer state of one block at a time.
 
-    The buffer is as large as the largest state of any block.
+    The buffer is large enough for the largest state of any block.
     """
 
     def __init__(self) -> None:
@@ -50,7 +48,7 @@ class OptimizerStateBuffer:
         self._last: Ticket | None = None
 
     def of(self, nbytes: int) -> Tensor:
-        """Return the buffer with a size of [nbytes]. If a larger buffer replaces the previous
+        """Return a uint8 view [nbytes] of the buffer. If a larger buffer replaces the previous
         buffer, running jobs keep the previous buffer alive.
         """
         if self._flat_N.numel() < nbytes:
@@ -58,9 +56,7 @@ class OptimizerStateBuffer:
         return self._flat_N[:nbytes]
 
     def left(self, ticket: Ticket) -> None:
-        """Record that a job reads the buffer. The same copier may overwrite the buffer in later
-        jobs.
-        """
+        """Record that a job reads the buffer. Later jobs of the same copier may overwrite it."""
         self._last = ticket
 
     def wait(self) -> None:
@@ -126,7 +122,7 @@ class StateInFiles:
         return self._layout.nbytes
 
     def fetch(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start to copy the optimizer state to memory, unless the copy is already in progress."""
+        """Start copying the optimizer state to memory, unless the copy is already in progress."""
         if self._held.held is not None and self._ticket is None:
             self._flat_N = room.of(self._layout.nbytes)
             self._ticket = self._held.fetch(copier, self._flat_N)
@@ -142,7 +138,7 @@ class StateInFiles:
             self._ticket = None
 
     def leave(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start to write the optimizer's current state to files, and remove the state from memory.
+        """Start writing the optimizer's current state to files, and remove the state from memory.
         """
         state = self._current_state()
         if not state:
@@ -165,9 +161,7 @@ class StateInFiles:
         self._replace_state({key: absent(x) for key, x in state.items()})
 
     def tensors(self) -> dict[tuple[int, str], Tensor]:
-        """Return a copy of the optimizer state. This method must not be called while a copy is in
-        progress.
-        """
+        """Return a copy of the optimizer state. Must not be called while a copy is in progress."""
         return {key: x for key, x in self._tensors().items() if key[1] != _MAIN}
 
     def _tensors(self) -> dict[tuple[int, str], Tensor]:

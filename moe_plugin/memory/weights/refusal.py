@@ -81,5 +81,5 @@ def check_shared(blocks: Sequence[StreamedBlock], number: int, module: nn.Module
             other, its_name = owner[id(p)]
             raise ValueError(
                 f"blocks {other} and {number} share a parameter ({its_name}, {name}): its gradient "
-                "would be summed in another order, and it would be needed in two segments; "
+                "would be summed in a different order, and it would be needed in two segments; "
                 "use separate parameters in each block")

@@ -16,12 +16,11 @@ class Slots:
 
     While one segment is computed, an adjacent segment can be copied to the device. The weights of a
     segment remain in their area until another segment needs the area. As a result, the weights of
-    two segments are already on the device when the backward pass starts, and when the next step
-    starts.
+    two segments are already on the device when the backward pass or the next step starts.
 
     Args:
         segments: for each segment, the list of its blocks.
-        device: device on which the blocks are computed.
+        device: device that computes the blocks.
         copier: copier that copies the weights to the device.
 
     Attributes:
@@ -54,7 +53,7 @@ class Slots:
         weights are on the device.
 
         Args:
-            order: indices of the segments, in the order in which they are used.
+            order: indices of the segments, in order of use.
             backward: if True, the blocks of each segment are yielded in reverse order.
             overlap: if True, the weights of the next segment are copied while the blocks of the
                 current segment are used.

@@ -73,7 +73,7 @@ class BlockMeasurement:
 
     Attributes:
         input_bytes: number of bytes stored per micro-batch for the backward pass.
-        forward_s, backward_s: time in seconds over all micro-batches, with recomputation.
+        forward_s, backward_s: time in seconds over all micro-batches, including recomputation.
         step_s: time in seconds of the optimizer step, including the wait for the optimizer state.
     """
 
@@ -94,19 +94,19 @@ class StreamedTrainer:
             the whole model is never in memory. Each module receives the output of the previous
             module, and returns a tensor, or a pair (tensor, scalar loss to add to the loss).
         loss: function `loss(output, target)` that returns a scalar. Gradients are summed over
-            micro-batches. For a mean, let this function divide by the number of micro-batches.
+            micro-batches. To average them instead, divide by the number of micro-batches.
         optimizer: function that creates an optimizer for the parameters of one block, for example
             `partial(torch.optim.AdamW, lr=1e-3, fused=True)`. The optimizer must update each
             parameter independently of all other parameters.
         tier: tier that stores the weights. With `HostTier`, the weights are stored and the
-            optimizer runs in host memory. `DiskTier` stores the weights in files for a CPU.
-        device: device on which the blocks are computed.
+            optimizer runs in host memory. With `DiskTier` (CPU only), weights are in files.
+        device: device that computes the blocks.
         segments: number of blocks in each segment. Defaults to one block per segment.
         resident: indices of the blocks that always stay on the device.
         limit: maximum number of bytes on the device for weights; see `device_bytes`.
         throttle: maximum bandwidth of the tier in bytes per second. Intended for tests.
         overlap: True to copy a segment while the previous segment is computed.
-        seed: seed from which a separate seed is derived for each step, micro-batch and block.
+        seed: seed that determines a separate seed for each step, micro-batch and block.
         gradients: function that reduces the gradients of a module over ranks after the module's
             backward pass, for example `BlockGradients(world)` of `moe_plugin.hosts.plain.streamed`.
         clip: optional. Clips gradients using the norm of all gradients. The tier stores gradients
@@ -164,13 +164,13 @@ class StreamedTrainer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of all optimizers, in which a schedule sets `lr`."""
+        """Parameter groups of all optimizers, for use by a learning rate schedule."""
         return [group for block in self.blocks if block.optimizer is not None
                 for group in block.optimizer.param_groups]
 
     @property
     def device_bytes(self) -> int:
-        """Bytes on the device for weights (on a CPU, also gradients and state of a block)."""
+        """Bytes on the device for weights and, on a CPU, gradients and state of one block."""
         return self._slots.nbytes + self.bytes_beside_segments
 
     def on_device(self) -> OnDevice:
@@ -178,7 +178,7 @@ class StreamedTrainer:
         return OnDevice(self.device_bytes)
 
     def use_segments(self, segments: Sequence[int]) -> None:
-        """Divide the model into other segments, between two steps. See the class for errors."""
+        """Divide the model into different segments. For errors, see the class docstring."""
         if sum(segments) != len(self.blocks) or min(segments, default=0) < 1:
             raise ValueError(f"segments of {list(segments)} blocks are not valid: each must have "
                              f">= 1 blocks, and their sum must be the model's {len(self.blocks)} "

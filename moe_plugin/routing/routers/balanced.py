@@ -84,8 +84,8 @@ class ExpertChoiceRouter(Router):
     always balanced, because all experts choose the same number of tokens. A token may be chosen by
     0 to E experts. On average, `top_k` experts choose a token. Among tokens with equal scores, the
     earlier token is chosen. An expert chooses among all tokens of a call. Do not use this router if
-    a token must not depend on later tokens. For example, a language model would make other choices
-    during generation than in training. Source: Zhou et al., 2022.
+    a token must not depend on later tokens. For example, a language model would make different
+    choices during generation than in training. Source: Zhou et al., 2022.
     """
 
     reads = SEVERAL

@@ -30,13 +30,12 @@ from moe_plugin.utils.machine import capturing
 
 
 class Router(BuffersKeepDtype, RouterModule):
-    """Base class of the provided routers. By default, its four hooks choose the k experts with the
-    highest scores.
+    """Base class of the provided routers. By default, its four hooks choose the k highest scores.
 
     A subclass overrides some of the hooks `scores`, `select`, `weigh` and `after_choice`. A
-    subclass with parameters or buffers other than `weight_ED` also overrides `build`. For any dtype
-    of the layer, routing is computed outside autocast in float32, or in float64 if the input is
-    float64. With `router.fp32`, the parameters stay in at least float32 when the user or a host
+    subclass with parameters or buffers other than `weight_ED` also overrides `build`. Regardless of
+    the layer's dtype, routing is computed outside autocast in float32, or in float64 if the input
+    is float64. With `router.fp32`, the parameters stay in at least float32 when the user or a host
     framework casts the model (`half()`, `to(dtype)`).
 
     Attributes:
@@ -44,22 +43,20 @@ class Router(BuffersKeepDtype, RouterModule):
         only_noisy: names of the losses that are defined only if noise was added to the logits.
         adds_noise: True if `router.noise` is added to the logits.
         leaves_none: True if `select` always chooses k experts and never returns -1. A class that
-            overrides `select` must declare `leaves_none` again.
+            overrides `select` must redeclare `leaves_none`.
         multiplies_in_blocks: True if the router has no matmuls other than those in `Router.scores`.
         score: function that converts logits to scores.
         noise: standard deviation of the noise added to the logits in training.
-        divides: True if weights are divided by their sum before any choice is dropped because of
-            the capacity.
+        divides: True if weights are divided by their sum before choices are dropped.
         divides_one: True if weights are also divided when a token has only one choice.
         layer_config: configuration of the layer.
         config: section `router` of the layer's configuration.
         comm: group of ranks that store the experts.
-        weight_ED: weight matrix of the linear map from tokens to logits, or None if the router has
-            no such map.
+        weight_ED: weight matrix of the linear map from tokens to logits, or None if there is none.
         logit_bias_E: learned bias of the logits (`router.bias`), or None.
         adapted: True if an adapter trains the router; see `note_adapter`.
         forced: optional callable that replaces `select`. The callable returns expert ids, int64 [T,
-            K], or None to use `select` after all. See `moe_plugin.routing.rollouts`.
+            K], or None to fall back to `select`. See `moe_plugin.routing.rollouts`.
     """
 
     own_losses: frozenset[str] = frozenset({"load_importance", "tutel_load_importance"})
@@ -272,8 +269,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return call.weights_of(ids_TK)
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Hook that returns the final choices, int64 [T, K], and may drop some of the choices in
-        `call.ids_TK`.
+        """Hook that returns the final choices, int64 [T, K], and may drop some of `call.ids_TK`.
 
         weights_TK: weights returned by `weigh`.
         """
@@ -281,7 +277,7 @@ class Router(BuffersKeepDtype, RouterModule):
 
     @property
     def top_k(self) -> int:
-        """Number of experts per token for calls that do not pass this number."""
+        """Default number of experts per token, for calls that do not pass `top_k`."""
         if self.schedule is not None:
             check(not capturing(self.schedule.now.device), "router.top_k_at", self.config.top_k_at,
                   "empty in a CUDA graph, which repeats one number of experts",
@@ -384,9 +380,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return not (self.adapted or any([p.requires_grad for p in self.parameters()]))
 
     def note_adapter(self) -> None:
-        """Record whether an adapter trains `weight_ED`. Adapters of the peft library are visible
-        only during a call.
-        """
+        """Record whether an adapter trains `weight_ED`, which is visible only during a call."""
         if torch.is_grad_enabled():
             self.adapted = "parametrizations" in self._modules and self.weight_ED.requires_grad
 

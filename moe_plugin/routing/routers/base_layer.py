@@ -8,9 +8,9 @@ and Castanon
 1989: auction for similar objects). All tokens bid at the same time, on the device that stores the
 scores. When all slots are occupied, the sum of the chosen scores is below the largest possible sum
 by at most epsilon per token. The bound on the sum holds for any initial prices. The auction starts
-with prices for which all experts have the same soft demand. The initial prices reduce the number of
-rounds. All functions in this module are pure, do not support gradients, and compute in float32 (in
-float64 for float64 scores).
+with prices at which all experts have the same soft demand, which reduces the number of rounds. All
+functions in this module are pure, do not support gradients, and compute in float32 (in float64 for
+float64 scores).
 
 For example, 4,096 tokens with normally distributed scores and 64 experts need about 60 rounds. The
 sum of the chosen scores is below the optimum by only 1e-6 of the spread of the scores per token,
@@ -42,14 +42,12 @@ LARGEST = 1e18  # scores up to here have finite sums and differences in float32
 
 
 def balanced_assignment(scores_TE: Tensor) -> Tensor:
-    """Return the expert of each token, int64 [T]. Each expert is assigned at most ceil(T / E)
-    tokens.
+    """Return the expert of each token, int64 [T]. Each expert gets at most ceil(T / E) tokens.
 
     The sum of the chosen scores is the largest possible sum, with an error of at most `EPSILON`
     times the spread of the scores (largest minus smallest) per token. If T is not divisible by E,
-    dummy tokens with a score of 0 are added. In the bound on the error, dummy tokens count like
-    tokens. The problem is described in BASE layers (Lewis et al., 2021), which also solve it with
-    an auction.
+    dummy tokens with a score of 0 are added. The error bound also counts the dummy tokens. The
+    problem is described in BASE layers (Lewis et al., 2021), which also solve it with an auction.
 
     Args:
         scores_TE: float. NaN scores are replaced with 0. +Inf is replaced with a number one spread
@@ -101,8 +99,8 @@ def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
 
 
 def auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
-    """Return the expert that owns each token, int64 [N], or -1 for tokens that have no owner after
-    the last round.
+    """Return the expert that owns each token, int64 [N], or -1 without an owner after the last
+    round.
 
     price_E: initial prices.
     """
@@ -147,9 +145,7 @@ def accept(wish_N: Tensor, bid_N: Tensor, price_E: Tensor, each: int) -> tuple[T
 
 
 def _fill_up(owner_N: Tensor, each: int, experts: int) -> Tensor:
-    """Assign tokens without an expert to the free slots in order. Afterwards, all experts have the
-    same number of tokens.
-    """
+    """Assign tokens without an expert to free slots in order, so that all experts are full."""
     key_N = torch.where(owner_N < 0, experts, owner_N)
     order_N = torch.argsort(key_N, stable=True)
     load_E = torch.zeros(experts + 1, dtype=torch.int64, device=key_N.device).index_add_(
@@ -187,9 +183,7 @@ class BASERouter(Router):
     score_name = "softmax"
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
-        """Create the centroids, and prevent host frameworks from initializing them again
-        (`keep_init`).
-        """
+        """Create the centroids, which host frameworks must not initialize again (`keep_init`)."""
         super().build(dtype, device)
         keep_init(self.weight_ED)
 
@@ -208,21 +202,18 @@ class BASERouter(Router):
         return chosen_T[:, None]
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Return the weights `a`, and set the weight with which the token itself is added to the
-        output; see `Router.weigh`.
-        """
+        """Return the weights `a`, and set the weight of the token itself; see `Router.weigh`."""
         alpha_T1 = torch.sigmoid(call.logits_TE.gather(1, ids_TK))
         call.passthrough_T = 1 - alpha_T1[:, 0]
         return alpha_T1
 
 
 def spread_and_assign(scores_TE: Tensor, comm: Comm) -> Tensor:
-    """Distribute the tokens randomly over the ranks, and return the experts [T] of this rank's
-    tokens.
+    """Distribute tokens randomly over ranks, and return the experts [T] of this rank's tokens.
 
     Collective. The shuffled tokens of rank i are sent to rank i and the following ranks in
-    round-robin order. The numbers of tokens received by two ranks therefore differ by at most the
-    number of ranks.
+    round-robin order. The numbers of tokens received by two ranks differ by at most the number of
+    ranks.
 
     Args:
         scores_TE: scores, float.

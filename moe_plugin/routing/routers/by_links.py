@@ -1,8 +1,8 @@
-"""Routers that take the costs of links into account.
+"""Routers that take link costs into account.
 
 `TAMoERouter` assigns fewer tokens to experts that are reached over slow links.
 `TopologyQuotaRouter` limits the fraction of choices that are sent to other nodes. With
-`router.links.visited`, both routers prefer experts on nodes to which the token is sent anyway
+`router.links.visited`, both routers prefer experts on nodes that already receive the token
 (`links.prefer_visited`). The preference reduces the number of rows sent between nodes if a token is
 sent only once to each node (`dispatch.send`).
 """
@@ -48,19 +48,20 @@ def _near_visited(router: TAMoERouter | TopologyQuotaRouter, call: RoutingCall) 
 
 @routers.register("ta_moe")
 class TAMoERouter(TopKRouter):
-    """A top-k router in which rank i may choose expert e at most `ceil(pair_capacity * k S c_ie)`
+    """A top-k router in which rank i chooses expert e at most `ceil(pair_capacity * k S c_ie)`
     times.
 
     Here, `c_ie` is the topology-aware fraction of tokens computed from the link costs
     (`router.links`), and S is the number of real tokens on this rank. Choices that exceed the
-    capacity of a rank and an expert are dropped. First choices are kept before other choices, and
-    earlier tokens before
-    later tokens. With `pair_capacity: 0`, no choice is dropped. With `overflow: next`, choices that
-    exceed the capacity are first moved to the token's next best expert with free capacity.
+    capacity of a (rank, expert) pair are dropped. First choices have priority over other choices,
+    and earlier tokens over later tokens. With `pair_capacity: 0`, no choice is dropped. With
+    `overflow: next`, choices that exceed the capacity are first moved to the token's next best
+    expert with free capacity.
 
-    To train the router towards the fractions `c_ie`, set a weight for the loss `ta_moe`. The loss
-    `ta_moe` can be used with every router. If all ranks have the same router and similar tokens, no
-    loss can train the router to prefer different experts on different ranks. On ranks with the same
+    To train the router towards the fractions `c_ie`, set a weight for the `ta_moe` loss. The
+    `ta_moe` loss can be used with every router. If all ranks have the same router and similar
+    tokens, no loss can train the router to prefer different experts on different ranks. On ranks
+    with the same
     router and similar tokens, choices follow the fractions only with `overflow: next`. Source:
     TA-MoE (Chen et al., 2022).
     """
@@ -83,9 +84,7 @@ class TAMoERouter(TopKRouter):
         _note_nodes(self, device)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose k experts. Experts on nodes to which the token is sent anyway are preferred; see
-        `Router.select`.
-        """
+        """Choose k experts, preferring nodes that receive the token anyway; see `Router.select`."""
         chosen_TK = (super().select(call) if self.nodes_EN is None
                      else call.choose(_near_visited(self, call)))
         if self.config.links.overflow == "drop":
@@ -101,9 +100,7 @@ class TAMoERouter(TopKRouter):
         return (choices * self.shares_E).sub(1e-9).ceil()
 
     def after_choice(self, call: RoutingCall, weights_TK: Tensor) -> Tensor:
-        """Drop the choices that exceed the capacity for this rank and the chosen expert; see
-        `Router.after_choice`.
-        """
+        """Drop the choices that exceed this rank's limit per expert; see `Router.after_choice`."""
         ids_TK = super().after_choice(call, weights_TK)
         # Padding gets -1 first, so that it uses no slots.
         if self.config.links.pair_capacity:
@@ -114,8 +111,7 @@ class TAMoERouter(TopKRouter):
 
 
 def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tensor) -> Tensor:
-    """Move choices so that as few choices as possible exceed `most_E`, and return the new choices
-    [T, K].
+    """Move choices so that as few as possible exceed `most_E`, and return the new choices [T, K].
 
     In each round, every choice that exceeds the capacity of its expert is moved to the best of the
     token's other experts that have free capacity. If an expert has too many choices after a round,
@@ -143,15 +139,14 @@ def with_room(scores_TE: Tensor, chosen_TK: Tensor, real_T: Tensor, most_E: Tens
 
 @routers.register("topology_quota")
 class TopologyQuotaRouter(Router):
-    """A top-k router in which at most `floor(quota * choices)` of a rank's choices are sent to
-    other nodes.
+    """A top-k router with at most `floor(quota * choices)` of a rank's choices on other nodes.
 
     The choices with the highest scores may be sent to other nodes. Among choices with equal scores,
     the choice of the earlier token has priority. Any other choice on another node is replaced with
     the token's best unchosen expert on this rank's node. If no expert on this rank's node is free,
     the choice is dropped. The group's topology (`comm.topology`) determines which experts are on
     this rank's
-    node. With a single node, this router is equivalent to the router topk. Source: FastMoE (He et
+    node. With a single node, this router is equivalent to the topk router. Source: FastMoE (He et
     al., 2021), the topology-aware gate.
 
     The one-pass kernel is used only if there is a single node. With several nodes, the router
@@ -175,9 +170,7 @@ class TopologyQuotaRouter(Router):
         _note_nodes(self, device)
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k best experts, subject to the quota of choices on other nodes; see
-        `Router.select`.
-        """
+        """Choose the k best experts within the quota for other nodes; see `Router.select`."""
         if self.leaves_none:
             return call.choose()
         scores_TE, real_T = call.scores_TE.detach(), call.real_T

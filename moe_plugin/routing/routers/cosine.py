@@ -26,7 +26,7 @@ class CosineRouter(TopKRouter):
 
     Tokens and experts are compared in `cosine_dim` dimensions. The projection P, the bias b, the
     directions of the experts `a_e` and the temperature (initially log 2) are learned. In all other
-    respects, the router is equivalent to the router topk. Source: the cosine gate of Tutel (Hwang
+    respects, the router is equivalent to the topk router. Source: the cosine gate of Tutel (Hwang
     et al., 2022); Chi et al., 2022.
 
     The cosine `cos(y, a)` is the dot product of `y / |y|` and `a / |a|`. If `|y| <= 1e-4`, the

@@ -43,9 +43,7 @@ class DenseToSparseRouter(Router):
         self.register_buffer("step", torch.zeros(1, dtype=torch.int64, device=device))
 
     def temperature(self) -> Tensor:
-        """Return the temperature of this step, `start * (end / start)^min(1, step / steps)`,
-        float64 [1].
-        """
+        """Return the temperature `start * (end / start)^min(1, step / steps)`, float64 [1]."""
         rules = self.config.sparsity
         done = (self.step.double() / rules.steps).clamp(max=1.0)
         return rules.start * (rules.end / rules.start) ** done

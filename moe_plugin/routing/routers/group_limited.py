@@ -26,7 +26,7 @@ class GroupLimitedRouter(Router):
     The score of a group is the sum of the `group_scores` highest scores within the group. If
     `group_scores` is 0, `max(1, k // group_top_k)` scores are summed. Source: node-limited routing
     of DeepSeek-V2 (1 score) and V3 (2 scores),
-    2024. For the routing of V3, use the router sigmoid_bias and set `router.groups`.
+    2024. For the routing of V3, use the sigmoid_bias router and set `router.groups`.
 
     Attributes:
         groups_needed: True if `router.groups` must be set.
@@ -93,7 +93,7 @@ class SAMRouter(GroupLimitedRouter):
     this group with the highest probabilities.
 
     Each token is sent to a single group out of `router.groups` groups of consecutive experts. A
-    group can, for example, contain the experts of one node. The loss `sam_alignment` trains the
+    group can, for example, contain the experts of one node. The `sam_alignment` loss trains the
     router so that the k experts with the highest probabilities belong to the chosen group. Source:
     the Switch-and-Mixture gate (hierarchical top-k) of HetuMoE (Nie et al., 2022).
     """
@@ -106,9 +106,7 @@ class SAMRouter(GroupLimitedRouter):
         return self.num_experts // self.config.groups
 
     def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
-        """Return the weights, and mark the experts that do not belong to the chosen group; see
-        `Router.weigh`.
-        """
+        """Return the weights, and mark the experts outside the chosen group; see `Router.weigh`."""
         groups, experts = self.config.groups, self.num_experts
         # All choices of a token lie in one group, so the first choice identifies the group.
         group_T1 = ids_TK[:, :1] // (experts // groups)
@@ -127,9 +125,10 @@ class SigmoidBiasRouter(GroupLimitedRouter):
     change. If `router.groups` is set, experts are chosen from a limited number of groups. Source:
     Wang et al., 2024 (auxiliary-loss-free balancing); DeepSeek-V3.
 
-    For any dtype of the layer, the bias is stored in the float32 buffer `bias_E`, which is saved
-    with the weights. `moe_plugin.routing.counting.counts` decides which passes are counted. Passes
-    with replayed choices are also counted. The router's only collective runs in `finish_step`.
+    Regardless of the layer's dtype, the bias is stored in the float32 buffer `bias_E`, which is
+    saved with the weights. `moe_plugin.routing.counting.counts` decides which passes are counted.
+    Passes with replayed choices are also counted. The router's only collective runs in
+    `finish_step`.
     """
 
     reads = BY_SCORE | FORCED | LINEAR | {"groups", "group_top_k", "group_scores", "bias_rate"}
@@ -182,7 +181,7 @@ class SigmoidBiasRouter(GroupLimitedRouter):
 
 @routers.register("softmax_bias")
 class SoftmaxBiasRouter(SigmoidBiasRouter):
-    """The router `sigmoid_bias`, but with softmax scores.
+    """The `sigmoid_bias` router, but with softmax scores.
 
     Source: Ernie 4.5 (Baidu 2025).
     """

@@ -46,9 +46,7 @@ class HashRouter(Router):
                              make_table(self.config.hash, self.num_experts).to(device))
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Return zeros as logits, because the experts depend only on the token ids; see
-        `Router.scores`.
-        """
+        """Return zeros, because the experts depend only on the token ids; see `Router.scores`."""
         assert call.info.token_ids_T is not None
         check_integers("token_ids_T", call.info.token_ids_T, x_TD.shape[0])
         return x_TD.new_zeros(x_TD.shape[0], self.num_experts,
@@ -96,7 +94,7 @@ def with_vocabulary(config: MoEConfig, sizes: Sequence[int], whose: str) -> MoEC
 
 
 def make_table(config: HashConfig, experts: int) -> Tensor:
-    """Create the table for the settings `router.hash`, int64 [V].
+    """Create the table for the `router.hash` settings, int64 [V].
 
     Raises:
         ValueError: If the settings are inconsistent, or if a file contains nonexistent experts or
@@ -132,8 +130,8 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
 
 def balanced_table(counts_V: Tensor, experts: int,
                    generator: torch.Generator | None = None) -> Tensor:
-    """Assign each token to the expert that has the smallest load so far, and return the table,
-    int64 [V].
+    """Assign each token to the expert with the smallest load so far, and return the table, int64
+    [V].
 
     Tokens are assigned in order of decreasing frequency. Among experts with equal loads, the expert
     with the fewest tokens is used, and among these the expert with the lowest index. If all

@@ -24,14 +24,14 @@ class NoisyTopKRouter(Router):
     `H = W x + N(0, 1) * softplus(V x)`.
 
     The weights are a softmax over the chosen experts. Noise is added only in training. V is
-    initialized to zero. The losses `importance` and `noisy_load` balance the load. Both losses are
-    squared coefficients of variation. The setting `router.noise` has no effect. Source: Shazeer et
+    initialized to zero. The `importance` and `noisy_load` losses balance the load. Both losses are
+    squared coefficients of variation. The `router.noise` setting has no effect. Source: Shazeer et
     al., 2017, equations 3 to 5.
 
     As in equations 3 and 5, the logits of experts that were not chosen are set to -inf before the
     softmax. A single run of the kernel on the masked logits computes the weights, the importance
     and the entropy. Experts are chosen from the logits before the kernel runs, because rounding in
-    a softmax may remove small differences. The losses `noisy_load` and `z` read the logits of all
+    a softmax may remove small differences. The `noisy_load` and `z` losses read the logits of all
     experts.
     """
 

@@ -1,6 +1,4 @@
-"""The router kTop1, which divides the experts into k prototypes and chooses one expert from each
-prototype.
-"""
+"""The kTop1 router, which chooses one expert from each of k prototypes."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ class PrototypeRouter(Router):
 
     The one-pass kernel treats each prototype of a token as a separate row with E/k logits. The
     kernel sums the importance over all rows, but the losses need the importance of each prototype.
-    If a loss reads the importance, the importance is therefore summed separately for each
-    prototype.
+    If a loss reads the importance, it is therefore summed separately for each prototype.
     """
 
     reads = SEVERAL
@@ -129,9 +126,7 @@ def _by_prototype(call: RoutingCall) -> Tensor:
 
 
 def _part(call: RoutingCall, index: int) -> RoutingCall:
-    """Return a prototype as a call of a router with E/k experts, so that the losses of the
-    prototype can be computed.
-    """
+    """Return a prototype as a call of a router with E/k experts, to compute its losses."""
     k, width = call.k, call.experts // call.k
     columns = slice(index * width, (index + 1) * width)
     load_E, penalty_E, routed = call.step_load_E, call.penalty_E, call.routed

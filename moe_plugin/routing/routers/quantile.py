@@ -27,17 +27,16 @@ class QuantileRouter(Router):
     over the experts of token t. `q_e` is the (floor(n k / E) + 1)-th largest value of `l_te - a_t`
     over the tokens. With `b_e = -q_e`, about n k / E tokens would prefer expert e to their best
     unchosen expert. After each step, `b_e` is set to `c b_e - (1 - c) q_e`, minus the mean of this
-    expression over the experts. Here, c is the setting `quantile_ema`, and q is averaged over the
-    passes of all data-parallel ranks that had tokens. If the router is frozen, its biases do not
-    change.
+    expression over the experts. Here, c is the `quantile_ema` setting, and q is averaged over the
+    passes of all data-parallel ranks that had tokens. The biases of a frozen router do not change.
     Source: `quantile_balancing` of Megatron-core 0.19 (`qb_dual_update`). Megatron's `qb_beta` is
     -b. In Megatron, the tokens of all ranks that share a sequence form one pass. Here, the tokens
     of each rank form a separate pass.
 
-    For any dtype of the layer, the bias is stored in the float32 buffer `bias_E`, which is saved
-    with the weights. `moe_plugin.routing.counting.counts` decides which passes are counted. Passes
-    with replayed choices are also counted. A pass is not counted if a logit of a real token is not
-    finite. The router's only collective runs in `finish_step`.
+    Regardless of the layer's dtype, the bias is stored in the float32 buffer `bias_E`, which is
+    saved with the weights. `moe_plugin.routing.counting.counts` decides which passes are counted.
+    Passes with replayed choices are also counted. A pass is not counted if a logit of a real token
+    is not finite. The router's only collective runs in `finish_step`.
     """
 
     reads = BY_SCORE | FORCED | LINEAR | {"quantile_ema"}
@@ -88,8 +87,7 @@ class QuantileRouter(Router):
 
 
 def quantiles(logits_TE: Tensor, biased_TE: Tensor, real_T: Tensor, k: int) -> Tensor:
-    """Return a float32 tensor [E + 1] that contains the quantiles q of `QuantileRouter`, followed
-    by the number 1.
+    """Return a float32 tensor [E + 1]: the quantiles q of `QuantileRouter`, followed by 1.
 
     If there are no real tokens, or if a logit of a real token is not finite, all elements are 0.
 

@@ -1,5 +1,5 @@
-"""The SparseMixer router. The router chooses experts one after another, and uses random draws to
-train its choices.
+"""The SparseMixer router. A router that chooses experts one after another and samples them in
+training.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The routers topk (for any k, with GShard's policies for the second expert), Switch and GShard."""
+"""The topk router (with GShard's policies for the second expert), and the Switch and GShard
+routers.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ class TopKRouter(Router):
 
     The router is described in the Tutel paper (Hwang et al., 2022), section "router". Noise with a
     standard deviation of `noise / E` is added to the logits. Before any choice is dropped because
-    of the capacity, the scores are divided by their sum over the chosen experts. The sum of the
-    scores is bounded below by a positive number.
+    of the capacity, the scores are divided by their sum over the chosen experts. This sum is
+    clamped to a positive minimum.
 
     Attributes:
         second_expert_policy: how the router treats the second expert in training. If
@@ -69,10 +71,9 @@ class TopKRouter(Router):
         return torch.stack([ids_TK[:, 0], ids_TK[:, 1].masked_fill(~keep_T, -1)], dim=1)
 
     def second_share(self, weights_TK: Tensor) -> Tensor:
-        """Return half of the probability with which the second expert is kept, [T], which is the
-        weight of the second expert.
+        """Return the weight of the second expert, [T], half the probability of keeping it.
 
-         If weights are divided by their sum before choices are dropped, the method returns the
+        If weights are divided by their sum before choices are dropped, the method returns the
         divided weight. If weights are not divided by their sum, the method returns the score, as in
         fairseq's `moe` branch.
         """
