@@ -1,8 +1,8 @@
 """`MoELayer`, a Mixture-of-Experts feed-forward layer.
 
-A call checks the input, routes the tokens and applies the capacity. The call then runs
-`moe_plugin.routed_experts.RoutedExperts`, which sends the rows, computes the experts and combines
-their outputs.
+A call checks the input, routes the tokens and drops tokens that exceed the capacity. The call then
+runs `moe_plugin.routed_experts.RoutedExperts`, which sends the rows, computes the experts and
+combines their outputs.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class LayerState(HasFinishStep, LinkableLayer):
     route: Callable[..., Routing]
 
     def follow_from_now_on(self) -> None:
-        """Register the state dict hooks and mark the parameters. If the settings require that MoE
-        layers are linked, also disable routing until this layer is linked. The constructor calls
-        this method once, at its end.
+        """Register the state dict hooks, and mark the parameters of the experts. If the settings
+        require that MoE layers be linked, routing raises an error until this layer is linked. The
+        constructor calls this method once, at its end.
         """
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
         distributed_state.hook(self)
@@ -320,8 +320,8 @@ class MoELayer(LayerState):
         return MoEOutput(*result, self.routed_experts.stats(layout, kept, rows, traffic))
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
-        """Run the router on the tokens of a call. `pregate.link` may replace this method of a
-        layer.
+        """Run the router on the tokens of a call. `pregate.link` may replace a layer's `route`
+        method.
         """
         routing: Routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         return routing
@@ -333,7 +333,7 @@ def layers_in(*models: nn.Module) -> list[MoELayer]:
 
 
 def named_layers_in(model: nn.Module) -> dict[str, MoELayer]:
-    """Return the MoE layers of a model by name, in the order of the modules. A layer that is used
-    in several places is returned only once.
+    """Return the MoE layers of a model by name, in the order of the modules. A layer that occurs
+    several times is returned only once.
     """
     return {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}

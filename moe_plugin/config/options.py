@@ -1,5 +1,6 @@
 """Base classes and checks for the settings. `option` declares a setting, `SettingsSection` groups
-settings, and `check` raises an error that contains the invalid value, its bound and a remedy.
+settings, and `check` raises an error that contains the setting's value, the allowed values and a
+remedy.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str 
 
 
 def check(ok: bool, path: str, value: Any, bound: str, remedy: str) -> None:
-    """Unless `ok` is true, raise a `ValueError` that names the setting, its value, the bound and a
-    remedy.
+    """Unless `ok` is true, raise a `ValueError` that contains the setting's name and value, the
+    allowed values and a remedy.
     """
     if not ok:
         raise ValueError(f"{path}={short(value)} is out of bounds: must be {bound}; {remedy}")
@@ -80,8 +81,8 @@ class SettingsSection:
 
     Attributes:
         PATH: dotted path of the section in the tree, with a trailing dot.
-        SHORTHAND: the setting that is set if the user gives a string in place of a whole section.
-            `SHORTHAND` is an empty string if the section has no short form.
+        SHORTHAND: the setting that receives the value if the user gives a string in place of a
+            whole section. Empty if the section has no short form.
     """
 
     PATH: ClassVar[str] = ""
@@ -108,7 +109,7 @@ class SettingsSection:
         setting is silently ignored.
 
         Args:
-            ok: True if the settings have an effect. If `ok` is True, nothing is checked.
+            ok: whether the settings have an effect. If True, nothing is checked.
             where: condition under which the settings have no effect, such as "where guard.votes=0".
             remedy: how the user can make the settings effective.
             names: names of the settings. By default all settings of the section are checked.
@@ -133,7 +134,7 @@ class SettingsSection:
 
     def within(self, name: str, least: float, most: float, remedy: str) -> None:
         """Require that the number `name` is between `least` and `most`. `most` is far above any
-        practical value. This upper bound prevents excessive memory use and loops that never end.
+        practical value. This limit prevents excessive memory use and endless loops.
         """
         value = operator.attrgetter(name)(self)
         if value is not None:
@@ -148,8 +149,8 @@ def resolved(section: _Changed, **values: Any) -> _Changed:
     """Return a copy of `section` in which the settings in `values` are replaced by values that this
     package has chosen.
 
-    The copy is not checked again, because a setting given by the user may have no effect with the
-    chosen values.
+    The copy is not validated again, because it may contain user settings that have no effect in
+    combination with the chosen values.
     """
     made = copy.copy(section)
     vars(made).update(values)
@@ -219,9 +220,9 @@ def build(cls: type, values: Mapping[str, Any], prefix: str, base: Any = None,
         values: values of the settings, by name.
         prefix: dotted path of the section, with a trailing dot.
         base: optional. A section that provides the values of all settings that are missing from
-            `values`. If `base` is None, missing settings get their default values.
-        root: optional. The settings tree that is searched for similar names if a key is unknown.
-            The error message shows these names. Defaults to `cls`.
+            `values`. Defaults to the default values.
+        root: optional. The settings tree in which similar names are looked up for the error message
+            if a key is unknown. Defaults to `cls`.
     Raises:
         ValueError: If a key is unknown, if a setting is given under both its name and its alias, or
             if a value is invalid or has a wrong type. The error message contains the dotted path of

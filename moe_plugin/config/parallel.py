@@ -106,7 +106,7 @@ class ParallelConfig(SettingsSection):
 
     @property
     def may_be_tuned(self) -> bool:
-        """True if no setting rules out measuring layouts during training."""
+        """True if every setting allows layouts to be measured during training."""
         return self.mode in (None, "auto")
 
     def rank_speeds(self, ranks: int) -> tuple[float, ...] | None:

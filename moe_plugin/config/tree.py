@@ -210,8 +210,9 @@ def _build(tree: type[_Tree], values: Mapping[str, Any], base: _Tree | None = No
 
 
 def _part(tree: type[MoEConfig] | type[RunConfig], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that belong to one settings tree. `values` may be nested or keyed by dotted
-    path."""
+    """Return the values that belong to the given settings tree. `values` may be nested or keyed by
+    dotted path.
+    """
     names = {f.name for f in dataclasses.fields(tree)}
     return {path: value for path, value in values.items() if str(path).split(".")[0] in names}
 
@@ -224,7 +225,7 @@ def of_run(values: Mapping[str, Any]) -> dict[str, Any]:
 def of_layer(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return all values that are not run settings.
 
-    Unknown names are included, so that they are reported as unknown layer settings.
+    This includes unknown names, which are later reported as unknown layer settings.
     """
     run = of_run(values)
     return {path: value for path, value in values.items() if path not in run}
@@ -287,8 +288,8 @@ def describes_layers(settings: Mapping[str, Any]) -> bool:
     `num_experts`.
 
     If the paths include `num_experts`, missing settings for routing, losses, dispatch and capacity
-    get the defaults of `MoEConfig` in every host. If the paths do not include `num_experts`,
-    missing settings get the host's own arguments and defaults.
+    get the defaults of `MoEConfig` in every host. Otherwise, missing settings get the host's own
+    arguments and defaults.
     """
     return "num_experts" in settings
 
@@ -375,8 +376,9 @@ def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
 
 def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: list[str],
                 path: str) -> dict[str, Any]:
-    """Return the mapping for the section whose path is `above`. If `values` does not contain the
-    section, add it."""
+    """Return the mapping for the section with the path `above`. It is added to `values` if it does
+    not exist.
+    """
     hint: Any = type(config)
     for part in above:
         hint = hints_of(hint).get(part) if is_section(hint) else None

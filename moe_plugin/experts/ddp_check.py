@@ -18,12 +18,11 @@ class DDPCheck:
     replicas of each other.
 
     The check detects torch's DDP and FSDP, DeepSpeed, other code that overwrites experts
-    (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. Once a wrapper
-    that excludes experts has been found, wrappers are no longer checked.
+    (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. Once the check has
+    found a wrapper that excludes the experts, it no longer looks for wrappers.
 
-    If the expert-parallel group has only one rank, all ranks of the data-parallel group store the
-    same experts, which may be averaged. Therefore this check is skipped if the expert-parallel
-    group has only one rank.
+    If the expert-parallel group has only one rank, all data-parallel ranks store the same experts,
+    which may be averaged. The check is skipped in this case.
 
     Args:
         comm: the expert-parallel group.

@@ -44,8 +44,7 @@ class ExpertWindow:
 
     Attributes:
         shape: the shape of the tensor of all experts. The first dimension indexes the experts.
-        offsets: the position in the full tensor at which the local tensor starts, along each
-            dimension.
+        offsets: the start index of the local tensor in the full tensor, along each dimension.
         sizes: the shape of the local tensor.
         shard_axis: the dimension along which each expert is split over several ranks, or None if
             experts are not sharded.
@@ -228,12 +227,11 @@ def asked_by_dcp() -> bool:
 
 
 def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Convert a layer's experts in a state dict that was just created. This function is a hook that
+    """Convert a layer's experts in a state dict that was just created. Registered as a hook that
     runs after `state_dict`.
 
-    If DCP requested the state dict, the layer's extra state describes the experts of all ranks. If
-    DCP requested the state dict, the tuner's state is omitted, because it is valid only for the
-    current number of ranks.
+    If DCP requested the state dict, the layer's extra state describes the experts of all ranks, and
+    the tuner's state is omitted, because it is valid only for the current number of ranks.
     """
     dcp, place = asked_by_dcp(), layer.placement
     for key in [key for key in state if key.startswith(prefix + "experts.")]:
@@ -247,7 +245,7 @@ def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
 
 def take(layer: Any, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Convert a layer's experts in a state dict back to local tensors. This is the inverse of
-    `give`. This function is a hook that runs before `load_state_dict`.
+    `give`. Registered as a hook that runs before `load_state_dict`.
     """
     use_current_names(state, prefix + "experts.")
     place, dcp = layer.placement, asked_by_dcp()
@@ -289,8 +287,8 @@ def _plain(value: Any) -> Any:
 
 
 def placed_parameters() -> dict[int, tuple[str, Placement]]:
-    """For layers whose experts are spread over several ranks, return the name and placement of each
-    expert parameter, by the parameter's id.
+    """Return the name and placement of each expert parameter whose layer spreads its experts over
+    several ranks, by the parameter's id.
     """
     return {id(parameter): (name, layer.placement)
             for layer in list(_LAYERS) if layer.placement.comm.size > 1
@@ -344,7 +342,7 @@ def _changed(optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[
         state_dict: the state dict of the optimizer.
         change: a function that computes a new state tensor from the parameter, the old state
             tensor, the parameter's name and its placement.
-        keys: the state dict's key for each parameter, in the order of the parameters.
+        keys: the key of each parameter in the state dict, in the order of the parameters.
     """
     placed, state = placed_parameters(), dict(state_dict["state"])
     for parameter, key in zip(_parameters(optimizer), keys, strict=False):

@@ -32,15 +32,14 @@ _APART = 0.05  # experts with a larger distance, relative to their norms, count 
 
 
 class OverwriteCheck:
-    """A comparison of the experts of all expert-parallel ranks, which runs in the training calls 2,
-    4, 7, 13, 25, 61, 121 and 241.
+    """A comparison of the experts of all expert-parallel ranks, which runs in training calls 2, 4,
+    7, 13, 25, 61, 121 and 241 of each layer.
 
-    Each layer runs these 8 comparisons. Each comparison uses one all-gather of 4 KiB from each rank
-    (5 KiB the first time), and a second all-gather over `world`. The ranks compare how values have
-    changed since the previous comparison. Therefore experts that are equal from the start do not
-    cause an error. The first comparison covers two periods, namely the period from building or
-    loading the layer to the first call and the period from the first to the second call. An error
-    is raised if experts were changed and are equal in two comparisons.
+    Each comparison uses one all-gather of 4 KiB from each rank (5 KiB the first time), and a
+    second all-gather over `world`. The ranks compare changes since the previous comparison, so
+    experts that are equal from the start do not cause an error. The first comparison covers two
+    periods: from building or loading the layer to the first call, and from the first to the second
+    call. An error is raised if, in two comparisons, experts have changed and are equal.
 
     Args:
         comm: the expert-parallel group.
@@ -49,8 +48,8 @@ class OverwriteCheck:
     Attributes:
         calls: the number of training calls of the layer so far.
         world: the ranks that store the same shared parameters. This group includes the ranks that
-            store replicas of this rank's experts. The host sets this attribute. If `world` is None,
-            replicas are not compared.
+            store replicas of this rank's experts. Set by the host. If None, replicas are not
+            compared.
     """
 
     def __init__(self, comm: Comm, experts: nn.Module) -> None:
@@ -71,7 +70,7 @@ class OverwriteCheck:
     def __call__(self, experts: nn.Module, layer: nn.Module | None) -> None:
         """Count one training call, and run the comparison that is scheduled for this call.
 
-        This method is collective over `comm` and `world`.
+        Collective over `comm` and `world`.
 
         Args:
             experts: the experts of this rank.
@@ -80,8 +79,8 @@ class OverwriteCheck:
         Raises:
             ValueError: If the caller runs inside a tool that is known to overwrite experts. All
                 ranks also raise the error if different experts have become equal or nearly equal,
-                or have changed by the same values. All ranks also raise the error if experts were
-                changed and are equal although the router assigns different tokens to them.
+                or have changed by the same amounts. All ranks also raise it if experts have changed
+                and are equal although the router assigns different tokens to them.
         """
         self.calls += 1
         if self.calls == 1:
@@ -198,9 +197,9 @@ def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor
 
 
 def _tells_apart(router: nn.Module | None) -> bool:
-    """Return whether the rows of the router's weights, which belong to different experts, differ.
+    """Return whether the rows of the router's weights differ between experts.
 
-    If the router's weights are equal, experts may receive the same tokens.
+    If they are equal, experts may receive the same tokens.
     """
     weights = () if router is None else router.parameters()
     return any(w.dim() == 2 and not is_sharded(w) and len(w.unique(dim=0)) == len(w)
@@ -221,7 +220,7 @@ def _sample(parameters: Iterable[Tensor]) -> Tensor:
     """Return a float32 sample of `VALUES` values, with the same number of values from each
     parameter.
 
-    The sample is padded with zeros if there are fewer values. Parameters without storage and
+    If there are fewer values, the sample is padded with zeros. Parameters without storage and
     sharded parameters are skipped.
     """
     samples, sampled = [], [p for p in parameters if p.numel() and p.is_floating_point()]

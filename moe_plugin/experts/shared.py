@@ -67,7 +67,7 @@ def linear_of(config: MoEConfig) -> type[DrawnLinear]:
 class SharedExpert(nn.Module):
     """An expert that processes every token, except padding.
 
-    The shared expert's parameters are replicated on all ranks.
+    Its parameters are replicated on all ranks.
     """
 
     def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None,
@@ -133,7 +133,7 @@ class OverlappedWork:
     Args:
         shared: the layer's shared expert, or None.
         tokens: the tokens of the call.
-        more: another function that runs during the exchange, or None. It is passed by the caller of
+        more: another function to run during the exchange, or None. It is passed by the caller of
             the layer.
     """
 

@@ -70,8 +70,8 @@ class Timeline:
         return sum(s.task.seconds for s in self.spans if resource in s.task.resources)
 
     def phases(self) -> dict[str, float]:
-        """For each phase, return the sum of the durations of its tasks in seconds. Times that
-        overlap are counted several times.
+        """For each phase, return the sum of the durations of its tasks in seconds. Overlapping
+        times are counted several times.
         """
         total: dict[str, float] = {}
         for span in self.spans:
@@ -287,8 +287,8 @@ def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) ->
 
     The exchanges are split into `pieces` pieces, and the messages of each piece are sent
     separately. In schedule `s2`, the all-gather of a piece can overlap with the all-to-all of the
-    next piece only if the two exchanges use different links. The two exchanges use different links
-    if the cluster has several nodes and the all-gather stays within a node.
+    next piece only if the two exchanges use different links. The links differ if the cluster has
+    several nodes and the all-gather stays within a node.
     """
     world, mp = GroupShape(cluster.ranks), GroupShape(shape.replicas)
     volume = shape.bytes_rows * shape.shards / shape.replicas

@@ -22,10 +22,10 @@ class MeasuredNetwork:
     """Constants of a network, measured between real ranks.
 
     Attributes:
-        about: properties of the ranks. A measurement can be reused on other ranks if all properties
-            are the same.
-        cluster: cluster whose constants were fitted to measured all-to-alls. The fitted cluster has
-            the number of ranks that took part in the measurement.
+        about: properties of the ranks. A measurement can be reused on other ranks with the same
+            properties.
+        cluster: cluster whose constants were fitted to measured all-to-alls. It has the same number
+            of ranks as the measurement.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -75,21 +75,20 @@ class ModelShape:
 
     Attributes:
         moe_first: if True, the first of every `moe_every` layers is an MoE layer, as with
-            Megatron's `--moe-layer-freq`. If `moe_first` is False, the last of every `moe_every`
-            layers is an MoE layer, as with fairseq's `--moe-freq`. The method `in_host` sets this
-            field.
+            Megatron's `--moe-layer-freq`. Otherwise, the last of every `moe_every` layers is an MoE
+            layer, as with fairseq's `--moe-freq`. Set by `in_host`.
         sharded_optimizer: if True, the optimizer state of replicated parameters is divided equally
             among the data-parallel ranks (Megatron's `--use-distributed-optimizer`). The method
             `in_host` sets this field.
         ffn_dim: inner width of dense layers.
         hidden_dim: inner width of an expert. 0 means `ffn_dim`.
-        latent_dim: width of the rows that are sent to the experts. The input and output width of
-            the experts is also `latent_dim`. 0 means `model_dim`.
+        latent_dim: width of the rows that are sent to the experts, and of the experts' inputs and
+            outputs. 0 means `model_dim`.
         sequence: number of tokens per sequence.
         global_batch: number of sequences per training step.
         groups, group_top_k: number of groups into which consecutive experts are divided, and number
             of groups from which a token may select experts. In DeepSeek's node-limited routing,
-            each group corresponds to a node. `group_top_k` then bounds the number of ranks and
+            each group corresponds to a node. `group_top_k` then limits the number of ranks and
             nodes to which a token is sent. With `groups=1`, a token may select any experts.
         capacity_factor: capacity factor of the experts, or None if no token is dropped.
         skew: number of rows on the busiest rank divided by the mean number of rows per rank. At
@@ -146,8 +145,8 @@ class ModelShape:
                              f"{self.groups}. Correct the model file")
 
     def in_host(self, host: str) -> ModelShape:
-        """Return a copy in which the placement of MoE layers and the sharding of the optimizer are
-        those of a host framework.
+        """Return a copy with the placement of MoE layers and the sharding of the optimizer that a
+        host framework uses.
         """
         megatron = host == "megatron"
         return dataclasses.replace(self, moe_first=megatron, sharded_optimizer=megatron)
@@ -210,7 +209,8 @@ class ModelShape:
 
     @property
     def row_dim(self) -> int:
-        """Width of the rows that are sent to the experts, and thus their input and output width."""
+        """Width of the rows that are sent to the experts, and of the experts' inputs and outputs.
+        """
         return self.latent_dim or self.model_dim
 
     @property
@@ -242,8 +242,8 @@ class ModelPlan:
     ranks.
 
     Attributes:
-        tp, pp, dp: tensor-parallel, pipeline-parallel and data-parallel sizes. The product of the
-            three sizes is the number of ranks.
+        tp, pp, dp: tensor-parallel, pipeline-parallel and data-parallel sizes. Their product is the
+            number of ranks.
         ep: number of ranks among which the experts are divided.
         etp: number of ranks among which the inner width of each expert is divided.
         micro_batch: number of sequences per micro-batch.

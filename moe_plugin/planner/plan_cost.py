@@ -41,7 +41,7 @@ class PlanCost:
             memory use.
         layer: predicted cost of one MoE layer.
         activations: for each layer of the model, whether to keep or to recompute its activations.
-            `activations` is empty if all layers keep their activations.
+            Empty if all layers keep their activations.
     """
 
     plan: ModelPlan
@@ -105,7 +105,7 @@ def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict
     Args:
         model: sizes of the model.
         device: processor of each rank.
-        tokens: number of tokens. The tokens form complete sequences.
+        tokens: number of tokens. They form complete sequences.
         tp: number of tensor-parallel ranks. Defaults to 1.
     """
     d = model.model_dim
@@ -122,7 +122,7 @@ def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: i
     """Return the time in seconds of the forward and backward passes of one dense layer on `tp`
     ranks.
 
-    The time includes tensor-parallel communication, which consists of two all-reduces per pass.
+    This includes tensor-parallel communication, which consists of two all-reduces per pass.
     """
     part = dense_s(model, device, tokens, tp)
     size = tokens * model.model_dim * model.element_bytes
@@ -211,8 +211,8 @@ def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str,
 def lower_bound_s(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> float:
     """Return a lower bound on the time per step, in seconds, that is valid for all layouts.
 
-    For MoE layers, the lower bound assumes that experts compute at the device's full speed and that
-    communication takes no time. For all other components of a step, the predicted times are used.
+    For MoE layers, it assumes that experts compute at the device's full speed and that
+    communication takes no time. For all other components of a step, it uses the predicted times.
     """
     # r = 0 pads nothing
     rows = plan.tokens(model) * model.top_k * min(1.0, model.capacity_factor or 1.0)
@@ -235,7 +235,7 @@ def activation_bytes(cost: PlanCost, memory: float) -> int:
 
 
 def _of_parameters(cost: PlanCost) -> dict[str, float]:
-    """Return the size in bytes of each memory component, excluding activations and MoE rows."""
+    """Return the size in bytes of each memory component, except activations and MoE rows."""
     return {name: size for name, size in cost.memory.items() if name not in RECOMPUTABLE}
 
 
@@ -244,9 +244,9 @@ def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float) -> l
 
     The returned costs list the recomputed layers in `PlanCost.activations`. The time of
     recomputation is listed as the component `RECOMPUTED`. KARMA's search selects the layers to
-    recompute. The search uses the predicted times and sizes of the dense layers and MoE layers of
-    each stage. The layers have the same order as in the host framework (`ModelShape.in_host`).
-    Activations are not swapped.
+    recompute, based on the predicted times and sizes of the dense and MoE layers of each stage. The
+    layers are in the order of the host framework (`ModelShape.in_host`). Activations are not
+    swapped.
     """
     fitting = []
     for cost in costs:
@@ -273,8 +273,8 @@ def _again_s(made: SwapPlan) -> float:
 
 
 def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[SwapPlan]:
-    """For each pipeline stage, return a plan that keeps or recomputes activations. Stages that
-    consist of the same types of layers share a plan.
+    """For each pipeline stage, return a plan that keeps or recomputes activations. Stages with the
+    same types of layers share a plan.
     """
     rows = [tuple(map(model.has_experts, layers)) for layers in model.stages(cost.plan.pp)]
     plans = {row: plan_activations(_blocks(model, cost, row), room) for row in dict.fromkeys(rows)}

@@ -4,9 +4,9 @@ with ForestColl.
 The algorithms are rings, double binary trees, and recursive halving and doubling. Each algorithm is
 represented by a set of trees over the ranks, like a ForestColl schedule. For example, a ring is
 represented by paths, and recursive doubling by binomial trees. Each message is sent along a
-shortest path through the network. If there are several shortest paths, the path with the highest
-minimum bandwidth is used. For each algorithm, several orders of the ranks are tried, and the
-fastest order is used.
+shortest path through the network. Among several shortest paths, the path with the highest minimum
+bandwidth is used. For each algorithm, several orders of the ranks are tried, and the fastest order
+is used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RankTree:
 
     Attributes:
         root: rank that is the root of the tree.
-        share: fraction of the collective's result that is sent along this tree.
+        share: fraction of the collective's result that is sent along the tree.
         outward: edges along which data is sent from the root to all ranks.
         inward: edges along which data is sent from all ranks to the root. If `inward` is empty, the
             reverse of the outward edges is used.
@@ -68,7 +68,7 @@ def baselines(network: Network, collective: str) -> list[Program]:
 
 def _slowest(network: Network, collective: str, trees: Sequence[RankTree],
              routes: Routes) -> Fraction:
-    """Return the time for which the busiest wire is used, in seconds per GB of the collective's
+    """Return the time in seconds for which the busiest wire is in use, per GB of the collective's
     result.
     """
     pairs: Counter[tuple[int, int]] = Counter()
@@ -154,8 +154,8 @@ def _rings(ranks: int) -> Iterator[list[RankTree]]:
     """Yield sets of rings of three types: a single ring, the two directions of a ring, or several
     rings.
 
-    A set of several rings contains one ring for each rank of a node. Each of these rings leaves a
-    node from a different rank.
+    A set of several rings contains one ring per rank of a node; each ring leaves the node from a
+    different rank.
     """
     for order in _orders(ranks):
         yield _around([order])

@@ -1,13 +1,13 @@
-"""Tree schedules for large clusters that consist of identical parts, such as nodes or racks. Only
-one part is planned, and all parts use the same plan.
+"""Tree schedules for large clusters that consist of identical parts, such as nodes or racks. Trees
+are planned for a single part, and every part uses the same trees.
 
-A shard is first sent, through the switches between the parts, to the rank at the same position in
-every other part. Within each part, the shard is then distributed along trees. The general algorithm
-packs these trees into a single part. With B parts, each rank is the root of B times as many trees
-within its part. The links between ranks and these switches may have capacity left that traffic
-between the parts does not use. This remaining capacity also connects the ranks of a part. The
-bottleneck cut of the whole network is an upper bound on the speed of every schedule. The method of
-this module is used only if its schedule reaches this bound.
+A shard is first sent through the switches between the parts, to the rank at the same position in
+every other part. It is then distributed along trees within each part. The general algorithm packs
+these trees into a single part. With B parts, each rank is the root of B times as many trees within
+its part. The links between ranks and these switches may have capacity that traffic between the
+parts does not use. This remaining capacity is used to connect the ranks of a part. The bottleneck
+cut of the whole network is an upper bound on the speed of every schedule. The method of this module
+is used only if its schedule reaches this bound.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ class Parts:
     Attributes:
         size: number P of ranks in each part.
         count: number B of parts.
-        turned: for each node, the image of the node under the rotation that maps each part to the
-            next part.
-        between: nodes that do not belong to any part. The rotation maps each of these nodes to
-            itself.
+        turned: for each node, the node to which it is mapped by the rotation that maps each part to
+            the next part.
+        between: nodes that do not belong to any part. The rotation maps these nodes to themselves.
     """
 
     size: int
@@ -114,7 +113,7 @@ def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -
     method.
 
     Args:
-        counted: graph whose capacities are counted in trees.
+        counted: graph whose capacities are numbers of trees.
         names: names of the graph's nodes.
         parts: division of the graph into identical parts.
         k: number of trees per root.
@@ -142,7 +141,7 @@ def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
     links do not have enough capacity left.
 
     A path goes from a rank up to a switch between the parts. From the switch, data is sent down to
-    the target along the mirrored path. The capacity that the paths use is subtracted from `left`,
+    the target along the mirrored path. The capacity used by the paths is subtracted from `left`,
     the remaining capacities of part 0.
     """
     ways = _ways(counted, parts, place)
@@ -222,8 +221,8 @@ def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | N
     """Return part 0 with its remaining capacities, or None if a wire connects two parts directly,
     without a switch.
 
-    The graph also contains the switches between the parts, because these switches can connect ranks
-    of the same part.
+    The graph also contains the switches between the parts, because they can connect ranks of the
+    same part.
     """
     members = list(range(parts.size))
     neighbours: dict[int, list[int]] = defaultdict(list)

@@ -30,7 +30,7 @@ class Wire:
     """One direction of a link.
 
     Attributes:
-        source, target: names of the nodes at which the wire starts and ends.
+        source, target: names of the nodes that the wire connects.
         bandwidth: bandwidth in GB/s (10^9 bytes per second).
         alpha_s: fixed time of each message, in seconds.
     """
@@ -157,8 +157,8 @@ class Network:
         between a rank and its network card has the bandwidth of `cluster.inter`. If a node has
         fewer network cards than ranks, several ranks share a card. If a node has more network cards
         than ranks, a rank uses several cards. Bandwidths are rounded to 3 significant digits.
-        `alpha_s` and `phase_s` are charged to the first wire of each message, that is, the wire on
-        which the message leaves its rank.
+        `alpha_s` and `phase_s` are charged to the first wire of each message, on which the message
+        leaves its rank.
         """
         ranks: list[str] = []
         switches: list[str] = []
@@ -219,7 +219,7 @@ def part_of(network: Network, ranks: Sequence[int]) -> Network:
 def shortest_paths(network: Network, node: str) -> dict[str, tuple[str, ...]]:
     """For each target node, return a path from the given node that uses as few wires as possible.
 
-    If several paths are equally short, wires that are listed earlier in the network are preferred.
+    Among equally short paths, wires that are listed earlier in the network are preferred.
     """
     after: dict[str, list[str]] = {name: [] for name in network.nodes}
     for wire in network.wires:

@@ -6,9 +6,9 @@ S over wires with the total bandwidth B(S). Therefore the minimum time, in secon
 shard, is `1/x* = max over S of (ranks in S) / B(S)`. A rate x is possible if every rank can receive
 data from all ranks at the rate x at the same time. Maximum flows test whether a rate is possible.
 If the maximum flow to a rank is too small, the corresponding minimum cut gives a set S that limits
-the rate to a lower value. The search then continues with this lower rate. Each new cut limits the
-rate more than all cuts found before. Therefore a rank that has passed its test does not have to be
-tested again, and each new cut requires only one additional test.
+the rate to a lower value, with which the search continues. Each new cut limits the rate more than
+all earlier cuts. Therefore a rank that has passed its test need not be tested again, and each new
+cut requires only one additional test.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Graph:
 
     Attributes:
         ranks: number of ranks. The ranks are the nodes 0 to ranks - 1.
-        nodes: total number of nodes. Switches have higher indices than ranks.
+        nodes: total number of nodes. Switches have higher indices.
         capacity: capacity of each arc (from, to).
         scale: number of capacity units that correspond to 1 GB/s.
     """
@@ -64,7 +64,7 @@ class Optimum:
     Attributes:
         ratio: minimum time 1/x*, in seconds per unit of data. The unit of data is defined by the
             graph's scale.
-        cut: a set of nodes. The bandwidth out of this set proves that no shorter time is possible.
+        cut: a set of nodes. The bandwidth out of it proves that no shorter time is possible.
     """
 
     ratio: Fraction
@@ -72,8 +72,8 @@ class Optimum:
 
 
 def optimum(graph: Graph) -> Optimum:
-    """Return the minimum time 1/x*, and a cut that proves that this time is the minimum. The graph
-    must be connected and contain at least 2 ranks.
+    """Return the minimum time 1/x*, and a cut that proves that no shorter time is possible. The
+    graph must be connected and contain at least 2 ranks.
     """
     entering: dict[int, int] = defaultdict(int)
     for (_, target), capacity in graph.capacity.items():
@@ -114,7 +114,7 @@ def _slower(graph: Graph, flows: Flows, ratio: Fraction, done: set[int],
 def whole_trees(graph: Graph, ratio: Fraction) -> tuple[int, Fraction]:
     """Return the number k of trees per root, and the number of trees per unit of capacity.
 
-    The number k is the smallest number of trees per root that reaches the maximum rate.
+    It is the smallest number that reaches the maximum rate.
     """
     p, q = ratio.as_integer_ratio()
     divisor = gcd(q, *graph.capacity.values())
@@ -128,8 +128,8 @@ def whole(graph: Graph, per_unit: Fraction) -> Graph:
     """Return a graph in which the capacity of each arc is the number of trees that can use the arc.
 
     One unit of the original capacity is enough for `per_unit` trees. The number of trees per arc is
-    rounded down. Capacities are then reduced until the arcs into each node have the same total
-    capacity as the arcs out of the node.
+    rounded down. Capacities are then reduced until each node has the same total capacity of
+    incoming and outgoing arcs.
     """
     counts = {arc: int(c * per_unit) for arc, c in graph.capacity.items()}
     return _balanced(Graph(graph.ranks, graph.nodes, counts, graph.scale))
@@ -165,8 +165,7 @@ def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
 
 
 def _balanced(graph: Graph) -> Graph:
-    """Subtract a flow, so that for every node the arcs into the node have the same total capacity
-    as the arcs out of the node.
+    """Subtract a flow so that each node has the same total capacity of incoming and outgoing arcs.
     """
     surplus: dict[int, int] = defaultdict(int)
     for (source, target), count in graph.capacity.items():

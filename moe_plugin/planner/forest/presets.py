@@ -211,8 +211,7 @@ class Preset:
             bandwidth in GB/s of a link of weight 1, and the numbers that follow the colon in the
             network's name.
         numbers: description of the values after the colon, for error messages.
-        count: how many values must follow the colon. None means that any number of values may
-            follow the colon.
+        count: required number of values after the colon. None if any number of values is allowed.
         example: example of a network name, such as `ring:8`.
         ranks: function that computes the number of ranks. The number of ranks is used to reject
             networks that are too large before they are built.
@@ -259,9 +258,8 @@ PRESETS = {
 def preset(text: str) -> Network:
     """Return the network with a name such as `dgx-a100:2` or `torus:4x4@25`.
 
-    The optional number after `@` is the bandwidth of a link in GB/s. If there is no `@`, the
-    bandwidth of a link is 1 GB/s. For names of machines, such as `dgx-a100`, all bandwidths are
-    multiplied by the number after `@`.
+    The optional number after `@` is the bandwidth of a link in GB/s. It defaults to 1 GB/s. For
+    names of machines, such as `dgx-a100`, all bandwidths are multiplied by the number after `@`.
 
     Raises:
         ValueError: If the name is unknown, if the numbers are invalid, or if the network is too

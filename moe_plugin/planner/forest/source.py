@@ -126,10 +126,10 @@ def network_of(table: TopologyTable, nodes: int = 1, speeds: Speeds = Speeds(),
                name: str = "machine") -> Network:
     """Return the network of `nodes` identical machines that are connected by their network cards.
 
-    NVLinks are assumed to connect GPUs directly, unless the row of a GPU lists more NVLinks than a
-    GPU has. In this case, the NVLinks are assumed to lead to a switch. GPUs exchange data over PCIe
-    only if NVLinks do not connect all GPUs. Each network card is used by the GPUs that are nearest
-    to it. All network cards are connected by a network without a bottleneck.
+    NVLinks are assumed to connect GPUs directly, unless the table lists more NVLinks than a GPU
+    has. In this case, they are assumed to lead to a switch. GPUs exchange data over PCIe only if
+    NVLinks do not connect all GPUs. Each network card is used by the GPUs that are nearest to it.
+    All network cards are connected by a network without a bottleneck.
 
     Args:
         table: connections between the devices of one machine.
