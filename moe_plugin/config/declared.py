@@ -59,8 +59,7 @@ def readers_of(setting: str, value: Any) -> Collection[str]:
 
 def may_be_read(names: Collection[str], readers: Collection[str]) -> bool:
     """Return whether a router in `names` may read a setting, given the built-in routers `readers`
-    that read it. Routers registered by users may read any setting.
-    """
+    that read it. Routers registered by users may read any setting."""
     return not set(names).isdisjoint(readers) or None in map(reads_of, names)
 
 

@@ -101,8 +101,7 @@ class Request:
 
     def refuse(self, values: Mapping[str, Any]) -> None:
         """Raise a `ValueError` for the first setting in `values` that cannot be combined with the
-        request.
-        """
+        request."""
         known = values if isinstance(values, Values) else Values(values)
         for row in self.rows:
             if row.excluded(known):

@@ -117,8 +117,7 @@ class LinksConfig(SettingsSection):
 @dataclass(kw_only=True)
 class SelectionConfig(SettingsSection):
     """How one of several configured routers is selected when a call does not specify a router
-    index.
-    """
+    index."""
 
     PATH = "router.selection."
 
@@ -328,8 +327,7 @@ class RouterConfig(SettingsSection):
 
     def may_be_read(self, readers: Collection[str]) -> bool:
         """Return whether a configured router may read a setting, given the built-in routers
-        `readers` that read it.
-        """
+        `readers` that read it."""
         return may_be_read(self.names, readers)
 
     @property

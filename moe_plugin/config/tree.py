@@ -211,8 +211,7 @@ def _build(tree: type[_Tree], values: Mapping[str, Any], base: _Tree | None = No
 
 def _part(tree: type[MoEConfig] | type[RunConfig], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that belong to the given settings tree. `values` may be nested or keyed by
-    dotted path.
-    """
+    dotted path."""
     names = {f.name for f in dataclasses.fields(tree)}
     return {path: value for path, value in values.items() if str(path).split(".")[0] in names}
 
@@ -377,8 +376,7 @@ def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
 def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: list[str],
                 path: str) -> dict[str, Any]:
     """Return the mapping for the section with the path `above`. It is added to `values` if it does
-    not exist.
-    """
+    not exist."""
     hint: Any = type(config)
     for part in above:
         hint = hints_of(hint).get(part) if is_section(hint) else None

@@ -229,8 +229,7 @@ def _sizes(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutCh
 @dataclass(frozen=True)
 class _Work:
     """Computation of the experts in one pass. passes: factor by which the time is multiplied, 1 for
-    forward and 2 for backward.
-    """
+    forward and 2 for backward."""
 
     shape: LayerShape
     sizes: _Sizes
@@ -380,8 +379,7 @@ def layer_cost(shape: LayerShape, cluster: Cluster, device: Device, choice: Layo
     """Predict the cost of a layer that uses all ranks of `cluster`.
 
     collectives: function that returns the times of planned collectives that gather and reduce
-    parameters. Defaults to the times of native collectives.
-    """
+    parameters. Defaults to the times of native collectives."""
     if choice.r and cluster.ranks > 1 and shape.cut(cluster.ranks) % choice.r:
         raise ValueError(
             f"r={choice.r} is not possible with {shape.experts} experts on {cluster.ranks} ranks. "

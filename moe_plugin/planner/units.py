@@ -115,7 +115,7 @@ def parse_counts(name: str, text: str, example: str) -> list[int]:
     Args:
         name: name of the option, for error messages.
         text: string to parse.
-        example: a valid value, which error messages show.
+        example: a valid value to show in error messages.
     """
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= len(word.strip()) <= 9 and int(word)

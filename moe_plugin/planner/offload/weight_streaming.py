@@ -11,8 +11,7 @@ every segment computes for longer than its copies take, computation waits only f
 (iii) Among equally fast divisions, the division with the smallest tensors between segments is used.
 
 The time of a stage depends on three neighboring segments, so the best division is found by a
-dynamic program over the ends of two segments.
-"""
+dynamic program over the ends of two segments."""
 
 from __future__ import annotations
 
@@ -41,10 +40,8 @@ class Layer:
         out_s: time to copy the layer's gradients from the device.
         weight_bytes, gradient_bytes: sizes of the layer's weights and of their gradients.
         kept_bytes: size in bytes of the layer's input, which is stored for the backward pass. If
-            the model is split before this layer, this is also the number of bytes sent from one
-            part to the other.
-        workspace_bytes: additional bytes that the layer needs to compute one micro-batch.
-    """
+            the model is split before this layer, this is also the number of bytes sent.
+        workspace_bytes: additional bytes that the layer needs to compute one micro-batch."""
 
     name: str
     forward_s: float
@@ -82,8 +79,7 @@ class Segment:
 
     Attributes:
         begin, end: index of the first layer, and index of the layer after the last layer.
-        kept_before: total size in bytes of the stored inputs of all earlier layers.
-    """
+        kept_before: total size in bytes of the stored inputs of all earlier layers."""
 
     begin: int
     end: int
@@ -104,8 +100,7 @@ class Stage:
     """A stage in which one segment computes, one segment loads its weights, and one segment sends
     its gradients.
 
-    need: number of bytes in use on the device in this stage, except bytes that are always in use.
-    """
+    need: number of bytes on the device in this stage, except bytes that are always in use."""
 
     compute: Segment | None = None
     load: Segment | None = None
@@ -176,9 +171,7 @@ class Streamed:
                        behind: Segment | None) -> Stage:
         """Return the stage of a segment's backward pass, which overlaps with two copies.
 
-        For the last segment, no weights are loaded, because the previous segment is still on the
-        device.
-        """
+        For the last segment, no weights are loaded, as the previous segment is still loaded."""
         need = here.kept_before + here.kept + here.workspace + here.weights + here.gradients
         need += (before.weights if before else 0) + (behind.gradients if behind else 0)
         return Stage(here, before if behind else None, behind, True, need=need)
@@ -252,8 +245,7 @@ def best_ends(model: Streamed) -> tuple[int, ...] | None:
     Among equally short steps, the division with the smallest tensors at the borders of its segments
     is chosen. The dynamic program runs over the last two segments and the cost of all earlier
     stages. Divisions that cannot be faster than the best division into segments of similar size are
-    skipped.
-    """
+    skipped."""
     size = len(model.layers)
     even = min(model.seconds([size * (i + 1) // count for i in range(count)])
                for count in range(1, size + 1))  # best division into parts of similar size
@@ -297,9 +289,7 @@ def best_ends(model: Streamed) -> tuple[int, ...] | None:
 
 
 def _added(model: Streamed, cost: _Cost, state: _State, following: Segment | None) -> _Cost:
-    """Add the cost of the last segment's two stages to `cost`. The result is infinite if a stage
-    does not fit.
-    """
+    """Add the cost of the last segment's two stages to `cost`. Infinite if a stage does not fit."""
     before, here = state
     stages = (model.forward_stage(here, following), model.backward_stage(before, here, following))
     if not model.fits(*stages):
@@ -341,8 +331,7 @@ class StreamPlan:
         """True if all copies that can overlap with computation are hidden by it (condition (ii)).
 
         This does not include copies before the first forward pass or after the start of the last
-        backward pass.
-        """
+        backward pass."""
         inner = list(self.model.stages(self.parts))[1:-2]
         return all(stage.seconds <= stage.compute_s for stage in inner)
 
@@ -387,8 +376,7 @@ MOST = 256  # largest number of micro-batches that `fewest_batches` tries
 def fewest_batches(layers: Sequence[Layer], limit: int, base: int = 0) -> StreamPlan | None:
     """Return the division with the fewest micro-batches that hides all copies, or None.
 
-    It is found by bisection, because computation hides more copies if there are more micro-batches.
-    """
+    Bisection is used, because computation hides more copies if there are more micro-batches."""
     low, high, best = 0, 1, None
     while best is None:
         if high > MOST:
