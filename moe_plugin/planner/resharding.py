@@ -70,7 +70,7 @@ class TensorLayout:
                 sharded. The tensor is replicated over all other mesh axes.
             devices: device indices in the order of the mesh. Defaults to 0, 1, 2 and so on.
         Raises:
-            ValueError: If mesh axes are unknown or used twice, or if `devices` has the wrong length."""
+            ValueError: If mesh axes are unknown or repeated, or if `devices` has a wrong length."""
         count = math.prod(mesh.values())
         devices = range(count) if devices is None else devices
         used = [name for names in spec for name in names]

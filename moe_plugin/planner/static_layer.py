@@ -2,11 +2,10 @@
 dispatches tokens with dense matmuls as in GShard.
 
 Each rank has S tokens. Each of the E experts has C = k ceil(S / E) slots. Dispatch and combine are
-matmuls with a mask of shape [S, E, C]. Each of these matmuls takes 2 S E C M FLOPs, where M is the
-model dimension, which is about 2 k S^2 M for any E. There are two of these matmuls in the forward
-pass and three in the backward pass, because the dispatch mask has no gradient. Each of them reads
-or writes the mask. The all-to-all uses the algorithm `linear` and does not overlap with
-computation.
+matmuls with a mask of shape [S, E, C]. Each of these matmuls takes 2 S E C M FLOPs, about 2 k S^2 M
+for any E, where M is the model dimension. There are two of them in the forward pass and three in
+the backward pass, because the dispatch mask has no gradient. Each of them reads or writes the mask.
+The all-to-all uses the algorithm `linear` and does not overlap with computation.
 """
 
 from __future__ import annotations

@@ -292,7 +292,7 @@ class Contest(Generic[Choice]):
         return min(self._factors[choice], default=1.0)
 
     def excess(self) -> float:
-        """Return the extra time of trying all excluded candidates, relative to the shortest time."""
+        """Return the extra time to try all excluded candidates, relative to the shortest time."""
         return sum(self.factor(c) - 1 for c in self.behind)
 
     def take_behind(self, factors: Mapping[Choice, float]) -> None:

@@ -1,8 +1,7 @@
 """Report errors of the worker processes that load batches for a torch `DataLoader`.
 
 Worker processes send their batches through /dev/shm, which is small in many containers. If a batch
-does not fit in /dev/shm, torch prints a traceback, discards the batch, and then waits for it
-forever.
+does not fit, torch prints a traceback, discards the batch, and then waits for it forever.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def _work_and_report(*args: Any) -> None:
     """Replaces torch's `_worker_loop`. The fourth argument is the queue through which batches are
     sent.
 
-    A thread of the queue pickles each batch. If pickling or sending fails, the thread calls
+    A thread of the queue pickles each batch. If pickling or sending fails, it calls
     `_on_queue_feeder_error`, which this function replaces.
     """
     batches = args[3]

@@ -35,12 +35,11 @@ def _kind(path: _Path, follow: bool) -> str:
 
 
 def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> None:
-    """Raise a `ValueError` if `path` is not a regular file. For example, opening a pipe would wait
-    forever.
+    """Raise a `ValueError` if `path` is not a regular file. Opening a pipe, for example, could
+    block forever.
 
     Args:
-        path: path of the file. If the file is missing, this function does not raise an error.
-            Instead, an error is raised when the file is opened.
+        path: path of the file. If the file is missing, no error is raised until the file is opened.
         what: description of the file, for the error message.
         remedy: what the user can do, for the error message.
     """
@@ -51,8 +50,7 @@ def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> Non
 
 
 def check_output(path: _Path) -> Path:
-    """Return the path if `write_regular` can write to it. If `write_regular` cannot write to the
-    path, raise a `ValueError`.
+    """Return the path if `write_regular` can write to it, and raise a `ValueError` otherwise.
 
     Commands that run for a long time should call this function before they start.
     """
@@ -93,8 +91,8 @@ def begin_writing(file: int, offset: int, nbytes: int) -> None:
     """Start to flush a range of an open file to disk, without removing the range from the page
     cache.
 
-    This function calls sync_file_range(2) of Linux, which Python does not provide. If the C library
-    does not provide this function, nothing happens.
+    This calls sync_file_range(2) of Linux, which Python does not provide. Nothing happens if the C
+    library does not provide it either.
     """
     begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if begin is not None:
@@ -119,8 +117,7 @@ def write_regular(path: _Path, content: str | bytes) -> Path:
 
 
 def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
-    """Write a small file and flush it to disk. The file is renamed to its final name when it is
-    complete.
+    """Write a small file and flush it to disk. It is renamed to its final name when it is complete.
 
     Args:
         path: path of the file.
@@ -140,8 +137,8 @@ def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
 def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None:
     """Rename a complete folder to its final name.
 
-    If the process is killed, either the old folder or the new folder is still complete. If the
-    process is killed, the old folder may have the name `NAME.old`.
+    If the process is killed, either the old or the new folder is still complete, but the old folder
+    may have the name `NAME.old`.
 
     Args:
         scratch: path of the complete new folder.
@@ -158,8 +155,8 @@ def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None
 
 
 def make_folder(path: _Path) -> Path:
-    """Create a folder, including its parents, if it does not exist. Return the path of the folder.
-    Raises a `ValueError` if the folder cannot be created.
+    """Create a folder, including its parents, if it does not exist, and return its path. Raises a
+    `ValueError` if the folder cannot be created.
     """
     path = Path(path)
     try:
@@ -185,8 +182,8 @@ def output_folder(path: _Path, names: Iterable[str]) -> Path:
 
 
 def open_append(path: _Path) -> BinaryIO:
-    """Open a file for appending bytes, without buffering. If the folder of the file does not exist,
-    it is created. If the path is a symbolic link, the link is followed.
+    """Open a file for appending bytes, without buffering. The folder of the file is created if it
+    does not exist. Symbolic links are followed.
 
     Raises:
         ValueError: If the path is not a regular file, or if the file cannot be written.
@@ -219,8 +216,7 @@ def is_full(error: OSError) -> bool:
 def system_error(error: BaseException | None) -> OSError | None:
     """Return the `OSError` that caused an error, or None if there is none.
 
-    This search is necessary because `torch.save` raises a different error if a stream cannot be
-    written.
+    This is necessary because `torch.save` raises a different error if a stream cannot be written.
     """
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__

@@ -1,5 +1,5 @@
-"""The interface of run features. The interface consists of methods that are called before, during
-and after each training step, and of the data that is passed to these methods.
+"""The interface of run features: methods that are called before, during and after each training
+step, and the data that is passed to them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class StepInput:
         number: index of the training step, counted from 1.
         batch: function that returns this rank's first micro-batch in a form that can be pickled.
             None if the host framework does not provide batches.
-        loss_of: function that computes the loss of a batch that `batch` has returned. The function
-            runs the forward pass of the model.
+        loss_of: function that runs the model's forward pass on a batch returned by `batch` and
+            returns the loss.
         total: number of training steps in the run, or None if it is unknown.
     """
 
@@ -53,13 +53,13 @@ class StepGradients:
 
     Attributes:
         number: index of the training step, counted from 1.
-        tensors: function that returns all gradients of this rank. For parameters without a
-            gradient, the list contains None.
-        finite: collective function that returns whether the gradients and the loss are finite. The
-            function returns the same value on all ranks.
+        tensors: function that returns all gradients of this rank. The list contains None for
+            parameters without a gradient.
+        finite: collective function that returns whether the gradients and the loss are finite, with
+            the same result on all ranks.
         scale_falls: function that returns whether the loss scale is reduced if gradients or the
-            loss are not finite. If the loss scale is reduced, a step that is not finite is expected
-            and does not indicate a failure.
+            loss are not finite. If so, a step that is not finite is expected and does not indicate
+            a failure.
         bad: whether this rank already knows that the step must be skipped.
     """
 
@@ -76,16 +76,16 @@ class StepFacts:
 
     Attributes:
         number: number of completed training steps, including this step.
-        made: True if the step counts as a step of the run. If `made` is False, the next step has
-            the same number.
+        made: whether the step counts as a step of the run. If False, the next step has the same
+            number.
         skipped: True if the parameters were not changed because a gradient or the loss was not
             finite.
         tokens: number of tokens in the step, summed over all ranks. None or 0 if the host framework
             does not report this number.
         left: number of training steps that remain after this step, or None if it is unknown.
         loss: mean loss per token, in nats. None if the host framework does not report the loss.
-        dropped: fraction of the chosen experts that had no free slot in this step. None if it is
-            unknown.
+        dropped: fraction of the choices that were dropped in this step because their expert had no
+            free slot. None if it is unknown.
         logged: the host framework's log line for this step as a `StepRecord`, or None if there is
             no log line.
     """
@@ -101,25 +101,24 @@ class StepFacts:
 
 
 class RunFeature:
-    """Base class of the features of a run. The methods of a feature are called before, during and
-    after each training step. Each method does nothing unless a subclass overrides it.
+    """Base class of the features of a run. Its methods are called before, during and after each
+    training step, and do nothing unless a subclass overrides them.
 
     All ranks call all methods in the same order, so every method may use collectives.
 
     Attributes:
-        reduces: whether the feature reduces the gradients itself. If `reduces` is True, the host
-            framework must not reduce the gradients.
-        replaced: whether the state of another run was loaded in the last step. If `replaced` is
-            True, the loss of that step was computed with older weights, and the next samples are
-            different.
+        reduces: whether the feature reduces the gradients itself. If True, the host framework must
+            not reduce them.
+        replaced: whether the state of another run was loaded in the last step. If True, the loss of
+            that step was computed with older weights, and the next samples are different.
     """
 
     reduces = False
     replaced = False
 
     def begin(self) -> None:
-        """Prepare for the first training step. When this method is called, the optimizer exists,
-        and a checkpoint has been loaded.
+        """Prepare for the first training step. At this point, the optimizer exists, and a
+        checkpoint has been loaded.
         """
 
     def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
@@ -127,8 +126,8 @@ class RunFeature:
         return nullcontext()
 
     def batches(self, own: list[Any]) -> list[Any]:
-        """Return the micro-batches that this rank computes in the training step. By default, the
-        rank's own micro-batches are returned.
+        """Return the micro-batches that this rank computes in the training step. By default, these
+        are the rank's own micro-batches.
         """
         return own
 
@@ -162,8 +161,8 @@ class RunFeature:
 
         Args:
             number: number of completed training steps.
-            dropped: fraction of the chosen experts that had no free slot in the validation. None if
-                it is unknown.
+            dropped: fraction of the choices that were dropped in the validation because their
+                expert had no free slot. None if it is unknown.
         """
 
     def numbers(self) -> dict[str, float]:
@@ -171,7 +170,7 @@ class RunFeature:
         return {}
 
     def evaluated(self) -> dict[str, Any]:
-        """Return values by name that the host framework logs after an evaluation."""
+        """Return metrics by name that the host framework logs after an evaluation."""
         return {}
 
     def close(self) -> None:
