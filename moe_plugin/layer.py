@@ -51,13 +51,13 @@ class LayerState(HasFinishStep, LinkableLayer):
 
     Attributes:
         given: the settings that the caller passed.
-        config: the settings after automatic values have been replaced with concrete values.
+        config: the settings after `auto` values have been replaced with concrete values.
         comm: the expert-parallel group.
         placement: describes which ranks store each expert.
         token_entry: checks the input tokens, flattens them to one axis, and restores the input's
             shape in the output.
-        experts: the module with the parameters of this rank's experts, or an adapter that wraps
-            this module.
+        experts: the module that contains the parameters of this rank's experts, or an adapter that
+            wraps it.
         routed_experts: selects the layout of a call and computes the experts.
         has_own_router: whether the caller passed a router module.
         route: function that chooses the experts of each token. With `router.pre_gate` or
@@ -285,8 +285,8 @@ class MoELayer(LayerState):
             choice: the layout of this call. All ranks must pass the same layout. Defaults to the
                 layout chosen by the settings or by the tuner.
             overlapped: a function without arguments that does not need the experts' outputs. The
-                layer calls this function before the experts compute. With `experts.shared_overlap`,
-                this function runs while rows are being sent to their experts.
+                layer calls it before the experts compute. With `experts.shared_overlap`, it runs
+                while rows are being sent to their experts.
         Returns: the output [..., D] in the dtype of `x`, the unweighted losses by name, and
         statistics.
         Raises:

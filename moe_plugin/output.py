@@ -38,10 +38,10 @@ class LayerStats:
         entropy: the mean entropy, in nats, of the router's scores (`Routing.entropy`).
         tokens: the number of tokens without padding (`Routing.tokens`).
         losses: the unweighted losses by name, detached from the autograd graph.
-        bytes_sent: the number of bytes that this rank sent to other ranks in the forward pass.
-            `bytes_sent` includes rows in both directions, counts, outputs of the shared expert, and
-            gathered parameters. An all-reduce is counted as a ring all-reduce. Bytes sent by
-            packages such as DeepEP are not included.
+        bytes_sent: the number of bytes that this rank sent to other ranks in the forward pass. This
+            includes rows in both directions, counts, outputs of the shared expert, and gathered
+            parameters. An all-reduce is counted as a ring all-reduce. Bytes sent by packages such
+            as DeepEP are not included.
         rows: the number of rows that this rank's experts computed (`DispatchPlan.rows`).
         rows_sent: the number of rows sent for the tokens of this rank. The `ragged` dispatcher
             counts one row for each expert, rank or node to which a token is sent (`dispatch.send`),
@@ -170,7 +170,8 @@ class StatsSums:
                     self._add_tensors(statistic, key, x)
 
     def _add_tensors(self, statistic: Statistic, key: str, x: Tensor) -> None:
-        """Add the values that several calls reported for a statistic, as float64 [N] or [N, E]."""
+        """Add the values of several calls for one statistic, given as a float64 tensor [N] or [N,
+        E]."""
         at = (statistic.name, key)
         before = self.device.get(at)
         if statistic.reduce == "max":
@@ -261,8 +262,8 @@ class StatsSums:
 
 
 def _by_key(statistic: Statistic, values: list[Any]) -> dict[str, list[Any]]:
-    """Return the values that calls reported for each name. Values without a name are stored under
-    the empty string.
+    """Return the values that calls reported for each name, where values without a name have the
+    name "".
     """
     if not statistic.by_name:
         return {"": values}
@@ -271,9 +272,7 @@ def _by_key(statistic: Statistic, values: list[Any]) -> dict[str, list[Any]]:
 
 
 def _reduced(reduce: str, values: list[float], count: float, record: dict[str, Any]) -> Any:
-    """Compute the value of a statistic from its sum over all ranks, or from the maxima of all
-    ranks.
-    """
+    """Compute the value of a statistic from its sum or from its maxima over all ranks."""
     if reduce == "max":
         return max(values) if count else None
     [total] = values

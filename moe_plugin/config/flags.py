@@ -1,9 +1,8 @@
 """Command-line flags generated from the settings: every setting that declares a `flag` becomes
 `--moe-<flag>`, or `--<flag>` for settings of a whole model.
 
-The parsed value of a flag is `None` if the user does not give the flag. For a flag that is not
-given, the setting is read from the `--moe-config` file, or keeps its default if the file does not
-contain the setting.
+If a flag is not given, its parsed value is None, and the setting is read from the `--moe-config`
+file or keeps its default.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ class FlagSpec:
         path: dotted path of the setting, or an empty string for flags that specify a settings file.
         kind: type of the setting's value.
         help: help text, including the default value.
-        choices: allowed values, or an empty tuple if the flag does not have a fixed set of values.
+        choices: allowed values, or an empty tuple if the flag accepts any value of its type.
         entry: if the setting is a mapping, the form of one entry on the command line, such as
-            `name=weight`. For all other settings, `entry` is an empty string.
-        optional: whether the setting may be None. On the command line, None is written as `none`.
+            `name=weight`. Empty for all other settings.
+        optional: whether the setting may be None, which is written as `none` on the command line.
     """
 
     flag: str
@@ -152,7 +151,9 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _made_unread(found: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
-    """Return the file settings in `found` that have no effect because of the flags in `given`."""
+    """Return the settings from the file (`found`) that have no effect because of the flags in
+    `given`.
+    """
     made = set()
     if given.get("dispatch.capacity_factor", 0) is None:
         made = {name for name, value in found.items()
@@ -283,8 +284,8 @@ def run_from_flags(values: Mapping[str, Any]) -> RunConfig:
     """Build the settings of a run from the defaults, the `--moe-config` file and the flags.
 
     Args:
-        values: parsed values of the flags, by `FlagSpec.dest`. A flag counts as not given if its
-            value is missing or None.
+        values: parsed values of the flags, by `FlagSpec.dest`. A flag whose value is missing or
+            None is treated as not given.
     Raises:
         ValueError: If a setting is invalid, as in `config_from_flags`.
     """

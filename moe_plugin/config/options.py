@@ -56,14 +56,14 @@ _UNREAD: ContextVar[set[str] | None] = ContextVar("settings that nothing reads",
 
 @contextmanager
 def unread_allowed() -> Iterator[set[str]]:
-    """Collect the settings that have no effect instead of raising an error for each of them.
+    """Inside the block, collect settings that have no effect, instead of letting
+    `SettingsSection.read_where` raise an error for each of them.
 
-    `SettingsSection.read_where` raises no error inside this block. Use this context for settings
-    that were read from a file and may still be overridden by flags, and for the settings of a
-    finished run.
+    Use this context for settings that were read from a file and may still be overridden by flags,
+    and for the settings of a finished run.
 
-    Yields: The set of dotted paths of all settings that have no effect. Paths are added to the set
-        while the block runs.
+    Yields: The set of dotted paths of all settings that have no effect, which grows while the block
+        runs.
     """
     token = _UNREAD.set(met := set[str]())
     try:
@@ -123,8 +123,8 @@ class SettingsSection:
                             f"leave it out, or {remedy}")
 
     def unread(self, name: str, bound: str, remedy: str) -> None:
-        """Handle a setting that has no effect. Inside `unread_allowed`, the setting is recorded.
-        Outside `unread_allowed`, a `ValueError` is raised.
+        """Handle a setting that has no effect: record it inside `unread_allowed`, and raise a
+        `ValueError` otherwise.
         """
         met = _UNREAD.get()
         if met is None:
@@ -219,8 +219,8 @@ def build(cls: type, values: Mapping[str, Any], prefix: str, base: Any = None,
         cls: class of the section.
         values: values of the settings, by name.
         prefix: dotted path of the section, with a trailing dot.
-        base: optional. A section that provides the values of all settings that are missing from
-            `values`. Defaults to the default values.
+        base: optional. A section that provides the values of all settings missing from `values`. By
+            default, missing settings get their default values.
         root: optional. The settings tree in which similar names are looked up for the error message
             if a key is unknown. Defaults to `cls`.
     Raises:
@@ -254,8 +254,8 @@ def _below(cls: type, name: str, prefix: str) -> list[str]:
 
 
 def aliases(cls: type, prefix: str = "") -> Mapping[str, str]:
-    """Return the aliases of all settings in a section and its nested sections. The keys are the
-    dotted paths of the aliases, and the values are the dotted paths of the settings.
+    """Return a mapping from the dotted path of each alias to that of its setting, for a section and
+    its nested sections.
     """
     main_names: dict[str, str] = {}
     hints = hints_of(cls)

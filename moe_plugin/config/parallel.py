@@ -114,8 +114,8 @@ class ParallelConfig(SettingsSection):
 
         Args:
             ranks: number of expert-parallel ranks.
-        Returns: The relative speed of each rank, or None if the user gave no speeds or the speeds
-            are to be measured.
+        Returns: The relative speed of each rank, or None if the user gave no speeds or requested
+            that they be measured.
         Raises:
             ValueError: If the number of speeds differs from `ranks`.
         """

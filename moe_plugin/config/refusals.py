@@ -72,7 +72,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Request:
-    """A setting or flag, and the other settings that it cannot be combined with.
+    """A setting or flag, and the settings with which it cannot be combined.
 
     Attributes:
         name: the requested setting or flag, as written in error messages. Setting names in braces

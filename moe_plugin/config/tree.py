@@ -48,9 +48,9 @@ from moe_plugin.utils.yaml_file import read_yaml
 
 @dataclass(kw_only=True)
 class MoEConfig(SettingsSection):
-    """All settings of one MoE layer.
+    """All settings of one MoE layer, which can be set with flags, in a YAML file or in Python.
 
-    Hosts set `model_dim`. Users can set the settings with flags, in a YAML file or in Python.
+    Hosts set `model_dim`.
     """
 
     model_dim: int = option(0, "width of a token; the host sets it")
@@ -257,8 +257,8 @@ def from_yaml(path: str, *, trust_imports: bool = False,
 
 def both_from_yaml(path: str, *, trust_imports: bool = False,
                    model_dim: int | None = None) -> tuple[MoEConfig, RunConfig]:
-    """Read a YAML file that contains both layer settings and run settings. The hosts use this
-    function. The arguments and the errors are the same as in `from_yaml`."""
+    """Read a YAML file that contains both layer settings and run settings. Used by the hosts. The
+    arguments and the errors are the same as in `from_yaml`."""
     values = _read(path, trust_imports)
     with _of_file(path):
         extra = {} if model_dim is None else {"model_dim": model_dim}
@@ -275,9 +275,8 @@ def _of_file(path: str) -> Iterator[None]:
 
 
 def without_hosts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the sections in `HOSTS`, which contain the hosts' own arguments, from nested values.
-
-    As a result, one settings file can be used with every host.
+    """Remove the sections in `HOSTS`, which contain the hosts' own arguments, from nested values,
+    so that one settings file can be used with every host.
     """
     return {name: value for name, value in values.items() if name not in HOSTS}
 
@@ -286,9 +285,9 @@ def describes_layers(settings: Mapping[str, Any]) -> bool:
     """Return whether the given dotted paths fully specify a layer, that is, whether they include
     `num_experts`.
 
-    If the paths include `num_experts`, missing settings for routing, losses, dispatch and capacity
-    get the defaults of `MoEConfig` in every host. Otherwise, missing settings get the host's own
-    arguments and defaults.
+    If so, missing settings for routing, losses, dispatch and capacity get the defaults of
+    `MoEConfig` in every host. Otherwise, missing settings get the host's own arguments and
+    defaults.
     """
     return "num_experts" in settings
 
@@ -375,7 +374,7 @@ def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
 
 def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: list[str],
                 path: str) -> dict[str, Any]:
-    """Return the mapping for the section with the path `above`. It is added to `values` if it does
+    """Return the mapping for the section with the path `above`, and add it to `values` if it does
     not exist."""
     hint: Any = type(config)
     for part in above:

@@ -30,8 +30,8 @@ _IN_FULL = re.compile(rf"(?<![^.])experts\.((?:base_layer\.)*)({'|'.join(FORMER)
 
 
 def current_name(name: str) -> str:
-    """If the name of a tensor contains a former parameter name, replace it with the current
-    parameter name.
+    """If a tensor name contains a former parameter name, replace it with the current parameter
+    name.
     """
     return _IN_FULL.sub(lambda found: f"experts.{found[1]}{FORMER[found[2]]}", name)
 
@@ -77,8 +77,8 @@ def mark_experts(module: nn.Module, ranks: int | None = None) -> None:
     """Mark all parameters of a module as expert parameters.
 
     Args:
-        module: the experts, or an adapter that wraps the experts. The parameters of an adapter also
-            belong to this rank's experts, so they are marked as well.
+        module: the experts, or an adapter that wraps them. Adapter parameters also belong to this
+            rank's experts, so they are marked as well.
         ranks: the size of the expert-parallel group, which is stored on each parameter. By default,
             the size stored earlier is not changed.
     """
@@ -109,9 +109,8 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 class Experts(nn.Module):
     """The base class of the experts of one rank.
 
-    Parameters remain marked as expert parameters when torch replaces them. Torch replaces
-    parameters in deepcopy, when parameters leave the meta device, and in
-    `load_state_dict(..., assign=True)`.
+    Parameters remain marked as expert parameters when torch replaces them. This happens in
+    deepcopy, when parameters leave the meta device, and in `load_state_dict(..., assign=True)`.
 
     Attributes:
         supports_gather: whether the experts can compute with parameters gathered from other ranks.
@@ -151,8 +150,7 @@ class Experts(nn.Module):
 
         Args:
             work: rows [R, D] sorted by expert, or tokens [T, D] with a `RowPlan`. For a
-                `ParameterRequest`, the method returns the result of `local_parameters` instead of
-                computing outputs.
+                `ParameterRequest`, the result of `local_parameters` is returned instead of outputs.
         Returns: the expert outputs, with the shape of the rows or tokens, or the parameters for a
         `ParameterRequest`.
         """
@@ -167,8 +165,8 @@ class Experts(nn.Module):
         """A parameter that connects the exchanges between ranks to the autograd graph (see
         `comm.functional`).
 
-        The anchor is a trainable parameter, unless all parameters are frozen. None if
-        there are no parameters.
+        It is a trainable parameter, unless all parameters are frozen. None if there are no
+        parameters.
         """
         frozen = None
         for parameter in self._parameters.values():  # `parameters()` is ten times slower
@@ -223,7 +221,7 @@ class Experts(nn.Module):
         """Set the index of the MoE layer that contains these experts, counted from 0.
 
         Args:
-            number: the layer index, or None if the host does not know the index
+            number: the layer index, or None if the host does not know it
                 (`HostContext.numbered_later`).
         """
 

@@ -67,8 +67,7 @@ def window_of(name: str, sizes: Sequence[int], place: Placement, *,
     """Return the position of a rank's local tensor within the tensor of all experts.
 
     Args:
-        name: the name of the tensor. The last component of the name is a parameter name
-            (`PART_AXIS`).
+        name: the name of the tensor. Its last component is a parameter name (`PART_AXIS`).
         sizes: the shape of this rank's local tensor.
         place: describes which ranks store each expert.
         of_parameter: whether the tensor has the same dimensions as the parameter. For other
@@ -120,7 +119,7 @@ def window_in(name: str, shape: Sequence[int], place: Placement, *,
 class ExpertPart(Tensor):
     """A state dict tensor that contains only the local experts of this rank.
 
-    Computations, copies and pickles treat this class as a plain tensor, but DCP refuses to save it.
+    Computations, copies and pickles treat it as a plain tensor, but DCP refuses to save it.
     """
 
     @classmethod

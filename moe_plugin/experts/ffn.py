@@ -1,4 +1,4 @@
-"""Feed-forward experts, and the all-gather of expert parameters.
+"""Feed-forward experts, and the all-gather of their parameters.
 
 Parameters are stored in the same form regardless of the layout of a call. Gathered parameters exist
 only during one call. The backward pass sends the gradients of gathered parameters back to the ranks
@@ -212,8 +212,8 @@ class FFNExperts(Experts):
 
         Args:
             ranks: the LoRA ranks and scales of the adapters.
-            seed: the seed of the random values. All ranks must pass the same seed. The random
-                values of an expert also depend on its global index.
+            seed: the seed of the random values, which must be equal on all ranks. The random values
+                of an expert also depend on its global index.
         """
         place, (local, width, inner) = self.placement, self.w_in_LDF.shape
         like: dict[str, Any] = {"dtype": self.dtype, "device": self.w_in_LDF.device}

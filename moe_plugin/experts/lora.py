@@ -2,8 +2,8 @@
 
 Expert l uses the weights `w + scale_l a_l b_l`, where only a and b are trained. With DoRA, each
 column of this sum is rescaled to a length m, which is also trained. The gate and up weights share
-the matrix a, because `transformers` stores these two weights in one tensor and the files of `peft`
-have the same structure. The sum `w + scale_l a_l b_l` is never computed. Instead, the rows are
+the matrix a, because `transformers` stores these two weights in one tensor and `peft` files have
+the same structure. The sum `w + scale_l a_l b_l` is never computed. Instead, the rows are
 multiplied by a and b in separate grouped matmuls (`FFNParameters.adapters`).
 """
 
@@ -79,12 +79,12 @@ class ExpertRanks:
 def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) -> Tensor:
     """Return the lengths [L, O] of the columns of `w + a b`, without computing this sum.
 
-    The lengths are float32, or float64 if the weights are float64.
+    They are float32, or float64 if the weights are float64.
 
     Args:
         w_LIO: the weights, [L, I, O].
-        adapter: the matrices a and b. The matrix b must already include the scale. If `adapter` is
-            None, the lengths of the columns of w are returned.
+        adapter: the matrices a and b. b must already include the scale. If `adapter` is None, the
+            lengths of the columns of w are returned.
         shards: the ranks that store the other slices of the dimension I, or None if this rank
             stores the whole dimension.
     """

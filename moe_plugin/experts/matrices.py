@@ -94,7 +94,7 @@ class MatrixForm:
 
     Attributes:
         transposed: True if the last two dimensions are [in, out] instead of [out, in].
-        halves: one of `HALVES`. It states whether `out` contains one matrix, two concatenated
+        halves: one of `HALVES`, which states whether `out` contains one matrix, two concatenated
             matrices, or two matrices with alternating rows.
     """
 

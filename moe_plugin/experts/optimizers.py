@@ -1,7 +1,4 @@
-"""Checks that torch optimizers treat expert parameters correctly.
-
-The checks run in the first step.
-"""
+"""Checks in the first step of each torch optimizer that expert parameters are treated correctly."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Detect code that overwrites experts, and shared parameters that differ between ranks.
 
-Data-parallel tools, and loops over `model.parameters()`, often treat all parameters as replicas.
-Such tools would copy or average experts, or their gradients, over ranks that store different
-experts. Some of these tools cannot be recognized by name, so the check compares samples of
-parameter values.
+Data-parallel tools and loops over `model.parameters()` often treat all parameters as replicas, and
+copy or average experts, or their gradients, over ranks that store different experts. Some of these
+tools cannot be recognized by name, so the check compares samples of parameter values.
 """
 
 from __future__ import annotations
@@ -186,10 +185,10 @@ def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor
     """Return the pairs of ranks whose experts are equal now and were trained after `before_RN` was
     sampled.
 
-    If an expert receives no tokens, weight decay alone changes its weights and moves every large
-    value towards zero. Therefore an expert counts as trained only if the magnitude of a large value
-    has increased. Small values are ignored, because an optimizer that normalizes the gradient may
-    move them across zero.
+    Weight decay alone changes the weights of an expert without tokens, and moves every large value
+    towards zero. Therefore an expert counts as trained only if the magnitude of a large value has
+    increased. Small values are ignored, because an optimizer that normalizes the gradient may move
+    them across zero.
     """
     large_RN = before_RN.abs() >= before_RN.abs().mean(1, keepdim=True)
     grew_R = (large_RN & ((now_RN - before_RN) * before_RN > 0)).any(1)

@@ -133,8 +133,8 @@ class OverlappedWork:
     Args:
         shared: the layer's shared expert, or None.
         tokens: the tokens of the call.
-        more: another function to run during the exchange, or None. It is passed by the caller of
-            the layer.
+        more: another function to run during the exchange, passed by the caller of the layer, or
+            None.
     """
 
     def __init__(self, shared: SharedExpert | None, tokens: Tokens,
@@ -152,7 +152,7 @@ class OverlappedWork:
     def shared_TD(self) -> Tensor | None:
         """Return the outputs of the shared expert, [T, D], or None if the layer has none.
 
-        The outputs are computed only once per call.
+        They are computed only once per call.
         """
         # may have been computed by `__call__` while the rows were sent
         if self._shared_TD is None and self.shared is not None:

@@ -24,28 +24,27 @@ class LayoutChoice:
     Attributes:
         r: routing degree. With r = 0, there is no all-to-all: every rank gathers the parameters of
             all experts and processes its own tokens. Tutel calls this case data parallelism. With r
-            >= 1, every row is sent to r of the ranks that share an expert. Each of these ranks
-            gathers the missing parameters and computes 1/r of the expert's inner width. The case r
-            = 1 combines expert parallelism and data parallelism, and the case r > 1 combines expert
+            >= 1, every row is sent to r of the ranks that share an expert, each of which gathers
+            the missing parameters and computes 1/r of the expert's inner width. The case r = 1
+            combines expert parallelism and data parallelism, and the case r > 1 combines expert
             parallelism and model parallelism. If there are at least as many experts as ranks, r
             must be 0 or 1.
         d: overlap degree in the forward pass. The rows are split into d pieces, and one piece is
             sent while another is computed. With d = 1, sending does not overlap with computing.
-        d_backward: overlap degree in the backward pass. The value 0 means the same overlap degree
-            as in the forward pass.
+        d_backward: overlap degree in the backward pass. 0 means the same overlap degree as in the
+            forward pass.
         algorithm: registered name of the all-to-all algorithm.
         kernel: registered name of the strategy that computes the experts.
-        piece_axis: how rows are divided into pieces: by `rows`, by `experts` or by `peers`. If
-            there is only one piece, this field has no effect.
+        piece_axis: how rows are divided into pieces: by `rows`, by `experts` or by `peers`. It has
+            no effect if there is only one piece.
         gather_tokens: if True, every rank gathers all tokens of the group and computes the rows of
             its own experts, without an all-to-all. The dispatcher `all_gather` also gathers all
             tokens in this way. Parameters are not gathered in this case.
         spill: a policy from `planner.spill.POLICIES`, which selects the ranks that compute rows of
             overloaded experts. Spilling requires the largest possible r, with which every row is
             sent to all slices of its expert.
-        send: a value from `SENDS`. It determines whether a token's row is sent once per selected
-            expert, once per rank that stores selected experts, or once per node that stores
-            selected experts.
+        send: a value from `SENDS`: whether a token's row is sent once per selected expert, once per
+            rank that stores selected experts, or once per node that stores selected experts.
     """
 
     r: int
@@ -194,9 +193,9 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
 
 
 def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[LayoutChoice]:
-    """Yield every useful layout that can be built from the given values.
+    """Yield every useful layout that can be built from `values`, a mapping from field names to
+    lists of values.
 
-    The mapping `values` contains a list of values for each field name.
 
     Layouts without an all-to-all (r = 0, gathered tokens, or a single rank) have no exchange that
     could overlap with computation. They therefore use d = 1 and the first algorithm, and never

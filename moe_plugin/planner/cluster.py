@@ -63,7 +63,8 @@ class Device:
         """Predict the time in seconds of a matmul, including one launch, with the roofline model.
 
         Args:
-            rows: number of rows of the matmul. It determines how efficiently the device computes.
+            rows: number of rows of the matmul, which determines how efficiently the device
+                computes.
             flops: number of floating-point operations of the matmul.
             traffic: number of bytes that the matmul reads and writes. Defaults to 0.
         """
@@ -169,7 +170,7 @@ class Cluster:
         """Predict the CPU time in seconds that sending messages costs on an emulated cluster.
 
         Args:
-            wakes: how often ranks are woken.
+            wakes: total number of times that ranks are woken up.
             messages: total number of messages.
             size: total size of all messages in bytes.
         """
@@ -231,8 +232,7 @@ class UnequalCluster(Cluster):
     """A cluster in which nodes have different numbers of ranks.
 
     Attributes:
-        of_nodes: number of ranks of each node. The attribute `ranks_per_node` is the largest of
-            these numbers.
+        of_nodes: number of ranks of each node, the largest of which is `ranks_per_node`.
     """
 
     of_nodes: tuple[int, ...]

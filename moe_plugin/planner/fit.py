@@ -102,8 +102,8 @@ def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
     """Fit the constants of the network links.
 
     The time of a phase is `(wire ** q + machine ** q) ** (1 / q)`. It is rewritten as
-    `wire * u + machine * v`, where u and v depend only weakly on the constants. Therefore the
-    constants are found by repeated linear least squares. Each iteration computes u and v from the
+    `wire * u + machine * v`, where u and v depend only weakly on the constants. The constants are
+    therefore found by repeated linear least squares. Each iteration computes u and v from the
     constants of the previous iteration. Without CPU costs, u is 1, and a single iteration is exact.
     """
     values = np.zeros(len(LINKS))
@@ -150,8 +150,8 @@ def relative_errors(cluster: Cluster, measurements: Iterable[Measurement]) -> It
 
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the x >= 0 that minimizes `|a x - b|`. The method is the active-set method of Lawson
-    and Hanson (1974).
+    """Return the x >= 0 that minimizes `|a x - b|`. This uses the active-set method of Lawson and
+    Hanson (1974).
 
     Args:
         a: float64 matrix of shape [rows, columns].
@@ -193,8 +193,8 @@ def _feasible(a: np.ndarray, b: np.ndarray, x: np.ndarray, free: np.ndarray) -> 
 
 
 def _with_values(cluster: Cluster, values: dict[str, float]) -> Cluster:
-    """Return a copy of the cluster in which some constants are replaced. `values` maps names such
-    as "inter.alpha_s" to numbers.
+    """Return a copy of the cluster in which the constants named by `values`, such as
+    "inter.alpha_s", are replaced.
     """
     links = {
         name: {

@@ -37,8 +37,8 @@ class Processor:
     """Compute speed of real ranks, measured while all ranks compute at the same time.
 
     Attributes:
-        about: properties of the ranks. A measurement can be reused on other ranks if all properties
-            are the same.
+        about: properties of the ranks. A measurement can be reused on other ranks with the same
+            properties.
         device: device whose constants were fitted to measured matmuls.
     """
 
@@ -78,8 +78,8 @@ class ModelShape:
             Megatron's `--moe-layer-freq`. Otherwise, the last of every `moe_every` layers is an MoE
             layer, as with fairseq's `--moe-freq`. Set by `in_host`.
         sharded_optimizer: if True, the optimizer state of replicated parameters is divided equally
-            among the data-parallel ranks (Megatron's `--use-distributed-optimizer`). The method
-            `in_host` sets this field.
+            among the data-parallel ranks (Megatron's `--use-distributed-optimizer`). Set by
+            `in_host`.
         ffn_dim: inner width of dense layers.
         hidden_dim: inner width of an expert. 0 means `ffn_dim`.
         latent_dim: width of the rows that are sent to the experts, and of the experts' inputs and

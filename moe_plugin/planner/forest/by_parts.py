@@ -4,10 +4,10 @@ are planned for a single part, and every part uses the same trees.
 A shard is first sent through the switches between the parts, to the rank at the same position in
 every other part. It is then distributed along trees within each part. The general algorithm packs
 these trees into a single part. With B parts, each rank is the root of B times as many trees within
-its part. The links between ranks and these switches may have capacity that traffic between the
-parts does not use. This remaining capacity is used to connect the ranks of a part. The bottleneck
-cut of the whole network is an upper bound on the speed of every schedule. The method of this module
-is used only if its schedule reaches this bound.
+its part. If links between ranks and switches have capacity that traffic between the parts does not
+use, this capacity also connects the ranks of a part. The bottleneck cut of the whole network is an
+upper bound on the speed of every schedule. The method of this module is used only if its schedule
+reaches this bound.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def find_parts(graph: Graph) -> Parts | None:
 
 
 def _turned(graph: Graph, neighbours: Mapping[int, set[int]], size: int) -> tuple[int, ...] | None:
-    """Return the rotation that maps rank i to rank i + size. Return None if this rotation does not
-    map every wire to a wire of equal capacity.
+    """Return the rotation that maps rank i to rank i + size, or None if it does not map every wire
+    to a wire of equal capacity.
     """
     turned = {v: (v + size) % graph.ranks for v in range(graph.ranks)}
     left = list(range(graph.ranks, graph.nodes))
@@ -102,7 +102,7 @@ def _around(graph: Graph, switch: int, names: Mapping[int, int]) -> frozenset[tu
 
 @dataclass(frozen=True)
 class Inner:
-    """A tree within one part. `levels` lists the edges for each depth."""
+    """A tree within one part, whose edges are listed by depth in `levels`."""
 
     weight: int
     levels: tuple[tuple[tuple[Arc, tuple[tuple[Path, int], ...]], ...], ...]
@@ -140,9 +140,9 @@ def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
     """For each distance between two parts, return the paths of k trees. Return an empty list if the
     links do not have enough capacity left.
 
-    A path goes from a rank up to a switch between the parts. From the switch, data is sent down to
-    the target along the mirrored path. The capacity used by the paths is subtracted from `left`,
-    the remaining capacities of part 0.
+    A path goes from a rank up to a switch between the parts, and from there to the target along the
+    mirrored path. The capacity used by the paths is subtracted from `left`, the remaining
+    capacities of part 0.
     """
     ways = _ways(counted, parts, place)
     # Part 0 stands for all parts: it sends up to the part at a distance and receives down from the

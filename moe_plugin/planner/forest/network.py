@@ -52,10 +52,9 @@ class Network:
 
     Attributes:
         name: name of the network.
-        ranks: names of the nodes that compute. The name of rank i is `ranks[i]`.
+        ranks: names of the nodes that compute. Rank i is called `ranks[i]`.
         switches: names of the nodes that only forward data.
-        wires: directed wires between nodes. There is at most one wire from any node to any other
-            node.
+        wires: directed wires between nodes. There is at most one wire from one node to another.
 
     Raises:
         ValueError: If a node occurs twice, if a wire is invalid, if the total bandwidth into a node
@@ -154,11 +153,10 @@ class Network:
         one global switch.
 
         The link between a rank and its node's switch has the bandwidth of `cluster.intra`. The link
-        between a rank and its network card has the bandwidth of `cluster.inter`. If a node has
-        fewer network cards than ranks, several ranks share a card. If a node has more network cards
-        than ranks, a rank uses several cards. Bandwidths are rounded to 3 significant digits.
-        `alpha_s` and `phase_s` are charged to the first wire of each message, on which the message
-        leaves its rank.
+        between a rank and its network card has the bandwidth of `cluster.inter`. Ranks share
+        network cards if a node has fewer cards than ranks, and use several cards if it has more.
+        Bandwidths are rounded to 3 significant digits. `alpha_s` and `phase_s` are charged to the
+        first wire of each message, on which the message leaves its rank.
         """
         ranks: list[str] = []
         switches: list[str] = []

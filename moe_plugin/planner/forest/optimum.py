@@ -62,8 +62,8 @@ class Optimum:
     """The best rate.
 
     Attributes:
-        ratio: minimum time 1/x*, in seconds per unit of data. The unit of data is defined by the
-            graph's scale.
+        ratio: minimum time 1/x*, in seconds per unit of data. The graph's scale defines the unit of
+            data.
         cut: a set of nodes. The bandwidth out of it proves that no shorter time is possible.
     """
 
@@ -114,7 +114,7 @@ def _slower(graph: Graph, flows: Flows, ratio: Fraction, done: set[int],
 def whole_trees(graph: Graph, ratio: Fraction) -> tuple[int, Fraction]:
     """Return the number k of trees per root, and the number of trees per unit of capacity.
 
-    It is the smallest number that reaches the maximum rate.
+    The number k is the smallest number of trees per root that reaches the maximum rate.
     """
     p, q = ratio.as_integer_ratio()
     divisor = gcd(q, *graph.capacity.values())
@@ -139,8 +139,8 @@ def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
     """Return the smallest number of trees per unit of capacity that allows each root to have
     `trees` trees.
 
-    The returned number is at least `ratio * trees`. The number is found by bisection over all
-    numbers at which the capacity of some arc becomes sufficient for one more tree.
+    It is at least `ratio * trees`. It is found by bisection over all values at which the capacity
+    of some arc becomes sufficient for one more tree.
 
     Args:
         graph: graph whose capacities will be converted to numbers of trees.

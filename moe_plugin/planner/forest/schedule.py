@@ -119,8 +119,8 @@ class Schedule:
     def phases(self) -> int:
         """Number of phases that run one after the other.
 
-        An all-reduce without overlap has 2 phases, a reduce-scatter followed by an all-gather.
-        Every other collective has 1 phase.
+        An all-reduce without overlap has 2 phases, a reduce-scatter followed by an all-gather;
+        every other collective has 1 phase.
         """
         return 2 if self.collective == "all_reduce" and not self.overlap else 1
 
@@ -255,8 +255,8 @@ def _decode(values: dict[str, Any], where: str) -> Schedule:
 
 
 def _check_cut(schedule: Schedule) -> None:
-    """Check that the schedule's cut proves the bound. With `overlap`, check that the schedule's
-    parts prove the bound.
+    """Check that the schedule's cut proves the bound. With `overlap`, check that its parts prove
+    the bound.
     """
     network = schedule.network
     if len(network.ranks) == 1:

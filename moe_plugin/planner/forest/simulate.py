@@ -1,7 +1,7 @@
 """Simulate collectives whose data is divided into chunks. Each wire transfers one chunk at a time.
 
 A simulated program consists of pieces of the collective's result, and of moves that transfer a
-piece along a tree. ForestColl schedules can be converted to programs. The module `baselines`
+piece along a tree. ForestColl schedules can be converted to programs, and the module `baselines`
 creates programs for rings and binary trees. Each piece is divided into consecutive chunks, which
 ranks and switches forward as soon as they have received the whole chunk. Let D be the number of
 wires on the longest path of a piece. A schedule then takes at most `1 + (D - 1) / chunks` times as
@@ -104,8 +104,8 @@ class Simulated:
 
 
 def program_of(schedule: Schedule) -> Program:
-    """Convert a schedule to a program. The program has one piece per tree or, for all_reduce, one
-    piece per pair of trees.
+    """Convert a schedule to a program. It has one piece per tree or, for all_reduce, one piece per
+    pair of trees.
     """
     first = [t for t in schedule.trees if t.inward] or list(schedule.trees)
     second = [t for t in schedule.trees if not t.inward] if first[0].inward else []
@@ -209,7 +209,7 @@ def run(program: Program, size: float, chunks: int = 64) -> Simulated:
 
 
 def starts(program: Program) -> tuple[list[int], int]:
-    """For each move, return how many wires the first chunk has passed before the move starts. Also
+    """For each move, return how many wires the first chunk has passed before the move starts, and
     return the depth of the program.
     """
     arrived: dict[tuple[int, int], int] = defaultdict(int)

@@ -199,7 +199,7 @@ def _nearest(table: TopologyTable, card: str) -> list[str]:
 
 
 def _groups(names: Sequence[str], joined: Callable[[str, str], bool]) -> list[list[str]]:
-    """Return groups of names that are connected directly or indirectly, in the order of the names.
+    """Return groups of names that are directly or indirectly connected, in the order of the names.
     joined: function that returns whether two names are connected directly.
     """
     left, groups = list(names), []
@@ -224,8 +224,8 @@ def find_network(text: str, nodes: int | None = None) -> tuple[Network, str]:
     line is empty if no bandwidths were assumed.
 
     Args:
-        text: path of a file or name of a preset. If a file has the same name as a preset, the file
-            is used.
+        text: path of a file or name of a preset. If a file and a preset have the same name, the
+            file is used.
         nodes: number of machines. Only allowed for a cluster file or for the output of
             `nvidia-smi`. Defaults to the number in the file, or to 1 if the file does not contain a
             number of machines.
