@@ -96,8 +96,8 @@ class ModelShape:
         element_bytes: number of bytes per element of weights and activations.
         state_bytes: number of bytes per parameter for the gradient and the optimizer state, not
             counting the weight itself. An fp32 gradient takes 4 bytes, an fp32 master weight 4
-            bytes, and the two Adam moments 8 bytes. If `state_bytes` is at most 4, there is a
-            gradient but no optimizer state.
+            bytes, and the two Adam moments 8 bytes. If at most 4, there is a gradient but no
+            optimizer state.
     """
 
     layers: int
@@ -167,15 +167,14 @@ class ModelShape:
     def stages(self, pp: int) -> list[range]:
         """For each of `pp` pipeline stages, return the indices of its layers.
 
-        All stages have the same number of layers, except that the last stages may have fewer
-        layers.
+        All stages have the same number of layers, except that the last stages may have fewer.
         """
         size = -(-self.layers // pp)
         return [range(min(first, self.layers), min(first + size, self.layers))
                 for first in range(0, pp * size, size)]
 
     def fullest(self, pp: int) -> tuple[int, int]:
-        """For the stage with the most MoE layers, return the number of layers and the number of MoE
+        """Return the number of layers and the number of MoE layers of the stage with the most MoE
         layers.
         """
         return max((self.moe_before(layers.stop) - self.moe_before(layers.start), len(layers))
@@ -292,9 +291,7 @@ class ModelPlan:
         return self.groups()["experts"].shape(cluster)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert the plan to a dictionary of plain values. The dictionary also contains
-        `expert_dp`.
-        """
+        """Convert the plan to a dictionary of plain values. It also contains `expert_dp`."""
         return {**dataclasses.asdict(self), "expert_dp": self.expert_dp}
 
     @property

@@ -1,7 +1,7 @@
 """Exact branch-and-bound search for the fastest parallelization plans.
 
-The search varies the parallel sizes TP, EP, ETP, DP and PP, and the size of the micro-batches. For
-the layout of MoE layers, the search varies r, d, the all-to-all algorithm and `send`.
+The search varies the sizes TP, EP, ETP, DP and PP, the size of the micro-batches, and the layout of
+MoE layers (r, d, the all-to-all algorithm and `send`).
 """
 
 from __future__ import annotations
@@ -147,9 +147,9 @@ def sends_of(model: ModelShape, cluster: Cluster, space: Space,
              outline: ModelPlan) -> tuple[str, ...]:
     """Return the values of `LayoutChoice.send` that a plan may use.
 
-    Sending a token once per rank or node is possible only if the layer drops no tokens and each
-    token has several experts. Sending a token once per node also requires several nodes with
-    several ranks each.
+    Sending a token once per rank or node is possible only if no tokens are dropped and each token
+    has several experts. Sending a token once per node also requires several nodes with several
+    ranks each.
     """
     if model.capacity_factor is not None or model.top_k == 1:
         return ("rows",)

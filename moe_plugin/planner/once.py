@@ -6,9 +6,8 @@ and independent. On average, the token is then sent to `W (1 - (1 - 1/W)^k)` dif
 (`expected_targets`). With `send=nodes`, a token's row is sent once to each node. On each node, the
 rank with the same local index as the sender receives the row and forwards it to other ranks of the
 node. These two steps are the two phases of the 2DH algorithm, but with different numbers of rows.
-Pairs of an expert index and a routing weight are sent in separate exchanges. In the forward pass,
-the pairs are sent to the experts. In the backward pass, the gradients of the routing weights are
-sent back.
+Pairs of an expert index and a routing weight are sent in separate exchanges: the forward pass sends
+the pairs to the experts, and the backward pass sends the gradients of the routing weights back.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def _two_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
 
     There are n nodes of p ranks. In the first step, ranks with the same local index on different
     nodes exchange data. In the second step, the ranks of each node exchange data. The network cards
-    of each node send `(n - 1) p` pieces. In a ring, the network cards would send `n p - 1` pieces.
+    of each node send `(n - 1) p` pieces, compared with `n p - 1` pieces in a ring.
     """
     shape = group.shape(cluster)
     n, p = shape.nodes, shape.ranks_per_node
@@ -136,7 +135,7 @@ def expected_targets(choices: float, targets: float, each: float = 1.0) -> float
     """Return the expected number of different targets to which a token is sent.
 
     Args:
-        choices: number of choices of the token. All targets are equally likely to be chosen.
+        choices: number of choices of the token, each of which is equally likely to be any target.
         targets: number of possible targets (ranks or nodes).
         each: number of targets to which the token is sent for each choice. Defaults to 1.
     """
@@ -145,10 +144,8 @@ def expected_targets(choices: float, targets: float, each: float = 1.0) -> float
 
 @dataclass(frozen=True)
 class Limits:
-    """Restrictions of the router. Consecutive experts form `groups` groups, and a token may select
-    experts from only `chosen` of them.
-
-    A group typically corresponds to a node or a device.
+    """Restrictions of the router. Consecutive experts form `groups` groups, typically one per node
+    or device, and a token may select experts from only `chosen` of them.
     """
 
     groups: int = 1
@@ -217,8 +214,8 @@ class TokenBytes:
     """Number of bytes that a rank sends for one token in one direction.
 
     Attributes:
-        inside: number of bytes sent to ranks of the same node. With `send=nodes`, `inside` is the
-            number of bytes that are forwarded inside a node.
+        inside: number of bytes sent to ranks of the same node. With `send=nodes`, these bytes are
+            forwarded inside a node.
         between: number of bytes sent to other nodes.
     """
 

@@ -1,8 +1,8 @@
 """The policies that SWARM uses for unequal and unreliable peers (Ryabinin et al., 2023).
 
-- `Wiring` selects the peer for the next task. `Wiring` uses interleaved weighted round-robin
-  scheduling, where the weights are average throughputs. If a peer fails, its task is sent to
-  another peer. A peer that responds with an error is banned.
+- `Wiring` selects the peer for the next task. It uses interleaved weighted round-robin scheduling,
+  where the weights are average throughputs. If a peer fails, its task is sent to another peer. A
+  peer that responds with an error is banned.
 - `butterfly_weights` computes which fraction of a vector each peer sums in an all-reduce.
 """
 
@@ -27,7 +27,7 @@ class Throughput:
     _weight: float = 0.0
 
     def add(self, size: float, seconds: float) -> None:
-        """Add a task of the given size that took `seconds` > 0 to the average."""
+        """Include a task of the given size that took `seconds` > 0 in the average."""
         self._average += ALPHA * (size / seconds - self._average)
         self._weight += ALPHA * (1 - self._weight)
 
@@ -91,8 +91,8 @@ class Wiring:
         heapq.heappush(self._heap, _Entry(busy, self._dice.random(), peer))
 
     def ban(self, peer: Hashable) -> None:
-        """Remove a peer that has responded with an error or has left. The peer can be announced
-        again later.
+        """Remove a peer that has responded with an error or has left. It can be announced again
+        later.
         """
         if self._throughput.pop(peer, None) is not None:
             self._heap = [entry for entry in self._heap if entry.peer != peer]

@@ -5,10 +5,10 @@ The time of the stage with the most MoE layers is used for all stages. With m mi
 stages, a step takes `m + pp - 1` times as long as the forward and backward passes of a stage (1F1B
 without interleaving). The time to reduce gradients is added to the time of the passes. In 16-bit
 precision, the activations of a dense layer take 34 bytes per token and model dimension, divided by
-the tensor-parallel size (Korthikanti et al., 2022). The 34 bytes do not include attention scores,
-and are valid if nothing is recomputed. In 32-bit precision, host frameworks also store the
-attention scores, because fused attention kernels support only 16-bit precision. Logits and their
-gradients are stored in 32-bit precision.
+the tensor-parallel size (Korthikanti et al., 2022). This does not include attention scores, and is
+valid if nothing is recomputed. In 32-bit precision, host frameworks also store the attention
+scores, because fused attention kernels support only 16-bit precision. Logits and their gradients
+are stored in 32-bit precision.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def plan_cost(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPl
 def needs_send(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> bool:
     """Return whether the plan would not fit in memory if it sent one row per selected expert.
 
-    Returns False if the plan sends one row per selected expert.
+    Returns False if it already does so.
     """
     rows = replace(plan, layout=replace(plan.layout, send="rows"))
     return rows != plan and plan_cost(model, cluster, device,
@@ -81,7 +81,7 @@ def needs_send(model: ModelShape, cluster: Cluster, device: Device, plan: ModelP
 
 def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,
             layer_s: float) -> dict[str, float]:
-    """For each component of a training step, return the time in seconds.
+    """Return the time in seconds of each component of a training step.
 
     Args:
         model: sizes of the model.
@@ -105,7 +105,7 @@ def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict
     Args:
         model: sizes of the model.
         device: processor of each rank.
-        tokens: number of tokens. They form complete sequences.
+        tokens: number of tokens, which form complete sequences.
         tp: number of tensor-parallel ranks. Defaults to 1.
     """
     d = model.model_dim
@@ -159,8 +159,8 @@ def _stage_to_stage_s(cluster: Cluster, plan: ModelPlan, size: float) -> float:
 def gradient_s(model: ModelShape, cluster: Cluster, plan: ModelPlan) -> float:
     """Predict the time in seconds of the all-reduces of fp32 gradients.
 
-    Gradients of dense layers are reduced over the data-parallel ranks. Gradients of experts are
-    reduced over the replicas of the experts.
+    Gradients of dense layers are reduced over the data-parallel ranks, and gradients of experts
+    over the replicas of the experts.
     """
     groups, total = plan.groups(), 0.0
     if plan.dp > 1:
@@ -187,7 +187,7 @@ def layer_activations(model: ModelShape, plan: ModelPlan) -> float:
 
 
 def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str, float]:
-    """For each component of the memory, return its size in bytes on the stage with the most MoE
+    """Return the size in bytes of each component of the memory on the stage with the most MoE
     layers. Up to `pp` micro-batches are in flight.
 
     Parameters, gradients and optimizer states are listed separately for dense layers and for
@@ -243,10 +243,9 @@ def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float) -> l
     """Return the plans that fit in `memory` bytes per rank only if some layers are recomputed.
 
     The returned costs list the recomputed layers in `PlanCost.activations`. The time of
-    recomputation is listed as the component `RECOMPUTED`. KARMA's search selects the layers to
-    recompute, based on the predicted times and sizes of the dense and MoE layers of each stage. The
-    layers are in the order of the host framework (`ModelShape.in_host`). Activations are not
-    swapped.
+    recomputation is the component `RECOMPUTED`. KARMA's search selects the layers to recompute,
+    based on the predicted times and sizes of the dense and MoE layers of each stage. The layers are
+    in the order of the host framework (`ModelShape.in_host`). Activations are not swapped.
     """
     fitting = []
     for cost in costs:
@@ -282,8 +281,8 @@ def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[SwapPlan]:
 
 
 def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> list[SwapBlock]:
-    """Return the layers of a stage as blocks. The activations of a block are the layer's
-    activations for all micro-batches in flight.
+    """Return the layers of a stage as blocks. Their activations are those of all micro-batches in
+    flight.
 
     Args:
         model: shape of the model.

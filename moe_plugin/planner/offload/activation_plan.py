@@ -68,9 +68,8 @@ def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = 
     """Return the decisions with the shortest training step that fits in memory.
 
     With up to 10 blocks, they are the best of all `3 ** n` combinations. With more blocks, they are
-    the best combination that the search finds. The plan also contains a lower bound on the time of
-    a step (`SwapPlan.bound_s`), and a flag that is True if the search proved that the decisions are
-    optimal.
+    the best combination that the search finds. It also contains a lower bound on the time of a step
+    (`SwapPlan.bound_s`), and whether the search proved that the decisions are optimal.
 
     Args:
         blocks: blocks of the model, in the order of the forward pass.
@@ -111,8 +110,7 @@ def uniform(plan: SwapPlan) -> dict[str, float]:
 
 
 def search(problem: SwapProblem) -> tuple[Decisions, bool]:
-    """Return the best decisions that were found, and whether these decisions were proved to be
-    optimal.
+    """Return the best decisions that were found, and whether they were proved to be optimal.
 
     At least one combination of decisions must fit in memory.
     """
@@ -192,8 +190,7 @@ def _neighbours(problem: SwapProblem, decisions: Decisions) -> Iterator[Decision
 
 @dataclass(frozen=True)
 class _Prefix:
-    """Decisions for the first blocks, and the lower bounds on the costs of a step that follow from
-    these decisions.
+    """Decisions for the first blocks, and the costs of a step that follow from these decisions.
 
     Attributes:
         decisions: decisions for the first blocks.
@@ -271,7 +268,8 @@ class _Proof:
                        prefix.first, prefix.again_before_s)
 
     def _can_improve(self, prefix: _Prefix) -> bool:
-        """Return whether the lower bounds of a prefix are below the best time found so far.
+        """Return whether the lower bounds that follow from a prefix are below the best time found
+        so far.
 
         The first lower bound is the total computation time. The second is the sum of three times:
         the forward pass, all copies to the device, and the part of the backward pass that starts
@@ -334,15 +332,14 @@ def _rate(size: int, seconds: float) -> float:
 
 
 def _product(rate: float, seconds: float) -> float:
-    """Return `rate * seconds`, a number of bytes.
-
-    If the rate is infinite, return infinity even if `seconds` is 0.
+    """Return `rate * seconds`, a number of bytes, or infinity if the rate is infinite, even if
+    `seconds` is 0.
     """
     return math.inf if rate == math.inf else rate * max(0.0, seconds)
 
 
 def _recomputed(blocks: list[tuple[int, float]], budget: float) -> float:
-    """Return the largest number of bytes that can be saved by recomputing blocks, or fractions of
+    """Return the largest number of bytes that can be saved by recomputing blocks, or parts of
     blocks, within a time budget.
     """
     saved = 0.0

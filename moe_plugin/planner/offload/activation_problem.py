@@ -29,7 +29,7 @@ Decisions = tuple[str, ...]  # one decision per block
 
 @dataclass(frozen=True, kw_only=True)
 class SwapBlock:
-    """A block of a model, with its times and sizes. All times are in seconds.
+    """A block of a model, with its sizes and with its times in seconds.
 
     Attributes:
         name: name of the block.
@@ -159,7 +159,7 @@ class SwapProblem:
         return Waits(forward, backward, start, started)
 
     def _earliest(self, i: int, slack: list[int]) -> int:
-        """Return the earliest point of the backward pass from which the activations of block i fit
+        """Return the earliest point in the backward pass from which the activations of block i fit
         in memory.
 
         Their size is subtracted from `slack`.
@@ -171,8 +171,8 @@ class SwapProblem:
         return turn
 
     def seconds(self, decisions: Decisions) -> float:
-        """Return the time in seconds of the training step that `schedule` would return, or inf if
-        the step does not fit in memory.
+        """Return the time in seconds of the training step with the given decisions, or inf if the
+        step does not fit in memory.
         """
         waits = self.waits(decisions)
         if waits is None:
@@ -204,8 +204,7 @@ class SwapProblem:
 
         Args:
             decisions: for each block, one of keep, recompute or swap.
-            base: number of bytes that are in use on the device in addition to `room`. Defaults to
-                0.
+            base: number of bytes in use on the device in addition to `room`. Defaults to 0.
 
         Raises:
             ValueError: If the decisions do not fit in memory.

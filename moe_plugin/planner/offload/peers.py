@@ -39,8 +39,8 @@ class Peers:
                 raise ValueError(f"{f.name}={value} must be from {least.get(f.name, 0):g} to 1e18")
 
     def average_s(self) -> float:
-        """Return the time in seconds of a ring all-reduce that averages the weights. The all-reduce
-        consists of a reduce-scatter and an all-gather."""
+        """Return the time in seconds of a ring all-reduce that averages the weights, which consists
+        of a reduce-scatter and an all-gather."""
         turns = 2 * (self.count - 1)
         return turns * (self.averaged_bytes / self.count / self.bytes_s + self.delay_s)
 
@@ -53,8 +53,7 @@ class Versus:
     Attributes:
         streamed: time in seconds if each peer streams the whole model.
         pipelined: time in seconds if the same peers form a pipeline.
-        mode: the sending mode, defined in `planner.pipeline.schedules`, with which the pipeline is
-            fastest.
+        mode: the fastest sending mode of the pipeline (see `planner.pipeline.schedules`).
     """
 
     streamed: float

@@ -29,7 +29,7 @@ Pass = Sequence[Sequence[int]]  # active experts by MoE layer
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertModel:
-    """A stack of MoE layers, and the speeds of the machine that runs the layers.
+    """A stack of MoE layers, and the speeds of the machine that runs them.
 
     Attributes:
         layers: number of MoE layers.
@@ -64,20 +64,20 @@ class ExpertModel:
 
 def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
                  tokens: int) -> tuple[ExpertModel, Pass]:
-    """Return an `ExpertModel`, and the active experts of each layer in a pass over `tokens`
-    sequences.
+    """Return an `ExpertModel`, and the active experts of each layer in a pass that generates one
+    token for each of `tokens` sequences.
 
-    The pass generates one token per sequence. Times follow a roofline model, in which every matrix
-    requires one launch and is read once. `base_bytes` includes the dense weights, and the keys and
-    values of complete sequences. The number of active experts per layer is the expected value if
-    all experts are equally likely to be chosen.
+    Times follow a roofline model, in which every matrix requires one launch and is read once.
+    `base_bytes` includes the dense weights, and the keys and values of complete sequences. The
+    number of active experts per layer is the expected value if all experts are equally likely to be
+    chosen.
 
     Args:
         model: sizes of the model.
         device: processor of the machine.
         link_bytes_s: bandwidth, in bytes per second, from the memory that stores the experts to the
             device.
-        tokens: number of sequences. One token is generated per sequence.
+        tokens: number of sequences, for each of which one token is generated.
 
     Raises:
         ValueError: If the model has no MoE layers, or if `tokens` is less than 1.
@@ -134,8 +134,8 @@ def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
             limit.
 
     Raises:
-        ValueError: If the design is unknown, or if a pass contains a number of layers or an expert
-            that the model does not have.
+        ValueError: If the design is unknown, or if a pass does not have one entry per layer or
+            contains an unknown expert.
     """
     if design not in DESIGNS:
         raise ValueError(f"design {short(design)} is unknown. Choose from {', '.join(DESIGNS)}")

@@ -1,5 +1,5 @@
 """Schedules for computing on a device and for copying data between the device and slower memory.
-The simulation also tracks how much memory is in use.
+Simulations also track how much memory is in use.
 
 A device has three streams that work at the same time. The first computes, the second copies data to
 the device, and the third copies data from the device. Each stream runs one step at a time, in the
@@ -31,7 +31,7 @@ class BlockProfile:
     """Measured times and sizes of one block of a model, for one micro-batch.
 
     Attributes:
-        name: name of the block. Block names must be unique within a model.
+        name: name of the block. It must be unique within a model.
         forward_s, backward_s: times in seconds of the forward pass and of the backward pass,
             without recomputation.
         activation_bytes: number of bytes that the forward pass stores for the backward pass,
@@ -69,10 +69,10 @@ class BlockProfile:
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """The blocks of a model in the order of the forward pass, and properties of the machine on
-    which the blocks were measured.
+    which they were measured.
 
     Attributes:
-        blocks: the blocks of the model. There is at least one block.
+        blocks: the blocks of the model, at least one.
         name: name of the model for messages to the user.
         base_bytes: number of bytes that are always in use on the device, such as resident weights,
             optimizer state and buffers.
@@ -108,7 +108,7 @@ class ModelProfile:
         return sum(block.forward_s + block.backward_s for block in self.blocks)
 
     def save(self, path: str | Path) -> Path:
-        """Write the profile to a file in one atomic operation."""
+        """Write the profile to a file atomically."""
         return write_regular(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
@@ -129,7 +129,7 @@ class OffloadStep:
     """A step that runs on one stream.
 
     Attributes:
-        name: name of the step. Step names must be unique within a schedule.
+        name: name of the step. It must be unique within a schedule.
         stream: the stream that runs the step: "compute", "in" (copies to the device) or "out"
             (copies from the device).
         seconds: duration of the step in seconds.
@@ -170,8 +170,8 @@ class Outcome:
     """The result of simulating a schedule.
 
     Attributes:
-        timeline: timeline of all steps, in the order in which they were issued. The resources of
-            the timeline are streams, and the phases are blocks.
+        timeline: timeline of all steps, in the order in which they were issued. Its resources are
+            streams, and its phases are blocks.
         memory: pairs (time in seconds, number of bytes in use on the device), one for each change,
             in chronological order.
         peak: maximum number of bytes in use on the device.
@@ -215,8 +215,8 @@ class Outcome:
         return {span.task.name: span.start for span in self.timeline.spans}
 
     def trace(self) -> dict[str, Any]:
-        """Return the timeline as a trace for Chrome and Perfetto. The trace includes a counter of
-        the bytes in use.
+        """Return the timeline as a trace for Chrome and Perfetto. It includes a counter of the
+        bytes in use.
         """
         trace = self.timeline.trace(STREAMS)
         trace["traceEvents"] += [{"name": "memory", "ph": "C", "pid": 0, "ts": 1e6 * at,

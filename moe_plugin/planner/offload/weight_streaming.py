@@ -32,7 +32,7 @@ TOLERANCE = 1e-9  # relative excess over an upper bound up to which paths are ke
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Times and sizes of one layer for one micro-batch. All times are in seconds.
+    """Sizes and times (in seconds) of one layer for one micro-batch.
 
     Attributes:
         backward_s: time of the backward pass, including the recomputation of activations.
@@ -158,7 +158,7 @@ class Streamed:
         return self._segments[begin, end]
 
     def segments(self, ends: Sequence[int]) -> list[Segment]:
-        """Split the model into segments. `ends` contains the end index of each segment."""
+        """Split the model into segments that end at the given indices."""
         return [self.segment(begin, end) for begin, end in pairwise((0, *ends))]
 
     def forward_stage(self, here: Segment, following: Segment | None) -> Stage:

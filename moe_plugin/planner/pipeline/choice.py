@@ -36,8 +36,8 @@ class StageProfile:
     Attributes:
         name: name of the profile.
         micro_batches: number of micro-batches per training step in one pipeline.
-        forward_s, backward_s: for each stage, the time of the forward pass and the time of the
-            backward pass in seconds. Stages are listed from first to last.
+        forward_s, backward_s: for each stage, from first to last, the times in seconds of the
+            forward pass and the backward pass.
         transfer_s: time in seconds to send one micro-batch's activations, or their gradient, from
             one stage to the next.
         activation_bytes: for each stage, the number of bytes that one micro-batch stores for its
@@ -53,8 +53,7 @@ class StageProfile:
             additional number, the number of sequences.
         batch: number of sequences per training step in one pipeline. Required to choose the size of
             micro-batches together with the slices, otherwise 0.
-        granularity: a number of tokens that divides `sequence`. All slice lengths are multiples of
-            this number.
+        granularity: a divisor of `sequence`, of which all slice lengths are multiples.
         slices: fixed lengths of slices in tokens. If empty, the best lengths are computed from the
             samples.
     """
@@ -229,8 +228,8 @@ def groups(profile: StageProfile) -> BatchCut:
 
 
 def choose(profile: StageProfile) -> Predicted:
-    """Return the fastest schedule whose activations fit in memory. If several schedules are equally
-    fast, Megatron's own schedule is preferred.
+    """Return the fastest schedule whose activations fit in memory. Among equally fast schedules,
+    Megatron's own schedule is preferred.
 
     Raises:
         ValueError: If no schedule fits in memory.

@@ -11,15 +11,15 @@ same as TeraPipe's order, in which all forward passes precede all backward passe
 
 There are four modes for sending results from a stage to the next:
 
-- paired: Both the sending and the receiving stage wait until the transfer ends. A transfer begins
-  when both stages have called the transfer. Transfers in the two directions run one after the
-  other, because gloo queues its request for the second transfer on the same connection, behind the
-  data of the first transfer. This mode models Megatron's 1F1B schedule over gloo.
+- paired: Both the sending and the receiving stage wait until the transfer ends. It begins when both
+  stages have called it. Transfers in the two directions run one after the other, because gloo
+  queues its request for the second transfer on the same connection, behind the data of the first
+  transfer. This mode models Megatron's 1F1B schedule over gloo.
 - blocking: The sending stage waits until the transfer ends.
 - overlapped: The sending stage continues to compute during the transfer. In 1F1B, however, the next
   stage needs an activation as soon as it is computed, so it still waits for the transfer.
-- eager: Stage i begins with 2 (n - i) - 1 forward passes instead of n - i. These additional forward
-  passes leave time for one pass between computing an activation and using it. During this time, the
+- eager: Stage i begins with 2 (n - i) - 1 forward passes instead of n - i. The additional forward
+  passes leave time for one pass between computing an activation and using it, during which the
   activation is sent. This mode stores about twice as many activations.
 
 A backward pass can be split into two steps: the first computes the gradient of the input, for which
@@ -91,10 +91,10 @@ class Pipeline:
         stages: number of stages.
         micro_batches: number of micro-batches per training step.
         forward_s, backward_s: times of one micro-batch's forward pass and backward pass in seconds,
-            given as one number for all stages or as one number per stage. With `slices`, one number
-            per slice must be given. All stages then take equally long.
+            given as one number for all stages or as one number per stage. With `slices`, there is
+            one number per slice, and all stages take equally long.
         send_s: time in seconds to send one micro-batch's activations, or their gradient, to a
-            neighboring stage. With `slices`, one number per slice.
+            neighboring stage. With `slices`, there is one number per slice.
         delayed_s: part of `backward_s` that computes the gradients of the weights after the
             gradient of the input has been sent. 0 if the backward pass is not split. In the mode
             "paired", the backward pass is never split, as in Megatron's 1F1B.
@@ -241,8 +241,8 @@ class Pipeline:
                 yield following
 
     def _paired(self) -> list[list[Task]]:
-        """For each stage, return the tasks of the stage's passes and of the transfers between this
-        stage and the next.
+        """For each stage, return the tasks of its passes and of the transfers between this stage
+        and the next.
         """
         waits: dict[Transfer, tuple[str, ...]] = defaultdict(tuple)
         programs: list[list[Task | Transfer]] = [[] for _ in range(self.stages)]
@@ -270,8 +270,8 @@ class Pipeline:
 
 
 def _interleaved(programs: Iterable[Sequence[Task]]) -> Iterator[Task]:
-    """Merge the tasks of several programs. The order within each program does not change, and each
-    task comes after all tasks that it waits for.
+    """Merge the tasks of several programs, so that the order within each program does not change
+    and each task comes after all tasks that it waits for.
     """
     waiting = [deque(program) for program in programs]
     issued: set[str] = set()

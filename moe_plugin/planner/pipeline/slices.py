@@ -9,8 +9,8 @@ of l tokens that follows c earlier tokens. With K stages, a sequence takes the t
 
 For a given upper bound on all t_i, a dynamic program over the end of the last slice finds the
 smallest sum. The values of t are tried as upper bounds in ascending order, until (K - 1) times the
-bound exceeds the best total time found so far. If several values differ by less than a given gap,
-only the largest of these values is tried.
+bound exceeds the best total time found so far. Among values that differ by less than a given gap,
+only the largest is tried.
 
 Measured times are fitted with TeraPipe's latency model,
 `t(l, c) = base(l) + a0 + a1 l + a2 c + a3 l c`. The term `base(l)` is a linear interpolation
@@ -77,7 +77,7 @@ def latency(seconds: Sequence[float], stages: float) -> float:
 
 
 def slice_seconds(times: Times, slices: Sequence[int]) -> tuple[float, ...]:
-    """Return the time of each slice in seconds. All earlier tokens are the context of a slice."""
+    """Return the time of each slice in seconds. All earlier tokens are its context."""
     ends = np.cumsum([0, *slices]).tolist()
     return tuple(times(length, start) for length, start in zip(slices, ends, strict=False))
 
@@ -89,7 +89,7 @@ def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
 
     Args:
         times: function t(l, c) that returns the time in seconds, >= 0, of l tokens that follow c
-            tokens. An infinite time means that the slice is not possible.
+            tokens. It is infinite if the slice is not possible.
         length: number of tokens in the sequence.
         stages: number of stages K. For m consecutive sequences, pass `1 + (K - 1) / m`.
         granularity: number of tokens of which every slice length is a multiple. It must be a
@@ -124,8 +124,8 @@ def cut_batch(times: BatchTimes, batch: int, length: int, stages: int, *, granul
     As in TeraPipe, the division minimizes the total time of the groups.
 
     Args:
-        times: function t(b, l, c) that returns the time in seconds of a slice. The slice consists
-            of l tokens of each of b samples, which follow c tokens.
+        times: function t(b, l, c) that returns the time in seconds of a slice of l tokens of each
+            of b samples, which follow c tokens.
         batch: number of samples in the batch.
         length: see `cut`.
         stages: see `cut`.
@@ -133,7 +133,7 @@ def cut_batch(times: BatchTimes, batch: int, length: int, stages: int, *, granul
         gap_s: see `cut`.
 
     Raises:
-        ValueError: If `batch` is less than 1, and in all cases in which `cut` raises an error.
+        ValueError: If `batch` is less than 1, and whenever `cut` raises an error.
     """
     if batch < 1:
         raise ValueError(f"batch={batch} is too small; it must be >= 1")
@@ -303,11 +303,11 @@ class SliceProfile:
 
     Attributes:
         length: number of tokens per sequence.
-        multiple: the length of every slice must be a multiple of this number of tokens.
+        multiple: number of tokens of which every slice length must be a multiple.
         stages: number of pipeline stages.
         micro_batches: number of micro-batches per step.
-        forward, backward: functions that return the time of a slice's forward pass and backward
-            pass in seconds, given the length of the slice and of its context.
+        forward, backward: functions that return the time in seconds of a slice's forward or
+            backward pass, given the lengths of the slice and its context.
         send_s: fixed time of a transfer in seconds.
         token_s: additional time of a transfer per token, in seconds.
     """
@@ -323,9 +323,8 @@ class SliceProfile:
 
     @property
     def granularity(self) -> int:
-        """All slice lengths in the search are multiples of this number of tokens.
-
-        It is chosen large enough for a fast search.
+        """Number of tokens of which all slice lengths in the search are multiples, chosen large
+        enough for a fast search.
         """
         pieces = self.length // self.multiple
         return self.multiple * min(n for n in range(1, pieces + 1)
