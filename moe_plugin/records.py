@@ -169,7 +169,7 @@ class RowPlan:
 
     @property
     def token_R(self) -> Tensor:
-        """The index of the token in each row, int64 [R]. For empty slots, the index is 0."""
+        """The index of each row's token, int64 [R]. For empty slots, the index is 0."""
         choice_R = self.source_R if self.complete else self.source_R.clamp(min=0)
         choices = self.position_TK.shape[1]
         return choice_R if choices == 1 else choice_R // max(1, choices)
@@ -279,7 +279,7 @@ class TokenInfo:
 
 @dataclass(frozen=True)
 class CountedChoices:
-    """Choices of experts and their load. The load is counted only once and is then used for losses,
+    """Choices of experts and their load. The load is counted once and then used for losses,
     statistics and dispatch.
 
     Attributes:
@@ -305,8 +305,8 @@ class Routing:
         priority_T: floating-point tensor, the priority of each token if the capacity is
             batch-prioritized. Tokens with the lowest priority are dropped first. None if the
             capacity is not batch-prioritized.
-        losses: the differentiable scalar losses by name, before multiplication with their weights.
-        entropy: a scalar, the mean entropy of the scores in nats, over all tokens but padding.
+        losses: the differentiable scalar losses by name, not multiplied by their weights.
+        entropy: a scalar, the mean entropy of the scores in nats, over all tokens except padding.
         tokens: an int64 scalar, the number of tokens that are not padding.
         passthrough_T: the differentiable weight with which each token is added to its own output,
             as in BASE layers. None if tokens are not added to their outputs.
@@ -318,7 +318,7 @@ class Routing:
             apply a capacity.
         capacity: the number of slots per expert that the router itself enforced. None if the router
             does not apply a capacity.
-        counted: the load of the choices, for `dispatch.rows.known_load`. None if not counted.
+        counted: the load of the choices (`dispatch.rows.known_load`), or None if it is not counted.
         sizes: the exchange of row counts between ranks, if a dispatcher started it one block early,
             as soon as the choices were known. None if no exchange was started. See
             `moe_plugin.dispatch.base.Dispatcher.start_sizes`.
@@ -390,8 +390,8 @@ class DispatchPlan:
     """The inputs of dispatch and combine in one call. Each dispatcher adds further fields in a
     subclass.
 
-    All ranks have already exchanged these sizes, so reading the plan never makes the host wait for
-    a device.
+    All ranks have already exchanged the sizes in the plan, so reading it never makes the host wait
+    for a device.
 
     Attributes:
         rows: the number of rows that this rank's experts compute. A scalar tensor if this number is

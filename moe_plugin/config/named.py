@@ -44,8 +44,8 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
             paths = {flags.get(name, name): value}
         else:
             raise ValueError(
-                f"unknown setting {short(name)}={short(value)}; {_meant(name, flags, top)}use the "
-                "name of a flag of docs/config.md without --moe- (top_k, router, dispatch), or one "
+                f"unknown setting {short(name)}={short(value)}; {_meant(name, flags, top)}use a "
+                "flag name from docs/config.md without --moe- (top_k, router, dispatch), or one "
                 f"of {', '.join(top)}; the value of a section is a dict")
         if both := sorted(set(paths) & set(given)):
             raise ValueError(f"{both[0]} is given twice, the second time by {short(name)}; give "

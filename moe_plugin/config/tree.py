@@ -203,8 +203,8 @@ def _build(tree: type[_Tree], values: Mapping[str, Any], base: _Tree | None = No
             path = cut(f"{path}.{name}", 60)
         given = f"{path}={short(value)} is a setting of a"
         raise ValueError(
-            f"{given} run, which no layer reads: leave it out, or {reader_of(path)}"
-            if tree is MoEConfig else f"{given} layer, not of a run: give it in an MoEConfig")
+            f"{given} run and has no effect on a layer: leave it out, or {reader_of(path)}"
+            if tree is MoEConfig else f"{given} layer, not of a run: pass it to MoEConfig")
     built: _Tree = build(tree, values, "", base)
     return built
 

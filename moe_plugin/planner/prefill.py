@@ -149,7 +149,7 @@ def fastest_kernel(profile: Profile, experts: float, rows: float) -> str:
 
 def crossovers(profile: Profile, experts: int, rows: range) -> list[tuple[int, str, str]]:
     """Return each number of rows per expert at which the fastest kernel changes, with the names of
-    the kernels that are fastest below this number, and at and above it.
+    the fastest kernels before and after the change.
 
 
     Args:

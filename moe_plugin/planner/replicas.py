@@ -81,7 +81,7 @@ def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
 
     Args:
         loads: load of each expert.
-        slots: total number of replicas, counting those of all experts.
+        slots: total number of replicas of all experts.
         most: maximum number of replicas per expert. If `most` is given, some slots may remain
             unused. By default, it is not limited.
     """
@@ -129,10 +129,10 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
 
     Args:
         loads: load >= 0 of each logical expert, in any unit.
-        slots: number of physical experts. The number of slots must be a multiple of `ranks`, and at
-            least the number of logical experts.
+        slots: number of physical experts. It must be a multiple of `ranks`, and at least the number
+            of logical experts.
         ranks: number of ranks.
-        nodes: number of nodes. All nodes have the same number of ranks. Defaults to 1.
+        nodes: number of nodes, which all have the same number of ranks. Defaults to 1.
         groups: number of groups of consecutive experts. All experts of a group are placed on the
             same node. If `groups` is not a multiple of `nodes`, both are ignored. Defaults to 1.
 

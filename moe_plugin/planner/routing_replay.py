@@ -43,7 +43,7 @@ class CallTime:
         seconds: time of the call under the policy.
         balanced: time in seconds of a call with the same number of rows under forced balance.
         lent: number of experts that are lent to other ranks in this call.
-        third: index of the third of the training run in which the call occurred (see `PARTS`).
+        third: in which third of the training run the call occurred, as an index (see `PARTS`).
     """
 
     seconds: float

@@ -170,7 +170,8 @@ class _Draft:
     Attributes:
         speeds: relative speed of each rank, or None if all ranks are equally fast. A rank of speed
             1 computes one row per unit of time.
-        shares: for each rank, the number of rows for which all ranks need the same time.
+        shares: for each rank, the number of rows with which all ranks would finish at the same
+            time.
     """
 
     def __init__(self, counts_WV: Counts, speeds: Sequence[float] | None = None) -> None:

@@ -93,8 +93,8 @@ class ContestRules:
         least: minimum number of rounds before a decision.
         most: maximum number of recent rounds on which a decision is based.
         gain: fraction of the current choice's time that a candidate must save to replace it.
-        behind: a candidate is excluded if, in every round and in at least two rounds, its time
-            exceeded the fastest candidate's time by this factor.
+        behind: a candidate is excluded if its time exceeded the fastest candidate's time by this
+            factor in every round, after at least two rounds.
         ordered: whether a candidate must save `gain` compared with every earlier candidate.
         smallest: whether comparisons may use the smallest times of candidates. These are misleading
             if a candidate is fast only occasionally.
@@ -256,10 +256,8 @@ class Contest(Generic[Choice]):
                             if one in times and other in times], self.rules.smallest)
 
     def base(self) -> Choice:
-        """Return the candidate with which new candidates are compared.
-
-        By default, the current candidate is returned. If the current candidate was excluded or has
-        no time, the first candidate with a time is returned.
+        """Return the candidate with which new candidates are compared: the current candidate or, if
+        it was excluded or has no time, the first candidate with a time.
         """
         timed = [c for c in self.alive() if any(c in times for times in self.rounds)]
         return self.current if self.current in timed or not timed else timed[0]
@@ -288,7 +286,7 @@ class Contest(Generic[Choice]):
         return Decision(best, not unclear, still)
 
     def factor(self, choice: Choice) -> float:
-        """Return a lower bound on a candidate's time divided by the shortest time."""
+        """Return a lower bound on the ratio of a candidate's time to the shortest time."""
         return min(self._factors[choice], default=1.0)
 
     def excess(self) -> float:

@@ -144,7 +144,7 @@ def crc_of(path: str | os.PathLike[str], size: int | None = None, digits: int | 
         path: path of the file.
         size: optional. Number of bytes to include, from the start of the file. Defaults to the
             whole file.
-        digits: optional. Position of a checksum within the file. Its digits are counted as zeros.
+        digits: optional. Position of a checksum within the file, whose digits are counted as zeros.
     """
     size = os.path.getsize(path) if size is None else size
     with open(path, "rb", buffering=0) as stream:
@@ -179,7 +179,7 @@ def verify(path: str | os.PathLike[str]) -> bool:
     if trailer is None and inside is None:
         # An unsealed zip file ends with its directory. Any other end is a damaged trailer.
         if start == _ZIP_START and end[-_ZIP_END_BYTES:][: len(_ZIP_END)] != _ZIP_END:
-            raise DamagedFile("its end differs from the end that was written")
+            raise DamagedFile("its last bytes differ from those that were written")
         return False
     if trailer is None:
         assert inside is not None
@@ -199,7 +199,7 @@ def seal_json(values: Mapping[str, Any]) -> str:
 
 
 def open_json(text: str) -> tuple[Any, bool]:
-    """Parse a JSON string. Return the values, and whether the string is sealed.
+    """Parse a JSON string, and return the values and whether the string is sealed.
 
     Raises:
         DamagedFile: If the string is sealed, but does not match its checksum.

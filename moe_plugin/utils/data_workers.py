@@ -34,13 +34,13 @@ def report_lost_batches() -> None:
 
 
 class _LostBatch(ExceptionWrapper):
-    """The reason why a batch could not be sent. This object is sent in place of the batch."""
+    """The reason why a batch could not be sent, which is sent in place of the batch."""
 
     def __init__(self, error: Exception) -> None:
         self.text = _message("could not pass on a batch", error)
 
     def reraise(self) -> None:
-        """Raise the error in the training process. torch's `DataLoader` calls this method."""
+        """Raise the error in the training process. Called by torch's `DataLoader`."""
         raise ValueError(self.text)
 
 

@@ -47,8 +47,8 @@ def check(wanted: bool) -> None:
 
 
 def seed_of(*numbers: int) -> int:
-    """Compute a seed from the given numbers, such as the step and the micro-batch. The seed is the
-    same in every process.
+    """Compute a seed, which is the same in every process, from numbers such as the step and the
+    micro-batch.
     """
     name = ".".join(map(str, numbers)).encode()
     return int.from_bytes(blake2b(name, digest_size=7).digest(), "little")

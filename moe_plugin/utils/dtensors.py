@@ -24,7 +24,7 @@ def is_sharded(value: Any) -> TypeGuard[DTensor]:
 
 def sharded_as(whole: Tensor, like: DTensor) -> DTensor:
     """Shard a full tensor in the same way as `like`, which must have the same shape. This function
-    is collective. All ranks receive shards of rank 0's tensor.
+    is collective: all ranks receive shards of rank 0's tensor.
     """
     from torch.distributed.tensor import distribute_tensor
 

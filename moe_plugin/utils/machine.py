@@ -195,8 +195,8 @@ def user_cache(purpose: str, folder: Path | None = None) -> Path:
     exist.
 
     The folder belongs to the current user, and no other user may write to it, because compiled
-    programs in it are executed. If the folder cannot be created, a folder inside the folder for
-    temporary files is used instead. If other users can write to it, a new folder is used, which is
+    programs in it are executed. If the folder cannot be created, a folder in the system's temporary
+    directory is used instead. If other users can write to it, a new folder is used, which is
     deleted when the process ends.
 
     Args:
@@ -251,7 +251,7 @@ def die_with_parent(parent: int) -> None:
     """Ask the operating system to kill this process as soon as its parent process ends for any
     reason.
 
-    This happens when the parent's thread that started the process ends.
+    More precisely, this happens when the parent's thread that started the process ends.
 
     Args:
         parent: process id of the parent.

@@ -228,11 +228,11 @@ class _Silent:
 
 def progress(total: int | None, description: str, stream: TextIO | None = None, *,
              unit: str = "step") -> Any:
-    """Create a progress bar with the methods `update(n)`, `set_postfix_str(text)` and `close()`.
+    """Create a progress bar with the methods `update(n)`, `set_postfix_str(text)` and `close()`,
+    which can also be used as a context manager.
 
-    The bar can also be used as a context manager. The bar is a tqdm bar that shows the remaining
-    time, provided that the stream is a terminal, tqdm is installed, and this is the first process
-    of its job. Otherwise, the bar prints nothing.
+    The bar is a tqdm bar that shows the remaining time, provided that the stream is a terminal,
+    tqdm is installed, and this is the first process of its job. Otherwise, the bar prints nothing.
 
     Args:
         total: optional. Total number of units when the bar is complete.

@@ -133,8 +133,8 @@ def hidden(known: Iterable[Known]) -> Iterator[None]:
 
 
 def own_log(verbose: bool = False) -> None:
-    """Set up logging to standard error for a command of this package. If the program has already
-    set up logging, nothing is changed.
+    """Set up logging to standard error for a command of this package. Nothing is changed if the
+    program has already set up logging.
 
     All messages of this package are logged, but messages of other libraries only if their level is
     `WARNING` or higher.

@@ -24,8 +24,8 @@ _Path = str | os.PathLike[str]
 
 
 def _kind(path: _Path, follow: bool) -> str:
-    """Return the type of a path, such as "folder" or "pipe". Return an empty string for a regular
-    file or a missing file.
+    """Return the type of a path, such as "folder" or "pipe", or an empty string for a regular or
+    missing file.
     """
     try:
         mode = os.stat(path, follow_symlinks=follow).st_mode
@@ -100,7 +100,7 @@ def begin_writing(file: int, offset: int, nbytes: int) -> None:
 
 
 def write_regular(path: _Path, content: str | bytes) -> Path:
-    """Write a file in one atomic operation. Strings are encoded as UTF-8.
+    """Write a file atomically. Strings are encoded as UTF-8.
 
     Raises:
         ValueError: If the path is not a regular file, or if the file cannot be written.
@@ -168,7 +168,7 @@ def make_folder(path: _Path) -> Path:
 
 def output_folder(path: _Path, names: Iterable[str]) -> Path:
     """Create a folder if it does not exist, and check that files with the given names can be
-    written to the folder.
+    written to it.
 
     Commands that run for a long time should call this function before they start.
 

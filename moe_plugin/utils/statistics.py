@@ -1,7 +1,7 @@
 """The table of statistics that are logged for each layer.
 
-Each entry contains everything that concerns one statistic. The table determines what a layer
-measures (`LayerStats.more`), how statistics are reduced over calls and ranks (`StatsSums` in
+Each entry contains all information about one statistic. The table determines what a layer measures
+(`LayerStats.more`), how statistics are reduced over calls and ranks (`StatsSums` in
 `moe_plugin/output.py`), the keys of records, the fields that `LayerRecord` reads, the metrics in
 the host's log, the charts in the report and in comparisons, and the table in docs/observability.md.
 To log a new statistic, add an entry to this table. This module does not import torch.
@@ -160,7 +160,7 @@ def _saved_rows(r: Any) -> float | None:
 
 
 def _of_store(name: str) -> Callable[[Any], float | None]:
-    """Return a function that computes a counter of the expert store per call."""
+    """Return a function that divides a counter of the expert store by the number of calls."""
     return lambda r: r.store.get(name, 0.0) / r.calls if r.store and r.calls else None
 
 

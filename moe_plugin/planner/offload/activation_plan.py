@@ -68,8 +68,8 @@ def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = 
     """Return the decisions with the shortest training step that fits in memory.
 
     With up to 10 blocks, they are the best of all `3 ** n` combinations. With more blocks, they are
-    the best combination that the search finds. It also contains a lower bound on the time of a step
-    (`SwapPlan.bound_s`), and whether the search proved that the decisions are optimal.
+    the best combination that the search finds. The plan also contains a lower bound on the time of
+    a step (`SwapPlan.bound_s`), and whether the search proved that the decisions are optimal.
 
     Args:
         blocks: blocks of the model, in the order of the forward pass.

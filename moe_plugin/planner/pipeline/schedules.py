@@ -11,10 +11,10 @@ same as TeraPipe's order, in which all forward passes precede all backward passe
 
 There are four modes for sending results from a stage to the next:
 
-- paired: Both the sending and the receiving stage wait until the transfer ends. It begins when both
-  stages have called it. Transfers in the two directions run one after the other, because gloo
-  queues its request for the second transfer on the same connection, behind the data of the first
-  transfer. This mode models Megatron's 1F1B schedule over gloo.
+- paired: Both the sending and the receiving stage wait until the transfer ends. The transfer begins
+  when both stages have called it. Transfers in the two directions run one after the other, because
+  gloo queues its request for the second transfer on the same connection, behind the data of the
+  first transfer. This mode models Megatron's 1F1B schedule over gloo.
 - blocking: The sending stage waits until the transfer ends.
 - overlapped: The sending stage continues to compute during the transfer. In 1F1B, however, the next
   stage needs an activation as soon as it is computed, so it still waits for the transfer.
