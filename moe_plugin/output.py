@@ -38,10 +38,10 @@ class LayerStats:
         entropy: the mean entropy, in nats, of the router's scores (`Routing.entropy`).
         tokens: the number of tokens without padding (`Routing.tokens`).
         losses: the unweighted losses by name, detached from the autograd graph.
-        bytes_sent: the number of bytes that this rank sent to other ranks in the forward pass. This
-            includes rows in both directions, counts, outputs of the shared expert, and gathered
-            parameters. An all-reduce is counted as a ring all-reduce. Bytes sent by packages such
-            as DeepEP are not included.
+        bytes_sent: the number of bytes that this rank sent to other ranks in the forward pass.
+            `bytes_sent` includes rows in both directions, counts, outputs of the shared expert, and
+            gathered parameters. An all-reduce is counted as a ring all-reduce. Bytes sent by
+            packages such as DeepEP are not included.
         rows: the number of rows that this rank's experts computed (`DispatchPlan.rows`).
         rows_sent: the number of rows sent for the tokens of this rank. The `ragged` dispatcher
             counts one row for each expert, rank or node to which a token is sent (`dispatch.send`),

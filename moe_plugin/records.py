@@ -188,8 +188,8 @@ class ExpertRows:
         strategy: a `kernels.expert_ffn.Strategy` that computes the experts. Defaults to the
             configured strategy.
         started: a function that experts in host memory or on disk call after their weights have
-            arrived and before they compute. It can fetch the next weights, so that this transfer
-            overlaps with the computation.
+            arrived and before they compute. The function can fetch the next weights, so that this
+            transfer overlaps with the computation.
     """
 
     x: Tensor
@@ -202,8 +202,8 @@ class ExpertRows:
 class ParameterRequest:
     """An input that makes experts return their `local_parameters` instead of computing rows.
 
-    It is passed to `forward`, because an adapter that wraps the experts changes their parameters
-    only while its own `forward` runs.
+    The request is passed to `forward`, because an adapter that wraps the experts changes their
+    parameters only while its own `forward` runs.
     """
 
 
@@ -233,7 +233,7 @@ class Sent:
     def put_back(self, result: Tensor) -> None:
         """Accept the result of the most recent piece, which may be sent back from now on.
 
-        Its shape is [R, D], or [T, D] if the piece contains a `RowPlan`.
+        The shape of the result is [R, D], or [T, D] if the piece contains a `RowPlan`.
         """
         self.results.append(result)
 
@@ -355,7 +355,7 @@ class KeptRouting:
             for dropped choices. None if no capacity is set.
         capacity: the number of slots per expert and source rank. Equal on all ranks. None if no
             capacity is set.
-        any_load: True if the capacity is large enough for any load. In this case, no choice is
+        any_load: True if the capacity is large enough for any load. With `any_load`, no choice is
             dropped, and the host does not need to know the load.
     """
 

@@ -1,6 +1,6 @@
 """`RoutedExperts`, the component of a Mixture-of-Experts layer that runs after the router.
 
-It is used by `MoELayer`, and by models that have their own router, such as models from
+This component is used by `MoELayer`, and by models that have their own router, such as models from
 transformers.
 """
 
@@ -96,8 +96,8 @@ class RoutedExperts:
     """The computation of an MoE layer after routing: select a layout, send rows to their experts,
     compute the experts, and combine the results.
 
-    It is not an `nn.Module`. The layer registers the experts as its own submodule `experts`, so
-    that checkpoints, FSDP and DDP see the parameters under short and stable names.
+    `RoutedExperts` is not an `nn.Module`. The layer registers the experts as its own submodule
+    `experts`, so that checkpoints, FSDP and DDP see the parameters under short and stable names.
 
     Args:
         config: the settings of the layer.
@@ -264,8 +264,8 @@ class RoutedExperts:
         """Start to exchange the row counts of the next call between ranks
         (`Dispatcher.start_sizes`).
 
-        This assumes that the next call uses the current layout; otherwise, the call exchanges its
-        row counts again. Returns None if no exchange was started.
+        The exchange assumes that the next call uses the current layout; otherwise, the next call
+        exchanges its row counts again. Returns None if no exchange was started.
         """
         if self.prefill is not None and not training:
             return None

@@ -132,7 +132,8 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         values: parsed values of the flags, by `FlagSpec.dest`.
-    Returns: Setting values by dotted path. Empty if the user does not pass `--moe-config`.
+    Returns: Setting values by dotted path. The mapping is empty if the user does not pass
+    `--moe-config`.
     Raises:
         ValueError: see `settings_from_yaml`.
     """

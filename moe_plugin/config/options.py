@@ -82,7 +82,7 @@ class SettingsSection:
     Attributes:
         PATH: dotted path of the section in the tree, with a trailing dot.
         SHORTHAND: the setting that receives the value if the user gives a string in place of a
-            whole section. Empty if the section has no short form.
+            whole section. `SHORTHAND` is empty if the section has no short form.
     """
 
     PATH: ClassVar[str] = ""
@@ -109,7 +109,7 @@ class SettingsSection:
         setting is silently ignored.
 
         Args:
-            ok: whether the settings have an effect. If True, nothing is checked.
+            ok: whether the settings have an effect. If `ok` is True, nothing is checked.
             where: condition under which the settings have no effect, such as "where guard.votes=0".
             remedy: how the user can make the settings effective.
             names: names of the settings. By default all settings of the section are checked.
@@ -134,7 +134,7 @@ class SettingsSection:
 
     def within(self, name: str, least: float, most: float, remedy: str) -> None:
         """Require that the number `name` is between `least` and `most`. `most` is far above any
-        practical value. This limit prevents excessive memory use and endless loops.
+        practical value. The limit prevents excessive memory use and endless loops.
         """
         value = operator.attrgetter(name)(self)
         if value is not None:

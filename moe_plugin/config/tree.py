@@ -224,7 +224,7 @@ def of_run(values: Mapping[str, Any]) -> dict[str, Any]:
 def of_layer(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return all values that are not run settings.
 
-    This includes unknown names, which are later reported as unknown layer settings.
+    Unknown names are included, so that they are later reported as unknown layer settings.
     """
     run = of_run(values)
     return {path: value for path, value in values.items() if path not in run}
@@ -257,8 +257,8 @@ def from_yaml(path: str, *, trust_imports: bool = False,
 
 def both_from_yaml(path: str, *, trust_imports: bool = False,
                    model_dim: int | None = None) -> tuple[MoEConfig, RunConfig]:
-    """Read a YAML file that contains both layer settings and run settings. Used by the hosts. The
-    arguments and the errors are the same as in `from_yaml`."""
+    """Read a YAML file that contains both layer settings and run settings. The hosts use this
+    function. The arguments and the errors are the same as in `from_yaml`."""
     values = _read(path, trust_imports)
     with _of_file(path):
         extra = {} if model_dim is None else {"model_dim": model_dim}
@@ -285,9 +285,9 @@ def describes_layers(settings: Mapping[str, Any]) -> bool:
     """Return whether the given dotted paths fully specify a layer, that is, whether they include
     `num_experts`.
 
-    If so, missing settings for routing, losses, dispatch and capacity get the defaults of
-    `MoEConfig` in every host. Otherwise, missing settings get the host's own arguments and
-    defaults.
+    With `num_experts`, missing settings for routing, losses, dispatch and capacity get the defaults
+    of `MoEConfig` in every host. Without `num_experts`, missing settings get the host's own
+    arguments and defaults.
     """
     return "num_experts" in settings
 

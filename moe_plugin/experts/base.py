@@ -109,15 +109,16 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 class Experts(nn.Module):
     """The base class of the experts of one rank.
 
-    Parameters remain marked as expert parameters when torch replaces them. This happens in
-    deepcopy, when parameters leave the meta device, and in `load_state_dict(..., assign=True)`.
+    Parameters remain marked as expert parameters when torch replaces them. Torch replaces
+    parameters in deepcopy, when they leave the meta device, and in
+    `load_state_dict(..., assign=True)`.
 
     Attributes:
         supports_gather: whether the experts can compute with parameters gathered from other ranks.
-            If True, the subclass implements `local_parameters`, `compute_parameters` and
-            `gathered_parameters`.
-        stored: whether the parameters are stored outside the device. If True, `prefetch` can hide
-            the time to load them.
+            If `supports_gather` is True, the subclass implements `local_parameters`,
+            `compute_parameters` and `gathered_parameters`.
+        stored: whether the parameters are stored outside the device. If `stored` is True,
+            `prefetch` can hide the time to load the parameters.
         traceable: whether `torch.compile` can trace the experts.
         reduced: whether `gradients.sync.reduce_experts` was called for these experts.
             `reduce_experts` also sets the attribute `reduced` of each parameter on which it
@@ -125,7 +126,8 @@ class Experts(nn.Module):
         adapters: the ranks of the low-rank adapters on these experts (`experts.lora`). None
             without adapters.
         later: object that postpones the computation of weight gradients until the host requests it
-            after the backward pass. If None, weight gradients are computed in the backward pass.
+            after the backward pass. If `later` is None, weight gradients are computed in the
+            backward pass.
         seed_comm: the group over which the seed of the initial values is broadcast. None if the
             ranks' random generators are already in the same state, or if initial values are copied
             between ranks.
@@ -165,7 +167,7 @@ class Experts(nn.Module):
         """A parameter that connects the exchanges between ranks to the autograd graph (see
         `comm.functional`).
 
-        It is a trainable parameter, unless all parameters are frozen. None if there are no
+        The anchor is a trainable parameter, unless all parameters are frozen. None if there are no
         parameters.
         """
         frozen = None

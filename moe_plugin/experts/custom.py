@@ -19,8 +19,8 @@ from moe_plugin.utils.machine import memory_bytes
 class CustomExperts(Experts):
     """Experts that are arbitrary modules created by the user.
 
-    They cannot be split into shards, so the number of experts must be at least the number of ranks.
-    All parameters of the modules are marked as expert parameters.
+    Arbitrary modules cannot be split into shards, so the number of experts must be at least the
+    number of ranks. All parameters of the modules are marked as expert parameters.
 
     Args:
         factory: a function `factory(global_index)` that returns the module of one expert. The

@@ -21,8 +21,8 @@ class DDPCheck:
     (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. Once the check has
     found a wrapper that excludes the experts, it no longer looks for wrappers.
 
-    It is skipped if the expert-parallel group has only one rank, because all data-parallel ranks
-    then store the same experts, which may be averaged.
+    The check is skipped if the expert-parallel group has only one rank, because all data-parallel
+    ranks then store the same experts, which may be averaged.
 
     Args:
         comm: the expert-parallel group.

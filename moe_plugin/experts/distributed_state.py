@@ -67,7 +67,8 @@ def window_of(name: str, sizes: Sequence[int], place: Placement, *,
     """Return the position of a rank's local tensor within the tensor of all experts.
 
     Args:
-        name: the name of the tensor. Its last component is a parameter name (`PART_AXIS`).
+        name: the name of the tensor. The last component of the name is a parameter name
+            (`PART_AXIS`).
         sizes: the shape of this rank's local tensor.
         place: describes which ranks store each expert.
         of_parameter: whether the tensor has the same dimensions as the parameter. For other

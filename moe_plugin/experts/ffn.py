@@ -253,8 +253,8 @@ class FFNExperts(Experts):
     def used_adapters(self) -> dict[str, Tensor]:
         """Return the adapter tensors that a call uses.
 
-        Empty if the adapters are merged into the weights. The method is collective if experts are
-        split over ranks.
+        No adapter tensors are returned if the adapters are merged into the weights. The method is
+        collective if experts are split over ranks.
         """
         ranks, shards = self.adapters, self._shards()
         if ranks is None or ranks.merged is not None:
@@ -367,7 +367,7 @@ def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
         shards: number of consecutive ranks that store shards of the same expert. Shards of an
             expert are concatenated along the dimension given by `axes`.
         axes: the dimension of each parameter along which experts are split, or None if every shard
-            has the full tensor. If None, the tensor of the first shard is used.
+            has the full tensor. If the dimension is None, the tensor of the first shard is used.
     Returns: tensors [L * size / shards, ...], by the names in `local`. The dimension along which
         experts are split is `shards` times as long as in `local`.
     """

@@ -79,7 +79,7 @@ class ExpertRanks:
 def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) -> Tensor:
     """Return the lengths [L, O] of the columns of `w + a b`, without computing this sum.
 
-    They are float32, or float64 if the weights are float64.
+    The lengths are float32, or float64 if the weights are float64.
 
     Args:
         w_LIO: the weights, [L, I, O].

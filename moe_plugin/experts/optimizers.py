@@ -48,7 +48,7 @@ def watch_optimizers() -> None:
     Later steps cost only one dictionary lookup.
 
     The first step raises a `ValueError` if an optimizer or tool treats the experts of several ranks
-    as copies of each other. It also raises a `ValueError` if it runs inside the backward pass,
+    as copies of each other. A step that runs inside the backward pass also raises a `ValueError`,
     because the gradients of experts are averaged only at the end of that pass. A warning is logged
     if the model no longer contains some of the optimizer's parameters.
     """

@@ -47,8 +47,8 @@ class OverwriteCheck:
     Attributes:
         calls: the number of training calls of the layer so far.
         world: the ranks that store the same shared parameters. This group includes the ranks that
-            store replicas of this rank's experts. Set by the host. If None, replicas are not
-            compared.
+            store replicas of this rank's experts. The host sets this attribute. If `world` is None,
+            replicas are not compared.
     """
 
     def __init__(self, comm: Comm, experts: nn.Module) -> None:

@@ -67,7 +67,7 @@ def linear_of(config: MoEConfig) -> type[DrawnLinear]:
 class SharedExpert(nn.Module):
     """An expert that processes every token, except padding.
 
-    Its parameters are replicated on all ranks.
+    The parameters of the shared expert are replicated on all ranks.
     """
 
     def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None,
@@ -152,7 +152,7 @@ class OverlappedWork:
     def shared_TD(self) -> Tensor | None:
         """Return the outputs of the shared expert, [T, D], or None if the layer has none.
 
-        They are computed only once per call.
+        The outputs are computed only once per call.
         """
         # may have been computed by `__call__` while the rows were sent
         if self._shared_TD is None and self.shared is not None:

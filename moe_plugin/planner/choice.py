@@ -35,8 +35,8 @@ class LayoutChoice:
             forward pass.
         algorithm: registered name of the all-to-all algorithm.
         kernel: registered name of the strategy that computes the experts.
-        piece_axis: how rows are divided into pieces: by `rows`, by `experts` or by `peers`. It has
-            no effect if there is only one piece.
+        piece_axis: how rows are divided into pieces: by `rows`, by `experts` or by `peers`.
+            `piece_axis` has no effect if there is only one piece.
         gather_tokens: if True, every rank gathers all tokens of the group and computes the rows of
             its own experts, without an all-to-all. The dispatcher `all_gather` also gathers all
             tokens in this way. Parameters are not gathered in this case.
@@ -198,9 +198,10 @@ def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[La
 
 
     Layouts without an all-to-all (r = 0, gathered tokens, or a single rank) have no exchange that
-    could overlap with computation. They therefore use d = 1 and the first algorithm, and never
-    spill rows. Layouts that gather tokens, and layouts that spill rows, use the largest possible r.
-    Layouts that send each token once per rank or once per node cannot use the piece axis `experts`.
+    could overlap with computation. These layouts therefore use d = 1 and the first algorithm, and
+    never spill rows. Layouts that gather tokens, and layouts that spill rows, use the largest
+    possible r. Layouts that send each token once per rank or once per node cannot use the piece
+    axis `experts`.
     """
     choices: dict[LayoutChoice, None] = {}
     for row in itertools.product(*values.values()):

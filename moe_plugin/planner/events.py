@@ -21,7 +21,7 @@ class Task:
     """A task of a simulation.
 
     Attributes:
-        name: name of the task. It must be unique.
+        name: name of the task. Task names must be unique.
         resource: name of the resource that the task occupies for `seconds`.
         seconds: duration of the task, in seconds.
         after: names of the tasks that must end before this task starts.

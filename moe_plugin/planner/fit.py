@@ -57,8 +57,8 @@ def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = Fa
         measurements: measured exchanges. To distinguish the links, the fit needs at least two sizes
             and several algorithms. For an emulated cluster, the fit also needs several numbers of
             nodes, because all emulated nodes share one machine.
-        shape: a cluster with the desired number of nodes, ranks per node and network cards. Its
-            link constants are ignored.
+        shape: a cluster with the desired number of nodes, ranks per node and network cards. The
+            link constants of `shape` are ignored.
         emulated: whether `host` and `wake_s` are also fitted to the measured CPU times.
 
     Raises:
@@ -82,8 +82,8 @@ def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, f
     """Fit the constants `host` and `wake_s` to the measured CPU times.
 
     The linear system has an additional column for memory copies, because copies also use CPU time.
-    Its coefficient is discarded, because `copy_s` already accounts for copies, which never overlap
-    with the network.
+    The coefficient for memory copies is discarded, because `copy_s` already accounts for copies,
+    which never overlap with the network.
     """
     if any(m.machine_s is None for m in measurements):
         raise ValueError(
@@ -101,7 +101,7 @@ def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, f
 def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
     """Fit the constants of the network links.
 
-    The time of a phase is `(wire ** q + machine ** q) ** (1 / q)`. It is rewritten as
+    The time of a phase is `(wire ** q + machine ** q) ** (1 / q)`. The time is rewritten as
     `wire * u + machine * v`, where u and v depend only weakly on the constants. The constants are
     therefore found by repeated linear least squares. Each iteration computes u and v from the
     constants of the previous iteration. Without CPU costs, u is 1, and a single iteration is exact.
@@ -150,8 +150,8 @@ def relative_errors(cluster: Cluster, measurements: Iterable[Measurement]) -> It
 
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the x >= 0 that minimizes `|a x - b|`. This uses the active-set method of Lawson and
-    Hanson (1974).
+    """Return the x >= 0 that minimizes `|a x - b|`. The method is the active-set method of Lawson
+    and Hanson (1974).
 
     Args:
         a: float64 matrix of shape [rows, columns].

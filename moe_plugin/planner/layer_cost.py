@@ -164,7 +164,7 @@ class _Sizes:
 
 
 def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCosts:
-    """Return the costs of moving rows and lending experts. They cover both the forward and the
+    """Return the costs of moving rows and lending experts. The costs cover both the forward and the
     backward pass."""
     link, sharing = cluster.intra, 1.0
     if cluster.nodes > 1:

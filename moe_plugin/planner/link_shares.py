@@ -95,9 +95,9 @@ def _scales(inverse_WW: Matrix, other_W: Matrix, most: float) -> Matrix:
     is 1.
 
     The method is Sinkhorn scaling with an upper bound on each entry: rows and columns are scaled
-    alternately. It converges to the feasible shares that are closest to `inverse_WW` in relative
-    entropy. In each row, the entries with the largest `other_j` are set to the upper bound, but as
-    few of them as possible.
+    alternately. The scaling converges to the feasible shares that are closest to `inverse_WW` in
+    relative entropy. In each row, the entries with the largest `other_j` are set to the upper
+    bound, but as few of them as possible.
     """
     order_W = np.argsort(-other_W)
     sorted_W, by_order_WW = other_W[order_W], inverse_WW[:, order_W]

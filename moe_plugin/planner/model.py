@@ -24,8 +24,8 @@ class MeasuredNetwork:
     Attributes:
         about: properties of the ranks. A measurement can be reused on other ranks with the same
             properties.
-        cluster: cluster whose constants were fitted to measured all-to-alls. It has the same number
-            of ranks as the measurement.
+        cluster: cluster whose constants were fitted to measured all-to-alls. The fitted cluster has
+            the same number of ranks as the measurement.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -75,8 +75,8 @@ class ModelShape:
 
     Attributes:
         moe_first: if True, the first of every `moe_every` layers is an MoE layer, as with
-            Megatron's `--moe-layer-freq`. Otherwise, the last of every `moe_every` layers is an MoE
-            layer, as with fairseq's `--moe-freq`. Set by `in_host`.
+            Megatron's `--moe-layer-freq`. If `moe_first` is False, the last of every `moe_every`
+            layers is an MoE layer, as with fairseq's `--moe-freq`. Set by `in_host`.
         sharded_optimizer: if True, the optimizer state of replicated parameters is divided equally
             among the data-parallel ranks (Megatron's `--use-distributed-optimizer`). Set by
             `in_host`.
@@ -241,8 +241,8 @@ class ModelPlan:
     ranks.
 
     Attributes:
-        tp, pp, dp: tensor-parallel, pipeline-parallel and data-parallel sizes. Their product is the
-            number of ranks.
+        tp, pp, dp: tensor-parallel, pipeline-parallel and data-parallel sizes. The product of the
+            three sizes is the number of ranks.
         ep: number of ranks among which the experts are divided.
         etp: number of ranks among which the inner width of each expert is divided.
         micro_batch: number of sequences per micro-batch.
@@ -291,7 +291,9 @@ class ModelPlan:
         return self.groups()["experts"].shape(cluster)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert the plan to a dictionary of plain values. It also contains `expert_dp`."""
+        """Convert the plan to a dictionary of plain values. The dictionary also contains
+        `expert_dp`.
+        """
         return {**dataclasses.asdict(self), "expert_dp": self.expert_dp}
 
     @property

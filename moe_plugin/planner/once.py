@@ -118,7 +118,7 @@ def all_gather_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
 def reduce_scatter_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
     """Predict the time in seconds of a reduce-scatter after which each rank has `piece` bytes.
 
-    It is the reverse of an all-gather and takes equally long.
+    A reduce-scatter is the reverse of an all-gather and takes equally long.
     """
     return all_gather_s(cluster, group, piece)
 

@@ -1,8 +1,8 @@
 """The policies that SWARM uses for unequal and unreliable peers (Ryabinin et al., 2023).
 
-- `Wiring` selects the peer for the next task. It uses interleaved weighted round-robin scheduling,
-  where the weights are average throughputs. If a peer fails, its task is sent to another peer. A
-  peer that responds with an error is banned.
+- `Wiring` selects the peer for the next task. `Wiring` uses interleaved weighted round-robin
+  scheduling, where the weights are average throughputs. If a peer fails, its task is sent to
+  another peer. A peer that responds with an error is banned.
 - `butterfly_weights` computes which fraction of a vector each peer sums in an all-reduce.
 """
 
@@ -19,8 +19,8 @@ BACKWARD = 2.5  # size of a backward task relative to a forward task
 
 @dataclass
 class Throughput:
-    """A moving average of a peer's throughput. It is corrected for the bias that results from the
-    initial value of zero.
+    """A moving average of a peer's throughput. The average is corrected for the bias that results
+    from the initial value of zero.
     """
 
     _average: float = 0.0
@@ -56,10 +56,10 @@ class _Entry:
 class Wiring:
     """Selects a peer for each task of one pipeline stage.
 
-    It predicts when every peer will have finished its tasks, and selects the peer that will be
-    idle first. The predicted time of this peer is then increased by the size of the task divided by
-    the peer's throughput. For N equal tasks and n peers with constant throughputs t_i, let p_i be
-    `t_i / sum t`. The number of tasks of peer i then differs from `N p_i` by at most
+    This class predicts when every peer will have finished its tasks, and selects the peer that will
+    be idle first. The predicted time of this peer is then increased by the size of the task divided
+    by the peer's throughput. For N equal tasks and n peers with constant throughputs t_i, let p_i
+    be `t_i / sum t`. The number of tasks of peer i then differs from `N p_i` by at most
     `max(1, n p_i)`.
 
     Args:
@@ -80,8 +80,8 @@ class Wiring:
     def announce(self, peer: Hashable, throughput: float) -> None:
         """Add a new peer or a banned peer, with its expected throughput.
 
-        It is treated as if it were as busy as the least busy peer; otherwise, it would receive all
-        tasks for some time.
+        The peer is treated as if it were as busy as the least busy peer; otherwise, it would
+        receive all tasks for some time.
         """
         if throughput <= 0:
             raise ValueError(f"throughput={throughput} of peer {peer!r} must be > 0")
@@ -91,8 +91,8 @@ class Wiring:
         heapq.heappush(self._heap, _Entry(busy, self._dice.random(), peer))
 
     def ban(self, peer: Hashable) -> None:
-        """Remove a peer that has responded with an error or has left. It can be announced again
-        later.
+        """Remove a peer that has responded with an error or has left. The peer can be announced
+        again later.
         """
         if self._throughput.pop(peer, None) is not None:
             self._heap = [entry for entry in self._heap if entry.peer != peer]
@@ -133,7 +133,7 @@ class Wiring:
     def throughput(self, peer: Hashable) -> float:
         """Return the throughput that is assumed for a peer.
 
-        This is the announced throughput until the peer finishes its first task, and the measured
+        The announced throughput is used until the peer finishes its first task, and the measured
         average afterwards.
         """
         measured = self._throughput[peer].value
@@ -147,9 +147,9 @@ def butterfly_weights(bandwidths: Sequence[float]) -> list[float]:
     For given bandwidths b_i, the fractions minimize the maximum of `(1 + (n - 2) w_i) / b_i`. All
     fractions are >= 0 and their sum is 1. In a time T, peer i can sum the fraction
     `(T b_i - 1) / (n - 2)` of the vector. There is a closed form for the smallest T at which these
-    fractions sum to 1. It contains only the fastest peers, namely those with `T b_i > 1`. A peer
-    with `b_i < 1 / T` sums nothing, but still has to send its own vector. With two peers, the
-    fractions are proportional to the bandwidths.
+    fractions sum to 1. The closed form contains only the fastest peers, namely those with
+    `T b_i > 1`. A peer with `b_i < 1 / T` sums nothing, but still has to send its own vector. With
+    two peers, the fractions are proportional to the bandwidths.
     """
     count = len(bandwidths)
     if count == 0 or min(bandwidths) <= 0:

@@ -5,10 +5,10 @@ The time of the stage with the most MoE layers is used for all stages. With m mi
 stages, a step takes `m + pp - 1` times as long as the forward and backward passes of a stage (1F1B
 without interleaving). The time to reduce gradients is added to the time of the passes. In 16-bit
 precision, the activations of a dense layer take 34 bytes per token and model dimension, divided by
-the tensor-parallel size (Korthikanti et al., 2022). This does not include attention scores, and is
-valid if nothing is recomputed. In 32-bit precision, host frameworks also store the attention
-scores, because fused attention kernels support only 16-bit precision. Logits and their gradients
-are stored in 32-bit precision.
+the tensor-parallel size (Korthikanti et al., 2022). These 34 bytes do not include attention scores,
+and are valid if nothing is recomputed. In 32-bit precision, host frameworks also store the
+attention scores, because fused attention kernels support only 16-bit precision. Logits and their
+gradients are stored in 32-bit precision.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PlanCost:
             memory use.
         layer: predicted cost of one MoE layer.
         activations: for each layer of the model, whether to keep or to recompute its activations.
-            Empty if all layers keep their activations.
+            `activations` is empty if all layers keep their activations.
     """
 
     plan: ModelPlan
@@ -122,7 +122,7 @@ def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: i
     """Return the time in seconds of the forward and backward passes of one dense layer on `tp`
     ranks.
 
-    This includes tensor-parallel communication, which consists of two all-reduces per pass.
+    The time includes tensor-parallel communication, which consists of two all-reduces per pass.
     """
     part = dense_s(model, device, tokens, tp)
     size = tokens * model.model_dim * model.element_bytes
@@ -281,8 +281,8 @@ def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[SwapPlan]:
 
 
 def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> list[SwapBlock]:
-    """Return the layers of a stage as blocks. Their activations are those of all micro-batches in
-    flight.
+    """Return the layers of a stage as blocks. The activations of a block are those of all
+    micro-batches in flight.
 
     Args:
         model: shape of the model.

@@ -37,8 +37,8 @@ class Kernel:
             rows. Times are interpolated linearly between these points and extrapolated linearly
             beyond them.
         launch_s: time of a kernel launch, in seconds.
-        each: if True, every expert is a separate kernel launch. Otherwise, one launch computes all
-            experts of a piece.
+        each: if True, every expert is a separate kernel launch. If `each` is False, one launch
+            computes all experts of a piece.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -104,7 +104,7 @@ class PrefillLoad:
         rows: number of rows per expert.
         row_s: time in seconds to send one row over the network in one direction.
         exchange_s: fixed time of an exchange, in seconds.
-        host_s: CPU time per piece in seconds. Counted only if there are several pieces.
+        host_s: CPU time per piece in seconds. `host_s` is counted only if there are several pieces.
     """
 
     experts: int
@@ -187,9 +187,9 @@ def timeline(load: PrefillLoad, pieces: int, compute_s: float) -> Timeline:
 def bound_s(load: PrefillLoad, pieces: int, compute_s: float) -> float:
     """Return a lower bound on the time in seconds for any order of equally large pieces.
 
-    It is the larger of two bounds. The first is the sum of the first exchange, all computation, and
-    the last exchange. The second is the sum of all exchanges and the time for which the network
-    waits until the first piece has been computed.
+    The larger of two lower bounds is returned. The first is the sum of the first exchange, all
+    computation, and the last exchange. The second is the sum of all exchanges and the time for
+    which the network waits until the first piece has been computed.
     """
     move = load.exchange_s + load.experts * load.rows * load.row_s / pieces
     waits = max(0.0, compute_s - (pieces - 1) * move)

@@ -3,11 +3,11 @@
 Each rank provides slots, which are called physical experts. Each slot stores one of the router's
 experts, which are called logical experts. An expert with a high load is stored in several slots.
 Placement consists of two greedy steps, both of which process the highest loads first. In the first
-step, each additional replica is given to the expert with the highest load per replica. This
-minimizes the maximum load of a slot. In the second step, each replica is placed on the least loaded
-rank that still has a free slot. If the number of expert groups is a multiple of the number of
-nodes, placement is hierarchical. It first assigns groups to nodes, so that all experts of a group,
-and all their replicas, are on the same node.
+step, each additional replica is given to the expert with the highest load per replica. The first
+step minimizes the maximum load of a slot. In the second step, each replica is placed on the least
+loaded rank that still has a free slot. If the number of expert groups is a multiple of the number
+of nodes, placement is hierarchical. Hierarchical placement first assigns groups to nodes, so that
+all experts of a group, and all their replicas, are on the same node.
 
 The loads of any two ranks differ by at most the load of the fullest slot, so the load of the
 busiest rank is at most the mean load of a rank plus the load of the fullest slot.
@@ -129,8 +129,8 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
 
     Args:
         loads: load >= 0 of each logical expert, in any unit.
-        slots: number of physical experts. It must be a multiple of `ranks`, and at least the number
-            of logical experts.
+        slots: number of physical experts. The number of slots must be a multiple of `ranks`, and at
+            least the number of logical experts.
         ranks: number of ranks.
         nodes: number of nodes, which all have the same number of ranks. Defaults to 1.
         groups: number of groups of consecutive experts. All experts of a group are placed on the

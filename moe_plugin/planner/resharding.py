@@ -37,7 +37,8 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis of the tensor
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A layout of a tensor. It assigns to each device the box of the tensor that the device stores.
+    """A layout of a tensor, which assigns to each device the box of the tensor that the device
+    stores.
 
     Attributes:
         shape: shape of the tensor.

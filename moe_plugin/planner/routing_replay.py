@@ -1,11 +1,11 @@
-"""Replay a routing trace in the planner's simulation to choose a policy for overloaded experts.
+"""Replay a routing trace in the planner's simulation to choose a policy for overloaded experts, for
+example before renting a cluster.
 
-This makes it possible to choose the policy before renting a cluster. The trace contains the loads
-of all experts in each forward call of a layer. From these loads, the load of the busiest rank is
-computed for each policy of `parallel.spill`. The predicted time of the busiest rank includes
-matmuls, sent rows and lent weights, in the forward and backward passes
-(`planner.spill.SpillCosts`). It is compared with the time under forced balance, in which every rank
-sends the same number of rows to every expert.
+The trace contains the loads of all experts in each forward call of a layer. From these loads, the
+load of the busiest rank is computed for each policy of `parallel.spill`. The predicted time of the
+busiest rank includes matmuls, sent rows and lent weights, in the forward and backward passes
+(`planner.spill.SpillCosts`). The predicted time is compared with the time under forced balance, in
+which every rank sends the same number of rows to every expert.
 """
 
 from __future__ import annotations

@@ -251,8 +251,8 @@ class SpillCosts:
 
     Attributes:
         row_s: time in seconds of the matmuls for one row.
-        travel_s: time in seconds for one row to enter or leave a rank. It includes the way to the
-            expert, the way back, and the row's gradient.
+        travel_s: time in seconds for one row to enter or leave a rank. The time includes the way to
+            the expert, the way back, and the row's gradient.
         lend_s: time in seconds to send the weights of one expert and to return their gradient.
         fixed_s: fixed time in seconds of the additional exchanges in a call that lends at least one
             expert.

@@ -1,5 +1,5 @@
-"""Replicas of experts with a high load. They stay in place for several training steps, and each
-replica computes a fraction of the rows of its expert.
+"""Replicas of experts with a high load. The replicas stay in place for several training steps, and
+each replica computes a fraction of the rows of its expert.
 
 Every n steps, the expert loads of the last n steps determine which replicas each rank stores. The
 best of three placements is used. The first placement is EPLB with experts that remain on their own
@@ -42,8 +42,8 @@ def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> S
     predicted to be idle first, among the ranks that store the expert. Experts that are stored on a
     single rank are assigned first. Replicated experts are then assigned in the order of decreasing
     load, so that small loads fill the remaining gaps. Replicas with the smallest loads are removed
-    as long as this increases the time of the busiest rank by at most the fraction `SLACK`. They
-    would save less time than it takes to send their weights.
+    as long as this increases the time of the busiest rank by at most the fraction `SLACK`. The
+    removed replicas would save less time than it takes to send their weights.
 
     Args:
         loads: number of rows of each expert. At least one number must not be zero.

@@ -1,5 +1,5 @@
-"""Predict the cost of a static reference layer. It has a fixed layout and no overlap, and
-dispatches tokens with dense matmuls as in GShard.
+"""Predict the cost of a static reference layer. The reference layer has a fixed layout and no
+overlap, and dispatches tokens with dense matmuls as in GShard.
 
 Each rank has S tokens. Each of the E experts has C = k ceil(S / E) slots. Dispatch and combine are
 matmuls with a mask of shape [S, E, C]. Each of these matmuls takes 2 S E C M FLOPs, about 2 k S^2 M

@@ -39,10 +39,10 @@ class PairedComparison(NamedTuple):
 
     Attributes:
         middle: logarithm of the ratio of times, which is negative if the first candidate is faster.
-        spread: uncertainty of `middle`. It is either half of the range of the logarithms without
-            outliers, or the sum of the logarithmic differences between the smallest and second
-            smallest time of each candidate. It is increased if there are few rounds, because a few
-            rounds may agree by chance.
+        spread: uncertainty of `middle`. The uncertainty is either half of the range of the
+            logarithms without outliers, or the sum of the logarithmic differences between the
+            smallest and second smallest time of each candidate. The uncertainty is increased if
+            there are few rounds, because a few rounds may agree by chance.
         rounds: number of rounds in which both candidates were measured.
     """
 
@@ -96,8 +96,8 @@ class ContestRules:
         behind: a candidate is excluded if its time exceeded the fastest candidate's time by this
             factor in every round, after at least two rounds.
         ordered: whether a candidate must save `gain` compared with every earlier candidate.
-        smallest: whether comparisons may use the smallest times of candidates. These are misleading
-            if a candidate is fast only occasionally.
+        smallest: whether comparisons may use the smallest times of candidates. The smallest times
+            are misleading if a candidate is fast only occasionally.
     """
 
     warm_up: int = 0
@@ -114,8 +114,9 @@ class Decision(NamedTuple, Generic[Choice]):
 
     Attributes:
         choice: the candidate that should be used.
-        sure: True if it is known for every candidate whether it saves enough time. Otherwise, the
-            choice is the best candidate that certainly saves enough time, or the current candidate.
+        sure: True if it is known for every candidate whether it saves enough time. If `sure` is
+            False, the choice is the best candidate that certainly saves enough time, or the current
+            candidate.
         open: candidates that further rounds could distinguish.
     """
 

@@ -24,10 +24,10 @@ class Assignment:
         name: name of the assignment.
         files: for each worker, its files in ascending order.
         classes: number of consecutive workers that form a class. Workers of the same class have no
-            file in common. They are interchangeable: some renaming of the files maps any worker to
-            the first worker of its class. In addition, while the workers of one class stay fixed,
-            any worker of another class can be mapped to the first worker of its class. If `classes`
-            is 1, no symmetry is known.
+            file in common. The workers of a class are interchangeable: some renaming of the files
+            maps any worker to the first worker of its class. In addition, while the workers of one
+            class stay fixed, any worker of another class can be mapped to the first worker of its
+            class. If `classes` is 1, no symmetry is known.
     """
 
     name: str
@@ -78,7 +78,8 @@ def mols(load: int, copies: int) -> Assignment:
 
     Args:
         load: number l of files per worker. Must be prime.
-        copies: number r of workers per file. It must be odd and at most l - 1.
+        copies: number r of workers per file. The number of workers per file must be odd and at most
+            l - 1.
 
     Raises:
         ValueError: If the value of `load` or `copies` is not allowed.
@@ -102,8 +103,8 @@ def ramanujan(prime: int, columns: int) -> Assignment:
 
     Args:
         prime: length s of the cycle, which must be a prime number.
-        columns: the number m. It must be either an odd number less than s, or a multiple of s if s
-            is odd.
+        columns: the number m. The number m must be either an odd number less than s, or a multiple
+            of s if s is odd.
 
     Raises:
         ValueError: If the value of `prime` or `columns` is not allowed.

@@ -2,7 +2,7 @@
 
 These files are `moe_plugin.kernels`, `moe_plugin.configs`, and the benchmark scripts in `scripts`.
 An installed package also contains `moe_plugin.kernels` and `moe_plugin.configs`, because
-pyproject.toml maps these folders into the wheel. It does not contain the scripts.
+pyproject.toml maps these folders into the wheel. An installed package does not contain the scripts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
 
 
 class CheckoutFinder:
-    """An import finder for `sys.meta_path` that finds only the packages listed in `FOLDERS`. It is
-    used after all other finders.
+    """An import finder for `sys.meta_path` that finds only the packages listed in `FOLDERS`. The
+    finder is used after all other finders.
     """
 
     def __init__(self, root: Path) -> None:

@@ -46,8 +46,8 @@ class DamagedFile(ValueError):
 class _SummingStream:
     """A stream that passes all bytes to a target stream and computes their checksum.
 
-    It also stores the error of a failed write, because torch's writer raises a different error
-    instead.
+    The stream also stores the error of a failed write, because torch's writer raises a different
+    error instead.
     """
 
     def __init__(self, stream: BinaryIO) -> None:

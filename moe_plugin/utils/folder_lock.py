@@ -42,11 +42,11 @@ class Holder:
 
     Attributes:
         host: name of the machine.
-        machine: identifier of the machine's boot and of its process table (see `_machine`). Empty
-            if the identifier is unknown.
+        machine: identifier of the machine's boot and of its process table (see `_machine`).
+            `machine` is empty if the identifier is unknown.
         process: process id.
-        begun: start time of the process, in clock ticks since the boot. It shows whether a process
-            id has been reused.
+        begun: start time of the process, in clock ticks since the boot. The start time shows
+            whether a process id has been reused.
         since: UTC time at which the lock was acquired.
         job: identifier of the job that the launcher started, or an empty string.
         token: random string that identifies the lock.

@@ -97,8 +97,8 @@ def start_to_host(x: Tensor) -> Callable[[], Tensor]:
     """Start to copy a tensor from a device to the host, and return a function that waits for the
     copy.
 
-    This function waits only for work that was queued before `start_to_host` was called, and returns
-    the copy.
+    The returned function waits only for work that was queued before `start_to_host` was called, and
+    returns the copy.
     """
     if x.device.type == "cpu":
         return lambda: x
@@ -128,11 +128,11 @@ def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     """Allocate uninitialized pinned host memory for long-lived data that is accessed by GPU kernels
     and copies.
 
-    The memory has exactly the requested size, whereas torch would round it up to a power of two. It
-    is freed once no tensor refers to it and the device has finished all work that was queued
-    before. This wait is necessary because torch's allocator tracks copies to and from pinned
-    memory, but not Triton kernels. For data that is needed only during part of a step, use torch's
-    pinned memory instead, which is cached.
+    The memory has exactly the requested size, whereas torch would round it up to a power of two.
+    The memory is freed once no tensor refers to it and the device has finished all work that was
+    queued before. Waiting for the device is necessary because torch's allocator tracks copies to
+    and from pinned memory, but not Triton kernels. For data that is needed only during part of a
+    step, use torch's pinned memory instead, which is cached.
 
     Args:
         shape: shape of the tensor.
@@ -183,16 +183,16 @@ def memory_bytes(device: torch.device) -> int | None:
 def cache_home() -> Path:
     """Return the path of the folder for all data that this package keeps between runs.
 
-    It is called `moe-plugin` and is located in `XDG_CACHE_HOME` if this variable contains an
-    absolute path, and in `~/.cache` otherwise.
+    The folder is called `moe-plugin` and is located in `XDG_CACHE_HOME` if this variable contains
+    an absolute path, and in `~/.cache` otherwise.
     """
     named = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "moe-plugin"
 
 
 def user_cache(purpose: str, folder: Path | None = None) -> Path:
-    """Return the folder for all caches that are kept between runs. It is created if it does not
-    exist.
+    """Return the folder for all caches that are kept between runs. The folder is created if it does
+    not exist.
 
     The folder belongs to the current user, and no other user may write to it, because compiled
     programs in it are executed. If the folder cannot be created, a folder in the system's temporary

@@ -51,8 +51,8 @@ def removed(name: str, *commands: str) -> str:
 
     Args:
         name: name of a flag, setting or command, as written by the user.
-        commands: the words before the name on the command line. They may include the command to
-            which a flag belongs.
+        commands: the words before the name on the command line. The words may include the command
+            to which a flag belongs.
     """
     places = (name, *(f"{command} {name}" for command in commands))
     replacement = next((REMOVED[key] for key in places if key in REMOVED), "")
@@ -105,8 +105,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def similar_names(name: str, known: Iterable[str]) -> list[str]:
-    """Return known names that the user may have meant by an unknown name. These are names with
-    similar spelling, and longer names that start with the unknown name.
+    """Return known names that the user may have meant by an unknown name. Possible names are names
+    with similar spelling, and longer names that start with the unknown name.
     """
     known = list(known)
     near = difflib.get_close_matches(name, known, 2, 0.8)
@@ -213,8 +213,8 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Silent:
-    """A progress bar that does not print anything. It has the same methods as tqdm, as far as this
-    package uses them.
+    """A progress bar that does not print anything. The class has the same methods as tqdm, as far
+    as this package uses them.
     """
 
     def update(self, *_: object) -> None:
@@ -232,7 +232,8 @@ def progress(total: int | None, description: str, stream: TextIO | None = None, 
     which can also be used as a context manager.
 
     The bar is a tqdm bar that shows the remaining time, provided that the stream is a terminal,
-    tqdm is installed, and this is the first process of its job. Otherwise, the bar prints nothing.
+    tqdm is installed, and this is the first process of its job. If one of these conditions is not
+    met, the bar prints nothing.
 
     Args:
         total: optional. Total number of units when the bar is complete.

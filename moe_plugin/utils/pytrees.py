@@ -19,9 +19,9 @@ def as_pytree(*static: str) -> Callable[[type[T]], type[T]]:
     values of the fields, in order.
 
     Args:
-        static: names of fields that contain plain values rather than tensors. These values are part
-            of the pytree's structure and are not leaves. Strings must not be leaves, because
-            `torch.export` cannot load a program that returns a string.
+        static: names of fields that contain plain values rather than tensors. The values of these
+            fields are part of the pytree's structure and are not leaves. Strings must not be
+            leaves, because `torch.export` cannot load a program that returns a string.
     """
     def register(cls: type[T]) -> type[T]:
         names = [field.name for field in dataclasses.fields(cls)  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ def hide(known: Iterable[Known], lines: Iterable[KnownLine] = ()) -> None:
 
 @contextmanager
 def hidden(known: Iterable[Known]) -> Iterator[None]:
-    """Inside the block, hide known warnings. Afterwards, the previous filters are restored."""
+    """Inside the block, hide known warnings. After the block, the previous filters are restored."""
     with warnings.catch_warnings():
         hide(known)
         yield

@@ -91,8 +91,8 @@ def begin_writing(file: int, offset: int, nbytes: int) -> None:
     """Start to flush a range of an open file to disk, without removing the range from the page
     cache.
 
-    This calls sync_file_range(2) of Linux, which Python does not provide. Nothing happens if the C
-    library does not provide it either.
+    This function calls sync_file_range(2) of Linux, which Python does not provide. Nothing happens
+    if the C library does not provide it either.
     """
     begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if begin is not None:
@@ -117,7 +117,8 @@ def write_regular(path: _Path, content: str | bytes) -> Path:
 
 
 def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
-    """Write a small file and flush it to disk. It is renamed to its final name when it is complete.
+    """Write a small file and flush it to disk. The file is renamed to its final name when it is
+    complete.
 
     Args:
         path: path of the file.
@@ -216,7 +217,8 @@ def is_full(error: OSError) -> bool:
 def system_error(error: BaseException | None) -> OSError | None:
     """Return the `OSError` that caused an error, or None if there is none.
 
-    This is necessary because `torch.save` raises a different error if a stream cannot be written.
+    This search is necessary because `torch.save` raises a different error if a stream cannot be
+    written.
     """
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__

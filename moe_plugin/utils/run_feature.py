@@ -58,8 +58,8 @@ class StepGradients:
         finite: collective function that returns whether the gradients and the loss are finite, with
             the same result on all ranks.
         scale_falls: function that returns whether the loss scale is reduced if gradients or the
-            loss are not finite. If so, a step that is not finite is expected and does not indicate
-            a failure.
+            loss are not finite. If the loss scale is reduced, a step that is not finite is expected
+            and does not indicate a failure.
         bad: whether this rank already knows that the step must be skipped.
     """
 
@@ -101,16 +101,17 @@ class StepFacts:
 
 
 class RunFeature:
-    """Base class of the features of a run. Its methods are called before, during and after each
-    training step, and do nothing unless a subclass overrides them.
+    """Base class of the features of a run. The methods of a feature are called before, during and
+    after each training step, and do nothing unless a subclass overrides them.
 
     All ranks call all methods in the same order, so every method may use collectives.
 
     Attributes:
-        reduces: whether the feature reduces the gradients itself. If True, the host framework must
-            not reduce them.
-        replaced: whether the state of another run was loaded in the last step. If True, the loss of
-            that step was computed with older weights, and the next samples are different.
+        reduces: whether the feature reduces the gradients itself. If `reduces` is True, the host
+            framework must not reduce the gradients.
+        replaced: whether the state of another run was loaded in the last step. If `replaced` is
+            True, the loss of that step was computed with older weights, and the next samples are
+            different.
     """
 
     reduces = False

@@ -34,7 +34,7 @@ class Chart:
     """A chart in the report.
 
     Attributes:
-        id: name of the chart. It must be unique in the report.
+        id: name of the chart. The name must be unique in the report.
         title: the title of the chart.
         about: one sentence that explains the chart.
         section: the heading of the section that contains the chart. A new heading creates a new
@@ -67,16 +67,16 @@ class Statistic:
         name: key of the statistic in records.
         meaning: description of the statistic in docs/observability.md.
         reduce: how the statistic is reduced over calls and ranks, one of the keys of `REDUCTIONS`.
-        measure: a function that receives a `RoutedCall` and is called by the layer in each call. It
-            returns a number, or a scalar tensor on the layer's device, which is stored in
-            `LayerStats.more`. Not required if `of_call` computes the statistic from other
-            attributes of `LayerStats`.
+        measure: a function that receives a `RoutedCall` and is called by the layer in each call.
+            The function returns a number, or a scalar tensor on the layer's device, which is stored
+            in `LayerStats.more`. `measure` is not required if `of_call` computes the statistic from
+            other attributes of `LayerStats`.
         of_call: a function that receives the `LayerStats` of one call and returns the value for
             this call, or None. The value may be a number, a tensor, a name or a list. Defaults to
             the value returned by `measure`.
         of_calls: for tensors, a function that replaces `of_call` in order to launch fewer small
-            device operations. It receives the values of earlier statistics, stacked over calls, and
-            returns values [N, ...].
+            device operations. The function receives the values of earlier statistics, stacked over
+            calls, and returns values [N, ...].
         derive: for the reduction `derived`, a function that computes the statistic from earlier
             fields of the record.
         on_device: whether the values are tensors.

@@ -24,7 +24,7 @@ class Phase:
         inter: numbers of messages and bytes that the busiest network card sends.
         intra: numbers of messages and bytes that the busiest rank sends to ranks of the same node.
         machine: sums over all ranks of three values: `k ** WAKES`, number of messages, and number
-            of bytes. Here, k is the number of messages that a rank sends and receives.
+            of bytes. In `k ** WAKES`, k is the number of messages that a rank sends and receives.
         copied: number of bytes that memory copies read and write on the busiest rank.
         parallel_links: whether links within nodes and links between nodes transfer data at the same
             time.

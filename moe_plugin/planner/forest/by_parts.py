@@ -2,12 +2,12 @@
 are planned for a single part, and every part uses the same trees.
 
 A shard is first sent through the switches between the parts, to the rank at the same position in
-every other part. It is then distributed along trees within each part. The general algorithm packs
-these trees into a single part. With B parts, each rank is the root of B times as many trees within
-its part. If links between ranks and switches have capacity that traffic between the parts does not
-use, this capacity also connects the ranks of a part. The bottleneck cut of the whole network is an
-upper bound on the speed of every schedule. The method of this module is used only if its schedule
-reaches this bound.
+every other part. The shard is then distributed along trees within each part. The general algorithm
+packs these trees into a single part. With B parts, each rank is the root of B times as many trees
+within its part. If links between ranks and switches have capacity that traffic between the parts
+does not use, this capacity also connects the ranks of a part. The bottleneck cut of the whole
+network is an upper bound on the speed of every schedule. The method of this module is used only if
+its schedule reaches this bound.
 """
 
 from __future__ import annotations

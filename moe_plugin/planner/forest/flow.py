@@ -62,8 +62,8 @@ class Demand:
         source. Return (0, -1) if no cut has a deficit.
 
         Once a rank is known to receive all data, it is merged with the common source node, because
-        all cuts that separate the rank have been checked. This makes the flow computations for the
-        remaining ranks faster.
+        all cuts that separate the rank have been checked. Merging ranks makes the flow computations
+        for the remaining ranks faster.
 
         Args:
             enough: the search stops as soon as it finds a deficit of this size or larger. By

@@ -153,8 +153,8 @@ def plan(network: Network, collective: str = "all_gather", trees: int | None = N
         trees: number k of trees per root. By default, k is the number of trees that the highest
             throughput requires.
         overlap: whether the reduce-scatter and the all-gather of an all_reduce run at the same time
-            and share the bandwidth of the wires. If True, `best_shares` computes the optimal share
-            of each root.
+            and share the bandwidth of the wires. If `overlap` is True, `best_shares` computes the
+            optimal share of each root.
         symmetry: whether all parts of a cluster with identical parts use the same plan, provided
             that the schedule is not slower (see `planner.forest.by_parts`).
 

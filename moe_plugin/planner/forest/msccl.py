@@ -76,8 +76,8 @@ def to_msccl(program: Program) -> str:
     """Convert a program to the text of an XML file. The file supports both in-place and
     out-of-place calls.
 
-    It contains no routes, because the runtime's transport finds the path between two GPUs. The
-    result of the collective is divided into equal chunks, and each piece of the data is a whole
+    The file contains no routes, because the runtime's transport finds the path between two GPUs.
+    The result of the collective is divided into equal chunks, and each piece of the data is a whole
     number of chunks. The runtime uses the file only if the size of the result is a multiple of the
     number of chunks.
 
@@ -163,8 +163,8 @@ class _Compiler:
         receiver.last[move.piece], receiver.place[move.piece] = last, place
 
     def _sum_place(self, move: ShareMove) -> tuple[str, int]:
-        """Return the buffer and offset at which the target stores its sum. This is in the output
-        buffer if the target is the root, and in the scratch buffer otherwise.
+        """Return the buffer and offset at which the target stores its sum. The sum is stored in the
+        output buffer if the target is the root, and in the scratch buffer otherwise.
         """
         gpu, piece = self.gpus[move.target], move.piece
         if move.target == self.program.roots[piece]:

@@ -139,8 +139,8 @@ def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
     """Return the smallest number of trees per unit of capacity that allows each root to have
     `trees` trees.
 
-    It is at least `ratio * trees`. It is found by bisection over all values at which the capacity
-    of some arc becomes sufficient for one more tree.
+    The returned number is at least `ratio * trees`. The number is found by bisection over all
+    values at which the capacity of some arc becomes sufficient for one more tree.
 
     Args:
         graph: graph whose capacities will be converted to numbers of trees.

@@ -207,8 +207,9 @@ class Preset:
     """A named type of network, for example `torus`.
 
     Attributes:
-        make: function that builds the network. Its arguments are a builder, the bandwidth in GB/s
-            of a link of weight 1, and the numbers that follow the colon in the network's name.
+        make: function that builds the network. The arguments of `make` are a builder, the bandwidth
+            in GB/s of a link of weight 1, and the numbers that follow the colon in the network's
+            name.
         numbers: description of the values after the colon, for error messages.
         count: required number of values after the colon. None if any number of values is allowed.
         example: example of a network name, such as `ring:8`.

@@ -22,7 +22,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An edge of a tree. It represents a message from a source rank to a target rank.
+    """An edge of a tree, which represents a message from a source rank to a target rank.
 
     paths: pairs of a path and its multiplicity. A path is a tuple of node names from the source to
     the target. The multiplicities sum to the weight of the tree, and the data of the tree is
@@ -80,7 +80,7 @@ class Schedule:
     tree). The sizes of the pieces are proportional to the weights of the trees. In an all_gather,
     the root of a tree initially stores the tree's piece. In a reduce_scatter, the root of a tree
     stores the tree's piece at the end. In an all_reduce, piece i is first summed towards the root
-    along inward tree i. It is then sent from the root to all ranks along outward tree i.
+    along inward tree i. The piece is then sent from the root to all ranks along outward tree i.
 
     Attributes:
         collective: name of the collective, one of `COLLECTIVES`.
@@ -89,14 +89,15 @@ class Schedule:
             M bytes, a shard has M/N bytes. No schedule that consists of trees can take less time.
             For all_reduce, this time applies to each of the two phases or, with `overlap`, to both
             phases together.
-        cut: the node names of a set S. It proves the bound
-            `1/x* = (ranks in S) / (bandwidth out of S)`. Empty with `overlap` and for a single
-            rank.
+        cut: the node names of a set S. The set proves the bound
+            `1/x* = (ranks in S) / (bandwidth out of S)`. `cut` is empty with `overlap` and for a
+            single rank.
         k: number of trees per root. A tree of weight w counts as w trees. With `overlap`, k is the
             total number of trees of all roots, because roots may have different shares.
         unit: bandwidth in GB/s of a tree of weight 1.
         trees: all trees. For all_reduce, the inward trees precede the outward trees.
-        fixed: whether the user specified k. If True, the schedule may take longer than 1/x*.
+        fixed: whether the user specified k. If `fixed` is True, the schedule may take longer than
+            1/x*.
         overlap: whether the inward and the outward trees of an all_reduce run at the same time and
             share the bandwidth of the wires.
         parts: with `overlap`, disjoint sets of nodes that prove the bound. Each set contains at

@@ -33,8 +33,8 @@ class ShareMove:
         source, target: ranks that send and receive the piece.
         routes: pairs of a path through the network and the fraction of the piece that is sent along
             this path. The fractions sum to 1.
-        sums: if True, the target adds the piece to its own data. Otherwise, the piece replaces the
-            target's own data.
+        sums: if True, the target adds the piece to its own data. If `sums` is False, the piece
+            replaces the target's own data.
     """
 
     piece: int
@@ -77,7 +77,8 @@ class Program:
 
     def inverse_bandwidth(self) -> Fraction:
         """Return the time in seconds for which the busiest wire is in use, per GB of the
-        collective's result. This is a lower bound on the total time for any number of chunks.
+        collective's result. The time of the busiest wire is a lower bound on the total time for any
+        number of chunks.
         """
         loads = self.loads()
         return max((loads[w.ends] / w.bandwidth for w in self.network.wires), default=Fraction(0))
@@ -104,8 +105,8 @@ class Simulated:
 
 
 def program_of(schedule: Schedule) -> Program:
-    """Convert a schedule to a program. It has one piece per tree or, for all_reduce, one piece per
-    pair of trees.
+    """Convert a schedule to a program. The program has one piece per tree or, for all_reduce, one
+    piece per pair of trees.
     """
     first = [t for t in schedule.trees if t.inward] or list(schedule.trees)
     second = [t for t in schedule.trees if not t.inward] if first[0].inward else []

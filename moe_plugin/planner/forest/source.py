@@ -127,9 +127,9 @@ def network_of(table: TopologyTable, nodes: int = 1, speeds: Speeds = Speeds(),
     """Return the network of `nodes` identical machines that are connected by their network cards.
 
     NVLinks are assumed to connect GPUs directly, unless the table lists more NVLinks than a GPU
-    has. In this case, they are assumed to lead to a switch. GPUs exchange data over PCIe only if
-    NVLinks do not connect all GPUs. Each network card is used by the GPUs that are nearest to it.
-    All network cards are connected by a network without a bottleneck.
+    has. If the table lists more NVLinks, the NVLinks are assumed to lead to a switch. GPUs exchange
+    data over PCIe only if NVLinks do not connect all GPUs. Each network card is used by the GPUs
+    that are nearest to it. All network cards are connected by a network without a bottleneck.
 
     Args:
         table: connections between the devices of one machine.

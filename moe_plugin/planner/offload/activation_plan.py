@@ -123,7 +123,8 @@ def search(problem: SwapProblem) -> tuple[Decisions, bool]:
 def keep_more(problem: SwapProblem, decisions: Decisions) -> Decisions:
     """Keep the activations of additional blocks if this does not make the training step longer.
 
-    Blocks are tried from the last to the first. This avoids copies that do not save any time.
+    Blocks are tried from the last to the first. Keeping additional activations avoids copies that
+    do not save any time.
     """
     best, seconds = decisions, problem.seconds(decisions) * (1 + TOLERANCE)
     for j in reversed(range(len(best))):
@@ -286,12 +287,12 @@ def lower_bound(problem: SwapProblem) -> float:
     """Return a lower bound, in seconds, on the time of a training step with any combination of
     decisions.
 
-    It is the solution of a relaxed problem, in which recomputation and swapping only need to free
-    enough memory for each block before its forward pass begins. In a step of T seconds, the time
-    available for recomputation is T minus the time of all other computation. Copies from the device
-    can overlap with recomputation, and with the forward passes of all earlier blocks except the
-    block with the shortest forward pass. The time available for copies to the device is T minus the
-    time of the whole forward pass and the time of the shortest backward pass of a block.
+    The bound is the solution of a relaxed problem, in which recomputation and swapping only need to
+    free enough memory for each block before its forward pass begins. In a step of T seconds, the
+    time available for recomputation is T minus the time of all other computation. Copies from the
+    device can overlap with recomputation, and with the forward passes of all earlier blocks except
+    the block with the shortest forward pass. The time available for copies to the device is T minus
+    the time of the whole forward pass and the time of the shortest backward pass of a block.
     """
     low = problem.compute_s
     if _enough(problem, low):

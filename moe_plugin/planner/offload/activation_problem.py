@@ -162,7 +162,7 @@ class SwapProblem:
         """Return the earliest point in the backward pass from which the activations of block i fit
         in memory.
 
-        Their size is subtracted from `slack`.
+        The size of these activations is subtracted from `slack`.
         """
         turn, size = i, self.blocks[i].activation_bytes
         while turn + 1 < len(slack) and slack[turn + 1] >= size:

@@ -31,7 +31,7 @@ class BlockProfile:
     """Measured times and sizes of one block of a model, for one micro-batch.
 
     Attributes:
-        name: name of the block. It must be unique within a model.
+        name: name of the block. Block names must be unique within a model.
         forward_s, backward_s: times in seconds of the forward pass and of the backward pass,
             without recomputation.
         activation_bytes: number of bytes that the forward pass stores for the backward pass,
@@ -129,15 +129,15 @@ class OffloadStep:
     """A step that runs on one stream.
 
     Attributes:
-        name: name of the step. It must be unique within a schedule.
+        name: name of the step. Step names must be unique within a schedule.
         stream: the stream that runs the step: "compute", "in" (copies to the device) or "out"
             (copies from the device).
         seconds: duration of the step in seconds.
-        after: names of the steps that must end before this step starts. They must be issued before
-            this step.
+        after: names of the steps that must end before this step starts. The steps in `after` must
+            be issued before this step.
         takes: number of bytes that the step allocates on the device when it starts.
         frees: number of bytes that the step frees on the device when it ends.
-        block: name of the block to which the step belongs. Used only for display.
+        block: name of the block to which the step belongs. The block name is used only for display.
     """
 
     name: str
@@ -170,8 +170,8 @@ class Outcome:
     """The result of simulating a schedule.
 
     Attributes:
-        timeline: timeline of all steps, in the order in which they were issued. Its resources are
-            streams, and its phases are blocks.
+        timeline: timeline of all steps, in the order in which they were issued. The resources of
+            the timeline are streams, and its phases are blocks.
         memory: pairs (time in seconds, number of bytes in use on the device), one for each change,
             in chronological order.
         peak: maximum number of bytes in use on the device.
@@ -215,8 +215,8 @@ class Outcome:
         return {span.task.name: span.start for span in self.timeline.spans}
 
     def trace(self) -> dict[str, Any]:
-        """Return the timeline as a trace for Chrome and Perfetto. It includes a counter of the
-        bytes in use.
+        """Return the timeline as a trace for Chrome and Perfetto. The trace includes a counter of
+        the bytes in use.
         """
         trace = self.timeline.trace(STREAMS)
         trace["traceEvents"] += [{"name": "memory", "ph": "C", "pid": 0, "ts": 1e6 * at,

@@ -330,8 +330,8 @@ class StreamPlan:
     def hides(self) -> bool:
         """True if all copies that can overlap with computation are hidden by it (condition (ii)).
 
-        This does not include copies before the first forward pass or after the start of the last
-        backward pass."""
+        Copies before the first forward pass or after the start of the last backward pass are not
+        considered."""
         inner = list(self.model.stages(self.parts))[1:-2]
         return all(stage.seconds <= stage.compute_s for stage in inner)
 

@@ -54,8 +54,8 @@ class StageProfile:
         batch: number of sequences per training step in one pipeline. Required to choose the size of
             micro-batches together with the slices, otherwise 0.
         granularity: a divisor of `sequence`, of which all slice lengths are multiples.
-        slices: fixed lengths of slices in tokens. If empty, the best lengths are computed from the
-            samples.
+        slices: fixed lengths of slices in tokens. If `slices` is empty, the best lengths are
+            computed from the samples.
     """
 
     name: str = "pipeline"

@@ -20,7 +20,7 @@ There are four modes for sending results from a stage to the next:
   stage needs an activation as soon as it is computed, so it still waits for the transfer.
 - eager: Stage i begins with 2 (n - i) - 1 forward passes instead of n - i. The additional forward
   passes leave time for one pass between computing an activation and using it, during which the
-  activation is sent. This mode stores about twice as many activations.
+  activation is sent. The mode `eager` stores about twice as many activations.
 
 A backward pass can be split into two steps: the first computes the gradient of the input, for which
 the previous stage waits, and the second computes the gradients of the weights while the gradient of

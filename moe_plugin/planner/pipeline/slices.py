@@ -14,7 +14,7 @@ only the largest is tried.
 
 Measured times are fitted with TeraPipe's latency model,
 `t(l, c) = base(l) + a0 + a1 l + a2 c + a3 l c`. The term `base(l)` is a linear interpolation
-between the times measured without context. It is the only term for slices without context.
+between the times measured without context. For slices without context, `base(l)` is the only term.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
 
     Args:
         times: function t(l, c) that returns the time in seconds, >= 0, of l tokens that follow c
-            tokens. It is infinite if the slice is not possible.
+            tokens. An infinite time means that the slice is not possible.
         length: number of tokens in the sequence.
         stages: number of stages K. For m consecutive sequences, pass `1 + (K - 1) / m`.
-        granularity: number of tokens of which every slice length is a multiple. It must be a
-            divisor of `length`.
+        granularity: number of tokens of which every slice length is a multiple. The granularity
+            must be a divisor of `length`.
         gap_s: maximum difference in seconds between a value of t and the next larger bound that is
             tried. The result is at most `(K - 1) * gap_s` slower than the best division.
 
@@ -275,8 +275,8 @@ def fit(samples: Iterable[Sample]) -> SliceTimes:
 
 
 def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
-    """Fit the times of slices separately for each number of sequences. This number is the first
-    element of a sample.
+    """Fit the times of slices separately for each number of sequences. The number of sequences is
+    the first element of a sample.
 
     Times are interpolated linearly between measured numbers of sequences, and extrapolated linearly
     beyond the largest one. Below the smallest one, the time at the smallest number is used.
