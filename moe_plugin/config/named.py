@@ -116,7 +116,6 @@ def refuse_beside(config: MoEConfig, *, router: bool, experts: bool) -> None:
     expert modules.
 
     Args:
-        config: settings of the layer.
         router: whether the user passes a router module.
         experts: whether the user passes expert modules.
     """

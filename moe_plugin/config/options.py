@@ -161,8 +161,6 @@ class _Leaf(NamedTuple):
     """One field of a section.
 
     Attributes:
-        name: name of the field.
-        hint: declared type of the field.
         is_section: whether the field is a nested section rather than a single setting.
         plain: types whose values need no further check.
         numbers: numeric types whose values must be representable in 64 bits.
@@ -216,8 +214,6 @@ def build(cls: type, values: Mapping[str, Any], prefix: str, base: Any = None,
     """Build a section from plain nested values.
 
     Args:
-        cls: class of the section.
-        values: values of the settings, by name.
         prefix: dotted path of the section, with a trailing dot.
         base: optional. A section that provides the values of all settings missing from `values`. By
             default, missing settings get their default values.

@@ -112,8 +112,6 @@ class ParallelConfig(SettingsSection):
     def rank_speeds(self, ranks: int) -> tuple[float, ...] | None:
         """Return the setting `speeds` as a sequence of numbers.
 
-        Args:
-            ranks: number of expert-parallel ranks.
         Returns: The relative speed of each rank, or None if the user gave no speeds or requested
             that they be measured.
         Raises:

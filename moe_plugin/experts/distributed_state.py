@@ -70,7 +70,6 @@ def window_of(name: str, sizes: Sequence[int], place: Placement, *,
         name: the name of the tensor. The last component of the name is a parameter name
             (`PART_AXIS`).
         sizes: the shape of this rank's local tensor.
-        place: describes which ranks store each expert.
         of_parameter: whether the tensor has the same dimensions as the parameter. For other
             tensors, such as factored optimizer states, the position is known only if experts are
             not sharded.
@@ -100,7 +99,6 @@ def window_in(name: str, shape: Sequence[int], place: Placement, *,
     Args:
         name: the name of the tensor, as in `window_of`.
         shape: the shape of the full tensor.
-        place: the ranks that store each expert.
         of_parameter: whether the tensor has the same dimensions as the parameter.
     Raises:
         ValueError: If the first dimension does not index experts, or if experts are split along an
@@ -164,7 +162,6 @@ def as_dtensor(value: Tensor, window: ExpertWindow, place: Placement) -> Any:
     The first call is collective if experts are sharded and not all ranks store the same experts.
 
     Args:
-        value: the local tensor of this rank.
         window: the position of the local tensor in the full tensor.
         place: the ranks that store each expert.
     Raises:
@@ -339,7 +336,6 @@ def _changed(optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[
 
     Args:
         optimizer: the optimizer.
-        state_dict: the state dict of the optimizer.
         change: a function that computes a new state tensor from the parameter, the old state
             tensor, the parameter's name and its placement.
         keys: the key of each parameter in the state dict, in the order of the parameters.

@@ -363,7 +363,6 @@ def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
     Args:
         local: the parameters of this rank, by name. The first dimension of each parameter indexes
             the experts.
-        comm: the group of ranks whose parameters are gathered.
         shards: number of consecutive ranks that store shards of the same expert. Shards of an
             expert are concatenated along the dimension given by `axes`.
         axes: the dimension of each parameter along which experts are split, or None if every shard

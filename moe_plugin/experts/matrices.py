@@ -52,7 +52,6 @@ def mark_matrices(experts: nn.Module, shards: int) -> None:
     """Store a `MatrixPart` on each weight of feed-forward experts.
 
     Args:
-        experts: the experts of a layer.
         shards: the number of shards of each expert.
     """
     parameters = dict(experts.named_parameters())

@@ -94,10 +94,6 @@ class SharedExpert(nn.Module):
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> SharedExpert | None:
         """Build the shared expert, or return None if the settings do not specify a shared expert.
-
-        Args:
-            config: the settings of the layer.
-            where: the dtype and device of the parameters.
         """
         return cls(config, **where) if config.experts.shared_hidden_dim else None
 

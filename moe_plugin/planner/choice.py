@@ -159,8 +159,6 @@ def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
     On a single rank, the only possible value is 1.
 
     Args:
-        experts: number of experts in the layer.
-        ranks: number of expert-parallel ranks.
         shards: number S of ranks that share an expert. Defaults to `ranks / experts`, but at least
             1.
 

@@ -234,8 +234,6 @@ def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: b
     """Return the tasks that simulate the exchanges of one forward pass.
 
     Args:
-        shape: sizes of the layer.
-        cluster: the cluster on which the layer runs.
         schedule: name of the schedule, one of `SCHEDULES`.
         overlap: whether the all-gather of schedule `s2` overlaps with the second all-to-all.
         pieces: number of pieces into which overlapping exchanges are split. Defaults to 1.

@@ -84,9 +84,6 @@ def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan
     """Return the time in seconds of each component of a training step.
 
     Args:
-        model: sizes of the model.
-        cluster: the cluster on which the model is trained.
-        device: processor of each rank.
         plan: describes how the model is distributed over the cluster.
         layer_s: time in seconds of the forward and backward passes of one MoE layer.
     """
@@ -285,8 +282,6 @@ def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> lis
     micro-batches in flight.
 
     Args:
-        model: shape of the model.
-        cost: predicted time and memory of the plan.
         experts: for each layer of the stage, whether the layer is an MoE layer.
     """
     plan, share = cost.plan, 1 / (1 + BACKWARD)

@@ -154,7 +154,6 @@ def crossovers(profile: Profile, experts: int, rows: range) -> list[tuple[int, s
 
     Args:
         profile: measured kernels by name.
-        experts: number of experts.
         rows: numbers of rows per expert to check, in ascending order.
     """
     changes, before = [], None

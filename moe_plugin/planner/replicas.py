@@ -80,7 +80,6 @@ def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
     The greedy method is optimal: no other numbers of replicas give a smaller maximum load per slot.
 
     Args:
-        loads: load of each expert.
         slots: total number of replicas of all experts.
         most: maximum number of replicas per expert. If `most` is given, some slots may remain
             unused. By default, it is not limited.

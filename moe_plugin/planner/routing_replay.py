@@ -95,7 +95,6 @@ def calls_of(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int | Non
 
     Args:
         traces: routing trace of each rank (see `observe.traces.read_trace`).
-        experts: number of experts.
         ranks: number of ranks over which the experts are distributed. Defaults to the number of
             ranks in the trace. For a smaller number, the data of several ranks in the trace is
             merged. For a larger number, the tokens of each rank are divided in order.
@@ -212,9 +211,6 @@ def replay(traces: Sequence[Mapping[Any, Any]], model: ModelShape, cluster: Clus
 
     Args:
         traces: routing trace of each rank (see `observe.traces.read_trace`).
-        model: sizes of the model that was traced.
-        cluster: the cluster for which the policies are compared.
-        device: processor of each rank.
         guests: maximum number of experts that a rank may borrow at the same time.
         replan: number of training steps between two placements of the policy `standing`.
         ranks: number of ranks over which the experts are distributed. Defaults to the number of

@@ -347,7 +347,6 @@ def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
     Args:
         counts_WV: number of rows by source rank and expert. Rank i owns the experts with the
             indices `i L` to `(i + 1) L - 1`.
-        costs: predicted costs of moving rows and lending experts.
         policy: name of the policy, one of `POLICIES`.
         guests: maximum number of experts that a rank may borrow at the same time.
         speeds: speed of each rank, relative to the device for which `costs` is valid. By default,

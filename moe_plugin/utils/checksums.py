@@ -72,7 +72,6 @@ def write_sealed(path: str | os.PathLike[str], write: Callable[[Any], None]) -> 
     being written.
 
     Args:
-        path: path of the file.
         write: function that receives a stream and writes the data to it.
     Raises:
         OSError: If the file cannot be written, for example because the disk is full.

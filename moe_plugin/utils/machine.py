@@ -135,8 +135,6 @@ def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     step, use torch's pinned memory instead, which is cached.
 
     Args:
-        shape: shape of the tensor.
-        dtype: dtype of the tensor.
         device: GPU that uses the memory. If the device has no index, torch's current GPU is used.
     Raises:
         RuntimeError: If the memory cannot be pinned. The message contains the CUDA error number.

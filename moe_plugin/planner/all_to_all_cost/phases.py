@@ -81,7 +81,6 @@ def cost_of(cluster: Cluster, node: tuple[int, float, int, float], phases: Seque
     """Return the cost of an exchange that consists of the given phases.
 
     Args:
-        cluster: the cluster on which the exchange runs.
         node: numbers of messages and bytes that leave a node, followed by the numbers of messages
             and bytes sent inside a node.
         phases: the phases of the exchange, in order.
@@ -108,7 +107,6 @@ def declared(name: str, rounds: int) -> Callable[[CostModel], CostModel]:
     """Return a decorator that registers a function as the cost model of the algorithm `name`.
 
     Args:
-        name: registered name of the all-to-all algorithm.
         rounds: number of phases (rounds of messages) of the algorithm. `COSTS` is sorted by this
             number.
     """

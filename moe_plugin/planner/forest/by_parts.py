@@ -114,8 +114,6 @@ def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -
 
     Args:
         counted: graph whose capacities are numbers of trees.
-        names: names of the graph's nodes.
-        parts: division of the graph into identical parts.
         k: number of trees per root.
     """
     # Lanes are assigned first, because trees within parts can only use the remaining capacity.

@@ -196,7 +196,6 @@ def part_of(network: Network, ranks: Sequence[int]) -> Network:
     Wires of all other ranks are omitted, because ranks do not forward data for each other.
 
     Args:
-        network: the whole network.
         ranks: indices of the ranks to keep.
 
     Raises:

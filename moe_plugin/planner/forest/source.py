@@ -135,7 +135,6 @@ def network_of(table: TopologyTable, nodes: int = 1, speeds: Speeds = Speeds(),
         table: connections between the devices of one machine.
         nodes: number of machines. Defaults to 1.
         speeds: assumed bandwidths.
-        name: name of the network.
 
     Raises:
         ValueError: If there are several machines but no network cards.

@@ -194,7 +194,6 @@ class _Prefix:
     """Decisions for the first blocks, and the costs of a step that follow from these decisions.
 
     Attributes:
-        decisions: decisions for the first blocks.
         held: number of bytes that remain on the device from the forward pass to the backward pass.
         again_s: time in seconds spent on recomputation.
         copies_s: time in seconds of all copies to the device.
@@ -217,7 +216,6 @@ class _Proof:
     Branches that cannot lead to a shorter step are skipped.
 
     Attributes:
-        best: the best decisions found so far.
         left: number of search nodes that may still be visited. The proof is abandoned when it
             reaches 0.
     """

@@ -73,8 +73,6 @@ def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
     chosen.
 
     Args:
-        model: sizes of the model.
-        device: processor of the machine.
         link_bytes_s: bandwidth, in bytes per second, from the memory that stores the experts to the
             device.
         tokens: number of sequences, for each of which one token is generated.

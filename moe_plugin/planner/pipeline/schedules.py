@@ -46,9 +46,7 @@ def warm_up(stages: int, stage: int, micro_batches: int, mode: str, slices: int 
     """Return the number of forward passes that a stage runs before its first backward pass.
 
     Args:
-        stages: number of stages.
         stage: index of the stage, counted from 0.
-        micro_batches: number of micro-batches.
         mode: sending mode, one of `MODES`.
         slices: number of slices per sequence. Defaults to 1.
     """
@@ -77,7 +75,6 @@ def equal_slices(length: int, multiple: int, count: int) -> tuple[int, ...]:
     Args:
         length: number of tokens of the sequence.
         multiple: number of tokens of which every slice length is a multiple.
-        count: number of slices.
     """
     pieces = length // multiple
     return tuple(multiple * (pieces // count + (i < pieces % count)) for i in range(count))

@@ -126,7 +126,6 @@ def cut_batch(times: BatchTimes, batch: int, length: int, stages: int, *, granul
     Args:
         times: function t(b, l, c) that returns the time in seconds of a slice of l tokens of each
             of b samples, which follow c tokens.
-        batch: number of samples in the batch.
         length: see `cut`.
         stages: see `cut`.
         granularity: see `cut`.
