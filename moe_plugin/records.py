@@ -249,9 +249,10 @@ class TokenInfo:
         token_ids_T: int64, the vocabulary index of each token. Required by the router `hash`.
         sequence_T: int64, for each token, the index of its sequence, from 0 to sequences - 1.
             Required by the loss `sequence`.
-        sequences: the number of sequences. Must be at least 1 if `sequence_T` is used.
+        sequences: the number of sequences. This number must be at least 1 if `sequence_T` is used.
         router_index: if several routers are configured, the index of the router to use in this
-            call. Must be equal on all ranks. None if `router.selection` selects the router.
+            call. The router index must be equal on all ranks. None if `router.selection` selects
+            the router.
     """
 
     token_ids_T: Tensor | None = None
@@ -353,8 +354,7 @@ class KeptRouting:
         before: the routing including the dropped choices.
         slots_TK: int64 [T, K], the index of the slot that each choice occupies in its expert. -1
             for dropped choices. None if no capacity is set.
-        capacity: the number of slots per expert and source rank. Equal on all ranks. None if no
-            capacity is set.
+        capacity: the number of slots per expert and source rank. Equal on all ranks. None if no capacity is set.
         any_load: True if the capacity is large enough for any load. With `any_load`, no choice is
             dropped, and the host does not need to know the load.
     """

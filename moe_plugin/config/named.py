@@ -68,7 +68,8 @@ def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either:
 
     Args:
         config: an `MoEConfig`, or the width of a token (D).
-        settings: settings as in `named_config`. Must be empty if `config` is an `MoEConfig`.
+        settings: settings as in `named_config`. `settings` must be empty if `config` is an
+            `MoEConfig`.
         either: constructor arguments that accept either a setting or another object. A string or
             mapping is used as a setting; other objects are ignored.
     Raises:

@@ -126,7 +126,8 @@ def off(remedy: str, *names: str, shown: str = "{flag}", given: Any = True) -> t
         remedy: remedy for all these settings. `{flag}` is replaced with the flag of the setting,
             and `{}` with the name of the setting.
         names: names of the settings.
-        shown: name of the setting in error messages. May contain the same placeholders as `remedy`.
+        shown: name of the setting in error messages. `shown` may contain the same placeholders as
+            `remedy`.
         given: value to use for each setting in the examples.
     """
     return tuple(Refusal(_named(shown, name), operator.itemgetter(name), _named(remedy, name),

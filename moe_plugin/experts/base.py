@@ -95,8 +95,8 @@ def expert_ranks(parameter: Tensor) -> int:
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Return whether a parameter belongs to an expert. Also works for fairseq's fp32 copies of
-    parameters.
+    """Return whether a parameter belongs to an expert. The result is also correct for fairseq's
+    fp32 copies of parameters.
     """
     return getattr(parameter, "expert", False)
 
@@ -153,8 +153,8 @@ class Experts(nn.Module):
         Args:
             work: rows [R, D] sorted by expert, or tokens [T, D] with a `RowPlan`. For a
                 `ParameterRequest`, the result of `local_parameters` is returned instead of outputs.
-        Returns: the expert outputs, with the shape of the rows or tokens, or the parameters for a
-        `ParameterRequest`.
+        Returns: the expert outputs, with the same shape as the input, or the parameters if the
+        input is a `ParameterRequest`.
         """
 
     @property

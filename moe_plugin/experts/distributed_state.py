@@ -118,7 +118,7 @@ def window_in(name: str, shape: Sequence[int], place: Placement, *,
 class ExpertPart(Tensor):
     """A state dict tensor that contains only the local experts of this rank.
 
-    Computations, copies and pickles treat it as a plain tensor, but DCP refuses to save it.
+    Computations, copies and pickles treat this class as a plain tensor, but DCP refuses to save it.
     """
 
     @classmethod
@@ -224,7 +224,7 @@ def asked_by_dcp() -> bool:
 
 
 def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Convert a layer's experts in a state dict that was just created. Registered as a hook that
+    """Convert a layer's experts in a state dict that was just created. This function is a hook that
     runs after `state_dict`.
 
     If DCP requested the state dict, the layer's extra state describes the experts of all ranks, and
@@ -241,8 +241,8 @@ def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
 
 
 def take(layer: Any, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Convert a layer's experts in a state dict back to local tensors. This is the inverse of
-    `give`. Registered as a hook that runs before `load_state_dict`.
+    """Convert a layer's experts in a state dict back to local tensors. This function is the inverse
+    of `give`. The function is a hook that runs before `load_state_dict`.
     """
     use_current_names(state, prefix + "experts.")
     place, dcp = layer.placement, asked_by_dcp()

@@ -69,7 +69,7 @@ class OverwriteCheck:
     def __call__(self, experts: nn.Module, layer: nn.Module | None) -> None:
         """Count one training call, and run the comparison that is scheduled for this call.
 
-        Collective over `comm` and `world`.
+        This method is collective over `comm` and `world`.
 
         Args:
             experts: the experts of this rank.
@@ -198,7 +198,7 @@ def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor
 def _tells_apart(router: nn.Module | None) -> bool:
     """Return whether the rows of the router's weights differ between experts.
 
-    If they are equal, experts may receive the same tokens.
+    If the router's weights are equal, experts may receive the same tokens.
     """
     weights = () if router is None else router.parameters()
     return any(w.dim() == 2 and not is_sharded(w) and len(w.unique(dim=0)) == len(w)

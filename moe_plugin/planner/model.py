@@ -96,8 +96,8 @@ class ModelShape:
         element_bytes: number of bytes per element of weights and activations.
         state_bytes: number of bytes per parameter for the gradient and the optimizer state, not
             counting the weight itself. An fp32 gradient takes 4 bytes, an fp32 master weight 4
-            bytes, and the two Adam moments 8 bytes. If at most 4, there is a gradient but no
-            optimizer state.
+            bytes, and the two Adam moments 8 bytes. If `state_bytes` is at most 4, there is a
+            gradient but no optimizer state.
     """
 
     layers: int

@@ -31,8 +31,8 @@ class Space:
         algorithms: all-to-all algorithms to try.
         sends: values of `LayoutChoice.send` to try.
         micro_batches: numbers of sequences per micro-batch to try.
-        data_parallel_only: if True, tensor and pipeline parallelism are excluded. This is used for
-            host frameworks that support neither tensor nor pipeline parallelism.
+        data_parallel_only: if True, tensor and pipeline parallelism are excluded. This setting is
+            used for host frameworks that support neither tensor nor pipeline parallelism.
     """
 
     degrees: tuple[int, ...] = (1, 2, 4)

@@ -144,8 +144,9 @@ def expected_targets(choices: float, targets: float, each: float = 1.0) -> float
 
 @dataclass(frozen=True)
 class Limits:
-    """Restrictions of the router. Consecutive experts form `groups` groups, typically one per node
-    or device, and a token may select experts from only `chosen` of them.
+    """Restrictions of the router on which experts a token may select. Consecutive experts form
+    `groups` groups, typically one per node or device, and a token may select experts from only
+    `chosen` of them.
     """
 
     groups: int = 1

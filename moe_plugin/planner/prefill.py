@@ -234,6 +234,7 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
 
 def table(loads: Sequence[PrefillLoad],
           profile: Profile) -> list[tuple[PrefillLoad, PrefillChoice]]:
-    """For each load, return the fastest choice for dividing rows by expert or by row."""
+    """For each load, return the fastest division of rows into pieces, either by expert or by row.
+    """
     return [(load, min((choices(load, profile, cut)[0] for cut in CUTS),
                        key=lambda choice: (choice.seconds, choice.pieces))) for load in loads]

@@ -28,8 +28,8 @@ class ReplicaMap:
     """Describes which logical expert each physical expert is a replica of.
 
     Attributes:
-        logical: for each slot (physical expert), the index of the logical expert stored in it. The
-            slots of a rank have consecutive indices.
+        logical: for each slot (physical expert), the index of the logical expert that the slot
+            stores. The slots of a rank have consecutive indices.
         ranks: number of ranks.
     """
 

@@ -215,8 +215,8 @@ def replay(traces: Sequence[Mapping[Any, Any]], model: ModelShape, cluster: Clus
         replan: number of training steps between two placements of the policy `standing`.
         ranks: number of ranks over which the experts are distributed. Defaults to the number of
             ranks in the trace, all on one node.
-        tokens: number of tokens per rank. The loads in the trace are scaled to it. Defaults to the
-            number of tokens in the trace.
+        tokens: number of tokens per rank. The loads in the trace are scaled to this number.
+            Defaults to the number of tokens in the trace.
     """
     calls = calls_of(traces, model.experts, ranks)
     every = [call for steps in calls.values() for step in steps for call in step]

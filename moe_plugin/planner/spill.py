@@ -323,7 +323,7 @@ def saves(counts_WV: Counts, amounts: Mapping[int, Sequence[int]], costs: SpillC
     """Return whether an assignment of rows to ranks saves at least the fraction `LEAST_GAIN` of a
     call's time.
 
-    Returns False if the busiest rank would compute for longer with it.
+    Returns False if the assignment would make the busiest rank compute for longer.
     """
     draft = _Draft(counts_WV, speeds)
     before = draft.spread()

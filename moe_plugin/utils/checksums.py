@@ -38,8 +38,8 @@ _JSON_END = re.compile(r', "crc32": "([0-9a-f]{8})"\}\s*')
 
 
 class DamagedFile(ValueError):
-    """Raised if a file does not contain the data that was written to it. The message contains the
-    reason, but not the name of the file.
+    """Raised if a file does not contain the data that was originally written. The message contains
+    the reason, but not the name of the file.
     """
 
 
@@ -237,7 +237,7 @@ def verified(paths: Iterable[Path]) -> Iterator[None]:
 
 
 class FirstRead:
-    """Verifies a file before the first tensor is read from it.
+    """Verifies a file before its first tensor is read.
 
     Args:
         path: path of the file.

@@ -48,7 +48,7 @@ def _work_and_report(*args: Any) -> None:
     """Replaces torch's `_worker_loop`. The fourth argument is the queue through which batches are
     sent.
 
-    A thread of the queue pickles each batch. If pickling or sending fails, it calls
+    A thread of the queue pickles each batch. If pickling or sending fails, the thread calls
     `_on_queue_feeder_error`, which this function replaces.
     """
     batches = args[3]

@@ -1,6 +1,7 @@
 """Deterministic mode: runs with the same seed, settings and ranks have bitwise identical results.
 
-On GPUs, this holds only for GPUs of the same model. In this mode, the layout must not be chosen by
+On GPUs, results are bitwise identical only for GPUs of the same model. In this mode, the layout
+must not be chosen by
 measured times, so `parallel: auto` is not allowed. The mode also requires torch's strict mode, in
 which operators without a deterministic implementation raise an error. The tile sizes of Triton
 kernels are chosen by a fixed rule instead of by measurements. Routing, dispatch and the kernels of

@@ -194,8 +194,8 @@ def user_cache(purpose: str, folder: Path | None = None) -> Path:
 
     The folder belongs to the current user, and no other user may write to it, because compiled
     programs in it are executed. If the folder cannot be created, a folder in the system's temporary
-    directory is used instead. If other users can write to it, a new folder is used, which is
-    deleted when the process ends.
+    directory is used instead. If other users can write to the folder, a new folder is used, which
+    is deleted when the process ends.
 
     Args:
         purpose: what is not possible without the folder, for error messages.
@@ -249,7 +249,7 @@ def die_with_parent(parent: int) -> None:
     """Ask the operating system to kill this process as soon as its parent process ends for any
     reason.
 
-    More precisely, this happens when the parent's thread that started the process ends.
+    More precisely, this process is killed when the parent's thread that started it ends.
 
     Args:
         parent: process id of the parent.

@@ -76,8 +76,8 @@ class StepFacts:
 
     Attributes:
         number: number of completed training steps, including this step.
-        made: whether the step counts as a step of the run. If False, the next step has the same
-            number.
+        made: whether the step counts as a step of the run. If `made` is False, the next step has
+            the same number.
         skipped: True if the parameters were not changed because a gradient or the loss was not
             finite.
         tokens: number of tokens in the step, summed over all ranks. None or 0 if the host framework

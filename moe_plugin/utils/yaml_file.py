@@ -20,7 +20,7 @@ def bundled(path: str | Path) -> str | Path:
     """If `path` begins with `configs/` and does not exist, return the path of the example file in
     this package, if there is one.
 
-    Otherwise, return `path` unchanged.
+    In all other cases, return `path` unchanged.
     """
     wanted = Path(path)
     if wanted.parts[:1] != ("configs",) or ".." in wanted.parts or wanted.exists():

@@ -64,7 +64,7 @@ class Optimum:
     Attributes:
         ratio: minimum time 1/x*, in seconds per unit of data. The graph's scale defines the unit of
             data.
-        cut: a set of nodes. The bandwidth out of it proves that no shorter time is possible.
+        cut: a set of nodes. The bandwidth out of this set proves that no shorter time is possible.
     """
 
     ratio: Fraction

@@ -104,8 +104,8 @@ def mesh(b: Builder, scale: Fraction, *sizes: int, wraps: bool = False) -> None:
 
 
 def hypercube(b: Builder, scale: Fraction, dimensions: int) -> None:
-    """Build a hypercube of `2 ** dimensions` ranks. Ranks whose binary numbers differ in one bit
-    are linked.
+    """Build a hypercube of `2 ** dimensions` ranks. Ranks are linked if their indices differ in
+    exactly one bit.
     """
     mesh(b, scale, *(2,) * dimensions)
 

@@ -2,12 +2,12 @@
 rate.
 
 A pair of arcs u -> w -> t through a switch w is replaced by a single arc u -> t. This replacement
-reduces the capacity of every cut that separates w from both u and t. If this would leave a cut with
-too little capacity, the replaced amount is reduced by the deficit of the cut. If each node can send
-as much as it receives, the whole capacity of a switch can be replaced, and the pairs of arcs can be
-processed in any order (Bang-Jensen, Frank, Jackson). Therefore many pairs that probably do not
-reduce the rate are replaced at once, followed by a single check. If the check fails, each half of
-the pairs is tried separately, down to single pairs.
+reduces the capacity of every cut that separates w from both u and t. If this replacement would
+leave a cut with too little capacity, the replaced amount is reduced by the deficit of the cut. If
+each node can send as much as it receives, the whole capacity of a switch can be replaced, and the
+pairs of arcs can be processed in any order (Bang-Jensen, Frank, Jackson). Therefore many pairs that
+probably do not reduce the rate are replaced at once, followed by a single check. If the check
+fails, each half of the pairs is tried separately, down to single pairs.
 """
 
 from __future__ import annotations

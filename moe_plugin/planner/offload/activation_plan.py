@@ -97,8 +97,8 @@ def uniform(plan: SwapPlan) -> dict[str, float]:
     """For each decision, return the time in seconds of a training step in which all blocks use this
     decision.
 
-    The memory limit of the plan applies. The time is infinite if the step does not fit in memory,
-    or if a block cannot be swapped.
+    Each step must stay within the plan's memory limit. The time is infinite if the step does not
+    fit in memory, or if a block cannot be swapped.
     """
     problem = plan.problem
     return {decision: problem.seconds((decision,) * len(problem.blocks))
@@ -270,9 +270,9 @@ class _Proof:
         """Return whether the lower bounds that follow from a prefix are below the best time found
         so far.
 
-        The first lower bound is the total computation time. The second is the sum of three times:
-        the forward pass, all copies to the device, and the part of the backward pass that starts
-        with the first swapped block.
+        The first lower bound is the total computation time. The second lower bound is the sum of
+        three times: the forward pass, all copies to the device, and the part of the backward pass
+        that starts with the first swapped block.
         """
         bound = self.problem.compute_s + prefix.again_s
         if prefix.first >= 0:

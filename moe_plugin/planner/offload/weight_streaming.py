@@ -40,7 +40,7 @@ class Layer:
         out_s: time to copy the layer's gradients from the device.
         weight_bytes, gradient_bytes: sizes of the layer's weights and of their gradients.
         kept_bytes: size in bytes of the layer's input, which is stored for the backward pass. If
-            the model is split before this layer, this is also the number of bytes sent.
+            the model is split before this layer, `kept_bytes` is also the number of bytes sent.
         workspace_bytes: additional bytes that the layer needs to compute one micro-batch."""
 
     name: str
