@@ -251,8 +251,7 @@ class TokenInfo:
             Required by the loss `sequence`.
         sequences: the number of sequences. This number must be at least 1 if `sequence_T` is used.
         router_index: if several routers are configured, the index of the router to use in this
-            call. The router index must be equal on all ranks. None if `router.selection` selects
-            the router.
+            call. Must be equal on all ranks. None if `router.selection` selects the router.
     """
 
     token_ids_T: Tensor | None = None
@@ -354,7 +353,8 @@ class KeptRouting:
         before: the routing including the dropped choices.
         slots_TK: int64 [T, K], the index of the slot that each choice occupies in its expert. -1
             for dropped choices. None if no capacity is set.
-        capacity: the number of slots per expert and source rank. Equal on all ranks. None if no capacity is set.
+        capacity: the number of slots per expert and source rank. Equal on all ranks. None if no
+            capacity is set.
         any_load: True if the capacity is large enough for any load. With `any_load`, no choice is
             dropped, and the host does not need to know the load.
     """
