@@ -75,7 +75,7 @@ class SparsityConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class LinksConfig(SettingsSection):
-    """How the costs of network links affect routers and balance losses."""
+    """How network link costs affect routers and load-balancing losses."""
 
     PATH = "router.links."
 

@@ -54,9 +54,9 @@ def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = Fa
     errors.
 
     Args:
-        measurements: measured exchanges. To distinguish the links, the fit needs at least two sizes
-            and several algorithms. For an emulated cluster, the fit also needs several numbers of
-            nodes, because all emulated nodes share one machine.
+        measurements: measured exchanges. To distinguish the links, the fit needs measurements of at
+            least two exchange sizes and several algorithms. For an emulated cluster, the fit also
+            needs several numbers of nodes, because all emulated nodes share one machine.
         shape: a cluster with the desired number of nodes, ranks per node and network cards. The
             link constants of `shape` are ignored.
         emulated: whether `host` and `wake_s` are also fitted to the measured CPU times.

@@ -4,9 +4,9 @@
 In LLEP, the least loaded ranks compute the rows that exceed another rank's share. For one call, the
 rank that owns an expert lends the expert's weights to the least loaded ranks. In FasterMoE's
 shadowing, every rank borrows the experts with a high load and computes its own rows of these
-experts. Both methods create a table with the number of rows that each rank computes for every lent
-expert. The outputs and gradients of the layer do not depend on this table. A borrowing rank
-computes its own rows of a lent expert without sending them.
+experts. LLEP and shadowing both create a table with the number of rows that each rank computes for
+every lent expert. The outputs and gradients of the layer do not depend on this table. A borrowing
+rank computes its own rows of a lent expert without sending them.
 
 With h borrowers, the owner divides the weights into h equal parts and sends a different part to
 each borrower. The borrowers then exchange their parts, so that the owner sends the weights of an
@@ -152,8 +152,8 @@ class Spread:
     """Load of the busiest rank under a plan.
 
     Attributes:
-        rows: number of rows that the busiest rank computes. If ranks have different speeds, this
-            number is divided by the speed of the rank.
+        rows: number of rows that the busiest rank computes. If ranks have different speeds, the
+            number of rows is divided by the speed of the rank.
         travel: maximum number of rows that any rank sends or receives in one exchange.
         lending: maximum amount of expert weights that any rank sends or receives in one direction,
             including exchanges among borrowers, in units of one expert's weights.

@@ -69,8 +69,8 @@ class Splitting:
         """Return pairs of arcs that can probably be replaced without reducing the rate.
 
         The switch's neighbors are arranged in a circle, and the pairs are spread evenly around it.
-        A pair connects two neighbors at a certain distance. Distances at which other arcs already
-        connect neighbors are avoided if possible.
+        Each pair connects two neighbors at a certain distance on the circle. Distances at which
+        other arcs already connect neighbors are avoided if possible.
         """
         size = len(beside)
         sends = {u: self.capacity.get((u, switch), 0) for u in beside}

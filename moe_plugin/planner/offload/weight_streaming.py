@@ -328,7 +328,7 @@ class StreamPlan:
 
     @property
     def hides(self) -> bool:
-        """True if all copies that can overlap with computation are hidden by it (condition (ii)).
+        """True if all copies that can overlap with computation are hidden (condition (ii)).
 
         Copies before the first forward pass or after the start of the last backward pass are not
         considered."""
