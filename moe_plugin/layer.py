@@ -1,8 +1,8 @@
 """`MoELayer`, a Mixture-of-Experts feed-forward layer.
 
-A call checks the input, routes the tokens and applies the capacity. The call then runs
-`moe_plugin.routed_experts.RoutedExperts`, which sends the rows, computes the experts and combines
-their outputs.
+A call checks the input, routes the tokens and drops tokens that exceed the capacity. The call then
+runs `moe_plugin.routed_experts.RoutedExperts`, which sends the rows, computes the experts and
+combines their outputs.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class LayerState(HasFinishStep, LinkableLayer):
 
     Attributes:
         given: the settings that the caller passed.
-        config: the settings after automatic values have been replaced with concrete values.
+        config: the settings after `auto` values have been replaced with concrete values.
         comm: the expert-parallel group.
         placement: describes which ranks store each expert.
         token_entry: checks the input tokens, flattens them to one axis, and restores the input's
             shape in the output.
-        experts: the module with the parameters of this rank's experts, or an adapter that wraps
-            this module.
+        experts: the module that contains the parameters of this rank's experts, or an adapter that
+            wraps it.
         routed_experts: selects the layout of a call and computes the experts.
         has_own_router: whether the caller passed a router module.
         route: function that chooses the experts of each token. With `router.pre_gate` or
@@ -78,9 +78,9 @@ class LayerState(HasFinishStep, LinkableLayer):
     route: Callable[..., Routing]
 
     def follow_from_now_on(self) -> None:
-        """Register the state dict hooks and mark the parameters. If the settings require that MoE
-        layers are linked, also disable routing until this layer is linked. The constructor calls
-        this method once, at its end.
+        """Register the state dict hooks, and mark the parameters of the experts. If the settings
+        require that MoE layers be linked, routing raises an error until this layer is linked. The
+        constructor calls this method once, at its end.
         """
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
         distributed_state.hook(self)
@@ -287,8 +287,8 @@ class MoELayer(LayerState):
             choice: the layout of this call. All ranks must pass the same layout. Defaults to the
                 layout chosen by the settings or by the tuner.
             overlapped: a function without arguments that does not need the experts' outputs. The
-                layer calls this function before the experts compute. With `experts.shared_overlap`,
-                this function runs while rows are being sent to their experts.
+                layer calls it before the experts compute. With `experts.shared_overlap`, it runs
+                while rows are being sent to their experts.
         Returns: the output [..., D] in the dtype of `x`, the unweighted losses by name, and
         statistics.
         Raises:
@@ -322,8 +322,8 @@ class MoELayer(LayerState):
         return MoEOutput(*result, self.routed_experts.stats(layout, kept, rows, traffic))
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
-        """Run the router on the tokens of a call. `pregate.link` may replace this method of a
-        layer.
+        """Run the router on the tokens of a call. `pregate.link` may replace a layer's `route`
+        method.
         """
         routing: Routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         return routing
@@ -335,7 +335,7 @@ def layers_in(*models: nn.Module) -> list[MoELayer]:
 
 
 def named_layers_in(model: nn.Module) -> dict[str, MoELayer]:
-    """Return the MoE layers of a model by name, in the order of the modules. A layer that is used
-    in several places is returned only once.
+    """Return the MoE layers of a model by name, in the order of the modules. A layer that occurs
+    several times is returned only once.
     """
     return {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}

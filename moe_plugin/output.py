@@ -32,8 +32,8 @@ class LayerStats:
     `as_dict`.
 
     Attributes:
-        load_KE: int64 [K, E]. Entry [k, e] is the number of tokens whose choice number k was expert
-            e, including choices that were dropped later.
+        load_KE: int64 [K, E]. Entry [k, e] is the number of tokens whose k-th choice was expert e,
+            including choices that were dropped later.
         kept_KE: int64 [K, E]. Like `load_KE`, but without dropped choices.
         entropy: the mean entropy, in nats, of the router's scores (`Routing.entropy`).
         tokens: the number of tokens without padding (`Routing.tokens`).
@@ -53,7 +53,7 @@ class LayerStats:
         exchanges: the number of all-to-all exchanges, by algorithm.
         collectives: the name of the active implementation of collectives (`comm.collectives`), such
             as `forest`. None if the group has only one rank.
-        decisions: the tuner's decisions since the last call, as plain values.
+        decisions: the tuner's decisions since the last call, as plain Python values.
         copies: the number of ranks that report statistics of the same tokens. A sum over ranks must
             multiply the statistics of each rank by 1/copies.
         router: the name of the router that routed this call (`Routing.router`).
@@ -170,7 +170,8 @@ class StatsSums:
                     self._add_tensors(statistic, key, x)
 
     def _add_tensors(self, statistic: Statistic, key: str, x: Tensor) -> None:
-        """Add the values that several calls reported for a statistic, as float64 [N] or [N, E]."""
+        """Add the values of several calls for one statistic, given as a float64 tensor [N] or [N,
+        E]."""
         at = (statistic.name, key)
         before = self.device.get(at)
         if statistic.reduce == "max":
@@ -189,9 +190,7 @@ class StatsSums:
         self.counts[at] += len(known)
 
     def _lengths(self, ranks: int) -> dict[_Key, int]:
-        """Return the number of elements that each statistic occupies in `vector`, in the order of
-        the elements.
-        """
+        """Return the number of elements of each statistic in `vector`, in order."""
         lengths = {at: self.device[at].numel() for at in sorted(self.device)}
         lengths |= dict.fromkeys(sorted(self.host), 1)
         return {at: ranks if statistics.get(at[0]).reduce == "max" else length
@@ -201,8 +200,8 @@ class StatsSums:
         """Return the sums of this rank as a float64 vector. The caller sums the vectors of all
         ranks.
 
-        Each rank writes its maximum of a statistic to a separate element, so that a single sum over
-        ranks reduces both sums and maxima.
+        Each rank writes its maximum to a separate element, so that a single sum over ranks reduces
+        both sums and maxima.
         """
         self.fold()
         known = [self.host[at] for at in sorted(self.host)]
@@ -263,8 +262,8 @@ class StatsSums:
 
 
 def _by_key(statistic: Statistic, values: list[Any]) -> dict[str, list[Any]]:
-    """Return a dict that maps each name to the values that calls reported for it. Values without a
-    name are stored under the empty string.
+    """Return the values that calls reported for each name, where values without a name have the
+    name "".
     """
     if not statistic.by_name:
         return {"": values}
@@ -273,9 +272,7 @@ def _by_key(statistic: Statistic, values: list[Any]) -> dict[str, list[Any]]:
 
 
 def _reduced(reduce: str, values: list[float], count: float, record: dict[str, Any]) -> Any:
-    """Compute the value of a statistic from its sum over all ranks, or from the maxima of all
-    ranks.
-    """
+    """Compute the value of a statistic from its sum or from its maxima over all ranks."""
     if reduce == "max":
         return max(values) if count else None
     [total] = values

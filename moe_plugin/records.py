@@ -46,7 +46,7 @@ class RowCounts:
 
     @property
     def even(self) -> bool:
-        """Whether all experts certainly have the same number of rows."""
+        """True if all experts certainly have the same number of rows."""
         for count in self.host:
             if count != self.host[0]:
                 return False
@@ -54,8 +54,8 @@ class RowCounts:
 
     @property
     def real(self) -> int | Tensor:
-        """The number of rows with tokens. If this number is known only on the device, the property
-        is a scalar tensor."""
+        """The number of rows with tokens. A scalar tensor if this number is known only on the
+        device."""
         return sum(self.host)
 
     def lengths(self) -> list[int]:
@@ -76,13 +76,12 @@ class RowCounts:
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class DeviceCounts(RowCounts):
-    """The number of rows of each local expert, if these numbers are known only on the device.
+    """The number of rows of each local expert, if it is known only on the device.
 
-    The rows are stored in a buffer of fixed length. The buffer first contains the rows of all
-    experts, one expert after the other. The rest of the buffer contains filler rows, whose results
-    are never used. Kernels that read the numbers of rows from the device skip the filler rows.
-    Kernels that need the numbers of rows on the host use `host`, in which filler rows are counted
-    as rows of the last expert.
+    The rows are stored in a buffer of fixed length, which first contains the rows of all experts,
+    one expert after the other, followed by filler rows, whose results are never used. Kernels that
+    read the row counts from the device skip the filler rows. Kernels that need them on the host use
+    `host`, in which filler rows are counted as rows of the last expert.
 
     Attributes:
         lengths_L: int64 [L], the number of rows of each expert.
@@ -100,7 +99,7 @@ class DeviceCounts(RowCounts):
 
     @property  # type: ignore[misc]
     def host(self) -> list[int]:  # type: ignore[override]
-        """The number of rows of each expert. The number of the last expert includes filler rows.
+        """The number of rows of each expert. Filler rows are counted as rows of the last expert.
 
         When this property is first read, the host waits for the device.
         """
@@ -126,12 +125,12 @@ class DeviceCounts(RowCounts):
 
     @property
     def even(self) -> bool:
-        """Always False, because the host does not know the numbers of rows."""
+        """Always False, because the host does not know the row counts."""
         return False
 
     @property
     def real(self) -> Tensor:
-        """The total number of rows of all experts without filler rows, as an int64 scalar."""
+        """The total number of rows of all experts, without filler rows, as an int64 scalar."""
         return self.lengths_L.sum()
 
     def lengths(self) -> list[int]:
@@ -157,7 +156,8 @@ class RowPlan:
         source_R, position_TK: mappings from rows to choices and from choices to rows, as described
             in `kernels.rows`. Rows are sorted by expert.
         weights_TK: [T, K], differentiable gate weights. None if all weights are 1.
-        counts: the number of rows of each expert, including empty slots if slots are fixed.
+        counts: the number of rows of each expert, including empty slots if the number of slots is
+            fixed.
         complete: True if every choice has a row and no slot is empty. False if this is not certain.
     """
 
@@ -169,7 +169,7 @@ class RowPlan:
 
     @property
     def token_R(self) -> Tensor:
-        """The index of the token in each row, int64 [R]. For empty slots, the index is 0."""
+        """The index of each row's token, int64 [R]. For empty slots, the index is 0."""
         choice_R = self.source_R if self.complete else self.source_R.clamp(min=0)
         choices = self.position_TK.shape[1]
         return choice_R if choices == 1 else choice_R // max(1, choices)
@@ -183,13 +183,13 @@ class ExpertRows:
         x: the rows [R, D], sorted by expert. If `rows` is a `RowPlan`, x contains tokens [T, D].
         rows: the number of rows of each expert, or a `RowPlan`. With a `RowPlan`, the result
             contains the weighted sum of each token's rows, [T, D].
-        parameters: the `FFNParameters` to use, such as parameters gathered from other ranks. None
-            to use the stored parameters.
-        strategy: a `kernels.expert_ffn.Strategy` that computes the experts. None to use the
+        parameters: the `FFNParameters` to use, such as parameters gathered from other ranks.
+            Defaults to the stored parameters.
+        strategy: a `kernels.expert_ffn.Strategy` that computes the experts. Defaults to the
             configured strategy.
-        started: a function that experts in host memory or on disk call as soon as their weights
-            have arrived and before they compute. The function can fetch the next weights, so that
-            this transfer overlaps with the computation.
+        started: a function that experts in host memory or on disk call after their weights have
+            arrived and before they compute. The function can fetch the next weights, so that this
+            transfer overlaps with the computation.
     """
 
     x: Tensor
@@ -202,17 +202,17 @@ class ExpertRows:
 class ParameterRequest:
     """An input that makes experts return their `local_parameters` instead of computing rows.
 
-    This request is passed to `forward`, because an adapter that wraps the experts changes the
-    experts' parameters only while its own `forward` runs.
+    The request is passed to `forward`, because an adapter that wraps the experts changes their
+    parameters only while its own `forward` runs.
     """
 
 
 class Sent:
     """The rows of one call, which are sent to the experts and back.
 
-    Iterating over this object yields the input of this rank's experts, one piece at a time. Each
-    piece is yielded as soon as it has arrived. The caller must pass the results of a piece to
-    `put_back` before it requests the next piece.
+    Iterating over this object yields the input of this rank's experts, one piece at a time, as soon
+    as each piece has arrived. The caller must pass the result for a piece to `put_back` before it
+    requests the next piece.
 
     Args:
         arriving: the pieces, in the order in which they arrive.
@@ -220,7 +220,7 @@ class Sent:
 
     Attributes:
         results: the results that were passed to `put_back`, in this order. While a result is being
-            sent back, a dispatcher may replace the result with a placeholder.
+            sent back, a dispatcher may replace it with a placeholder.
     """
 
     def __init__(self, arriving: Iterable[ExpertRows], anchor: Tensor | None = None) -> None:
@@ -231,7 +231,7 @@ class Sent:
         return iter(self.arriving)
 
     def put_back(self, result: Tensor) -> None:
-        """Accept the result of the most recent piece. From now on, this result may be sent back.
+        """Accept the result of the most recent piece, which may be sent back from now on.
 
         The shape of the result is [R, D], or [T, D] if the piece contains a `RowPlan`.
         """
@@ -249,8 +249,8 @@ class TokenInfo:
         token_ids_T: int64, the vocabulary index of each token. Required by the router `hash`.
         sequence_T: int64, for each token, the index of its sequence, from 0 to sequences - 1.
             Required by the loss `sequence`.
-        sequences: the number of sequences. Must be at least 1 if `sequence_T` is used.
-        router_index: if several routers are configured, the index of the router that routes this
+        sequences: the number of sequences. This number must be at least 1 if `sequence_T` is used.
+        router_index: if several routers are configured, the index of the router to use in this
             call. Must be equal on all ranks. None if `router.selection` selects the router.
     """
 
@@ -279,13 +279,13 @@ class TokenInfo:
 
 @dataclass(frozen=True)
 class CountedChoices:
-    """Choices of experts and their load. The load is counted only once and is then used for losses,
+    """Choices of experts and their load. The load is counted once and then used for losses,
     statistics and dispatch.
 
     Attributes:
-        ids_TK: the choices. An index of -1 stands for no expert.
-        load_KE: int64. Entry [k, e] is the number of tokens whose choice number k is expert e.
-        complete: True if `ids_TK` does not contain -1. False if this is not known.
+        ids_TK: the choices. The index -1 means that no expert is chosen.
+        load_KE: int64. Entry [k, e] is the number of tokens whose k-th choice is expert e.
+        complete: True if `ids_TK` does not contain -1. False if this is unknown.
     """
 
     ids_TK: Tensor
@@ -305,21 +305,22 @@ class Routing:
         priority_T: floating-point tensor, the priority of each token if the capacity is
             batch-prioritized. Tokens with the lowest priority are dropped first. None if the
             capacity is not batch-prioritized.
-        losses: the differentiable scalar losses by name, before multiplication with their weights.
-        entropy: a scalar, the mean entropy of the scores in nats, over all tokens but padding.
+        losses: the differentiable scalar losses by name, not multiplied by their weights.
+        entropy: a scalar, the mean entropy of the scores in nats, over all tokens except padding.
         tokens: an int64 scalar, the number of tokens that are not padding.
-        passthrough_T: the differentiable weight with which each token is added to its own output
-            (BASE layers). None if tokens are not added to their outputs.
+        passthrough_T: the differentiable weight with which each token is added to its own output,
+            as in BASE layers. None if tokens are not added to their outputs.
         router: the name of the router that routed this call. None if there is only one router.
         chosen_TK: int64, the choices before a second-expert policy removed some of them. -1 for
             padding tokens. None if no choice was removed.
-        undropped_TK: int64, the choices before the router itself applied a capacity (Megatron's
-            router). -1 for padding tokens. None if the router does not apply a capacity.
-        capacity: the number of slots per expert in the capacity that the router applied. `capacity`
-            is None if the router does not apply a capacity.
-        counted: the load of the choices, for `dispatch.rows.known_load`. None if not counted.
-        sizes: the exchange of row counts between ranks, if a dispatcher has started it one block
-            early, as soon as the choices were known. None if no exchange was started. See
+        undropped_TK: int64, the choices before the router itself dropped choices to enforce a
+            capacity, as Megatron's router does. -1 for padding tokens. None if the router does not
+            apply a capacity.
+        capacity: the number of slots per expert that the router itself enforced. None if the router
+            does not apply a capacity.
+        counted: the load of the choices (`dispatch.rows.known_load`), or None if it is not counted.
+        sizes: the exchange of row counts between ranks, if a dispatcher started it one block early,
+            as soon as the choices were known. None if no exchange was started. See
             `moe_plugin.dispatch.base.Dispatcher.start_sizes`.
     """
 
@@ -345,13 +346,13 @@ class Routing:
 
 @dataclass(frozen=True)
 class KeptRouting:
-    """The routing of a call after the capacity has been applied.
+    """The routing of a call after the capacity has been enforced.
 
     Attributes:
         routing: the routing without the dropped choices.
         before: the routing including the dropped choices.
-        slots_TK: int64 [T, K], the slot that each choice occupies in its expert. -1 for dropped
-            choices. None if no capacity is set.
+        slots_TK: int64 [T, K], the index of the slot that each choice occupies in its expert. -1
+            for dropped choices. None if no capacity is set.
         capacity: the number of slots per expert and source rank. Equal on all ranks. None if no
             capacity is set.
         any_load: True if the capacity is large enough for any load. With `any_load`, no choice is
@@ -375,8 +376,7 @@ class Tokens:
         mask_T: bool [T], False for padding tokens. None if there is no padding.
         info: additional inputs for routers and losses.
         shape: the shape of the layer's input.
-        count: the number of tokens in the layer's input, before the tokens were divided among
-            ranks."""
+        count: the number of tokens in the layer's input, before they were divided among ranks."""
 
     x_TD: Tensor
     mask_T: Tensor | None
@@ -390,11 +390,11 @@ class DispatchPlan:
     """The inputs of dispatch and combine in one call. Each dispatcher adds further fields in a
     subclass.
 
-    All ranks have already exchanged the sizes in the plan, so reading the plan never makes the host
-    wait for a device.
+    All ranks have already exchanged the sizes in the plan, so reading it never makes the host wait
+    for a device.
 
     Attributes:
-        rows: the number of rows that this rank's experts compute. If this number is known only on
-            the device, it is a scalar tensor."""
+        rows: the number of rows that this rank's experts compute. A scalar tensor if this number is
+            known only on the device."""
 
     rows: int | Tensor

@@ -98,7 +98,7 @@ class RoutedExperts:
     compute the experts, and combine the results.
 
     `RoutedExperts` is not an `nn.Module`. The layer registers the experts as its own submodule
-    `experts`. Checkpoints, FSDP and DDP therefore see the parameters under short and stable names.
+    `experts`, so that checkpoints, FSDP and DDP see the parameters under short and stable names.
 
     Args:
         config: the settings of the layer.
@@ -110,7 +110,8 @@ class RoutedExperts:
         layouts: all layouts that can be selected.
         prefill: divides the rows of evaluation calls into pieces. None without `parallel.prefill`.
         fixed: the layout from the settings.
-        fixed_slots: whether the dispatcher sends a fixed number of slots and requires a capacity.
+        fixed_slots: whether the dispatcher sends a fixed number of slots, and therefore requires a
+            capacity.
         load_comm: the group of ranks that process different tokens and must agree on a capacity.
         tuner: selects the layout if `parallel.mode` is `auto` or `predicted`, otherwise None.
         self_balanced: whether the router balances the load without a loss. Set by the layer.
@@ -166,12 +167,13 @@ class RoutedExperts:
     @hidden_from_policies
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *,
                  training: bool = True) -> Tensor:
-        """For tokens that are already routed, compute the weighted sum of each token's experts.
+        """Compute the weighted sum of the outputs of each token's experts, for tokens that are
+        already routed.
 
         Args:
-            x_TD: the tokens of this rank, [T, D]. T may be zero and may be different on each rank.
-            ids_TK: int64 [T, K], the global indices of the experts. An index of -1 stands for no
-                expert.
+            x_TD: the tokens of this rank, [T, D]. T may be zero, and may differ between ranks.
+            ids_TK: int64 [T, K], the global indices of the experts. The index -1 means that no
+                expert is chosen.
             weights_TK: floating-point tensor [T, K], the weight of each expert. The weight must be
                 0 where the index is -1.
             training: whether the call is part of training. Layouts are tuned only in training
@@ -203,7 +205,7 @@ class RoutedExperts:
 
         Args:
             kept: the routing after the capacity has been applied.
-            choice: the layout that the caller requests. None to use the layout from the tuner or
+            choice: the layout that the caller requests. Defaults to the layout from the tuner or
                 the settings.
             training: whether the call is part of training.
         Returns: the layout and the routing. If the ranks had to exchange row counts to select the
@@ -264,9 +266,8 @@ class RoutedExperts:
         """Start to exchange the row counts of the next call between ranks
         (`Dispatcher.start_sizes`).
 
-        This exchange assumes that the next call uses the current layout. If the next call uses a
-        different layout, the call exchanges its row counts again. Returns None if no exchange was
-        started.
+        The exchange assumes that the next call uses the current layout; otherwise, the next call
+        exchanges its row counts again. Returns None if no exchange was started.
         """
         if self.prefill is not None and not training:
             return None
@@ -282,7 +283,7 @@ class RoutedExperts:
     def current(self) -> LayoutChoice:
         """The layout of the most recent call for which the caller did not request a layout.
 
-        Before the first of these calls, the layout chosen for the first call is returned.
+        Before the first such call, this is the layout chosen for the first call.
         """
         return self.layouts.fixed if self.tuner is None else self.tuner.current
 
@@ -341,8 +342,8 @@ class RoutedExperts:
     def with_fixed_layout(self) -> Iterator[None]:
         """Inside the block, use the layout from the settings, and do not use replicas of experts.
 
-        Results inside the block are bitwise reproducible, because they do not depend on earlier
-        measurements or loads.
+        Results are then bitwise reproducible, because they do not depend on earlier measurements or
+        loads.
         """
         tuner, replicas = self.tuner, self.layouts.replicas
         self.tuner = None  # `select` then uses the configured layout

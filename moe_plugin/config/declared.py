@@ -58,15 +58,16 @@ def readers_of(setting: str, value: Any) -> Collection[str]:
 
 
 def may_be_read(names: Collection[str], readers: Collection[str]) -> bool:
-    """Return whether any router in `names` is in `readers` or was registered by a user."""
+    """Return whether a router in `names` may read a setting, given the built-in routers `readers`
+    that read it. Routers registered by users may read any setting."""
     return not set(names).isdisjoint(readers) or None in map(reads_of, names)
 
 
 def router_remedy(readers: Collection[str]) -> str:
-    """Return a remedy for an error message. The remedy suggests one of the routers in `readers`.
+    """Return advice for an error message: use one of the routers in `readers`.
 
-    The most common router in `readers` is suggested first. If `readers` contains neither `topk` nor
-    `sigmoid_bias`, the remedy suggests the last router in `readers` first.
+    The most common router is suggested first. If `readers` contains neither `topk` nor
+    `sigmoid_bias`, the last router in `readers` is suggested first.
     """
     usual = [name for name in ("topk", "sigmoid_bias") if name in readers]
     first = next(iter([*usual, *reversed(list(readers))]), "topk")

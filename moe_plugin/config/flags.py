@@ -1,9 +1,8 @@
 """Command-line flags generated from the settings: every setting that declares a `flag` becomes
 `--moe-<flag>`, or `--<flag>` for settings of a whole model.
 
-The parsed value of a flag is `None` if the user does not give the flag. For a flag that is not
-given, the setting is read from the `--moe-config` file, or keeps its default if the file does not
-contain the setting.
+If a flag is not given, its parsed value is None, and the setting is read from the `--moe-config`
+file or keeps its default.
 """
 
 from __future__ import annotations
@@ -49,14 +48,13 @@ class FlagSpec:
 
     Attributes:
         flag: command-line name, such as `--moe-top-k`.
-        path: dotted path of the setting that the flag sets, or an empty string for flags that
-            specify a settings file.
+        path: dotted path of the setting, or an empty string for flags that specify a settings file.
         kind: type of the setting's value.
         help: help text, including the default value.
-        choices: allowed values, or an empty tuple if the flag does not have a fixed set of values.
+        choices: allowed values, or an empty tuple if the flag accepts any value of its type.
         entry: if the setting is a mapping, the form of one entry on the command line, such as
-            `name=weight`. For all other settings, `entry` is an empty string.
-        optional: whether the setting may be None. On the command line, None is written as `none`.
+            `name=weight`. Empty for all other settings.
+        optional: whether the setting may be None, which is written as `none` on the command line.
     """
 
     flag: str
@@ -129,12 +127,12 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in the `--moe-config` file that are not overridden by flags, by dotted
     path.
 
-    If a flag makes a setting in the file ineffective, the setting is omitted and logged once. For
-    example, `--moe-capacity-factor none` makes every capacity setting in the file ineffective.
+    Settings that have no effect because of a flag are omitted and logged once. For example, with
+    `--moe-capacity-factor none`, the capacity settings in the file have no effect.
 
     Args:
         values: parsed values of the flags, by `FlagSpec.dest`.
-    Returns: Setting values by dotted path. The mapping is empty if the user does not give
+    Returns: Setting values by dotted path. The mapping is empty if the user does not pass
     `--moe-config`.
     Raises:
         ValueError: see `settings_from_yaml`.
@@ -154,7 +152,8 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _made_unread(found: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
-    """Return the file settings in `found` that become ineffective because of the flags in `given`.
+    """Return the settings from the file (`found`) that have no effect because of the flags in
+    `given`.
     """
     made = set()
     if given.get("dispatch.capacity_factor", 0) is None:
@@ -271,8 +270,8 @@ def config_from_flags(values: Mapping[str, Any],
     Later sources in this list override earlier sources.
 
     Args:
-        values: parsed values of the flags, by `FlagSpec.dest`. A flag counts as not given if its
-            value is missing or None.
+        values: parsed values of the flags, by `FlagSpec.dest`. A flag whose value is missing or
+            None is treated as not given.
         base: optional. Settings supplied by the host, by dotted path, such as `{"model_dim": 512}`.
     Raises:
         ValueError: If a setting is invalid. The message contains the flag or dotted path, the
@@ -286,8 +285,8 @@ def run_from_flags(values: Mapping[str, Any]) -> RunConfig:
     """Build the settings of a run from the defaults, the `--moe-config` file and the flags.
 
     Args:
-        values: parsed values of the flags, by `FlagSpec.dest`. A flag counts as not given if its
-            value is missing or None.
+        values: parsed values of the flags, by `FlagSpec.dest`. A flag whose value is missing or
+            None is treated as not given.
     Raises:
         ValueError: If a setting is invalid, as in `config_from_flags`.
     """
@@ -300,9 +299,9 @@ def settings_from_flags(values: Mapping[str, Any],
     `--moe-config` file are not included.
 
     Args:
-        values: parsed values of the flags, by `FlagSpec.dest`. A flag that is absent or None was
-            not given.
-        skip: dotted paths whose flags the host does not offer.
+        values: parsed values of the flags, by `FlagSpec.dest`. A flag that is absent or None is
+            treated as not given.
+        skip: dotted paths of settings for which the host has no flag.
     Raises:
         ValueError: If a flag cannot be parsed, or if a setting is given under both its name and its
             alias.

@@ -60,7 +60,6 @@ def refuse_lacking(settings: RunConfig, host: str) -> None:
     """Raise a `ValueError` if a run uses a setting that its host does not support.
 
     Args:
-        settings: the settings of the run.
         host: a key of `HOSTS`.
     """
     defaults, given = (flatten(to_dict(config)) for config in (RunConfig(), settings))

@@ -44,8 +44,8 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
             paths = {flags.get(name, name): value}
         else:
             raise ValueError(
-                f"unknown setting {short(name)}={short(value)}; {_meant(name, flags, top)}use the "
-                "name of a flag of docs/config.md without --moe- (top_k, router, dispatch), or one "
+                f"unknown setting {short(name)}={short(value)}; {_meant(name, flags, top)}use a "
+                "flag name from docs/config.md without --moe- (top_k, router, dispatch), or one "
                 f"of {', '.join(top)}; the value of a section is a dict")
         if both := sorted(set(paths) & set(given)):
             raise ValueError(f"{both[0]} is given twice, the second time by {short(name)}; give "
@@ -55,9 +55,8 @@ def overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _meant(name: str, flags: Mapping[str, str], top: list[str]) -> str:
-    """For an unknown setting name, return a hint that lists similar existing settings. The hint
-    lists settings whose path ends with the unknown name. If no path ends with the unknown name, the
-    hint lists settings with a similar spelling.
+    """For an unknown setting name, return a hint that lists the settings whose path ends with this
+    name or, if there are none, settings with a similar spelling.
     """
     near = [flag for flag, path in flags.items() if path.rpartition(".")[2] == name]
     return did_you_mean(near[:3] or similar_names(name, [*top, *flags]))
@@ -69,9 +68,10 @@ def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either:
 
     Args:
         config: an `MoEConfig`, or the width of a token (D).
-        settings: settings as in `named_config`. Must be empty if `config` is an `MoEConfig`.
-        either: constructor arguments that accept either a setting or another object. A string or a
-            mapping is used as a setting. Objects of other types are ignored.
+        settings: settings as in `named_config`. `settings` must be empty if `config` is an
+            `MoEConfig`.
+        either: constructor arguments that accept either a setting or another object. A string or
+            mapping is used as a setting; other objects are ignored.
     Raises:
         ValueError: If a setting is invalid (see `named_config`), or if `config` is an `MoEConfig`
             and settings are also given.
@@ -117,7 +117,6 @@ def refuse_beside(config: MoEConfig, *, router: bool, experts: bool) -> None:
     expert modules.
 
     Args:
-        config: settings of the layer.
         router: whether the user passes a router module.
         experts: whether the user passes expert modules.
     """

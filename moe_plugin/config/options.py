@@ -1,5 +1,6 @@
 """Base classes and checks for the settings. `option` declares a setting, `SettingsSection` groups
-settings, and `check` raises an error that contains the invalid value, its bound and a remedy.
+settings, and `check` raises an error that contains the setting's value, the allowed values and a
+remedy.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str 
 
 
 def check(ok: bool, path: str, value: Any, bound: str, remedy: str) -> None:
-    """Unless `ok` is true, raise a `ValueError` that names the setting, its value, the bound and a
-    remedy.
+    """Unless `ok` is true, raise a `ValueError` that contains the setting's name and value, the
+    allowed values and a remedy.
     """
     if not ok:
         raise ValueError(f"{path}={short(value)} is out of bounds: must be {bound}; {remedy}")
@@ -55,14 +56,14 @@ _UNREAD: ContextVar[set[str] | None] = ContextVar("settings that nothing reads",
 
 @contextmanager
 def unread_allowed() -> Iterator[set[str]]:
-    """Collect the settings that have no effect instead of raising an error for each of them.
+    """Inside the block, collect settings that have no effect, instead of letting
+    `SettingsSection.read_where` raise an error for each of them.
 
-    `SettingsSection.read_where` raises no error inside this block. Use this context for settings
-    that were read from a file and may still be overridden by flags, and for the settings of a
-    finished run.
+    Use this context for settings that were read from a file and may still be overridden by flags,
+    and for the settings of a finished run.
 
-    Yields: The set of dotted paths of all settings that have no effect. Paths are added to the set
-        while the block runs.
+    Yields: The set of dotted paths of all settings that have no effect, which grows while the block
+        runs.
     """
     token = _UNREAD.set(met := set[str]())
     try:
@@ -80,8 +81,8 @@ class SettingsSection:
 
     Attributes:
         PATH: dotted path of the section in the tree, with a trailing dot.
-        SHORTHAND: the setting that is set if the user gives a string in place of a whole section.
-            `SHORTHAND` is an empty string if the section has no short form.
+        SHORTHAND: the setting that receives the value if the user gives a string in place of a
+            whole section. `SHORTHAND` is empty if the section has no short form.
     """
 
     PATH: ClassVar[str] = ""
@@ -108,7 +109,7 @@ class SettingsSection:
         setting is silently ignored.
 
         Args:
-            ok: True if the settings have an effect. If `ok` is True, nothing is checked.
+            ok: whether the settings have an effect. If `ok` is True, nothing is checked.
             where: condition under which the settings have no effect, such as "where guard.votes=0".
             remedy: how the user can make the settings effective.
             names: names of the settings. By default all settings of the section are checked.
@@ -122,8 +123,8 @@ class SettingsSection:
                             f"leave it out, or {remedy}")
 
     def unread(self, name: str, bound: str, remedy: str) -> None:
-        """Handle a setting that has no effect. Inside `unread_allowed`, the setting is recorded.
-        Outside `unread_allowed`, a `ValueError` is raised.
+        """Handle a setting that has no effect: record it inside `unread_allowed`, and raise a
+        `ValueError` otherwise.
         """
         met = _UNREAD.get()
         if met is None:
@@ -133,7 +134,7 @@ class SettingsSection:
 
     def within(self, name: str, least: float, most: float, remedy: str) -> None:
         """Require that the number `name` is between `least` and `most`. `most` is far above any
-        practical value. This upper bound prevents excessive memory use and loops that never end.
+        practical value. The limit prevents excessive memory use and endless loops.
         """
         value = operator.attrgetter(name)(self)
         if value is not None:
@@ -148,8 +149,8 @@ def resolved(section: _Changed, **values: Any) -> _Changed:
     """Return a copy of `section` in which the settings in `values` are replaced by values that this
     package has chosen.
 
-    The copy is not checked again, because a setting given by the user may have no effect with the
-    chosen values.
+    The copy is not validated again, because it may contain user settings that have no effect in
+    combination with the chosen values.
     """
     made = copy.copy(section)
     vars(made).update(values)
@@ -160,8 +161,6 @@ class _Leaf(NamedTuple):
     """One field of a section.
 
     Attributes:
-        name: name of the field.
-        hint: declared type of the field.
         is_section: whether the field is a nested section rather than a single setting.
         plain: types whose values need no further check.
         numbers: numeric types whose values must be representable in 64 bits.
@@ -215,13 +214,11 @@ def build(cls: type, values: Mapping[str, Any], prefix: str, base: Any = None,
     """Build a section from plain nested values.
 
     Args:
-        cls: class of the section.
-        values: values of the settings, by name.
         prefix: dotted path of the section, with a trailing dot.
-        base: optional. A section that provides the values of all settings that are missing from
-            `values`. If `base` is None, missing settings get their default values.
-        root: optional. The settings tree that is searched for similar names if a key is unknown.
-            The error message shows these names. Defaults to `cls`.
+        base: optional. A section that provides the values of all settings missing from `values`. By
+            default, missing settings get their default values.
+        root: optional. The settings tree in which similar names are looked up for the error message
+            if a key is unknown. Defaults to `cls`.
     Raises:
         ValueError: If a key is unknown, if a setting is given under both its name and its alias, or
             if a value is invalid or has a wrong type. The error message contains the dotted path of
@@ -253,8 +250,8 @@ def _below(cls: type, name: str, prefix: str) -> list[str]:
 
 
 def aliases(cls: type, prefix: str = "") -> Mapping[str, str]:
-    """Return the aliases of all settings in a section and its nested sections. The keys are the
-    dotted paths of the aliases, and the values are the dotted paths of the settings.
+    """Return a mapping from the dotted path of each alias to that of its setting, for a section and
+    its nested sections.
     """
     main_names: dict[str, str] = {}
     hints = hints_of(cls)

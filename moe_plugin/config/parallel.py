@@ -106,16 +106,14 @@ class ParallelConfig(SettingsSection):
 
     @property
     def may_be_tuned(self) -> bool:
-        """True if no setting rules out measuring layouts during training."""
+        """True if every setting allows layouts to be measured during training."""
         return self.mode in (None, "auto")
 
     def rank_speeds(self, ranks: int) -> tuple[float, ...] | None:
         """Return the setting `speeds` as a sequence of numbers.
 
-        Args:
-            ranks: number of expert-parallel ranks.
-        Returns: The relative speed of each rank, or None if the user gave no speeds or the speeds
-            are to be measured.
+        Returns: The relative speed of each rank, or None if the user gave no speeds or requested
+            that they be measured.
         Raises:
             ValueError: If the number of speeds differs from `ranks`.
         """

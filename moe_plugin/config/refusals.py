@@ -1,7 +1,7 @@
 """Tables of settings that a host cannot combine with another setting.
 
 Each host has one table, `hosts/NAME/refusals.py`. Three programs use these tables: a host raises
-errors from its table when it builds a run, `moe-plugin doctor --all` lists the rows, and
+errors from its table when it builds a run, `moe-plugin doctor --all` prints the tables, and
 docs/refusals_HOST.md is generated from them.
 """
 
@@ -27,7 +27,6 @@ class Values(dict[str, Any]):
     """Setting values by name. Values that are not in `known` are looked up with `read(name)`.
 
     Args:
-        known: setting values that are already known.
         read: function that returns the value of a setting, or None if the setting does not exist.
     """
 
@@ -53,8 +52,8 @@ class Refusal:
     Attributes:
         setting: the setting, as written in error messages. Setting names in braces are replaced
             with their values (see `Values.fill`).
-        excluded: function that returns a true value if the given values contain the excluded
-            setting.
+        excluded: function that returns a true value if the given setting values contain the
+            excluded setting.
         remedy: what the user can do instead, and the reason if it is not obvious. `remedy` may also
             contain setting names in braces.
         example: setting values that, together with the request's example, trigger this error.
@@ -73,13 +72,14 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Request:
-    """A setting or flag, and the other settings that it cannot be combined with.
+    """A setting or flag, and the settings with which it cannot be combined.
 
     Attributes:
         name: the requested setting or flag, as written in error messages. Setting names in braces
             are replaced with their values, as in `Refusal.setting`.
-        rows: the excluded settings, in the order in which they are checked.
-        example: setting values that contain the request.
+        rows: the settings that cannot be combined with the request, in the order in which they are
+            checked.
+        example: setting values in which the requested setting is used.
         message: template of the error message, with the placeholders `request`, `setting` and
             `remedy`.
     """
@@ -90,7 +90,7 @@ class Request:
     message: str = "{request} does not fit {setting}: {remedy}"
 
     def text(self, row: Refusal, values: Values) -> str:
-        """Return the error message for an excluded setting."""
+        """Return the error message for a setting that cannot be combined with the request."""
         parts = {"request": self.name, "setting": row.setting, "remedy": row.remedy}
         return values.fill(_PLACEHOLDER.sub(lambda part: parts.get(part[1], part[0]), self.message))
 
@@ -100,7 +100,8 @@ class Request:
         return Values(self.example).fill(self.name).partition(", w")[0]
 
     def refuse(self, values: Mapping[str, Any]) -> None:
-        """Raise a `ValueError` for the first excluded setting that the given values contain."""
+        """Raise a `ValueError` for the first setting in `values` that cannot be combined with the
+        request."""
         known = values if isinstance(values, Values) else Values(values)
         for row in self.rows:
             if row.excluded(known):
@@ -125,9 +126,9 @@ def off(remedy: str, *names: str, shown: str = "{flag}", given: Any = True) -> t
         remedy: remedy for all these settings. `{flag}` is replaced with the flag of the setting,
             and `{}` with the name of the setting.
         names: names of the settings.
-        shown: how error messages refer to the setting. The placeholders of `remedy` are also
-            replaced in `shown`.
-        given: value of each setting in the examples.
+        shown: name of the setting in error messages. `shown` may contain the same placeholders as
+            `remedy`.
+        given: value to use for each setting in the examples.
     """
     return tuple(Refusal(_named(shown, name), operator.itemgetter(name), _named(remedy, name),
                          {name: given}) for name in names)
@@ -161,10 +162,10 @@ def when(setting: str, excluded: Callable[[Values], Any], remedy: str,
 
 
 def streamed_peer(lighthouse: str) -> tuple[Refusal, ...]:
-    """Return the refusals for an averaging peer, that is, a run that streams its weights and
-    averages them with the weights of other runs.
+    """Return a `Refusal` for each of the two settings of an averaging peer that is given without
+    the other. Such a peer streams its weights and averages them with the weights of other runs.
 
-    lighthouse: the host's name for the lighthouse setting.
+    lighthouse: the host's name for the setting that contains the address of the lighthouse.
     """
     every = "offload.average_every"
     return (Refusal("--moe-lighthouse without --moe-average-every",

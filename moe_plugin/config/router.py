@@ -75,7 +75,7 @@ class SparsityConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class LinksConfig(SettingsSection):
-    """How the costs of network links affect routers and balance losses."""
+    """How network link costs affect routers and load-balancing losses."""
 
     PATH = "router.links."
 
@@ -116,7 +116,8 @@ class LinksConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SelectionConfig(SettingsSection):
-    """How one of several configured routers is selected, if a call has no router index."""
+    """How one of several configured routers is selected when a call does not specify a router
+    index."""
 
     PATH = "router.selection."
 
@@ -325,7 +326,8 @@ class RouterConfig(SettingsSection):
                         "use 2, or router.name=topk with router.noise")
 
     def may_be_read(self, readers: Collection[str]) -> bool:
-        """Return whether any configured router is in `readers` or was registered by a user."""
+        """Return whether a configured router may read a setting, given the built-in routers
+        `readers` that read it."""
         return may_be_read(self.names, readers)
 
     @property

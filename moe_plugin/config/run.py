@@ -58,8 +58,8 @@ class ObserveConfig(SettingsSection):
 
     @property
     def writes(self) -> bool:
-        """True if statistics are also written outside the host's log, or if routing choices are
-        read from a trace.
+        """True if statistics are also written elsewhere than to the host's log, or if routing
+        choices are read from a trace.
         """
         return bool(self.jsonl or self.tensorboard or self.wandb or self.trace or self.replay)
 
@@ -312,9 +312,7 @@ class ResizeConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class RunConfig(SettingsSection):
-    """Settings of a training run. These settings apply to a whole model rather than to a single
-    layer.
-    """
+    """Settings of a training run, which apply to a whole model rather than to a single layer."""
 
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)

@@ -48,9 +48,9 @@ from moe_plugin.utils.yaml_file import read_yaml
 
 @dataclass(kw_only=True)
 class MoEConfig(SettingsSection):
-    """All settings of one MoE layer.
+    """All settings of one MoE layer, which can be set with flags, in a YAML file or in Python.
 
-    Hosts set `model_dim`. Users can set the settings with flags, in a YAML file or in Python.
+    Hosts set `model_dim`.
     """
 
     model_dim: int = option(0, "width of a token; the host sets it")
@@ -203,15 +203,15 @@ def _build(tree: type[_Tree], values: Mapping[str, Any], base: _Tree | None = No
             path = cut(f"{path}.{name}", 60)
         given = f"{path}={short(value)} is a setting of a"
         raise ValueError(
-            f"{given} run, which no layer reads: leave it out, or {reader_of(path)}"
-            if tree is MoEConfig else f"{given} layer, not of a run: give it in an MoEConfig")
+            f"{given} run and has no effect on a layer: leave it out, or {reader_of(path)}"
+            if tree is MoEConfig else f"{given} layer, not of a run: pass it to MoEConfig")
     built: _Tree = build(tree, values, "", base)
     return built
 
 
 def _part(tree: type[MoEConfig] | type[RunConfig], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that belong to one settings tree. `values` may be nested or keyed by dotted
-    path."""
+    """Return the values that belong to the given settings tree. `values` may be nested or keyed by
+    dotted path."""
     names = {f.name for f in dataclasses.fields(tree)}
     return {path: value for path, value in values.items() if str(path).split(".")[0] in names}
 
@@ -224,7 +224,7 @@ def of_run(values: Mapping[str, Any]) -> dict[str, Any]:
 def of_layer(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return all values that are not run settings.
 
-    Unknown names are included, so that they are reported as unknown layer settings.
+    Unknown names are included, so that they are later reported as unknown layer settings.
     """
     run = of_run(values)
     return {path: value for path, value in values.items() if path not in run}
@@ -275,9 +275,8 @@ def _of_file(path: str) -> Iterator[None]:
 
 
 def without_hosts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove the sections in `HOSTS`, which contain the hosts' own arguments, from nested values.
-
-    As a result, one settings file can be used with every host.
+    """Remove the sections in `HOSTS`, which contain the hosts' own arguments, from nested values,
+    so that one settings file can be used with every host.
     """
     return {name: value for name, value in values.items() if name not in HOSTS}
 
@@ -286,9 +285,9 @@ def describes_layers(settings: Mapping[str, Any]) -> bool:
     """Return whether the given dotted paths fully specify a layer, that is, whether they include
     `num_experts`.
 
-    If the paths include `num_experts`, missing settings for routing, losses, dispatch and capacity
-    get the defaults of `MoEConfig` in every host. If the paths do not include `num_experts`,
-    missing settings get the host's own arguments and defaults.
+    With `num_experts`, missing settings for routing, losses, dispatch and capacity get the defaults
+    of `MoEConfig` in every host. Without `num_experts`, missing settings get the host's own
+    arguments and defaults.
     """
     return "num_experts" in settings
 
@@ -375,8 +374,8 @@ def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
 
 def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: list[str],
                 path: str) -> dict[str, Any]:
-    """Return the mapping for the section whose path is `above`. If `values` does not contain the
-    section, add it."""
+    """Return the mapping for the section with the path `above`, and add it to `values` if it does
+    not exist."""
     hint: Any = type(config)
     for part in above:
         hint = hints_of(hint).get(part) if is_section(hint) else None

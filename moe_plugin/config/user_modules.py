@@ -18,7 +18,7 @@ def import_user_modules(names: str | None) -> None:
         names: optional. Comma-separated list of module names in dotted form or paths of `.py`
             files.
     Raises:
-        ValueError: If importing a module raises any exception. The message contains this exception.
+        ValueError: If importing a module raises any exception, which the message then contains.
     """
     for name in (part.strip() for part in (names or "").split(",")):
         if not name:

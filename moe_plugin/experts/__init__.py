@@ -1,5 +1,5 @@
-"""Expert parameters and the computation of experts. The form in which parameters are stored is the
-same for all parallel layouts.
+"""Expert parameters and the computation of experts. Parameters are stored in the same form for all
+parallel layouts.
 """
 
 from moe_plugin.experts.base import Experts, expert_kinds, expert_parameters, is_expert, mark_expert

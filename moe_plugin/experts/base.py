@@ -30,8 +30,8 @@ _IN_FULL = re.compile(rf"(?<![^.])experts\.((?:base_layer\.)*)({'|'.join(FORMER)
 
 
 def current_name(name: str) -> str:
-    """If the name of a tensor contains a former parameter name, replace it with the current
-    parameter name.
+    """If a tensor name contains a former parameter name, replace it with the current parameter
+    name.
     """
     return _IN_FULL.sub(lambda found: f"experts.{found[1]}{FORMER[found[2]]}", name)
 
@@ -56,7 +56,7 @@ def use_current_names(state: MutableMapping[str, Any], prefix: str) -> None:
 
     Args:
         state: the state dict, which is modified in place. If a parameter is present under both
-            names, the state dict keeps both.
+            names, both entries are kept.
         prefix: the prefix of the experts' names, with a trailing dot.
     """
     for former, now in FORMER.items():
@@ -77,10 +77,10 @@ def mark_experts(module: nn.Module, ranks: int | None = None) -> None:
     """Mark all parameters of a module as expert parameters.
 
     Args:
-        module: the experts, or an adapter that wraps the experts. Parameters of an adapter also
-            belong to this rank's experts, so they are also marked.
-        ranks: the size of the expert-parallel group, which is stored on each parameter. If `ranks`
-            is None, the size stored earlier does not change.
+        module: the experts, or an adapter that wraps them. Adapter parameters also belong to this
+            rank's experts, so they are marked as well.
+        ranks: the size of the expert-parallel group, which is stored on each parameter. By default,
+            the size stored earlier is not changed.
     """
     for parameter in module.parameters():
         mark_expert(parameter)
@@ -95,8 +95,8 @@ def expert_ranks(parameter: Tensor) -> int:
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Return whether a parameter belongs to an expert. Also works for fairseq's fp32 copies of
-    parameters.
+    """Return whether a parameter belongs to an expert. The result is also correct for fairseq's
+    fp32 copies of parameters.
     """
     return getattr(parameter, "expert", False)
 
@@ -109,8 +109,9 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 class Experts(nn.Module):
     """The base class of the experts of one rank.
 
-    Parameters remain marked when torch replaces them. Torch replaces parameters in deepcopy, when
-    parameters leave the meta device, and in `load_state_dict(..., assign=True)`.
+    Parameters remain marked as expert parameters when torch replaces them. Torch replaces
+    parameters in deepcopy, when they leave the meta device, and in
+    `load_state_dict(..., assign=True)`.
 
     Attributes:
         supports_gather: whether the experts can compute with parameters gathered from other ranks.
@@ -127,8 +128,8 @@ class Experts(nn.Module):
         later: object that postpones the computation of weight gradients until the host requests it
             after the backward pass. If `later` is None, weight gradients are computed in the
             backward pass.
-        seed_comm: the ranks among which the seed of the initial values is broadcast. None if the
-            random generators of the ranks are in the same state, or if initial values are copied
+        seed_comm: the group over which the seed of the initial values is broadcast. None if the
+            ranks' random generators are already in the same state, or if initial values are copied
             between ranks.
     """
 
@@ -151,10 +152,9 @@ class Experts(nn.Module):
 
         Args:
             work: rows [R, D] sorted by expert, or tokens [T, D] with a `RowPlan`. For a
-                `ParameterRequest`, the method returns the result of `local_parameters` instead of
-                computing outputs.
-        Returns: the expert outputs, with the shape of the rows or tokens, or the parameters for a
-        `ParameterRequest`.
+                `ParameterRequest`, the result of `local_parameters` is returned instead of outputs.
+        Returns: the expert outputs, with the same shape as the input, or the parameters if the
+        input is a `ParameterRequest`.
         """
 
     @property
@@ -167,8 +167,8 @@ class Experts(nn.Module):
         """A parameter that connects the exchanges between ranks to the autograd graph (see
         `comm.functional`).
 
-        The anchor is a trainable parameter, unless all parameters are frozen. None if
-        there are no parameters.
+        The anchor is a trainable parameter, unless all parameters are frozen. None if there are no
+        parameters.
         """
         frozen = None
         for parameter in self._parameters.values():  # `parameters()` is ten times slower
@@ -188,10 +188,10 @@ class Experts(nn.Module):
         """Return the parameters in the form that compute strategies use.
 
         Args:
-            tensors: parameters in the form of `local_parameters`. If `tensors` is None, the stored
-                parameters are used.
-            first_shard: the index of the first expert shard in `tensors`. If `first_shard` is None,
-                the first shard of this rank is used.
+            tensors: parameters in the form of `local_parameters`. Defaults to the stored
+                parameters.
+            first_shard: the index of the first expert shard in `tensors`. Defaults to the first
+                shard of this rank.
         """
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 
@@ -203,8 +203,8 @@ class Experts(nn.Module):
         Collective over `comm`.
 
         Args:
-            local: parameters of this rank in the form of `local_parameters`. If `local` is None,
-                the stored parameters are used.
+            local: parameters of this rank in the form of `local_parameters`. Defaults to the stored
+                parameters.
             comm: the group of ranks whose parameters are gathered.
             shards: number of consecutive ranks that store shards of the same expert.
             first_shard: the index of the first expert shard in the gathered parameters.
@@ -215,14 +215,15 @@ class Experts(nn.Module):
         """Start to load the experts that a call will need, without waiting until they are loaded.
 
         Args:
-            ids_TK: int64 tensor of global expert indices. An index of -1 stands for no expert.
+            ids_TK: int64 tensor of global expert indices. The index -1 means that no expert is
+                chosen.
         """
 
     def use_layer(self, number: int | None) -> None:
         """Set the index of the MoE layer that contains these experts, counted from 0.
 
         Args:
-            number: the layer index, or None if the host does not know the index
+            number: the layer index, or None if the host does not know it
                 (`HostContext.numbered_later`).
         """
 

@@ -79,11 +79,8 @@ def build_device_experts(config: MoEConfig, place: Placement, host: HostContext,
     """Build the experts of this rank whose parameters are stored on the device.
 
     Args:
-        config: the settings of the layer.
-        place: describes which ranks store each expert.
-        host: information from the host framework.
-        factory: a function `factory(global_index) -> module` that creates a custom expert. If
-            `factory` is None, experts of the configured type are built.
+        factory: a function `factory(global_index) -> module` that creates a custom expert. By
+            default, experts of the configured type are built.
         where: the dtype and device of the parameters.
     """
     if factory is not None:

@@ -18,12 +18,11 @@ class DDPCheck:
     replicas of each other.
 
     The check detects torch's DDP and FSDP, DeepSpeed, other code that overwrites experts
-    (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. Once a wrapper
-    that excludes experts has been found, wrappers are no longer checked.
+    (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. Once the check has
+    found a wrapper that excludes the experts, it no longer looks for wrappers.
 
-    If the expert-parallel group has only one rank, all ranks of the data-parallel group store the
-    same experts, which may be averaged. Therefore this check is skipped if the expert-parallel
-    group has only one rank.
+    The check is skipped if the expert-parallel group has only one rank, because all data-parallel
+    ranks then store the same experts, which may be averaged.
 
     Args:
         comm: the expert-parallel group.
@@ -92,7 +91,7 @@ def _refuse_new(experts: nn.Module) -> None:
     """Raise an error if a trainable parameter does not have the hooks registered by
     `reduce_experts`.
 
-    A parameter without these hooks would be trained with the gradient of only one rank.
+    Without these hooks, the parameter would be trained with the gradient of only one rank.
     """
     for name, parameter in experts.named_parameters():
         if parameter.requires_grad and not getattr(parameter, "reduced", False):

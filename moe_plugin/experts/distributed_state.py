@@ -44,8 +44,7 @@ class ExpertWindow:
 
     Attributes:
         shape: the shape of the tensor of all experts. The first dimension indexes the experts.
-        offsets: the position in the full tensor at which the local tensor starts, along each
-            dimension.
+        offsets: the start index of the local tensor in the full tensor, along each dimension.
         sizes: the shape of the local tensor.
         shard_axis: the dimension along which each expert is split over several ranks, or None if
             experts are not sharded.
@@ -71,7 +70,6 @@ def window_of(name: str, sizes: Sequence[int], place: Placement, *,
         name: the name of the tensor. The last component of the name is a parameter name
             (`PART_AXIS`).
         sizes: the shape of this rank's local tensor.
-        place: describes which ranks store each expert.
         of_parameter: whether the tensor has the same dimensions as the parameter. For other
             tensors, such as factored optimizer states, the position is known only if experts are
             not sharded.
@@ -101,7 +99,6 @@ def window_in(name: str, shape: Sequence[int], place: Placement, *,
     Args:
         name: the name of the tensor, as in `window_of`.
         shape: the shape of the full tensor.
-        place: the ranks that store each expert.
         of_parameter: whether the tensor has the same dimensions as the parameter.
     Raises:
         ValueError: If the first dimension does not index experts, or if experts are split along an
@@ -165,7 +162,6 @@ def as_dtensor(value: Tensor, window: ExpertWindow, place: Placement) -> Any:
     The first call is collective if experts are sharded and not all ranks store the same experts.
 
     Args:
-        value: the local tensor of this rank.
         window: the position of the local tensor in the full tensor.
         place: the ranks that store each expert.
     Raises:
@@ -231,9 +227,8 @@ def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
     """Convert a layer's experts in a state dict that was just created. This function is a hook that
     runs after `state_dict`.
 
-    If DCP requested the state dict, the layer's extra state describes the experts of all ranks. If
-    DCP requested the state dict, the tuner's state is omitted, because it is valid only for the
-    current number of ranks.
+    If DCP requested the state dict, the layer's extra state describes the experts of all ranks, and
+    the tuner's state is omitted, because it is valid only for the current number of ranks.
     """
     dcp, place = asked_by_dcp(), layer.placement
     for key in [key for key in state if key.startswith(prefix + "experts.")]:
@@ -246,8 +241,8 @@ def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
 
 
 def take(layer: Any, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Convert a layer's experts in a state dict back to local tensors. This is the inverse of
-    `give`. This function is a hook that runs before `load_state_dict`.
+    """Convert a layer's experts in a state dict back to local tensors. This function is the inverse
+    of `give`. The function is a hook that runs before `load_state_dict`.
     """
     use_current_names(state, prefix + "experts.")
     place, dcp = layer.placement, asked_by_dcp()
@@ -289,8 +284,8 @@ def _plain(value: Any) -> Any:
 
 
 def placed_parameters() -> dict[int, tuple[str, Placement]]:
-    """For layers whose experts are spread over several ranks, return the name and placement of each
-    expert parameter, by the parameter's id.
+    """Return the name and placement of each expert parameter whose layer spreads its experts over
+    several ranks, by the parameter's id.
     """
     return {id(parameter): (name, layer.placement)
             for layer in list(_LAYERS) if layer.placement.comm.size > 1
@@ -341,10 +336,9 @@ def _changed(optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[
 
     Args:
         optimizer: the optimizer.
-        state_dict: the state dict of the optimizer.
         change: a function that computes a new state tensor from the parameter, the old state
             tensor, the parameter's name and its placement.
-        keys: the state dict's key for each parameter, in the order of the parameters.
+        keys: the key of each parameter in the state dict, in the order of the parameters.
     """
     placed, state = placed_parameters(), dict(state_dict["state"])
     for parameter, key in zip(_parameters(optimizer), keys, strict=False):

@@ -1,8 +1,8 @@
-"""Feed-forward experts, and the all-gather of expert parameters.
+"""Feed-forward experts, and the all-gather of their parameters.
 
-The form in which parameters are stored does not depend on the layout of a call. Gathered parameters
-exist only during one call. The backward pass sends the gradients of gathered parameters to the
-ranks that store these parameters.
+Parameters are stored in the same form regardless of the layout of a call. Gathered parameters exist
+only during one call. The backward pass sends the gradients of gathered parameters back to the ranks
+that store them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FFNExperts(Experts):
 
     The parameters are w_in_LDF, bias_in_LF, w_out_LFD and bias_out_LD. If each expert is split into
     S shards (`Placement`), F is hidden_dim / S, and bias_out_LD has D / S columns. Shard j adds its
-    bias only to the columns [j*D/S, (j+1)*D/S). As a result, the sum over all shards contains each
+    bias only to the columns [j*D/S, (j+1)*D/S). The sum over all shards therefore contains each
     bias exactly once.
     """
 
@@ -114,9 +114,9 @@ class FFNExperts(Experts):
         sharded, each rank keeps its shard.
 
         Weights are drawn from a Xavier uniform distribution, or from a normal distribution with
-        standard deviation `experts.init_std`. The seed of an expert is one draw from torch's
-        generator plus the global index of the expert. Therefore the initial values do not depend on
-        the number of ranks, and the generators of all ranks advance by the same amount.
+        standard deviation `experts.init_std`. The seed of an expert is a number drawn from torch's
+        generator plus the expert's global index. The initial values therefore do not depend on the
+        number of ranks, and the generators of all ranks advance equally.
         """
         # always on the CPU, even inside `with torch.device("meta")` or of a GPU
         seed = torch.randint(2**31, (1,), device="cpu")
@@ -168,8 +168,8 @@ class FFNExperts(Experts):
         return self.w_in_LDF.dtype
 
     def forward(self, work: ExpertRows | ParameterRequest) -> Any:
-        """See `Experts`. If experts are split into shards, the result is this shard's term of the
-        output.
+        """See `Experts`. If experts are split into shards, the result is this shard's contribution
+        to the output.
         """
         if isinstance(work, ParameterRequest):
             return self.local_parameters()
@@ -186,7 +186,7 @@ class FFNExperts(Experts):
         return strategy(work.x, work.rows, parameters)
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """See `Experts`. The names are the keys of `SHARD_AXIS` for which this type of expert has
+        """See `Experts`. The names are those keys of `SHARD_AXIS` for which this type of expert has
         parameters.
         """
         parameters = {}
@@ -198,7 +198,7 @@ class FFNExperts(Experts):
         return parameters if self.adapters is None else {**parameters, **self.used_adapters()}
 
     def weights_of(self) -> dict[str, list[Tensor]]:
-        """Return lists of stored weights. The keys of the mapping are those of `lora.PLACES`."""
+        """Return the stored weights as lists, by the keys of `lora.PLACES`."""
         first: list[Tensor] = [w for w in (self.w_in_LDF, self.w_gate_LDF) if w is not None]
         return {"in": first, "out": [self.w_out_LFD]}
 
@@ -212,8 +212,8 @@ class FFNExperts(Experts):
 
         Args:
             ranks: the LoRA ranks and scales of the adapters.
-            seed: the seed of the random values. All ranks must pass the same seed. The random
-                values of an expert also depend on its global index.
+            seed: the seed of the random values, which must be equal on all ranks. The random values
+                of an expert also depend on its global index.
         """
         place, (local, width, inner) = self.placement, self.w_in_LDF.shape
         like: dict[str, Any] = {"dtype": self.dtype, "device": self.w_in_LDF.device}
@@ -253,7 +253,7 @@ class FFNExperts(Experts):
     def used_adapters(self) -> dict[str, Tensor]:
         """Return the adapter tensors that a call uses.
 
-        Returns an empty mapping if the adapters are merged into the weights. The method is
+        No adapter tensors are returned if the adapters are merged into the weights. The method is
         collective if experts are split over ranks.
         """
         ranks, shards = self.adapters, self._shards()
@@ -284,9 +284,9 @@ class FFNExperts(Experts):
         Args:
             tensors: parameters in the form of `local_parameters`. The weights may belong to experts
                 of other ranks, to more experts than this rank stores, or to several consecutive
-                shards. If `tensors` is None, the stored parameters are used.
-            first_shard: the index of the first shard in `tensors`. If `first_shard` is None, the
-                shard of this rank is used.
+                shards. Defaults to the stored parameters.
+            first_shard: the index of the first shard in `tensors`. Defaults to the shard of this
+                rank.
         """
         redirected, rounded, borrowed = {}, None, tensors is not None
         if tensors is None and self.adds_to_main_grad:
@@ -363,7 +363,6 @@ def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
     Args:
         local: the parameters of this rank, by name. The first dimension of each parameter indexes
             the experts.
-        comm: the group of ranks whose parameters are gathered.
         shards: number of consecutive ranks that store shards of the same expert. Shards of an
             expert are concatenated along the dimension given by `axes`.
         axes: the dimension of each parameter along which experts are split, or None if every shard

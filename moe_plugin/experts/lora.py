@@ -2,8 +2,8 @@
 
 Expert l uses the weights `w + scale_l a_l b_l`, where only a and b are trained. With DoRA, each
 column of this sum is rescaled to a length m, which is also trained. The gate and up weights share
-the matrix a, because `transformers` stores these two weights in one tensor and the files of `peft`
-have the same structure. The sum `w + scale_l a_l b_l` is never computed. Instead, the rows are
+the matrix a, because `transformers` stores these two weights in one tensor and `peft` files have
+the same structure. The sum `w + scale_l a_l b_l` is never computed. Instead, the rows are
 multiplied by a and b in separate grouped matmuls (`FFNParameters.adapters`).
 """
 
@@ -42,8 +42,8 @@ class ExpertRanks:
         alphas: for each key of `PLACES`, the value of alpha. The scale of an adapter is alpha / r.
         rooted: whether the scale of an adapter is alpha / sqrt(r) (rsLoRA) instead of alpha / r.
         dora: whether the adapters have column lengths m (DoRA).
-        merged: the adapters that were added to the weights and are no longer computed separately,
-            or None if the adapters are not merged.
+        merged: the adapters that have been added to the weights and are no longer computed
+            separately, or None.
     """
 
     ranks: Mapping[str, Sequence[int]]
@@ -83,8 +83,8 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
 
     Args:
         w_LIO: the weights, [L, I, O].
-        adapter: the matrices a and b. The matrix b must already include the scale. If `adapter` is
-            None, the column lengths of w are returned.
+        adapter: the matrices a and b. b must already include the scale. If `adapter` is None, the
+            lengths of the columns of w are returned.
         shards: the ranks that store the other slices of the dimension I, or None if this rank
             stores the whole dimension.
     """
@@ -104,7 +104,7 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
 def with_factors(tensors: dict[str, Tensor], weights: Mapping[str, Sequence[Tensor]],
                  ranks: ExpertRanks, first: int, shards: Comm | None) -> dict[str, Tensor]:
     """Multiply each tensor b by its scale, and replace the DoRA lengths m with the factors by which
-    columns are multiplied.
+    the columns must be multiplied.
 
     Args:
         tensors: the adapter tensors by name. The mapping is modified in place. The tensors listed

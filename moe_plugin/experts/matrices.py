@@ -4,7 +4,7 @@
 Muon needs the complete matrix of each expert. A matrix has the shape [out, in], as in
 `torch.nn.Linear`. The gate and up weights of a gated expert form a single matrix whose first rows
 are the gate rows, as in Megatron, transformers and most checkpoints. If an expert is split into
-shards (`Placement`), the matrix contains only the shard of this rank.
+shards (`Placement`), its matrix contains only this rank's shard.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ def mark_matrices(experts: nn.Module, shards: int) -> None:
     """Store a `MatrixPart` on each weight of feed-forward experts.
 
     Args:
-        experts: the experts of a layer.
         shards: the number of shards of each expert.
     """
     parameters = dict(experts.named_parameters())
@@ -94,8 +93,8 @@ class MatrixForm:
 
     Attributes:
         transposed: True if the last two dimensions are [in, out] instead of [out, in].
-        halves: one of `HALVES`. This value states whether the dimension `out` contains one matrix,
-            two matrices one after the other, or two matrices with alternating rows.
+        halves: one of `HALVES`, which states whether `out` contains one matrix, two concatenated
+            matrices, or two matrices with alternating rows.
     """
 
     transposed: bool = False
@@ -108,7 +107,7 @@ class MatrixForm:
 def matrix_forms(model: nn.Module) -> dict[int, MatrixForm]:
     """Return the matrix form of every expert weight of a model, by the parameter's id.
 
-    Gate and up weights count as two matrices.
+    The gate and up weights are treated as two matrices.
     """
     return {id(module._parameters[name]): form for module in model.modules()
             for name, form in _forms_of(module) if module._parameters.get(name) is not None}

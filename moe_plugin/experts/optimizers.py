@@ -1,7 +1,4 @@
-"""Checks that torch optimizers treat expert parameters correctly.
-
-The checks run in the first step.
-"""
+"""Checks in the first step of each torch optimizer that expert parameters are treated correctly."""
 
 from __future__ import annotations
 
@@ -46,15 +43,14 @@ _WHOLE_GROUPS: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDicti
 
 
 def watch_optimizers() -> None:
-    """From now on, check the first step of every torch optimizer.
+    """Check the first step of every torch optimizer from now on.
 
-    Later steps need only one dictionary lookup.
+    Later steps cost only one dictionary lookup.
 
-    The first step raises a `ValueError` in two cases. The first case is an optimizer or tool that
-    treats the experts of several ranks as copies of each other. The second case is a step that runs
-    inside the backward pass, although the gradients of experts are only averaged at the end of the
-    backward pass. The first step also logs a warning if the model no longer contains some of the
-    optimizer's parameters.
+    The first step raises a `ValueError` if an optimizer or tool treats the experts of several ranks
+    as copies of each other. A step that runs inside the backward pass also raises a `ValueError`,
+    because the gradients of experts are averaged only at the end of that pass. A warning is logged
+    if the model no longer contains some of the optimizer's parameters.
     """
     if not _watched:
         _watched.append(register_optimizer_step_pre_hook(_before_step))

@@ -1,9 +1,8 @@
 """Detect code that overwrites experts, and shared parameters that differ between ranks.
 
-Data-parallel tools, and loops over `model.parameters()`, often treat all parameters as replicas.
-Such tools would copy or average experts, or their gradients, over ranks that store different
-experts. Some of these tools cannot be recognized by name, so the check compares samples of
-parameter values.
+Data-parallel tools and loops over `model.parameters()` often treat all parameters as replicas, and
+copy or average experts, or their gradients, over ranks that store different experts. Some of these
+tools cannot be recognized by name, so the check compares samples of parameter values.
 """
 
 from __future__ import annotations
@@ -32,15 +31,14 @@ _APART = 0.05  # experts with a larger distance, relative to their norms, count 
 
 
 class OverwriteCheck:
-    """A comparison of the experts of all expert-parallel ranks, which runs in the training calls 2,
-    4, 7, 13, 25, 61, 121 and 241.
+    """A comparison of the experts of all expert-parallel ranks, which runs in training calls 2, 4,
+    7, 13, 25, 61, 121 and 241 of each layer.
 
-    Each layer runs these 8 comparisons. Each comparison uses one all-gather of 4 KiB from each rank
-    (5 KiB the first time), and a second all-gather over `world`. The ranks compare how values have
-    changed since the previous comparison. Therefore experts that are equal from the start do not
-    cause an error. The first comparison covers two periods, namely the period from building or
-    loading the layer to the first call and the period from the first to the second call. An error
-    is raised if experts were changed and are equal in two comparisons.
+    Each comparison uses one all-gather of 4 KiB from each rank (5 KiB the first time), and a
+    second all-gather over `world`. The ranks compare changes since the previous comparison, so
+    experts that are equal from the start do not cause an error. The first comparison covers two
+    periods: from building or loading the layer to the first call, and from the first to the second
+    call. An error is raised if, in two comparisons, experts have changed and are equal.
 
     Args:
         comm: the expert-parallel group.
@@ -80,8 +78,8 @@ class OverwriteCheck:
         Raises:
             ValueError: If the caller runs inside a tool that is known to overwrite experts. All
                 ranks also raise the error if different experts have become equal or nearly equal,
-                or have changed by the same values. All ranks also raise the error if experts were
-                changed and are equal although the router assigns different tokens to them.
+                or have changed by the same amounts. All ranks also raise it if experts have changed
+                and are equal although the router assigns different tokens to them.
         """
         self.calls += 1
         if self.calls == 1:
@@ -187,10 +185,10 @@ def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor
     """Return the pairs of ranks whose experts are equal now and were trained after `before_RN` was
     sampled.
 
-    If an expert receives no tokens, weight decay alone changes its weights and moves every large
-    value towards zero. Therefore an expert counts as trained only if the magnitude of a large value
-    has increased. Small values are ignored, because an optimizer that normalizes the gradient may
-    move them across zero.
+    Weight decay alone changes the weights of an expert without tokens, and moves every large value
+    towards zero. Therefore an expert counts as trained only if the magnitude of a large value has
+    increased. Small values are ignored, because an optimizer that normalizes the gradient may move
+    them across zero.
     """
     large_RN = before_RN.abs() >= before_RN.abs().mean(1, keepdim=True)
     grew_R = (large_RN & ((now_RN - before_RN) * before_RN > 0)).any(1)
@@ -198,7 +196,7 @@ def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor
 
 
 def _tells_apart(router: nn.Module | None) -> bool:
-    """Return whether the rows of the router's weights, which belong to different experts, differ.
+    """Return whether the rows of the router's weights differ between experts.
 
     If the router's weights are equal, experts may receive the same tokens.
     """
@@ -221,7 +219,7 @@ def _sample(parameters: Iterable[Tensor]) -> Tensor:
     """Return a float32 sample of `VALUES` values, with the same number of values from each
     parameter.
 
-    The sample is padded with zeros if there are fewer values. Parameters without storage and
+    If there are fewer values, the sample is padded with zeros. Parameters without storage and
     sharded parameters are skipped.
     """
     samples, sampled = [], [p for p in parameters if p.numel() and p.is_floating_point()]

@@ -67,7 +67,7 @@ def linear_of(config: MoEConfig) -> type[DrawnLinear]:
 class SharedExpert(nn.Module):
     """An expert that processes every token, except padding.
 
-    The shared expert's parameters are replicated on all ranks.
+    The parameters of the shared expert are replicated on all ranks.
     """
 
     def __init__(self, config: MoEConfig, *, dtype: torch.dtype | None = None,
@@ -94,10 +94,6 @@ class SharedExpert(nn.Module):
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> SharedExpert | None:
         """Build the shared expert, or return None if the settings do not specify a shared expert.
-
-        Args:
-            config: the settings of the layer.
-            where: the dtype and device of the parameters.
         """
         return cls(config, **where) if config.experts.shared_hidden_dim else None
 
@@ -133,8 +129,8 @@ class OverlappedWork:
     Args:
         shared: the layer's shared expert, or None.
         tokens: the tokens of the call.
-        more: another function that runs during the exchange, or None. It is passed by the caller of
-            the layer.
+        more: another function to run during the exchange, passed by the caller of the layer, or
+            None.
     """
 
     def __init__(self, shared: SharedExpert | None, tokens: Tokens,

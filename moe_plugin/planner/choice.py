@@ -1,4 +1,4 @@
-"""`LayoutChoice`, the description of a layer's parallel layout. It is used by the settings, the
+"""`LayoutChoice`, the description of a layer's parallel layout, which is used by the settings, the
 planner and the tuner.
 """
 
@@ -23,30 +23,28 @@ class LayoutChoice:
 
     Attributes:
         r: routing degree. With r = 0, there is no all-to-all: every rank gathers the parameters of
-            all experts and computes its own tokens. Tutel calls this case data parallelism. With r
-            >= 1, every row is sent to r of the ranks that share an expert. Each of these ranks
-            gathers the missing parameters and computes 1/r of the expert's inner width. The case r
-            = 1 combines expert parallelism and data parallelism, and the case r > 1 combines expert
+            all experts and processes its own tokens. Tutel calls this case data parallelism. With r
+            >= 1, every row is sent to r of the ranks that share an expert, each of which gathers
+            the missing parameters and computes 1/r of the expert's inner width. The case r = 1
+            combines expert parallelism and data parallelism, and the case r > 1 combines expert
             parallelism and model parallelism. If there are at least as many experts as ranks, r
             must be 0 or 1.
-        d: overlap degree in the forward pass. The rows are split into this number of pieces, and a
-            piece is sent while another piece is computed. With d = 1, sending does not overlap with
-            computing.
-        d_backward: overlap degree in the backward pass. The value 0 means the same overlap degree
-            as in the forward pass.
+        d: overlap degree in the forward pass. The rows are split into d pieces, and one piece is
+            sent while another is computed. With d = 1, sending does not overlap with computing.
+        d_backward: overlap degree in the backward pass. 0 means the same overlap degree as in the
+            forward pass.
         algorithm: registered name of the all-to-all algorithm.
         kernel: registered name of the strategy that computes the experts.
-        piece_axis: how rows are divided into pieces: by `rows`, by `experts` or by `peers`. If
-            there is only one piece, this field has no effect.
+        piece_axis: how rows are divided into pieces: by `rows`, by `experts` or by `peers`.
+            `piece_axis` has no effect if there is only one piece.
         gather_tokens: if True, every rank gathers all tokens of the group and computes the rows of
             its own experts, without an all-to-all. The dispatcher `all_gather` also gathers all
-            tokens in this way. With `gather_tokens`, parameters are not gathered.
+            tokens in this way. Parameters are not gathered in this case.
         spill: a policy from `planner.spill.POLICIES`, which selects the ranks that compute rows of
-            overloaded experts. Spilling requires the largest possible r. With the largest r, every
-            row is sent to all slices of its expert.
-        send: a value from `SENDS`. This value determines whether a token's row is sent once per
-            selected expert, once per rank that stores selected experts, or once per node that
-            stores selected experts.
+            overloaded experts. Spilling requires the largest possible r, with which every row is
+            sent to all slices of its expert.
+        send: a value from `SENDS`: whether a token's row is sent once per selected expert, once per
+            rank that stores selected experts, or once per node that stores selected experts.
     """
 
     r: int
@@ -108,8 +106,8 @@ class LayoutChoice:
     def label(self) -> str:
         """Short form of the layout for files and statistics, such as `r=1 d=2 2dh auto`.
 
-        The label contains fields other than r, d, algorithm and kernel only if they differ from
-        their defaults.
+        Fields other than r, d, algorithm and kernel are included only if they differ from their
+        defaults.
         """
         back = f"/{self.d_backward}" if self.d_backward and self.d_backward != self.d else ""
         more = (f" {f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)[5:]
@@ -143,9 +141,8 @@ class LayoutChoice:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayoutChoice:
-        """Return the layout with the given fields.
-
-        The fields have the same form as in the dictionary returned by `as_dict`.
+        """Return the layout with the given fields, which have the same form as in the result of
+        `as_dict`.
         """
         return cls(**values)
 
@@ -162,8 +159,6 @@ def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
     On a single rank, the only possible value is 1.
 
     Args:
-        experts: number of experts in the layer.
-        ranks: number of expert-parallel ranks.
         shards: number S of ranks that share an expert. Defaults to `ranks / experts`, but at least
             1.
 
@@ -196,15 +191,15 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
 
 
 def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[LayoutChoice]:
-    """Yield every useful layout that can be built from the given values.
+    """Yield every useful layout that can be built from `values`, a mapping from field names to
+    lists of values.
 
-    The mapping `values` contains a list of values for each field name.
 
     Layouts without an all-to-all (r = 0, gathered tokens, or a single rank) have no exchange that
     could overlap with computation. These layouts therefore use d = 1 and the first algorithm, and
-    their rows are never spilled. Layouts that gather tokens, and layouts that spill rows, use the
-    largest possible r. Layouts that send each token once per rank or once per node cannot use the
-    piece axis `experts`.
+    never spill rows. Layouts that gather tokens, and layouts that spill rows, use the largest
+    possible r. Layouts that send each token once per rank or once per node cannot use the piece
+    axis `experts`.
     """
     choices: dict[LayoutChoice, None] = {}
     for row in itertools.product(*values.values()):

@@ -55,15 +55,16 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """Number of bytes of memory that a plan may use. The head-room is not included."""
+        """Number of bytes of memory that a plan may use. The fraction `HEAD_ROOM` is not included.
+        """
         return (1 - HEAD_ROOM) * self.memory_bytes
 
     def matmul_s(self, rows: float, flops: float, traffic: float = 0.0) -> float:
         """Predict the time in seconds of a matmul, including one launch, with the roofline model.
 
         Args:
-            rows: number of rows of the matmul. The number of rows determines how efficiently the
-                device computes.
+            rows: number of rows of the matmul, which determines how efficiently the device
+                computes.
             flops: number of floating-point operations of the matmul.
             traffic: number of bytes that the matmul reads and writes. Defaults to 0.
         """
@@ -126,9 +127,9 @@ class Cluster:
         inter: link from a network card to other nodes.
         copy_s: time in seconds to read or write one byte in a memory copy.
         phase_s: fixed time of each phase, in seconds, for propagation delay and synchronization.
-        host: CPU cost of each message and of each byte if a single machine emulates the cluster.
+        host: CPU cost of each message and of each byte, if a single machine emulates the cluster.
             Otherwise zero. See `planner.all_to_all_cost`.
-        wake_s: CPU time in seconds to wake a rank if a single machine emulates the cluster.
+        wake_s: CPU time in seconds to wake up a rank, if a single machine emulates the cluster.
             Otherwise 0.
         fit_error: mean relative error between the fitted model and the measurements, or None if
             nothing was measured.
@@ -169,7 +170,7 @@ class Cluster:
         """Predict the CPU time in seconds that sending messages costs on an emulated cluster.
 
         Args:
-            wakes: how often ranks are woken.
+            wakes: total number of times that ranks are woken up.
             messages: total number of messages.
             size: total size of all messages in bytes.
         """
@@ -183,13 +184,14 @@ class Cluster:
 
     @property
     def between(self) -> float:
-        """Fraction of the bytes that leaves the node if every rank sends equally many bytes to all
-        ranks.
+        """Fraction of the bytes that leave the node if every rank sends the same number of bytes to
+        every rank.
         """
         return 1 - 1 / self.nodes
 
     def resized(self, nodes: int, ranks_per_node: int | None = None) -> Cluster:
-        """Return a cluster with the same links, but with other numbers of nodes and ranks per node.
+        """Return a cluster with the same links, but with a different number of nodes and of ranks
+        per node.
         """
         links = {f.name: getattr(self, f.name) for f in dataclasses.fields(Cluster)}
         return Cluster(**links | {"nodes": nodes,
@@ -208,7 +210,7 @@ class Cluster:
 
     def with_ranks(self, ranks: int) -> Cluster:
         """Return a cluster with the same links and `ranks` ranks. The ranks fill whole nodes, or
-        use a part of a single node.
+        only part of a single node.
 
         Raises:
             ValueError: If the number of ranks is larger than one node and not a multiple of the
@@ -230,8 +232,7 @@ class UnequalCluster(Cluster):
     """A cluster in which nodes have different numbers of ranks.
 
     Attributes:
-        of_nodes: number of ranks of each node. The attribute `ranks_per_node` is the largest of
-            these numbers.
+        of_nodes: number of ranks of each node, the largest of which is `ranks_per_node`.
     """
 
     of_nodes: tuple[int, ...]

@@ -27,7 +27,7 @@ class Task:
         after: names of the tasks that must end before this task starts.
         phase: name under which the duration of the task is reported. Defaults to the name of the
             task.
-        also: names of additional resources that the task occupies during the same time.
+        also: names of other resources that the task occupies at the same time.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The result of a simulation, which is a list of time intervals. In a timeline created by
-    `simulate`, the intervals are in the order in which the tasks were issued.
+    """The result of a simulation, which is a list of time intervals. If created by `simulate`, the
+    intervals are in the order in which the tasks were issued.
     """
 
     spans: tuple[Span, ...]
@@ -70,8 +70,8 @@ class Timeline:
         return sum(s.task.seconds for s in self.spans if resource in s.task.resources)
 
     def phases(self) -> dict[str, float]:
-        """For each phase, return the sum of the durations of its tasks in seconds. Times that
-        overlap are counted several times.
+        """For each phase, return the sum of the durations of its tasks in seconds. Overlapping
+        times are counted several times.
         """
         total: dict[str, float] = {}
         for span in self.spans:
@@ -96,8 +96,8 @@ class Timeline:
 
     @property
     def hidden(self) -> float:
-        """Time in seconds that is saved by overlap: the sum of all task durations minus the time at
-        which the last task ends.
+        """Time in seconds saved by overlap: the sum of all task durations minus the time at which
+        the last task ends.
         """
         return sum(s.task.seconds for s in self.spans) - self.seconds
 
@@ -131,12 +131,12 @@ def simulate(tasks: Iterable[Task]) -> Timeline:
 def simulate_ready(tasks: Sequence[Task]) -> Timeline:
     """Simulate tasks that each start as soon as possible.
 
-    If several tasks are ready when a resource becomes free, the resource runs the task that comes
-    first in `tasks`. The intervals of the timeline are in the order in which the tasks end.
+    If several tasks are ready when a resource becomes free, the one that comes first in `tasks`
+    runs. The intervals of the timeline are in the order in which the tasks end.
 
     Raises:
-        ValueError: If a task name occurs twice, if a task occupies several resources, if tasks wait
-            for each other, or if a task waits for a task that is not in `tasks`.
+        ValueError: If a task name occurs twice, if a task occupies several resources, or if a task
+            waits for itself, directly or indirectly, or for a task that is not in `tasks`.
     """
     number = {task.name: index for index, task in enumerate(tasks)}
     if len(number) < len(tasks) or any(task.also for task in tasks):
@@ -205,8 +205,7 @@ class ParmShape:
     Attributes:
         tokens: number of tokens per rank, called BL in the paper.
         model_dim: model dimension, called M in the paper.
-        rows_factor: number of rows per token. In the Parm paper, this number is the product of k
-            and f.
+        rows_factor: number of rows per token. In the paper, this is the product of k and f.
         element_bytes: number of bytes per element of a token. Defaults to 4.
         replicas: number of ranks that process the same tokens, called N_MP in the paper.
         shards: number of ranks that share an expert, called N_ESP in the paper.
@@ -235,8 +234,6 @@ def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: b
     """Return the tasks that simulate the exchanges of one forward pass.
 
     Args:
-        shape: sizes of the layer.
-        cluster: the cluster on which the layer runs.
         schedule: name of the schedule, one of `SCHEDULES`.
         overlap: whether the all-gather of schedule `s2` overlaps with the second all-to-all.
         pieces: number of pieces into which overlapping exchanges are split. Defaults to 1.
@@ -285,10 +282,10 @@ def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool 
 def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) -> float:
     """Predict the time in seconds of a forward pass's exchanges for schedule `s1` or `s2`.
 
-    The exchanges are split into `pieces` pieces, and the messages of each piece are sent
-    separately. In schedule `s2`, the all-gather of a piece can overlap with the all-to-all of the
-    next piece only if the two exchanges use different links. The two exchanges use different links
-    if the cluster has several nodes and the all-gather stays within a node.
+    The exchanges are split into `pieces` pieces, which are sent separately. In schedule `s2`, the
+    all-gather of a piece can overlap with the all-to-all of the next piece only if the two
+    exchanges use different links, that is, if the cluster has several nodes and the all-gather
+    stays within a node.
     """
     world, mp = GroupShape(cluster.ranks), GroupShape(shape.replicas)
     volume = shape.bytes_rows * shape.shards / shape.replicas
@@ -302,7 +299,7 @@ def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) ->
 
 
 def choose_run(shape: ParmShape, cluster: Cluster, pieces: int = 1) -> str:
-    """Return `s1` or `s2`, whichever `run_s` predicts to be faster. If both schedules are equally
-    fast, return `s1`.
+    """Return `s1` or `s2`, whichever `run_s` predicts to be faster, or `s1` if both are equally
+    fast.
     """
     return min(("s1", "s2"), key=lambda s: run_s(shape, cluster, s, pieces))

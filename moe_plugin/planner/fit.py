@@ -42,7 +42,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted cluster, with the mean and the maximum relative error of its predicted times."""
+    """A fitted cluster, with the mean and maximum relative errors of its predicted times."""
 
     cluster: Cluster
     mean_error: float
@@ -54,11 +54,11 @@ def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = Fa
     errors.
 
     Args:
-        measurements: measured exchanges. To tell the links apart, the fit needs at least two sizes
-            and several algorithms. For an emulated cluster, the fit also needs several numbers of
-            nodes, because all emulated nodes share one machine.
-        shape: a cluster with the number of nodes, of ranks per node and of network cards that the
-            fitted cluster should have. The link constants of `shape` are ignored.
+        measurements: measured exchanges. To distinguish the links, the fit needs measurements of at
+            least two exchange sizes and several algorithms. For an emulated cluster, the fit also
+            needs several numbers of nodes, because all emulated nodes share one machine.
+        shape: a cluster with the desired number of nodes, ranks per node and network cards. The
+            link constants of `shape` are ignored.
         emulated: whether `host` and `wake_s` are also fitted to the measured CPU times.
 
     Raises:
@@ -82,8 +82,8 @@ def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, f
     """Fit the constants `host` and `wake_s` to the measured CPU times.
 
     The linear system has an additional column for memory copies, because copies also use CPU time.
-    The coefficient for memory copies is discarded. Memory copies never overlap with the network,
-    and `copy_s` already accounts for the time of memory copies.
+    The coefficient for memory copies is discarded, because `copy_s` already accounts for copies,
+    which never overlap with the network.
     """
     if any(m.machine_s is None for m in measurements):
         raise ValueError(
@@ -101,11 +101,10 @@ def _machine(measurements: Sequence[Measurement], shape: Cluster) -> dict[str, f
 def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
     """Fit the constants of the network links.
 
-    The time of a phase is `(wire ** q + machine ** q) ** (1 / q)`. This time is written as
-    `wire * u + machine * v`, where u and v depend only weakly on the constants. Therefore the
-    constants are found by repeated linear least squares. Each iteration computes u and v from the
-    constants of the previous iteration. Without CPU costs, u is 1, and a single iteration gives the
-    exact solution.
+    The time of a phase is `(wire ** q + machine ** q) ** (1 / q)`. The time is rewritten as
+    `wire * u + machine * v`, where u and v depend only weakly on the constants. The constants are
+    therefore found by repeated linear least squares. Each iteration computes u and v from the
+    constants of the previous iteration. Without CPU costs, u is 1, and a single iteration is exact.
     """
     values = np.zeros(len(LINKS))
     for step in range(ITERATIONS):
@@ -194,8 +193,8 @@ def _feasible(a: np.ndarray, b: np.ndarray, x: np.ndarray, free: np.ndarray) -> 
 
 
 def _with_values(cluster: Cluster, values: dict[str, float]) -> Cluster:
-    """Return a copy of the cluster in which some constants are replaced. `values` maps names such
-    as "inter.alpha_s" to numbers.
+    """Return a copy of the cluster in which the constants named by `values`, such as
+    "inter.alpha_s", are replaced.
     """
     links = {
         name: {

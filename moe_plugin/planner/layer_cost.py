@@ -49,7 +49,7 @@ class LayerShape:
         skew: number of rows on the busiest rank divided by the mean number of rows per rank. At
             least 1.
         shards: number of ranks that share an expert. Defaults to `ranks / experts`, but at least 1.
-        guests: maximum number of experts that a rank may borrow at the same time.
+        guests: maximum number of experts that a rank may borrow from other ranks at the same time.
         limits: restrictions of the router on which experts a token can select.
         visits: measured numbers of ranks and nodes to which a token is sent. None means unknown.
     """
@@ -139,7 +139,7 @@ class _Sizes:
         rows_here, experts_here, inner: number of rows, number of experts and inner width of the
             experts on one rank.
         tokens: size in bytes of one rank's tokens if all ranks gather the tokens, otherwise 0.
-        travel: number of bytes that the busiest rank sends or receives, divided by `out`.
+        travel: number of bytes that the busiest rank sends or receives, as a multiple of `out`.
         lend: number of bytes of lent expert weights that the busiest rank sends or receives.
         guests: maximum number of experts that a rank borrows at the same time.
         once: numbers of rows per token if tokens are sent once per rank or node, otherwise None.
@@ -164,7 +164,7 @@ class _Sizes:
 
 
 def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCosts:
-    """Return the costs of moving rows and lending experts. The costs cover both the forward and
+    """Return the costs of moving rows and lending experts. The costs cover both the forward and the
     backward pass."""
     link, sharing = cluster.intra, 1.0
     if cluster.nodes > 1:
@@ -180,11 +180,11 @@ def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCos
 
 def _spread(shape: LayerShape, cluster: Cluster, device: Device,
             choice: LayoutChoice) -> Spread | None:
-    """Return the load of the busiest rank after rows were spilled to other ranks, or None if no row
-    is spilled.
+    """Return the load of the busiest rank after spilling rows to other ranks, or None if no row is
+    spilled.
 
-    The whole skew is assumed to come from a single expert. The remaining rows are assumed to be
-    divided equally among all other experts.
+    The whole skew is assumed to come from a single expert, and the remaining rows to be divided
+    equally among all other experts.
     """
     ranks, shards = cluster.ranks, shape.cut(cluster.ranks)
     if shape.skew <= 1 or choice.spill == "never" or ranks == 1:
@@ -228,8 +228,8 @@ def _sizes(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutCh
 
 @dataclass(frozen=True)
 class _Work:
-    """Computation of the experts in one pass. passes: factor on the time, 1 for forward and 2 for
-    backward."""
+    """Computation of the experts in one pass. passes: factor by which the time is multiplied, 1 for
+    forward and 2 for backward."""
 
     shape: LayerShape
     sizes: _Sizes
@@ -378,8 +378,8 @@ def layer_cost(shape: LayerShape, cluster: Cluster, device: Device, choice: Layo
                collectives: Seconds | None = None) -> LayerCost:
     """Predict the cost of a layer that uses all ranks of `cluster`.
 
-    collectives: function that returns the times of planned parameter collectives. By default, the
-    times of native collectives are used."""
+    collectives: function that returns the times of planned collectives that gather and reduce
+    parameters. Defaults to the times of native collectives."""
     if choice.r and cluster.ranks > 1 and shape.cut(cluster.ranks) % choice.r:
         raise ValueError(
             f"r={choice.r} is not possible with {shape.experts} experts on {cluster.ranks} ranks. "

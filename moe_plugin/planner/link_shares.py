@@ -12,12 +12,12 @@ By the max-flow min-cut theorem, the minimum of M is the maximum of
     (|S| + |T| - W) / sum_{i in S, j in T} 1 / beta_ij
 
 over all sets S of senders and T of receivers. The reason is that at least the amount
-`|S| + |T| - W`, measured in tokens per rank, must be sent from S to T. `optimal_shares` searches
-for the cut at which this maximum is reached, and for shares that take hardly more time. At the
-exact optimum, some shares are zero. A router could not learn a share of zero, because its penalty
-`1 / c` would be infinite. Therefore the exchange may take up to 1 % longer than the optimum
-(`SLACK`). Among all shares within this limit, the function returns the shares that are closest to
-being proportional to `1 / beta_ij`.
+`|S| + |T| - W`, in units of one rank's tokens, must be sent from S to T. `optimal_shares` searches
+for the cut at which this maximum is reached, and for shares with which the exchange takes hardly
+longer. At the exact optimum, some shares are zero. A router cannot learn a share of zero, because
+its penalty `1 / c` would be infinite. Therefore the exchange may take up to 1 % longer than the
+optimum (`SLACK`). Among all shares within this limit, the function returns the shares that are
+closest to being proportional to `1 / beta_ij`.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _scales(inverse_WW: Matrix, other_W: Matrix, most: float) -> Matrix:
     The method is Sinkhorn scaling with an upper bound on each entry: rows and columns are scaled
     alternately. The scaling converges to the feasible shares that are closest to `inverse_WW` in
     relative entropy. In each row, the entries with the largest `other_j` are set to the upper
-    bound. As few entries as possible are set to this bound.
+    bound, but as few of them as possible.
     """
     order_W = np.argsort(-other_W)
     sorted_W, by_order_WW = other_W[order_W], inverse_WW[:, order_W]

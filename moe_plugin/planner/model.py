@@ -22,10 +22,10 @@ class MeasuredNetwork:
     """Constants of a network, measured between real ranks.
 
     Attributes:
-        about: properties of the ranks. A measurement can be reused on other ranks if all properties
-            are the same.
+        about: properties of the ranks. A measurement can be reused on other ranks with the same
+            properties.
         cluster: cluster whose constants were fitted to measured all-to-alls. The fitted cluster has
-            the number of ranks that took part in the measurement.
+            the same number of ranks as the measurement.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -37,8 +37,8 @@ class Processor:
     """Compute speed of real ranks, measured while all ranks compute at the same time.
 
     Attributes:
-        about: properties of the ranks. A measurement can be reused on other ranks if all properties
-            are the same.
+        about: properties of the ranks. A measurement can be reused on other ranks with the same
+            properties.
         device: device whose constants were fitted to measured matmuls.
     """
 
@@ -76,20 +76,19 @@ class ModelShape:
     Attributes:
         moe_first: if True, the first of every `moe_every` layers is an MoE layer, as with
             Megatron's `--moe-layer-freq`. If `moe_first` is False, the last of every `moe_every`
-            layers is an MoE layer, as with fairseq's `--moe-freq`. The method `in_host` sets this
-            field.
+            layers is an MoE layer, as with fairseq's `--moe-freq`. Set by `in_host`.
         sharded_optimizer: if True, the optimizer state of replicated parameters is divided equally
-            among the data-parallel ranks (Megatron's `--use-distributed-optimizer`). The method
-            `in_host` sets this field.
+            among the data-parallel ranks (Megatron's `--use-distributed-optimizer`). Set by
+            `in_host`.
         ffn_dim: inner width of dense layers.
         hidden_dim: inner width of an expert. 0 means `ffn_dim`.
-        latent_dim: width of the rows that are sent to the experts. The input and output width of
-            the experts is also `latent_dim`. 0 means `model_dim`.
+        latent_dim: width of the rows that are sent to the experts, and of the experts' inputs and
+            outputs. 0 means `model_dim`.
         sequence: number of tokens per sequence.
         global_batch: number of sequences per training step.
         groups, group_top_k: number of groups into which consecutive experts are divided, and number
             of groups from which a token may select experts. In DeepSeek's node-limited routing,
-            each group corresponds to a node. `group_top_k` then bounds the number of ranks and
+            each group corresponds to a node. `group_top_k` then limits the number of ranks and
             nodes to which a token is sent. With `groups=1`, a token may select any experts.
         capacity_factor: capacity factor of the experts, or None if no token is dropped.
         skew: number of rows on the busiest rank divided by the mean number of rows per rank. At
@@ -146,8 +145,8 @@ class ModelShape:
                              f"{self.groups}. Correct the model file")
 
     def in_host(self, host: str) -> ModelShape:
-        """Return a copy in which the placement of MoE layers and the sharding of the optimizer are
-        those of a host framework.
+        """Return a copy with the placement of MoE layers and the sharding of the optimizer that a
+        host framework uses.
         """
         megatron = host == "megatron"
         return dataclasses.replace(self, moe_first=megatron, sharded_optimizer=megatron)
@@ -168,15 +167,14 @@ class ModelShape:
     def stages(self, pp: int) -> list[range]:
         """For each of `pp` pipeline stages, return the indices of its layers.
 
-        All stages have the same number of layers, except that the last stages may have fewer
-        layers.
+        All stages have the same number of layers, except that the last stages may have fewer.
         """
         size = -(-self.layers // pp)
         return [range(min(first, self.layers), min(first + size, self.layers))
                 for first in range(0, pp * size, size)]
 
     def fullest(self, pp: int) -> tuple[int, int]:
-        """For the stage with the most MoE layers, return the number of layers and the number of MoE
+        """Return the number of layers and the number of MoE layers of the stage with the most MoE
         layers.
         """
         return max((self.moe_before(layers.stop) - self.moe_before(layers.start), len(layers))
@@ -210,7 +208,8 @@ class ModelShape:
 
     @property
     def row_dim(self) -> int:
-        """Width of the rows that are sent to the experts, and thus their input and output width."""
+        """Width of the rows that are sent to the experts, and of the experts' inputs and outputs.
+        """
         return self.latent_dim or self.model_dim
 
     @property

@@ -1,7 +1,7 @@
 """Exact branch-and-bound search for the fastest parallelization plans.
 
-The search varies the parallel sizes TP, EP, ETP, DP and PP, and the size of the micro-batches. For
-the layout of MoE layers, the search varies r, d, the all-to-all algorithm and `send`.
+The search varies the sizes TP, EP, ETP, DP and PP, the size of the micro-batches, and the layout of
+MoE layers (r, d, the all-to-all algorithm and `send`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ LAYOUT_AXES = ("r", "d", "algorithm", "send")
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The values that a search for plans may choose from.
+    """The search space: the values that plans may use.
 
     Attributes:
         degrees: overlap degrees to try.
         algorithms: all-to-all algorithms to try.
         sends: values of `LayoutChoice.send` to try.
         micro_batches: numbers of sequences per micro-batch to try.
-        data_parallel_only: if True, tensor and pipeline parallelism are excluded. This is used for
-            host frameworks that support neither tensor nor pipeline parallelism.
+        data_parallel_only: if True, tensor and pipeline parallelism are excluded. This setting is
+            used for host frameworks that support neither tensor nor pipeline parallelism.
     """
 
     degrees: tuple[int, ...] = (1, 2, 4)
@@ -49,7 +49,7 @@ class Found:
     Attributes:
         plans: the fastest plans, from fastest to slowest. Each plan contains its best layout.
         tried: number of layouts whose cost was predicted.
-        skipped: number of plans that were excluded because of their lower bound on the time.
+        skipped: number of plans that were excluded because of a lower bound on their time.
         too_big: number of plans that do not fit in the device's memory with any layout.
     """
 
@@ -79,8 +79,8 @@ def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[Mode
 
 def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, pp: int,
                    group: int) -> Iterator[ModelPlan]:
-    """Yield the possible plans for the given tensor-parallel size, pipeline-parallel size and size
-    of expert groups.
+    """Yield the plans that are possible with the given tensor-parallel size, pipeline-parallel size
+    and size of expert groups.
     """
     dp, etp = cluster.ranks // (tp * pp), max(1, group // model.experts)
     if model.experts % group and group % model.experts:
@@ -147,9 +147,9 @@ def sends_of(model: ModelShape, cluster: Cluster, space: Space,
              outline: ModelPlan) -> tuple[str, ...]:
     """Return the values of `LayoutChoice.send` that a plan may use.
 
-    Sending a token once per rank or node is possible only if the layer drops no tokens and each
-    token has several experts. Sending a token once per node also requires several nodes with
-    several ranks each.
+    Sending a token once per rank or node is possible only if no tokens are dropped and each token
+    has several experts. Sending a token once per node also requires several nodes with several
+    ranks each.
     """
     if model.capacity_factor is not None or model.top_k == 1:
         return ("rows",)
@@ -160,11 +160,11 @@ def sends_of(model: ModelShape, cluster: Cluster, space: Space,
 
 def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
                  space: Space = Space()) -> dict[str, PlanCost]:
-    """For each axis, return the best plan whose value on this axis differs from the value of
-    `best`.
+    """For each plan setting in `PLAN_AXES` and `LAYOUT_AXES`, return the best plan in which this
+    setting differs from `best`.
 
-    The returned plan may also differ from `best` on all other axes. A plan that does not fit in the
-    device's memory is returned only if no plan that differs on this axis fits.
+    All other settings may differ as well. A plan that does not fit in the device's memory is
+    returned only if no other such plan fits.
     """
     best_by_axis: dict[str, PlanCost] = {}
     for outline in tracked(list(outlines(model, cluster, space)), "comparing", "plan"):
@@ -179,14 +179,14 @@ def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: Plan
 
 
 def value_of(plan: ModelPlan, axis: str) -> int | str:
-    """Return the value of a plan for an axis from `PLAN_AXES` or `LAYOUT_AXES`."""
+    """Return the value that a plan has for a setting in `PLAN_AXES` or `LAYOUT_AXES`."""
     value: int | str = getattr(plan.layout if axis in LAYOUT_AXES else plan, axis)
     return value
 
 
 def _rank(cost: PlanCost, device: Device) -> tuple:
-    """Return a sort key for plans. Plans that fit in memory come first and are sorted by time. All
-    other plans are sorted by the amount of memory they need.
+    """Return a sort key: plans that fit in memory come first, sorted by time, followed by all other
+    plans, sorted by memory use.
     """
     over = cost.memory_bytes > device.usable_bytes
     return over, cost.memory_bytes if over else 0.0, _order(cost)

@@ -2,13 +2,12 @@
 time of ring collectives.
 
 Assume that each of a token's k choices is one of W targets, and that all targets are equally likely
-and independent. The token is then sent to `W (1 - (1 - 1/W)^k)` different targets on average
+and independent. On average, the token is then sent to `W (1 - (1 - 1/W)^k)` different targets
 (`expected_targets`). With `send=nodes`, a token's row is sent once to each node. On each node, the
 rank with the same local index as the sender receives the row and forwards it to other ranks of the
 node. These two steps are the two phases of the 2DH algorithm, but with different numbers of rows.
-Pairs of an expert index and a routing weight are sent in separate exchanges. In the forward pass,
-the pairs are sent to the experts. In the backward pass, the gradients of the routing weights are
-sent back.
+Pairs of an expert index and a routing weight are sent in separate exchanges: the forward pass sends
+the pairs to the experts, and the backward pass sends the gradients of the routing weights back.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from moe_plugin.planner.cluster import Cluster
 # the ranks of a node use their network cards together.
 @dataclass(frozen=True)
 class GroupShape:
-    """A group of `size` ranks. The indices of neighboring ranks differ by `stride`. If `stride` is
-    1, the ranks are consecutive.
+    """A group of `size` ranks. The indices of neighboring ranks differ by `stride`, so that the
+    ranks are consecutive if `stride` is 1.
     """
 
     size: int
@@ -42,10 +41,10 @@ class GroupShape:
         return max(1, min(self.size, cluster.ranks_per_node // self.stride))
 
     def shape(self, cluster: Cluster) -> Cluster:
-        """Return the group as a separate cluster, whose nodes contain only the ranks of the group.
+        """Return the group as a separate cluster, whose nodes contain only its ranks.
 
-        All groups of the same shape communicate at the same time. Therefore the groups on a node
-        share the network cards of this node.
+        All groups of the same shape communicate at the same time and share the network cards of
+        their nodes.
         """
         if self.size == cluster.ranks:
             return cluster
@@ -91,7 +90,7 @@ def _two_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
 
     There are n nodes of p ranks. In the first step, ranks with the same local index on different
     nodes exchange data. In the second step, the ranks of each node exchange data. The network cards
-    of each node send `(n - 1) p` pieces. In a ring, the network cards would send `n p - 1` pieces.
+    of each node send `(n - 1) p` pieces, compared with `n p - 1` pieces in a ring.
     """
     shape = group.shape(cluster)
     n, p = shape.nodes, shape.ranks_per_node
@@ -107,8 +106,7 @@ def all_gather_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
     """Predict the time in seconds of an all-gather in which each rank contributes `piece` bytes.
 
     A ring takes `(n - 1) (alpha + piece beta)` seconds. If the group has several nodes with several
-    ranks each, the result is the time of the ring or of the two-step algorithm, whichever is
-    shorter.
+    ranks each, return the time of the ring or of the two-step algorithm, whichever is shorter.
     """
     if not piece:
         return 0.0
@@ -137,7 +135,7 @@ def expected_targets(choices: float, targets: float, each: float = 1.0) -> float
     """Return the expected number of different targets to which a token is sent.
 
     Args:
-        choices: number of choices of the token. All targets are equally likely to be chosen.
+        choices: number of choices of the token, each of which is equally likely to be any target.
         targets: number of possible targets (ranks or nodes).
         each: number of targets to which the token is sent for each choice. Defaults to 1.
     """
@@ -146,10 +144,9 @@ def expected_targets(choices: float, targets: float, each: float = 1.0) -> float
 
 @dataclass(frozen=True)
 class Limits:
-    """Restrictions of the router. Consecutive experts form `groups` groups, and a token may select
-    experts from only `chosen` of these groups.
-
-    A group typically corresponds to a node or a device.
+    """Restrictions of the router on which experts a token may select. Consecutive experts form
+    `groups` groups, typically one per node or device, and a token may select experts from only
+    `chosen` of them.
     """
 
     groups: int = 1
@@ -175,7 +172,7 @@ class Limits:
 class OnceRows:
     """Expected numbers of rows and of (expert, weight) pairs that are sent for one token.
 
-    The numbers include rows and pairs that stay on the token's own rank or node.
+    Rows and pairs that stay on the token's own rank or node are included.
 
     Attributes:
         ranks: number of ranks to which the token's row is sent.
@@ -218,8 +215,8 @@ class TokenBytes:
     """Number of bytes that a rank sends for one token in one direction.
 
     Attributes:
-        inside: number of bytes sent to ranks of the same node. With `send=nodes`, `inside` is the
-            number of bytes that are forwarded inside a node.
+        inside: number of bytes sent to ranks of the same node. With `send=nodes`, these bytes are
+            forwarded inside a node.
         between: number of bytes sent to other nodes.
     """
 
@@ -236,7 +233,7 @@ def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
 
     Args:
         cluster: the cluster.
-        send: how often a row is sent, one of `choice.SENDS`.
+        send: how often a token's row is sent, one of `choice.SENDS`.
         top_k: number of choices per token.
         row_bytes: size of a row in bytes.
         limits: router limits. By default, the router has no restrictions.

@@ -1,8 +1,8 @@
 """The policies that SWARM uses for unequal and unreliable peers (Ryabinin et al., 2023).
 
 - `Wiring` selects the peer for the next task. `Wiring` uses interleaved weighted round-robin
-  scheduling, where the weights are average throughputs. If a peer fails, the task of this peer is
-  sent to another peer. A peer that responds with an error is banned.
+  scheduling, where the weights are average throughputs. If a peer fails, its task is sent to
+  another peer. A peer that responds with an error is banned.
 - `butterfly_weights` computes which fraction of a vector each peer sums in an all-reduce.
 """
 
@@ -20,14 +20,14 @@ BACKWARD = 2.5  # size of a backward task relative to a forward task
 @dataclass
 class Throughput:
     """A moving average of a peer's throughput. The average is corrected for the bias that results
-    from its initial value of zero.
+    from the initial value of zero.
     """
 
     _average: float = 0.0
     _weight: float = 0.0
 
     def add(self, size: float, seconds: float) -> None:
-        """Add a task of the given size that took `seconds` > 0 to the average."""
+        """Include a task of the given size that took `seconds` > 0 in the average."""
         self._average += ALPHA * (size / seconds - self._average)
         self._weight += ALPHA * (1 - self._weight)
 
@@ -39,12 +39,12 @@ class Throughput:
 
 @dataclass(order=True)
 class _Entry:
-    """A heap entry for one peer. Entries are sorted by the predicted time at which the peer is
+    """A heap entry for one peer. Entries are sorted by the predicted time at which the peer becomes
     idle.
 
     Attributes:
         busy_until: predicted time at which the peer will have finished its tasks.
-        tie: random number that determines the order of peers with equal times.
+        tie: random number used to break ties between peers with equal times.
         peer: the peer.
     """
 
@@ -56,14 +56,14 @@ class _Entry:
 class Wiring:
     """Selects a peer for each task of one pipeline stage.
 
-    For every peer, this class predicts the time at which the peer will have finished its tasks. The
-    next task is sent to the peer with the earliest predicted time. The predicted time of this peer
-    is then increased by the size of the task divided by the throughput of the peer. For N equal
-    tasks and n peers with constant throughputs t_i, let p_i be `t_i / sum t`. The number of tasks
-    of peer i then differs from `N p_i` by at most `max(1, n p_i)`.
+    This class predicts when every peer will have finished its tasks, and selects the peer that will
+    be idle first. The predicted time of this peer is then increased by the size of the task divided
+    by the peer's throughput. For N equal tasks and n peers with constant throughputs t_i, let p_i
+    be `t_i / sum t`. The number of tasks of peer i then differs from `N p_i` by at most
+    `max(1, n p_i)`.
 
     Args:
-        seed: seed of the random numbers that determine the order of peers with equal times.
+        seed: random seed used to break ties between peers with equal times.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -80,7 +80,7 @@ class Wiring:
     def announce(self, peer: Hashable, throughput: float) -> None:
         """Add a new peer or a banned peer, with its expected throughput.
 
-        The peer is treated as if it were as busy as the least busy peer. Otherwise a new peer would
+        The peer is treated as if it were as busy as the least busy peer; otherwise, it would
         receive all tasks for some time.
         """
         if throughput <= 0:
@@ -103,7 +103,7 @@ class Wiring:
 
         Args:
             size: size of the task, in an arbitrary unit. Defaults to 1.
-            but: peers that are excluded because they did not respond to this task in time.
+            but: peers to exclude, because they did not respond to this task in time.
 
         Raises:
             LookupError: If all peers are excluded, or if there are no peers. The caller should
@@ -124,8 +124,8 @@ class Wiring:
         return earliest.peer
 
     def done(self, peer: Hashable, size: float, seconds: float) -> None:
-        """Record that a peer has finished a task. If the peer has been banned in the meantime, the
-        task is ignored.
+        """Record that a peer has finished a task. If the peer has been banned in the meantime, this
+        has no effect.
         """
         if peer in self._throughput:
             self._throughput[peer].add(size, seconds)
@@ -133,8 +133,8 @@ class Wiring:
     def throughput(self, peer: Hashable) -> float:
         """Return the throughput that is assumed for a peer.
 
-        Before the peer has finished its first task, the announced throughput is returned. After the
-        first task, the measured average is returned.
+        The announced throughput is used until the peer finishes its first task, and the measured
+        average afterwards.
         """
         measured = self._throughput[peer].value
         return self._start[peer] if measured is None else measured
@@ -147,7 +147,7 @@ def butterfly_weights(bandwidths: Sequence[float]) -> list[float]:
     For given bandwidths b_i, the fractions minimize the maximum of `(1 + (n - 2) w_i) / b_i`. All
     fractions are >= 0 and their sum is 1. In a time T, peer i can sum the fraction
     `(T b_i - 1) / (n - 2)` of the vector. There is a closed form for the smallest T at which these
-    fractions sum to 1. The closed form only contains the fastest peers, namely those with
+    fractions sum to 1. The closed form contains only the fastest peers, namely those with
     `T b_i > 1`. A peer with `b_i < 1 / T` sums nothing, but still has to send its own vector. With
     two peers, the fractions are proportional to the bandwidths.
     """

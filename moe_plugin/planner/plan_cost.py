@@ -5,7 +5,7 @@ The time of the stage with the most MoE layers is used for all stages. With m mi
 stages, a step takes `m + pp - 1` times as long as the forward and backward passes of a stage (1F1B
 without interleaving). The time to reduce gradients is added to the time of the passes. In 16-bit
 precision, the activations of a dense layer take 34 bytes per token and model dimension, divided by
-the tensor-parallel size (Korthikanti et al., 2022). The 34 bytes do not include attention scores,
+the tensor-parallel size (Korthikanti et al., 2022). These 34 bytes do not include attention scores,
 and are valid if nothing is recomputed. In 32-bit precision, host frameworks also store the
 attention scores, because fused attention kernels support only 16-bit precision. Logits and their
 gradients are stored in 32-bit precision.
@@ -72,7 +72,7 @@ def plan_cost(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPl
 def needs_send(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> bool:
     """Return whether the plan would not fit in memory if it sent one row per selected expert.
 
-    Returns False if the plan sends one row per selected expert.
+    Returns False if it already does so.
     """
     rows = replace(plan, layout=replace(plan.layout, send="rows"))
     return rows != plan and plan_cost(model, cluster, device,
@@ -81,12 +81,9 @@ def needs_send(model: ModelShape, cluster: Cluster, device: Device, plan: ModelP
 
 def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,
             layer_s: float) -> dict[str, float]:
-    """For each component of a training step, return the time in seconds.
+    """Return the time in seconds of each component of a training step.
 
     Args:
-        model: sizes of the model.
-        cluster: the cluster on which the model is trained.
-        device: processor of each rank.
         plan: describes how the model is distributed over the cluster.
         layer_s: time in seconds of the forward and backward passes of one MoE layer.
     """
@@ -105,7 +102,7 @@ def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict
     Args:
         model: sizes of the model.
         device: processor of each rank.
-        tokens: number of tokens. The tokens form complete sequences.
+        tokens: number of tokens, which form complete sequences.
         tp: number of tensor-parallel ranks. Defaults to 1.
     """
     d = model.model_dim
@@ -159,8 +156,8 @@ def _stage_to_stage_s(cluster: Cluster, plan: ModelPlan, size: float) -> float:
 def gradient_s(model: ModelShape, cluster: Cluster, plan: ModelPlan) -> float:
     """Predict the time in seconds of the all-reduces of fp32 gradients.
 
-    Gradients of dense layers are reduced over the data-parallel ranks. Gradients of experts are
-    reduced over the replicas of the experts.
+    Gradients of dense layers are reduced over the data-parallel ranks, and gradients of experts
+    over the replicas of the experts.
     """
     groups, total = plan.groups(), 0.0
     if plan.dp > 1:
@@ -187,7 +184,7 @@ def layer_activations(model: ModelShape, plan: ModelPlan) -> float:
 
 
 def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str, float]:
-    """For each component of the memory, return its size in bytes on the stage with the most MoE
+    """Return the size in bytes of each component of the memory on the stage with the most MoE
     layers. Up to `pp` micro-batches are in flight.
 
     Parameters, gradients and optimizer states are listed separately for dense layers and for
@@ -211,8 +208,8 @@ def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str,
 def lower_bound_s(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan) -> float:
     """Return a lower bound on the time per step, in seconds, that is valid for all layouts.
 
-    For MoE layers, the lower bound assumes that experts compute at the device's full speed and that
-    communication takes no time. For all other components of a step, the predicted times are used.
+    For MoE layers, it assumes that experts compute at the device's full speed and that
+    communication takes no time. For all other components of a step, it uses the predicted times.
     """
     # r = 0 pads nothing
     rows = plan.tokens(model) * model.top_k * min(1.0, model.capacity_factor or 1.0)
@@ -235,7 +232,7 @@ def activation_bytes(cost: PlanCost, memory: float) -> int:
 
 
 def _of_parameters(cost: PlanCost) -> dict[str, float]:
-    """Return the size in bytes of each memory component, excluding activations and MoE rows."""
+    """Return the size in bytes of each memory component, except activations and MoE rows."""
     return {name: size for name, size in cost.memory.items() if name not in RECOMPUTABLE}
 
 
@@ -243,10 +240,9 @@ def recomputed(model: ModelShape, costs: Iterable[PlanCost], memory: float) -> l
     """Return the plans that fit in `memory` bytes per rank only if some layers are recomputed.
 
     The returned costs list the recomputed layers in `PlanCost.activations`. The time of
-    recomputation is listed as the component `RECOMPUTED`. KARMA's search selects the layers to
-    recompute. The search uses the predicted times and sizes of the dense layers and MoE layers of
-    each stage. The layers have the same order as in the host framework (`ModelShape.in_host`).
-    Activations are not swapped.
+    recomputation is the component `RECOMPUTED`. KARMA's search selects the layers to recompute,
+    based on the predicted times and sizes of the dense and MoE layers of each stage. The layers are
+    in the order of the host framework (`ModelShape.in_host`). Activations are not swapped.
     """
     fitting = []
     for cost in costs:
@@ -273,8 +269,8 @@ def _again_s(made: SwapPlan) -> float:
 
 
 def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[SwapPlan]:
-    """For each pipeline stage, return a plan that keeps or recomputes activations. Stages that
-    consist of the same types of layers share a plan.
+    """For each pipeline stage, return a plan that keeps or recomputes activations. Stages with the
+    same types of layers share a plan.
     """
     rows = [tuple(map(model.has_experts, layers)) for layers in model.stages(cost.plan.pp)]
     plans = {row: plan_activations(_blocks(model, cost, row), room) for row in dict.fromkeys(rows)}
@@ -282,12 +278,10 @@ def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[SwapPlan]:
 
 
 def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> list[SwapBlock]:
-    """Return the layers of a stage as blocks. The activations of a block are the layer's
-    activations for all micro-batches in flight.
+    """Return the layers of a stage as blocks. The activations of a block are those of all
+    micro-batches in flight.
 
     Args:
-        model: shape of the model.
-        cost: predicted time and memory of the plan.
         experts: for each layer of the stage, whether the layer is an MoE layer.
     """
     plan, share = cost.plan, 1 / (1 + BACKWARD)

@@ -3,8 +3,8 @@
 Source: Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference", 2024.
 The rows of a layer are divided into pieces, either by expert or by row. While one piece is
 computed, the rows of the next piece and the results of the previous piece are sent over the same
-network. Each additional piece adds the fixed cost of an exchange and of a kernel launch. The best
-number of pieces is therefore a compromise between overlap and fixed costs.
+network. Each additional piece adds the fixed costs of an exchange and a kernel launch, so the best
+number of pieces is a compromise between overlap and fixed costs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Kernel:
 
     Attributes:
         points: pairs (number of rows, seconds) measured for one expert, sorted by the number of
-            rows. Times between these points are interpolated linearly, and times outside these
-            points are extrapolated linearly.
+            rows. Times are interpolated linearly between these points and extrapolated linearly
+            beyond them.
         launch_s: time of a kernel launch, in seconds.
         each: if True, every expert is a separate kernel launch. If `each` is False, one launch
             computes all experts of a piece.
@@ -104,8 +104,7 @@ class PrefillLoad:
         rows: number of rows per expert.
         row_s: time in seconds to send one row over the network in one direction.
         exchange_s: fixed time of an exchange, in seconds.
-        host_s: CPU time per piece in seconds. This time is counted only if there are several
-            pieces.
+        host_s: CPU time per piece in seconds. `host_s` is counted only if there are several pieces.
     """
 
     experts: int
@@ -149,15 +148,12 @@ def fastest_kernel(profile: Profile, experts: float, rows: float) -> str:
 
 
 def crossovers(profile: Profile, experts: int, rows: range) -> list[tuple[int, str, str]]:
-    """Return each number of rows per expert at which the fastest kernel changes, together with the
-    names of the two kernels.
+    """Return each number of rows per expert at which the fastest kernel changes, with the names of
+    the fastest kernels before and after the change.
 
-    The first kernel is the fastest below this number of rows. The second kernel is the fastest at
-    and above this number of rows.
 
     Args:
         profile: measured kernels by name.
-        experts: number of experts.
         rows: numbers of rows per expert to check, in ascending order.
     """
     changes, before = [], None
@@ -190,9 +186,9 @@ def timeline(load: PrefillLoad, pieces: int, compute_s: float) -> Timeline:
 def bound_s(load: PrefillLoad, pieces: int, compute_s: float) -> float:
     """Return a lower bound on the time in seconds for any order of equally large pieces.
 
-    The larger of two lower bounds is returned. The first bound is the sum of the first exchange,
-    all computation, and the last exchange. The second bound is the sum of all exchanges and the
-    time for which the network waits until the first piece has been computed.
+    The larger of two lower bounds is returned. The first is the sum of the first exchange, all
+    computation, and the last exchange. The second is the sum of all exchanges and the time for
+    which the network waits until the first piece has been computed.
     """
     move = load.exchange_s + load.experts * load.rows * load.row_s / pieces
     waits = max(0.0, compute_s - (pieces - 1) * move)
@@ -204,7 +200,7 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
     """For each number of pieces, find the fastest kernel and predict the time. The choices are
     returned from fastest to slowest.
 
-    Among equally fast choices, the choice with the fewest pieces comes first.
+    Among equally fast choices, those with fewer pieces come first.
 
     Args:
         load: experts and rows of the rank, and times of exchanges.
@@ -215,7 +211,7 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
             experts or rows cannot be divided evenly.
 
     Raises:
-        ValueError: If `cut` is unknown, or if `pieces` contains no possible number.
+        ValueError: If `cut` is unknown, or if no number in `pieces` is possible.
     """
     if cut not in CUTS:
         raise ValueError(f"cut {short(cut)} is unknown. Choose from {', '.join(CUTS)}")
@@ -238,6 +234,7 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
 
 def table(loads: Sequence[PrefillLoad],
           profile: Profile) -> list[tuple[PrefillLoad, PrefillChoice]]:
-    """For each load, return the fastest choice for dividing rows by expert or by row."""
+    """For each load, return the fastest division of rows into pieces, either by expert or by row.
+    """
     return [(load, min((choices(load, profile, cut)[0] for cut in CUTS),
                        key=lambda choice: (choice.seconds, choice.pieces))) for load in loads]

@@ -2,14 +2,14 @@
 
 Each rank provides slots, which are called physical experts. Each slot stores one of the router's
 experts, which are called logical experts. An expert with a high load is stored in several slots.
-Placement consists of two greedy steps. Both steps process the highest loads first. In the first
+Placement consists of two greedy steps, both of which process the highest loads first. In the first
 step, each additional replica is given to the expert with the highest load per replica. The first
 step minimizes the maximum load of a slot. In the second step, each replica is placed on the least
 loaded rank that still has a free slot. If the number of expert groups is a multiple of the number
-of nodes, placement is hierarchical. Hierarchical placement first assigns groups to nodes. As a
-result, all experts of a group, and all replicas of these experts, are on the same node.
+of nodes, placement is hierarchical. Hierarchical placement first assigns groups to nodes, so that
+all experts of a group, and all their replicas, are on the same node.
 
-The loads of any two ranks differ by at most the load of the fullest slot. Therefore the load of the
+The loads of any two ranks differ by at most the load of the fullest slot, so the load of the
 busiest rank is at most the mean load of a rank plus the load of the fullest slot.
 """
 
@@ -28,8 +28,8 @@ class ReplicaMap:
     """Describes which logical expert each physical expert is a replica of.
 
     Attributes:
-        logical: for each slot (physical expert), the index of the logical expert stored in it. The
-            slots of a rank have consecutive indices.
+        logical: for each slot (physical expert), the index of the logical expert that the slot
+            stores. The slots of a rank have consecutive indices.
         ranks: number of ranks.
     """
 
@@ -62,7 +62,7 @@ class ReplicaMap:
         return tuple(sorted({slot // self.slots for slot in self.physical[expert]}))
 
     def incoming(self, before: ReplicaMap) -> list[tuple[int, ...]]:
-        """For each rank, return the experts whose weights the rank must receive when the placement
+        """For each rank, return the experts whose weights it must receive when the placement
         changes from `before` to this placement.
         """
         def experts(placed: ReplicaMap, rank: int) -> set[int]:
@@ -73,17 +73,16 @@ class ReplicaMap:
 
 
 def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
-    """Return the number of replicas of each expert. Every expert has at least one replica.
+    """Return the number of replicas of each expert. Every expert has at least one replica, and the
+    numbers sum to `slots`.
 
-    The numbers of replicas sum to `slots`.
 
     The greedy method is optimal: no other numbers of replicas give a smaller maximum load per slot.
 
     Args:
-        loads: load of each expert.
-        slots: total number of replicas, counting those of all experts.
+        slots: total number of replicas of all experts.
         most: maximum number of replicas per expert. If `most` is given, some slots may remain
-            unused. By default, the number of replicas per expert is not limited.
+            unused. By default, it is not limited.
     """
     counts = [1] * len(loads)
     heap = [(-load, expert) for expert, load in enumerate(loads) if most is None or most > 1]
@@ -132,13 +131,12 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
         slots: number of physical experts. The number of slots must be a multiple of `ranks`, and at
             least the number of logical experts.
         ranks: number of ranks.
-        nodes: number of nodes. All nodes have the same number of ranks. Defaults to 1.
+        nodes: number of nodes, which all have the same number of ranks. Defaults to 1.
         groups: number of groups of consecutive experts. All experts of a group are placed on the
-            same node. If `groups` is not a multiple of `nodes`, the nodes and groups are ignored.
-            Defaults to 1.
+            same node. If `groups` is not a multiple of `nodes`, both are ignored. Defaults to 1.
 
     Raises:
-        ValueError: If a number is out of bounds, or not divisible as required. The message contains
+        ValueError: If a number is out of bounds or not divisible as required. The message contains
             the bound.
     """
     experts = len(loads)
@@ -170,16 +168,15 @@ def host_replicas(loads: Loads, ranks: int, guests: int,
 
     Rank i stores the L experts with the indices `i L` to `(i + 1) L - 1`. As in `place_replicas`,
     each additional replica is given to the expert with the highest load per replica. Replicas are
-    then placed in the order of decreasing load. Each replica is placed on the least loaded rank
-    that has a free slot and does not yet store the expert. Unused slots are filled with the rank's
-    first expert.
+    then placed in order of decreasing load, each on the least loaded rank that has a free slot and
+    does not yet store the expert. Unused slots are filled with the rank's first expert.
 
     Args:
         loads: load >= 0 of each logical expert, in any unit.
         ranks: number of ranks.
         guests: number of slots per rank for replicas of other experts.
-        speeds: speed of each rank. The load of a rank is divided by the speed of the rank. By
-            default, all ranks are equally fast.
+        speeds: speed of each rank. The load of a rank is divided by its speed. By default, all
+            ranks are equally fast.
     """
     local = len(loads) // ranks
     counts = replicate(loads, len(loads) + ranks * guests, ranks)
@@ -214,9 +211,9 @@ def host_placed(loads: Loads, ranks: int, guests: int) -> ReplicaMap:
     expert remains on its own rank as in `host_replicas`.
 
     Each pack of experts from `place_replicas` is assigned, if possible, to the rank that stores the
-    largest part of the pack's load. The rank then hosts those experts of its pack that it does not
-    store itself. Experts with the highest load per replica are hosted first. As a result, all rows
-    of an expert may be computed on a rank that is not the expert's own rank.
+    largest share of the pack's load. This rank then also hosts those experts of the pack that it
+    does not store itself. Experts with the highest load per replica are hosted first. As a result,
+    all rows of an expert may be computed on a rank other than its own.
     """
     local = len(loads) // ranks
     placed = place_replicas(loads, len(loads) + ranks * guests, ranks)

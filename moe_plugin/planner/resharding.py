@@ -2,21 +2,21 @@
 
 A layout assigns to each device a box, which is a rectangular part of the tensor. The boundaries of
 all boxes in the old and the new layout divide the tensor into unique slices. A device stores each
-slice either completely or not at all. To move a slice, one of the devices that store the slice in
-the old layout multicasts it to all devices that store the slice only in the new layout. A device
-may belong to both layouts. No data is sent to a device that already stores it.
+slice either completely or not at all, and may belong to both layouts. To move a slice, one of the
+devices that store it in the old layout multicasts it to all devices that store it only in the new
+layout. No data is sent to a device that already stores it.
 
 A slice is sent to each node only once (section 3 of the paper). If g devices of a node need a
 slice, each of these devices receives one of g equal parts. The devices then exchange these parts
 within the node. If several nodes need a slice, each node forwards its parts to the next node in
-chunks. As a result, all links of this chain of nodes are busy at the same time. Devices on the same
-node as the sender receive the slice directly from the sender.
+chunks, so that all links of this chain of nodes are busy at the same time. Devices on the sender's
+node receive the slice directly from the sender.
 
-A node sends only one slice at a time, and receives only one slice at a time. Randomized greedy
-rounds search for a good sender of each slice and a good order of the slices. If there are few
-slices, a depth-first search with pruning follows (section 4 of the paper, `best_order`). `relays`
-uses the result of this search if it is faster than a simple plan. In the simple plan, large slices
-are sent first, and each slice is sent by the device that has the least data to send so far."""
+A node sends only one slice and receives only one slice at a time. Randomized greedy rounds search
+for a good sender of each slice and a good order of the slices. If there are few slices, a
+depth-first search with pruning follows (section 4 of the paper, `best_order`). `relays` uses the
+result of this search unless a simple plan is faster. In the simple plan, large slices are sent
+first, and each slice is sent by the device that has the least data to send so far."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis of the tensor
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A layout of a tensor. The layout assigns to each device the box of the tensor that the device
+    """A layout of a tensor, which assigns to each device the box of the tensor that the device
     stores.
 
     Attributes:
@@ -71,7 +71,7 @@ class TensorLayout:
                 sharded. The tensor is replicated over all other mesh axes.
             devices: device indices in the order of the mesh. Defaults to 0, 1, 2 and so on.
         Raises:
-            ValueError: If mesh axes are unknown or used twice, or if `devices` does not fit."""
+            ValueError: If mesh axes are unknown or repeated, or if `devices` has a wrong length."""
         count = math.prod(mesh.values())
         devices = range(count) if devices is None else devices
         used = [name for names in spec for name in names]
@@ -157,8 +157,7 @@ def _by_box(layout: TensorLayout) -> dict[Box, list[int]]:
 
 def _cells(side: Mapping[Box, list[int]], cuts: Sequence[list[int]]
            ) -> dict[tuple[int, ...], list[int]]:
-    """Return the devices that store each slice. The keys are the slice's indices along each
-    dimension."""
+    """Return the devices that store each slice, keyed by the slice's index along each dimension."""
     cells: dict[tuple[int, ...], list[int]] = {}
     for box, devices in side.items():
         runs = [range(bisect_left(cut, start), bisect_left(cut, stop))
@@ -178,7 +177,7 @@ class Hop:
     Attributes:
         slice: index of the slice.
         part: range (start, stop) of the slice's elements that is sent, in row-major order.
-        depth: number of earlier hops of the same data.
+        depth: number of hops that the same data has made before.
         chunk: index of the chunk to which the data belongs. Chunks with lower indices arrive first.
     """
 
@@ -193,7 +192,7 @@ class Hop:
 def relays(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS) -> list[Hop]:
     """Return the hops that send every element of every slice exactly once to each receiver.
 
-    All devices compute the same list of hops. Two plans are compared, and the plan that is faster
+    All devices compute the same list of hops. Two plans are compared, and the one that is faster
     according to `hops_s` is returned. In the first plan, large slices are sent first, and each
     slice is sent by the device that has the least data to send so far. The second plan uses the
     senders and the order from `best_order`. The hops are sorted by chunk, depth, order of the
@@ -250,7 +249,8 @@ class SliceOrder:
     """Result of `best_order`.
 
     Attributes:
-        steps: pairs (slice, sending node), in the order of sending, of slices that leave a node.
+        steps: pairs (slice, sending node) for the slices that leave a node, in the order of
+            sending.
         seconds: arrival time of the last slice. The unit is the time of one element on one link."""
 
     steps: tuple[tuple[int, int], ...]
@@ -354,7 +354,7 @@ def _depth_first(tasks: Sequence[_Crossing], best: SliceOrder) -> SliceOrder:
 def _of_a_slice(index: int, each: Slice, nodes: Sequence[int], chunks: int,
                 load: dict[int, int], home: int | None = None) -> list[Hop]:
     """Return the hops that send one slice. home: the node whose devices send the slice to other
-    nodes. If `home` is None, any node that stores the slice may send it."""
+    nodes. By default, any node that stores the slice may send it."""
     near: dict[int, list[int]] = {}
     for device in each.receivers:
         near.setdefault(nodes[device], []).append(device)

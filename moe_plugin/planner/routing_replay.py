@@ -1,11 +1,11 @@
-"""Replay a routing trace in the planner's simulation to choose a policy for overloaded experts.
+"""Replay a routing trace in the planner's simulation to choose a policy for overloaded experts, for
+example before renting a cluster.
 
-The policy can be chosen before a cluster is rented. The trace contains the loads of all experts in
-each forward call of a layer. From these loads, the load of the busiest rank is computed for each
-policy of `parallel.spill`. The predicted time of the busiest rank includes matmuls, sent rows and
-lent weights, in the forward and backward passes (`planner.spill.SpillCosts`). The predicted time is
-compared with the time under forced balance. Forced balance means that every rank sends the same
-number of rows to every expert.
+The trace contains the loads of all experts in each forward call of a layer. From these loads, the
+load of the busiest rank is computed for each policy of `parallel.spill`. The predicted time of the
+busiest rank includes matmuls, sent rows and lent weights, in the forward and backward passes
+(`planner.spill.SpillCosts`). The predicted time is compared with the time under forced balance, in
+which every rank sends the same number of rows to every expert.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CallTime:
         seconds: time of the call under the policy.
         balanced: time in seconds of a call with the same number of rows under forced balance.
         lent: number of experts that are lent to other ranks in this call.
-        third: index of the third of the training run in which the call occurred (see `PARTS`).
+        third: in which third of the training run the call occurred, as an index (see `PARTS`).
     """
 
     seconds: float
@@ -78,13 +78,11 @@ class PolicyTimes:
 
     def share(self, third: int | None = None) -> float | None:
         """Return the total throughput of all calls, relative to their throughput under forced
-        balance.
+        balance, or None if there are no calls.
 
-        Return None if there are no calls.
 
         Args:
-            third: index of the third of the training run to include. By default, all calls are
-                included.
+            third: index of the third of the training run to include. Defaults to all calls.
         """
         calls = [one for one in self.calls if third in (None, one.third)]
         if not calls:
@@ -97,10 +95,9 @@ def calls_of(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int | Non
 
     Args:
         traces: routing trace of each rank (see `observe.traces.read_trace`).
-        experts: number of experts.
         ranks: number of ranks over which the experts are distributed. Defaults to the number of
-            ranks in the trace. For a smaller number, ranks of the trace are merged. For a larger
-            number, the tokens of each rank are split in their order.
+            ranks in the trace. For a smaller number, the data of several ranks in the trace is
+            merged. For a larger number, the tokens of each rank are divided in order.
 
     Raises:
         ValueError: If the traces cannot be converted to the given number of ranks or experts, or if
@@ -132,7 +129,7 @@ def check_fits(traces: Sequence[Mapping[Any, Any]], experts: int, ranks: int) ->
 def resplit(of_ranks: Sequence[Any], ranks: int) -> list[Sequence[Any]]:
     """Distribute the choices of a call, [T, K] for each rank, over a different number of ranks.
 
-    Returns: For each new rank, the choices that the rank receives, as a list of tensors.
+    Returns: For each new rank, the choices of its tokens, as a list of tensors.
     """
     if ranks >= len(of_ranks):
         return [[part] for ids_TK in of_ranks
@@ -214,15 +211,12 @@ def replay(traces: Sequence[Mapping[Any, Any]], model: ModelShape, cluster: Clus
 
     Args:
         traces: routing trace of each rank (see `observe.traces.read_trace`).
-        model: sizes of the model that was traced.
-        cluster: the cluster for which the policies are compared.
-        device: processor of each rank.
         guests: maximum number of experts that a rank may borrow at the same time.
         replan: number of training steps between two placements of the policy `standing`.
         ranks: number of ranks over which the experts are distributed. Defaults to the number of
             ranks in the trace, all on one node.
-        tokens: number of tokens per rank. The loads in the trace are scaled to this number of
-            tokens. Defaults to the number of tokens in the trace.
+        tokens: number of tokens per rank. The loads in the trace are scaled to this number.
+            Defaults to the number of tokens in the trace.
     """
     calls = calls_of(traces, model.experts, ranks)
     every = [call for steps in calls.values() for step in steps for call in step]

@@ -4,14 +4,13 @@
 In LLEP, the least loaded ranks compute the rows that exceed another rank's share. For one call, the
 rank that owns an expert lends the expert's weights to the least loaded ranks. In FasterMoE's
 shadowing, every rank borrows the experts with a high load and computes its own rows of these
-experts. Both LLEP and shadowing create a table that contains, for every lent expert, the number of
-rows that each rank computes. The outputs and gradients of the layer do not depend on this table. A
-borrowing rank computes its own rows of a lent expert without sending them.
+experts. LLEP and shadowing both create a table with the number of rows that each rank computes for
+every lent expert. The outputs and gradients of the layer do not depend on this table. A borrowing
+rank computes its own rows of a lent expert without sending them.
 
-If there are h borrowers, the owner divides the weights into h equal parts and sends a different
-part to each borrower. The borrowers then exchange their parts. As a result, the owner sends the
-weights of an expert only once and receives the gradient of these weights only once, for any number
-of borrowers.
+With h borrowers, the owner divides the weights into h equal parts and sends a different part to
+each borrower. The borrowers then exchange their parts, so that the owner sends the weights of an
+expert and receives their gradient only once, for any number of borrowers.
 
 In names and formulas, W is the number of ranks, and V is the number of experts (or shards of
     experts) of the group. Each rank stores L = V / W experts.
@@ -36,9 +35,9 @@ def round_shares(shares: Sequence[float], total: int) -> list[int]:
 
     The quota is `sum / (total + 1)`. Each share first receives the integer part of `share / quota`.
     Each remaining unit is given to the share with the largest `share / (number + 1)`, where
-    `number` is the integer that this share has received so far. If several shares are equal, the
-    unit is given to the first of these shares. The computation is exact, because floating-point
-    shares are converted to exact fractions.
+    `number` is the integer that this share has received so far. Ties are resolved in favor of the
+    first share. The computation is exact, because floating-point shares are converted to exact
+    fractions.
 
     Raises:
         ValueError: If a share or the total is negative, or if no share is positive.
@@ -157,7 +156,7 @@ class Spread:
             number of rows is divided by the speed of the rank.
         travel: maximum number of rows that any rank sends or receives in one exchange.
         lending: maximum amount of expert weights that any rank sends or receives in one direction,
-            including exchanges among borrowers. The unit is the weights of one expert.
+            including exchanges among borrowers, in units of one expert's weights.
     """
 
     rows: float
@@ -171,7 +170,8 @@ class _Draft:
     Attributes:
         speeds: relative speed of each rank, or None if all ranks are equally fast. A rank of speed
             1 computes one row per unit of time.
-        shares: for each rank, the number of rows with which all ranks would need the same time.
+        shares: for each rank, the number of rows with which all ranks would finish at the same
+            time.
     """
 
     def __init__(self, counts_WV: Counts, speeds: Sequence[float] | None = None) -> None:
@@ -251,8 +251,8 @@ class SpillCosts:
 
     Attributes:
         row_s: time in seconds of the matmuls for one row.
-        travel_s: time in seconds for one row to enter or leave a rank. This time includes the way
-            to the expert, the way back, and the row's gradient.
+        travel_s: time in seconds for one row to enter or leave a rank. The time includes the way to
+            the expert, the way back, and the row's gradient.
         lend_s: time in seconds to send the weights of one expert and to return their gradient.
         fixed_s: fixed time in seconds of the additional exchanges in a call that lends at least one
             expert.
@@ -273,8 +273,8 @@ def _least_loaded(draft: _Draft, guests: int) -> Iterator[None]:
     """Move rows from overloaded ranks to the least loaded ranks, with the heuristic "longest
     processing time first". The generator yields after each move.
 
-    Each move takes the expert with the most rows on the busiest rank. The rows that exceed the
-    busiest rank's share are moved to the least loaded rank that can borrow the expert.
+    Each move selects the expert with the most rows on the busiest rank, and moves the rows that
+    exceed this rank's share to the least loaded rank that can borrow the expert.
     """
     while (move := _next_move(draft, guests)) is not None:
         draft.move(*move)
@@ -323,7 +323,7 @@ def saves(counts_WV: Counts, amounts: Mapping[int, Sequence[int]], costs: SpillC
     """Return whether an assignment of rows to ranks saves at least the fraction `LEAST_GAIN` of a
     call's time.
 
-    Returns False if the busiest rank would compute for longer than without the assignment.
+    Returns False if the assignment would make the busiest rank compute for longer.
     """
     draft = _Draft(counts_WV, speeds)
     before = draft.spread()
@@ -338,16 +338,15 @@ def saves(counts_WV: Counts, amounts: Mapping[int, Sequence[int]], costs: SpillC
 
 def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
                speeds: Sequence[float] | None = None) -> SpillPlan | None:
-    """Return the fastest plan of a policy. Return None if no plan saves at least the fraction
+    """Return the fastest plan of a policy, or None if no plan saves at least the fraction
     `LEAST_GAIN` of a call's time.
 
-    Under the returned plan, the busiest rank does not compute for longer than without a plan, and
-    no rank borrows more than `guests` experts.
+    With the returned plan, the busiest rank does not compute for longer than without it, and no
+    rank borrows more than `guests` experts.
 
     Args:
         counts_WV: number of rows by source rank and expert. Rank i owns the experts with the
             indices `i L` to `(i + 1) L - 1`.
-        costs: predicted costs of moving rows and lending experts.
         policy: name of the policy, one of `POLICIES`.
         guests: maximum number of experts that a rank may borrow at the same time.
         speeds: speed of each rank, relative to the device for which `costs` is valid. By default,
@@ -372,8 +371,8 @@ def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
 @lru_cache(maxsize=8)  # many choices share a spread, because they differ in other fields
 def spread_of(row: tuple[int, ...], ranks: int, costs: SpillCosts, policy: str,
               guests: int) -> Spread | None:
-    """Return the load of the busiest rank if every rank sends `row[v]` rows to each expert v.
-    Return None if no row is spilled.
+    """Return the load of the busiest rank if every rank sends `row[v]` rows to each expert v, or
+    None if no row is spilled.
     """
     plan = plan_spill([row] * ranks, costs, policy, guests)
     return None if plan is None else plan.spread()

@@ -1,15 +1,14 @@
-"""Replicas of experts with a high load. The replicas stay in place for several training steps.
+"""Replicas of experts with a high load. The replicas stay in place for several training steps, and
+each replica computes a fraction of the rows of its expert.
 
-Each replica computes a fraction of the rows of its expert. Every n steps, the expert loads of the
-last n steps determine which ranks store replicas, and of which experts. Three placements are
-compared, and the best placement is used. The first placement is EPLB with experts that remain on
-their own rank (`replicas.host_replicas`). The second placement is EPLB with experts that may move
-to any rank (`replicas.host_placed`). The third placement consists of the experts that
-`least_loaded` would lend (`spill.plan_spill`). Each rank that stores an expert computes a fraction
-of the expert's rows. These fractions are computed from the throughputs of the ranks by SWARM's
-interleaved weighted round-robin scheduling (`peer_choice.Wiring`). If several ranks are equally
-loaded, the rank with the lowest index is chosen. `Wiring` instead chooses a random rank in this
-case. Until the next placement, the rows of every call are
+Every n steps, the expert loads of the last n steps determine which replicas each rank stores. The
+best of three placements is used. The first placement is EPLB with experts that remain on their own
+rank (`replicas.host_replicas`). The second placement is EPLB with experts that may move to any rank
+(`replicas.host_placed`). The third placement consists of the experts that `least_loaded` would lend
+(`spill.plan_spill`). Each rank that stores an expert computes a fraction of the expert's rows.
+These fractions are computed from the throughputs of the ranks by SWARM's interleaved weighted
+round-robin scheduling (`peer_choice.Wiring`), except that ties are resolved in favor of the rank
+with the lowest index rather than randomly. Until the next placement, the rows of every call are
 divided according to these fractions. A call is executed like any other plan of `spill`: owners send
 their weights to the replicas and receive the gradients of these weights.
 """
@@ -43,8 +42,8 @@ def wired_shares(loads: Loads, placed: ReplicaMap, speeds: Sequence[float]) -> S
     predicted to be idle first, among the ranks that store the expert. Experts that are stored on a
     single rank are assigned first. Replicated experts are then assigned in the order of decreasing
     load, so that small loads fill the remaining gaps. Replicas with the smallest loads are removed
-    as long as the time of the busiest rank increases by at most the fraction `SLACK`. The removed
-    replicas would save less time than it takes to send their weights.
+    as long as this increases the time of the busiest rank by at most the fraction `SLACK`. The
+    removed replicas would save less time than it takes to send their weights.
 
     Args:
         loads: number of rows of each expert. At least one number must not be zero.
@@ -102,11 +101,11 @@ def _busiest(shares: Shares, loads: Loads, speeds: Sequence[float]) -> float:
 
 def evenest(maps: Sequence[ReplicaMap], loads: Loads,
             speeds: Sequence[float]) -> tuple[ReplicaMap, Shares]:
-    """Return the placement with the shortest time of the busiest rank, and the fractions of rows
-    for this placement.
+    """Return the placement for which the busiest rank finishes first, and the fraction of each
+    expert's rows that each rank computes under this placement.
 
-    If the times of several placements differ by at most the fraction `SLACK`, the first of these
-    placements is returned.
+    If the times of several placements differ by at most the fraction `SLACK`, the first of them is
+    returned.
     """
     shares = [wired_shares(loads, placed, speeds) for placed in maps]
     times = [_busiest(one, loads, speeds) for one in shares]
@@ -121,7 +120,7 @@ class StandingReplicas:
         ranks: number of ranks, called W.
         costs: predicted costs of moving rows and lending experts.
         guests: maximum number of experts that a rank may borrow at the same time.
-        every: number of training steps between two placements.
+        every: number of training steps between consecutive placements.
 
     Attributes:
         placed: the experts that each rank stores, or None if no expert is replicated.
@@ -203,8 +202,8 @@ class StandingReplicas:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load a state that was returned by `state`, possibly in an earlier run.
 
-        If the state is from a run with a different number of ranks, the state is ignored, and
-        placement starts from the beginning.
+        A state from a run with a different number of ranks is ignored, and placement starts from
+        scratch.
         """
         if state.get("ranks") != self.ranks:
             return

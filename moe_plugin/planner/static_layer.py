@@ -2,11 +2,10 @@
 overlap, and dispatches tokens with dense matmuls as in GShard.
 
 Each rank has S tokens. Each of the E experts has C = k ceil(S / E) slots. Dispatch and combine are
-matmuls with a mask of shape [S, E, C]. Each of these matmuls takes 2 S E C M FLOPs, where M is the
-model dimension. This number of FLOPs is about 2 k S^2 M for any E. There are two of these matmuls
-in the forward pass and three in the backward pass, because the dispatch mask has no gradient. Each
-of these matmuls reads or writes the mask. The all-to-all uses the algorithm `linear` and does not
-overlap with computation.
+matmuls with a mask of shape [S, E, C]. Each of these matmuls takes 2 S E C M FLOPs, about 2 k S^2 M
+for any E, where M is the model dimension. There are two of them in the forward pass and three in
+the backward pass, because the dispatch mask has no gradient. Each of them reads or writes the mask.
+The all-to-all uses the algorithm `linear` and does not overlap with computation.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class ScaleRow:
 
     @property
     def speedup(self) -> float:
-        """Time of the static layer divided by the time of the fully adapted layer."""
+        """Time of the static layer divided by the time with the best r, d and algorithm."""
         return self.static_s / self.all_s
 
 
@@ -74,8 +73,7 @@ def scale_table(shape: LayerShape, cluster: Cluster, device: Device, nodes: Sequ
                 experts_per_rank: float = 1.0) -> list[ScaleRow]:
     """Predict the times of a layer for several numbers of nodes.
 
-    The number of tokens per rank and the number of experts per rank are the same for all numbers of
-    nodes.
+    The numbers of tokens and experts per rank are the same for all numbers of nodes.
     """
     rows = []
     for count in nodes:
@@ -103,7 +101,7 @@ def _scale_row(shape: LayerShape, cluster: Cluster, device: Device) -> ScaleRow:
 
 def scale_text(rows: Sequence[ScaleRow]) -> str:
     """Format a table of predicted times. The table also contains the speed-up of each adaptation
-    over the plain layer.
+    over the plain layer (`plain_s`).
     """
     lines = [f"{'ranks':>6}{'static':>11}{'plain':>10}{'r alone':>9}{'d alone':>9}"
              f"{'all':>9}{'static/all':>11}  layout"]

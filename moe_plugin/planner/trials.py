@@ -1,19 +1,19 @@
-"""Choose the fastest of several candidates from noisy times. All tuners share this module.
+"""Choose the fastest of several candidates from noisy times. All tuners share this module, which is
+pure Python and does not measure time.
 
-This module is pure Python and does not measure time. Callers report which candidates were tried and
-how long each candidate took. Candidates are tried in rounds, with one call per candidate, so that
-background noise on the machine affects all candidates equally. Two candidates are compared by the
-ratios of their times in the same round. The difference between two candidates is the median of
-these ratios. The spread of the comparison is the range of the ratios without outliers. At each end,
-up to a third of the ratios count as outliers. The smallest times of the two candidates are also
-compared. The comparison with the smaller spread is used. The current choice is replaced only if a
-candidate saves more time than the spread. If candidates cannot be distinguished, more rounds
-follow, up to a maximum number of rounds. Candidates that are much slower are excluded from further
-rounds.
+Callers report which candidates were tried and how long each candidate took. Candidates are tried in
+rounds, with one call per candidate, so that background noise on the machine affects all candidates
+equally. Two candidates are compared by the ratios of their times in the same round: their
+difference is the median of these ratios, and the spread is the range of the ratios without
+outliers. Up to a third of the ratios at each end count as outliers. The smallest times of the two
+candidates are also compared, and the comparison with the smaller spread is used. The current choice
+is replaced only if a candidate saves more time than the spread. If candidates cannot be
+distinguished, more rounds follow, up to a maximum number of rounds. Candidates that are much slower
+than the fastest are excluded from further rounds.
 
-From time to time, another round checks whether the choice is still the fastest candidate
-(`Checks`). Other values, such as times for a planner, are measured in several steps until the steps
-agree (`Steady`).
+From time to time, another round checks whether the current choice is still the fastest candidate
+(`Checks`). Other values, such as times for a planner, are measured repeatedly until the
+measurements agree (`Steady`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ class PairedComparison(NamedTuple):
     """The difference between two candidates: the logarithm of the ratio of their times.
 
     Attributes:
-        middle: logarithm of the ratio of times. The logarithm is negative if the first candidate is
-            faster.
+        middle: logarithm of the ratio of times, which is negative if the first candidate is faster.
         spread: uncertainty of `middle`. The uncertainty is either half of the range of the
             logarithms without outliers, or the sum of the logarithmic differences between the
-            smallest and second smallest time of each candidate. With few rounds, the uncertainty is
-            increased, because a few rounds may agree by chance.
+            smallest and second smallest time of each candidate. The uncertainty is increased if
+            there are few rounds, because a few rounds may agree by chance.
         rounds: number of rounds in which both candidates were measured.
     """
 
@@ -75,11 +74,13 @@ class PairedComparison(NamedTuple):
         return cls(middle, half * (1 + FEW_ROUNDS / rounds), rounds)
 
     def faster(self, gain: float) -> bool:
-        """Return whether the first candidate certainly saves at least the fraction `gain`."""
+        """Return whether the first candidate certainly saves at least the fraction `gain` of the
+        second candidate's time."""
         return self.middle + self.spread < math.log1p(-gain)
 
     def not_faster(self, gain: float) -> bool:
-        """Return whether the first candidate certainly saves less than the fraction `gain`."""
+        """Return whether the first candidate certainly saves less than the fraction `gain` of the
+        second candidate's time."""
         return self.middle - self.spread >= math.log1p(-gain)
 
 
@@ -88,12 +89,12 @@ class ContestRules:
     """Rules that decide whether candidates have been distinguished.
 
     Attributes:
-        warm_up: number of rounds at the beginning whose times are ignored.
+        warm_up: number of initial rounds whose times are ignored.
         least: minimum number of rounds before a decision.
-        most: a decision is based on at most this number of recent rounds.
+        most: maximum number of recent rounds on which a decision is based.
         gain: fraction of the current choice's time that a candidate must save to replace it.
-        behind: a candidate is excluded if it took more than this multiple of the fastest
-            candidate's time in every round. A candidate is excluded only after at least two rounds.
+        behind: a candidate is excluded if its time exceeded the fastest candidate's time by this
+            factor in every round, after at least two rounds.
         ordered: whether a candidate must save `gain` compared with every earlier candidate.
         smallest: whether comparisons may use the smallest times of candidates. The smallest times
             are misleading if a candidate is fast only occasionally.
@@ -113,10 +114,10 @@ class Decision(NamedTuple, Generic[Choice]):
 
     Attributes:
         choice: the candidate that should be used.
-        sure: True if it is known for every candidate whether the candidate saves enough time. If
-            `sure` is False, the choice is the best candidate that certainly saves enough time, or
-            the current candidate.
-        open: candidates that could be distinguished by more rounds.
+        sure: True if it is known for every candidate whether it saves enough time. If `sure` is
+            False, the choice is the best candidate that certainly saves enough time, or the current
+            candidate.
+        open: candidates that further rounds could distinguish.
     """
 
     choice: Choice
@@ -125,8 +126,7 @@ class Decision(NamedTuple, Generic[Choice]):
 
 
 class Contest(Generic[Choice]):
-    """A contest between candidates. A contest consists of the rounds of measurements for one
-    decision.
+    """A contest between candidates, which consists of the rounds of measurements for one decision.
 
     Args:
         choices: the candidates. The preferred candidate comes first.
@@ -135,8 +135,8 @@ class Contest(Generic[Choice]):
         cold: candidates whose first time is ignored, because their first call takes longer.
 
     Attributes:
-        rounds: for each round, the times of the candidates, except ignored times. The most recent
-            round comes last.
+        rounds: for each round, from oldest to newest, the times of the candidates, except ignored
+            times.
         behind: candidates that were excluded because they are much slower.
         failed: candidates that could not run.
     """
@@ -158,12 +158,12 @@ class Contest(Generic[Choice]):
 
     @property
     def running(self) -> bool:
-        """True if some times of the current round have not been reported."""
+        """True if some times of the current round have not been reported yet."""
         return bool(self._queue or self._awaited)
 
     @property
     def trying(self) -> bool:
-        """True if some candidates of the current round have not been tried."""
+        """True if some candidates of the current round have not been tried yet."""
         return bool(self._queue)
 
     @property
@@ -196,15 +196,14 @@ class Contest(Generic[Choice]):
         self._round, self._first, self._idle = {}, {}, 0
 
     def next(self) -> Choice:
-        """Return the next candidate to try. The caller must then report the candidate's time with
-        `add`."""
+        """Return the next candidate to try. The caller must then report its time with `add`."""
         choice = self._queue.popleft()
         self._awaited.append(choice)
         self._idle = 0
         return choice
 
     def wait(self) -> None:
-        """Record a call without a time. After several calls without a time, the round ends."""
+        """Record a call without a measured time. After several such calls, the round ends."""
         self._idle += 1
         if self._idle > NEVER_COME:
             self._awaited.clear()
@@ -258,10 +257,8 @@ class Contest(Generic[Choice]):
                             if one in times and other in times], self.rules.smallest)
 
     def base(self) -> Choice:
-        """Return the candidate with which new candidates are compared.
-
-        By default, the current candidate is returned. If the current candidate was excluded or has
-        no time, the first candidate with a time is returned.
+        """Return the candidate with which new candidates are compared: the current candidate or, if
+        it was excluded or has no time, the first candidate with a time.
         """
         timed = [c for c in self.alive() if any(c in times for times in self.rounds)]
         return self.current if self.current in timed or not timed else timed[0]
@@ -290,11 +287,11 @@ class Contest(Generic[Choice]):
         return Decision(best, not unclear, still)
 
     def factor(self, choice: Choice) -> float:
-        """Return a lower bound on a candidate's time divided by the shortest time."""
+        """Return a lower bound on the ratio of a candidate's time to the shortest time."""
         return min(self._factors[choice], default=1.0)
 
     def excess(self) -> float:
-        """Return the cost of a trial of all excluded candidates, relative to the shortest time."""
+        """Return the extra time to try all excluded candidates, relative to the shortest time."""
         return sum(self.factor(c) - 1 for c in self.behind)
 
     def take_behind(self, factors: Mapping[Choice, float]) -> None:
@@ -307,7 +304,8 @@ class Contest(Generic[Choice]):
             self._factors[choice] = [factors[choice]]
 
     def contradicts(self) -> bool:
-        """Return whether a candidate was faster than the current candidate in the latest round."""
+        """Return whether, in the latest round, a candidate was faster than the current candidate by
+        more than the required gain."""
         times = self.rounds[-1] if self.rounds else {}
         current_s = times.get(self.current)
         return current_s is not None and any(
@@ -335,11 +333,11 @@ class Contest(Generic[Choice]):
 class Checks:
     """Determines when a choice is checked again.
 
-    After each check that confirms the choice, the interval to the next check becomes longer.
+    Each check that confirms the choice increases the interval until the next check.
 
     Attributes:
         calls: number of calls since the last check.
-        interval: number of calls between two checks."""
+        interval: number of calls between consecutive checks."""
 
     calls: int = 0
     interval: int = FIRST_CHECK
@@ -349,7 +347,7 @@ class Checks:
         return self.calls >= self.interval
 
     def agreed(self) -> None:
-        """Record that a check or an exploration ended without a change of the choice."""
+        """Record that a check or an exploration did not change the choice."""
         self.calls, self.interval = 0, min(CHECK_GROWTH * self.interval, LAST_CHECK)
 
     def changed(self) -> None:
@@ -361,7 +359,8 @@ class Checks:
 class Steady:
     """Values that are measured together in each step, such as the times of all blocks of a model.
 
-    Steps are repeated until the two smallest sums of a step's values differ by at most `within`.
+    Steps are repeated until the sums of the values of the two fastest steps differ by at most
+    `within`.
 
     Attributes:
         within: maximum relative difference between two sums that are considered equal.

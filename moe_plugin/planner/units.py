@@ -68,7 +68,6 @@ def load_record(kind: type[T], path: str | Path, what: str, remedy: str) -> T:
 
     Args:
         kind: the dataclass.
-        path: path of the YAML file.
         what: description of the file for error messages, such as "cluster file".
         remedy: what the user can do if the file cannot be read, for error messages.
 
@@ -114,8 +113,7 @@ def parse_counts(name: str, text: str, example: str) -> list[int]:
 
     Args:
         name: name of the option, for error messages.
-        text: string to parse.
-        example: a valid value, which error messages show.
+        example: a valid value to show in error messages.
     """
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= len(word.strip()) <= 9 and int(word)

@@ -1,13 +1,13 @@
-"""Assign parts of a batch to workers in a way that limits the damage caused by faulty workers.
+"""Assign parts of a batch to workers such that faulty workers cause limited damage.
 
 Source: ByzShield (Konstantinidis and Ramamoorthy, 2021).
 
-A batch is divided into f parts, which are called files. Each file is computed by r workers, where r
-is odd. Each of the K workers computes l files, so K l = f r. For each file, the result computed by
-the majority of the file's workers is used. If q workers are faulty, a file is distorted if at least
-(r + 1) / 2 of its workers are faulty. c(q) is the largest number of files that any q workers can
-distort, and c(q) / f is the distorted fraction. The assignments in this module differ in how many
-files two workers have in common.
+A batch is divided into f parts, which are called files. Each file is processed by r workers, where
+r is odd. Each of the K workers processes l files, so K l = f r. For each file, the result returned
+by the majority of its workers is used. A file is distorted if at least (r + 1) / 2 of its workers
+are faulty. c(q) is the largest number of files that any q faulty workers can distort, and c(q) / f
+is the distorted fraction. The assignments in this module differ in how many files two workers have
+in common.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Assignment:
         name: name of the assignment.
         files: for each worker, its files in ascending order.
         classes: number of consecutive workers that form a class. Workers of the same class have no
-            file in common. The workers of a class are interchangeable: a renaming of the files can
-            map any worker to the first worker of its class. In addition, while the workers of one
-            class stay fixed, any worker of another class can be mapped to the first worker of that
+            file in common. The workers of a class are interchangeable: some renaming of the files
+            maps any worker to the first worker of its class. In addition, while the workers of one
+            class stay fixed, any worker of another class can be mapped to the first worker of its
             class. If `classes` is 1, no symmetry is known.
     """
 
@@ -46,12 +46,12 @@ class Assignment:
 
     @property
     def copies(self) -> int:
-        """Number of workers that compute each file, called r."""
+        """Number of workers that process each file, called r."""
         return sum(map(len, self.files)) // self.count
 
     @property
     def workers_of(self) -> tuple[tuple[int, ...], ...]:
-        """For each file, the workers that compute it, in ascending order."""
+        """For each file, the workers that process it, in ascending order."""
         return tuple(tuple(w for w, files in enumerate(self.files) if file in files)
                      for file in range(self.count))
 
@@ -70,10 +70,10 @@ def _is_prime(value: int) -> bool:
 
 
 def mols(load: int, copies: int) -> Assignment:
-    """Assign f = l^2 files to K = r l workers by means of mutually orthogonal Latin squares.
+    """Assign f = l^2 files to K = r l workers using mutually orthogonal Latin squares.
 
     Each file corresponds to a cell (i, j) of an l x l square. There are r Latin squares L_k with k
-    from 1 to r. Worker (k, s) computes the cells in which L_k contains the symbol s, that is, the
+    from 1 to r. Worker (k, s) processes the cells in which L_k contains the symbol s, that is, the
     cells with k i + j = s mod l. Two workers of different squares have exactly one file in common.
 
     Args:
@@ -94,15 +94,15 @@ def mols(load: int, copies: int) -> Assignment:
 
 
 def ramanujan(prime: int, columns: int) -> Assignment:
-    """Assign files to workers by means of Ramanujan bigraphs.
+    """Assign files to workers using Ramanujan bigraphs.
 
     The blocks of the bigraph are the powers P^(a b) of a cycle P of length s, with a < s and b < m.
-    In case 1 (the transposed bigraph), m < s. There are K = m s workers and f = s^2 files, with l =
-    s and r = m. In case 2, m is a multiple of s. There are K = s^2 workers and f = m s files, with
-    l = m and r = s.
+    In case 1 (the transposed bigraph), m < s, and there are K = m s workers and f = s^2 files, with
+    l = s and r = m. In case 2, m is a multiple of s, and there are K = s^2 workers and f = m s
+    files, with l = m and r = s.
 
     Args:
-        prime: length s of the cycle. The cycle length must be a prime number.
+        prime: length s of the cycle, which must be a prime number.
         columns: the number m. The number m must be either an odd number less than s, or a multiple
             of s if s is odd.
 
@@ -127,7 +127,7 @@ def ramanujan(prime: int, columns: int) -> Assignment:
 
 
 def repetition(groups: int, copies: int) -> Assignment:
-    """Assign files by fractional repetition (DETOX, DRACO): all workers of a group compute the same
+    """Assign files by fractional repetition (DETOX, DRACO): all workers of a group process the same
     file.
     """
     _check_odd(copies)
@@ -137,7 +137,7 @@ def repetition(groups: int, copies: int) -> Assignment:
 
 
 def cyclic(workers: int, copies: int) -> Assignment:
-    """Assign files cyclically: each of the K files is computed by `copies` consecutive workers."""
+    """Assign files cyclically: each of the K files is processed by `copies` consecutive workers."""
     _check_odd(copies)
     if copies > workers:
         raise ValueError(f"copies={copies} is larger than the number of workers, {workers}")
@@ -146,7 +146,7 @@ def cyclic(workers: int, copies: int) -> Assignment:
 
 
 def assign(name: str, workers: int, copies: int) -> Assignment:
-    """Return the assignment with the given name. Each file is computed by `copies` workers.
+    """Return the assignment with the given name. Each file is processed by `copies` workers.
 
     Args:
         name: name of the assignment: cyclic, mols (with load K / r), ramanujan (case 1 if s = K / r
@@ -186,11 +186,11 @@ class _Worst:
     contains c(q) for each q.
 
     The search extends sets of workers in ascending order. The votes of a set are stored in a single
-    integer that has one digit per file. Two rules make the search shorter. First, a set is not
-    extended if the remaining workers cannot distort more files than the best known set. Second,
-    only the first worker of each class is tried as the lowest worker of a set, because the workers
-    of a class are interchangeable. Trying only worker 0 would be wrong, because classes are not
-    always interchangeable.
+    integer that has one digit per file. Two rules shorten the search. First, a set is not extended
+    if the remaining workers cannot distort more files than the best known set. Second, only the
+    first worker of each class is tried as the lowest worker of a set, because the workers of a
+    class are interchangeable. Trying only worker 0 would be wrong, because classes are not always
+    interchangeable.
     """
 
     def __init__(self, assignment: Assignment, most: int) -> None:
@@ -224,7 +224,7 @@ class _Worst:
             self._grow(votes + self.masks[worker], worker, size + 1, False)
 
     def _reachable(self, assignment: Assignment) -> list[list[int]]:
-        """For each last worker and each number v, return the files that are computed by at least v
+        """For each last worker and each number v, return the files that are processed by at least v
         later workers.
 
         Each file is encoded as the highest bit of its digit.
@@ -238,12 +238,11 @@ class _Worst:
         return reachable
 
     def _hopeful(self, votes: int, spoiled: int, size: int, within: Sequence[int]) -> bool:
-        """Return whether an extension of the set may distort more files than the best known set.
+        """Return whether some extension of the set may distort more files than the best known set.
 
-        If n workers are added to the set, the new workers contribute n l additional votes. A file
-        that needs v more votes to be distorted uses v of the additional votes, provided that at
-        least v later workers compute the file. Files that need the fewest additional votes are
-        counted first.
+        Adding n workers to the set adds n l votes. A file that needs v more votes to be distorted
+        uses v of these votes, provided that at least v later workers process it. Files that need
+        the fewest additional votes are counted first.
         """
         lacking = [0] * (self.need + 1)
         ones, below = self.high >> (self.bits - 1), (votes + self.offset) & self.high

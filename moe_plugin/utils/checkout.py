@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
 
 
 class CheckoutFinder:
-    """An import finder for `sys.meta_path` that finds only the packages listed in `FOLDERS`. This
+    """An import finder for `sys.meta_path` that finds only the packages listed in `FOLDERS`. The
     finder is used after all other finders.
     """
 

@@ -1,11 +1,11 @@
 """Compute and check CRC-32 checksums of checkpoint files. CRC-32 detects every change that affects
 up to 32 adjacent bits.
 
-A *sealed* file contains its own checksum. The checksum is therefore moved, copied and deleted
-together with the file. Files written by torch contain the checksum in a trailer of 27 bytes. torch
-and zip tools ignore this trailer. Safetensors files contain the checksum in the metadata of the
-header, and JSON files contain it in the last entry. Files written by older versions of this package
-are not sealed, but can still be loaded.
+A *sealed* file contains its own checksum. The checksum therefore stays with the file when the file
+is moved or copied. Files written by torch contain the checksum in a trailer of 27 bytes. The
+trailer is ignored by torch and zip tools. Safetensors files contain the checksum in the metadata of
+the header, and JSON files contain it in the last entry. Files written by older versions of this
+package are not sealed, but can still be loaded.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _JSON_END = re.compile(r', "crc32": "([0-9a-f]{8})"\}\s*')
 
 
 class DamagedFile(ValueError):
-    """Raised if the data in a file is not the data that was written. The message contains the
-    reason, but not the name of the file.
+    """Raised if a file does not contain the data that was originally written. The message contains
+    the reason, but not the name of the file.
     """
 
 
 class _SummingStream:
-    """A stream that passes all bytes to a target stream and computes the checksum of these bytes.
+    """A stream that passes all bytes to a target stream and computes their checksum.
 
-    This stream also stores the error of a failed write, because torch's writer raises a different
+    The stream also stores the error of a failed write, because torch's writer raises a different
     error instead.
     """
 
@@ -72,7 +72,6 @@ def write_sealed(path: str | os.PathLike[str], write: Callable[[Any], None]) -> 
     being written.
 
     Args:
-        path: path of the file.
         write: function that receives a stream and writes the data to it.
     Raises:
         OSError: If the file cannot be written, for example because the disk is full.
@@ -142,10 +141,9 @@ def crc_of(path: str | os.PathLike[str], size: int | None = None, digits: int | 
 
     Args:
         path: path of the file.
-        size: optional. Number of bytes to include, from the start of the file. By default, the
-            whole file is included.
-        digits: optional. Position of a checksum within the file. The digits of this checksum are
-            counted as zeros.
+        size: optional. Number of bytes to include, from the start of the file. Defaults to the
+            whole file.
+        digits: optional. Position of a checksum within the file, whose digits are counted as zeros.
     """
     size = os.path.getsize(path) if size is None else size
     with open(path, "rb", buffering=0) as stream:
@@ -180,7 +178,7 @@ def verify(path: str | os.PathLike[str]) -> bool:
     if trailer is None and inside is None:
         # An unsealed zip file ends with its directory. Any other end is a damaged trailer.
         if start == _ZIP_START and end[-_ZIP_END_BYTES:][: len(_ZIP_END)] != _ZIP_END:
-            raise DamagedFile("its end differs from the end that was written")
+            raise DamagedFile("its last bytes differ from those that were written")
         return False
     if trailer is None:
         assert inside is not None
@@ -200,7 +198,7 @@ def seal_json(values: Mapping[str, Any]) -> str:
 
 
 def open_json(text: str) -> tuple[Any, bool]:
-    """Parse a JSON string. Return the values, and whether the string is sealed.
+    """Parse a JSON string, and return the values and whether the string is sealed.
 
     Raises:
         DamagedFile: If the string is sealed, but does not match its checksum.
@@ -226,7 +224,7 @@ _CHECKED: list[Path] = []  # files that another function has verified
 
 @contextmanager
 def verified(paths: Iterable[Path]) -> Iterator[None]:
-    """Inside the block, treat the given files as verified, so that `FirstRead` does not check them
+    """Inside the block, treat the given files as verified, so that `FirstRead` does not verify them
     again.
     """
     own_paths = list(paths)
@@ -239,7 +237,7 @@ def verified(paths: Iterable[Path]) -> Iterator[None]:
 
 
 class FirstRead:
-    """Verifies a file once, before the first tensor is read from the file.
+    """Verifies a file before its first tensor is read.
 
     Args:
         path: path of the file.

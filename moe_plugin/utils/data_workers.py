@@ -1,8 +1,7 @@
 """Report errors of the worker processes that load batches for a torch `DataLoader`.
 
 Worker processes send their batches through /dev/shm, which is small in many containers. If a batch
-does not fit in /dev/shm, torch prints a traceback, discards the batch, and then waits for it
-forever.
+does not fit, torch prints a traceback, discards the batch, and then waits for it forever.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ def report_lost_batches() -> None:
 
 
 class _LostBatch(ExceptionWrapper):
-    """The reason why a batch could not be sent. This object is sent in place of the batch."""
+    """The reason why a batch could not be sent, which is sent in place of the batch."""
 
     def __init__(self, error: Exception) -> None:
         self.text = _message("could not pass on a batch", error)
 
     def reraise(self) -> None:
-        """Raise the error in the training process. torch's `DataLoader` calls this method."""
+        """Raise the error in the training process. Called by torch's `DataLoader`."""
         raise ValueError(self.text)
 
 

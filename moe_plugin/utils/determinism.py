@@ -1,11 +1,11 @@
-"""Deterministic mode: runs with the same seed, settings and ranks have identical results.
+"""Deterministic mode: runs with the same seed, settings and ranks have bitwise identical results.
 
-Results are bitwise identical. On GPUs, results are bitwise identical only if the GPUs are of the
-same model. In this mode, the
-layout must not be chosen by measured times, so `parallel: auto` is not allowed. This mode also
-requires torch's strict mode, in which operators without a deterministic implementation raise an
-error. The tile sizes of Triton kernels are chosen by a fixed rule instead of by measurements.
-Routing, dispatch and the kernels of this package always sum values in a fixed order.
+On GPUs, results are bitwise identical only for GPUs of the same model. In this mode, the layout
+must not be chosen by
+measured times, so `parallel: auto` is not allowed. The mode also requires torch's strict mode, in
+which operators without a deterministic implementation raise an error. The tile sizes of Triton
+kernels are chosen by a fixed rule instead of by measurements. Routing, dispatch and the kernels of
+this package always sum values in a fixed order.
 
 This module also contains functions that seed random generators, and `RecordedChoice`, which repeats
 the random draws of an earlier choice.
@@ -48,8 +48,8 @@ def check(wanted: bool) -> None:
 
 
 def seed_of(*numbers: int) -> int:
-    """Compute a seed from the given numbers, such as the step and the micro-batch. The seed is the
-    same in every process.
+    """Compute a seed, which is the same in every process, from numbers such as the step and the
+    micro-batch.
     """
     name = ".".join(map(str, numbers)).encode()
     return int.from_bytes(blake2b(name, digest_size=7).digest(), "little")
@@ -59,7 +59,7 @@ def seed_of(*numbers: int) -> int:
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Inside the block, seed the random generators of the CPU and of `device` with `seed`.
 
-    After the block, the generators have the same state as before.
+    After the block, the previous states of the generators are restored.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -83,8 +83,8 @@ class RecordedChoice:
         return cls(value, tuple(move for move in moves if not _equal(move[1], move[2])))
 
     def move_generators(self) -> None:
-        """Suppose the random generators have been reset to their states before the choice, for
-        example by loading a checkpoint. Then move the generators to their states after the choice.
+        """If a random generator is in its state before the choice, for example after loading a
+        checkpoint, set it to its state after the choice.
         """
         for generator, before, after in self.moves:
             if _equal(generator.get_state(), before):

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 def is_sharded(value: Any) -> TypeGuard[DTensor]:
     """Return whether a value is a DTensor.
 
-    The DTensor module is not imported for this check, because importing it is slow. If no other
-    code has imported the DTensor module, there are no DTensors.
+    The DTensor module is not imported for this check, because importing it is slow; if it has not
+    been imported, there are no DTensors.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
@@ -24,7 +24,7 @@ def is_sharded(value: Any) -> TypeGuard[DTensor]:
 
 def sharded_as(whole: Tensor, like: DTensor) -> DTensor:
     """Shard a full tensor in the same way as `like`, which must have the same shape. This function
-    is collective. All ranks receive shards of rank 0's tensor.
+    is collective: all ranks receive shards of rank 0's tensor.
     """
     from torch.distributed.tensor import distribute_tensor
 

@@ -1,11 +1,11 @@
 """Locks that prevent two runs from writing to the same folder or log at the same time.
 
-A lock is a small file that is created with `O_EXCL`. The lock uses `O_EXCL` because network file
-systems support it, while many of them do not support `flock`. The lock file contains the host and
-the process id of the run, and the time at which the run acquired the lock. If a run is killed, its
-lock file remains. The next run on the same host asks the operating system whether the killed run's
-process still exists. The next run on a different host checks the modification time of the lock
-file, which a thread of a live run updates regularly.
+A lock is a small file that is created with `O_EXCL`. `O_EXCL` is used because network file systems
+support it, whereas many of them do not support `flock`. The lock file contains the host and the
+process id of the run, and the time at which the run acquired the lock. If a run is killed, its lock
+file remains. The next run on the same host asks the operating system whether the process of the
+killed run still exists. A run on a different host checks the modification time of the lock file,
+which a thread of a live run updates regularly.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class FolderLock:
 
     @property
     def is_mine(self) -> bool:
-        """True if this process acquired the lock. False if the lock was acquired by a parent
-        process that then forked this process.
+        """True if this process acquired the lock. False in a process that was forked after the lock
+        was acquired.
         """
         return self.holder.process == os.getpid()
 
@@ -129,8 +129,8 @@ class FolderLock:
         return _read(self.path) == seen
 
     def _remove(self, seen: _Seen) -> None:
-        """Remove the lock file of a run that has ended. If another run has replaced the file in the
-        meantime, the file is not removed.
+        """Remove the lock file of a run that has ended, unless another run has replaced the file in
+        the meantime.
         """
         aside, now = self.path.with_name(f"{self.path.name}.{self.holder.token}"), _read(self.path)
         if now is None or now.text != seen.text:
@@ -165,8 +165,8 @@ class FolderLock:
         return self
 
     def release(self) -> None:
-        """Release the lock for one of its users. When all users have released the lock, the lock
-        file is removed.
+        """Release the lock for one of its users. The lock file is removed when all users have
+        released the lock.
         """
         self._shares -= 1
         if self._shares <= 0:
@@ -191,7 +191,7 @@ def hold_folder(folder: str | os.PathLike[str], take_over: bool = False) -> Fold
 
     Args:
         folder: folder in which a run stores checkpoints and logs. Created if missing.
-        take_over: whether to acquire the lock even if another run seems to have acquired it.
+        take_over: whether to acquire the lock even if another run seems to have it.
     Raises:
         ValueError: If another run has acquired the lock, or if the folder is not writable. The
             message contains the host, the process id and the start time of the other run.
@@ -290,8 +290,8 @@ def _myself() -> Holder:
 
 
 def _machine() -> str:
-    """Return an identifier of the boot and the process table. Processes that can see each other
-    have the same identifier.
+    """Return an identifier of the boot and the process table, which is the same for processes that
+    can see each other.
 
     Containers have separate process tables. Returns an empty string if the operating system does
     not provide this information.
@@ -316,8 +316,8 @@ def _stat(process: int) -> tuple[str, str] | None:
 
 
 def _exists(holder: Holder) -> bool:
-    """Return whether the process of a run on this machine still exists, and its process id has not
-    been reused.
+    """Return whether the process of a run on this machine still exists and is not a different
+    process with the same id.
     """
     try:
         os.kill(holder.process, 0)
@@ -330,9 +330,8 @@ def _exists(holder: Holder) -> bool:
 
 
 def _now_in(folder: Path) -> float:
-    """Return the current time according to the clock of a folder's file system.
-
-    A network file system may use the clock of another machine.
+    """Return the current time according to the clock of a folder's file system, which may be the
+    clock of another machine.
     """
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=LOCK) as file:

@@ -78,8 +78,8 @@ def capturing(device: torch.device) -> bool:
 
 
 def inside_backward() -> bool:
-    """Return whether this code runs inside a backward pass. If so, the code recomputes a forward
-    pass.
+    """Return whether this code runs inside a backward pass, which means that it recomputes a
+    forward pass.
     """
     # The autograd engine sets this id during a backward pass; it is -1 outside (torch >= 2.0).
     return torch._C._current_graph_task_id() != -1
@@ -97,8 +97,8 @@ def start_to_host(x: Tensor) -> Callable[[], Tensor]:
     """Start to copy a tensor from a device to the host, and return a function that waits for the
     copy.
 
-    The returned function waits only for work that was queued before `start_to_host` was called. The
-    returned function then returns the copy.
+    The returned function waits only for work that was queued before `start_to_host` was called, and
+    returns the copy.
     """
     if x.device.type == "cpu":
         return lambda: x
@@ -116,8 +116,8 @@ def start_to_host(x: Tensor) -> Callable[[], Tensor]:
 
 
 def record_event(device: torch.device, timing: bool = True) -> torch.cuda.Event:
-    """Record an event on the current stream of the given GPU. The given GPU may be a different GPU
-    than torch's current device.
+    """Record an event on the current stream of the given GPU, which need not be torch's current
+    device.
     """
     event = torch.cuda.Event(enable_timing=timing)
     event.record(torch.cuda.current_stream(device))
@@ -125,18 +125,16 @@ def record_event(device: torch.device, timing: bool = True) -> torch.cuda.Event:
 
 
 def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate uninitialized pinned host memory for long-lived data that is read or written by
-    kernels and copies of a GPU.
+    """Allocate uninitialized pinned host memory for long-lived data that is accessed by GPU kernels
+    and copies.
 
-    The memory has exactly the requested size. torch would round the size of pinned memory up to a
-    power of two. The memory is freed once no tensor refers to it and the device has finished all
-    work that was queued before. Waiting for the device is necessary because torch's allocator
-    tracks copies from and to pinned memory, but not Triton kernels. For data that is needed only
-    for a part of a step, use torch's pinned memory instead, which is cached.
+    The memory has exactly the requested size, whereas torch would round it up to a power of two.
+    The memory is freed once no tensor refers to it and the device has finished all work that was
+    queued before. Waiting for the device is necessary because torch's allocator tracks copies to
+    and from pinned memory, but not Triton kernels. For data that is needed only during part of a
+    step, use torch's pinned memory instead, which is cached.
 
     Args:
-        shape: shape of the tensor.
-        dtype: dtype of the tensor.
         device: GPU that uses the memory. If the device has no index, torch's current GPU is used.
     Raises:
         RuntimeError: If the memory cannot be pinned. The message contains the CUDA error number.
@@ -183,24 +181,24 @@ def memory_bytes(device: torch.device) -> int | None:
 def cache_home() -> Path:
     """Return the path of the folder for all data that this package keeps between runs.
 
-    The folder is called `moe-plugin`. The folder is located in `XDG_CACHE_HOME` if this variable
-    contains an absolute path, and in `~/.cache` otherwise.
+    The folder is called `moe-plugin` and is located in `XDG_CACHE_HOME` if this variable contains
+    an absolute path, and in `~/.cache` otherwise.
     """
     named = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "moe-plugin"
 
 
 def user_cache(purpose: str, folder: Path | None = None) -> Path:
-    """Return the folder for all caches that are kept between runs. If the folder does not exist, it
-    is created.
+    """Return the folder for all caches that are kept between runs. The folder is created if it does
+    not exist.
 
-    The folder belongs to the current user. No other user may write to the folder, because compiled
-    programs in the folder are executed. If the folder cannot be created, a folder inside the folder
-    for temporary files is used instead. If other users can write to the folder, a new folder is
-    used instead. The new folder is deleted when the process ends.
+    The folder belongs to the current user, and no other user may write to it, because compiled
+    programs in it are executed. If the folder cannot be created, a folder in the system's temporary
+    directory is used instead. If other users can write to the folder, a new folder is used, which
+    is deleted when the process ends.
 
     Args:
-        purpose: description, for error messages, of what is not possible without the folder.
+        purpose: what is not possible without the folder, for error messages.
         folder: optional. Defaults to `cache_home`.
     Raises:
         ValueError: If the folder is not writable.
@@ -233,7 +231,7 @@ def _is_private(folder: Path) -> bool:
 
 @functools.cache
 def fresh_cache() -> Path:
-    """Create a new folder to which no other user can write. The folder is deleted when this process
+    """Create a new folder to which no other user can write, and which is deleted when this process
     ends.
     """
     folder = tempfile.mkdtemp(prefix="moe-plugin-")
@@ -251,7 +249,7 @@ def die_with_parent(parent: int) -> None:
     """Ask the operating system to kill this process as soon as its parent process ends for any
     reason.
 
-    The operating system kills the process when the parent's thread that started the process ends.
+    More precisely, this process is killed when the parent's thread that started it ends.
 
     Args:
         parent: process id of the parent.
@@ -262,8 +260,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def call_libc(name: str, *args: int) -> None:
-    """Call a function of the C library. If the function does not return 0, raise an `OSError` with
-    the reason.
+    """Call a function of the C library. If it does not return 0, raise an `OSError` with the
+    reason.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args):

@@ -51,8 +51,8 @@ def removed(name: str, *commands: str) -> str:
 
     Args:
         name: name of a flag, setting or command, as written by the user.
-        commands: the words before the name on the command line. One of these words may be the
-            command to which a flag belongs.
+        commands: the words before the name on the command line. The words may include the command
+            to which a flag belongs.
     """
     places = (name, *(f"{command} {name}" for command in commands))
     replacement = next((REMOVED[key] for key in places if key in REMOVED), "")
@@ -85,7 +85,7 @@ def cut(text: str, limit: int = LIMIT) -> str:
 def printable(text: str, limit: int | None = None) -> str:
     """Convert a string from a file to a single line that is safe to display in a terminal.
 
-    Escape sequences, and characters that change the writing direction, are replaced with Python
+    Escape sequences and characters that change the writing direction are replaced with Python
     escapes.
 
     Args:
@@ -105,8 +105,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def similar_names(name: str, known: Iterable[str]) -> list[str]:
-    """Return known names that the user may have meant instead of an unknown name. Possible names
-    are names with similar spelling, and longer names that start with the unknown name.
+    """Return known names that the user may have meant by an unknown name. Possible names are names
+    with similar spelling, and longer names that start with the unknown name.
     """
     known = list(known)
     near = difflib.get_close_matches(name, known, 2, 0.8)
@@ -121,8 +121,8 @@ def _likeness(one: str, other: str) -> float:
 
 
 def did_you_mean(near: Iterable[str]) -> str:
-    """Return a question that suggests similar names, followed by the beginning of the remedy.
-    Return an empty string if there are no similar names.
+    """Return a question that suggests similar names, followed by the start of the remedy, or an
+    empty string if there are no similar names.
     """
     return f"did you mean {' or '.join(near)}? If not, " if near else ""
 
@@ -179,8 +179,8 @@ class Parser(argparse.ArgumentParser):
         return [name for name in flag_names(self.given) if name not in known]
 
     def remedies(self, message: str) -> list[str]:
-        """For an error message, return suggestions of known flags or choices that are similar to
-        the unknown flags or choices.
+        """Return suggestions of known flags or choices that are similar to the unknown ones in an
+        error message.
         """
         known = self.flags()
         wrong = {name: similar_names(name, known) for name in self.unknown()}
@@ -199,9 +199,9 @@ class Parser(argparse.ArgumentParser):
         """Print the error message and exit with status 2. If the usage text is short, it is printed
         before the message.
 
-        Only the first rank on each node prints the message. On a node, a launcher starts all ranks
-        with the same arguments. On different nodes, the arguments may differ. All other ranks wait.
-        When the first rank has exited, the launcher terminates all other ranks.
+        Only the first rank on each node prints the message, because a launcher starts all ranks of
+        a node with the same arguments. On different nodes, the arguments may differ. All other
+        ranks wait; the launcher terminates them when the first rank has exited.
         """
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(_WAIT_S)
@@ -228,11 +228,12 @@ class _Silent:
 
 def progress(total: int | None, description: str, stream: TextIO | None = None, *,
              unit: str = "step") -> Any:
-    """Create a progress bar with the methods `update(n)`, `set_postfix_str(text)` and `close()`.
+    """Create a progress bar with the methods `update(n)`, `set_postfix_str(text)` and `close()`,
+    which can also be used as a context manager.
 
-    The bar can also be used as a context manager. The bar is a tqdm bar that shows the remaining
-    time if three conditions are met: the stream is a terminal, tqdm is installed, and this is the
-    first process of its job. Otherwise, the bar does not print anything.
+    The bar is a tqdm bar that shows the remaining time, provided that the stream is a terminal,
+    tqdm is installed, and this is the first process of its job. If one of these conditions is not
+    met, the bar prints nothing.
 
     Args:
         total: optional. Total number of units when the bar is complete.

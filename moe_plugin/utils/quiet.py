@@ -1,9 +1,9 @@
 """Known warnings of other libraries that users of this package cannot avoid, and functions that
-hide these warnings.
+hide them.
 
 A warning is identified by the module that reports it and by the beginning of its message. All other
-warnings, and all errors, are still shown. Nothing is hidden if the user sets Python's own warning
-filters (`PYTHONWARNINGS=default`, `python -W ...`).
+warnings, and all errors, are still shown. Nothing is hidden if the user sets warning filters for
+Python (`PYTHONWARNINGS=default`, `python -W ...`).
 """
 
 from __future__ import annotations
@@ -133,11 +133,11 @@ def hidden(known: Iterable[Known]) -> Iterator[None]:
 
 
 def own_log(verbose: bool = False) -> None:
-    """Set up logging to standard error for a command of this package. If the program has already
-    set up logging, nothing is changed.
+    """Set up logging to standard error for a command of this package. Nothing is changed if the
+    program has already set up logging.
 
-    All messages of this package are logged. Messages of other libraries are logged only if their
-    level is `WARNING` or higher.
+    All messages of this package are logged, but messages of other libraries only if their level is
+    `WARNING` or higher.
 
     Args:
         verbose: whether to log all messages of all libraries.

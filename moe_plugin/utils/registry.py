@@ -1,6 +1,6 @@
-"""Registries that map names to implementations. There is one registry for each type of
-implementation, such as routers or dispatchers. For an unknown name, a registry raises an error that
-lists the known names.
+"""Registries that map names to implementations. There is one registry per type of implementation,
+such as routers or dispatchers. For an unknown name, a registry raises an error that lists the known
+names.
 
 Each registry is created once, for example by `routers = Registry("router")`. A registered
 implementation can be selected in the settings, and is automatically included in the exactness
@@ -29,9 +29,9 @@ class Entry(Generic[T]):
     Attributes:
         name: name of the implementation.
         value: the implementation.
-        why_not: function that returns None if the implementation can run on this machine, and
-            otherwise returns the reason why it cannot run.
-        optional: whether the implementation requires packages that may be missing. If an optional
+        why_not: function that returns the reason why the implementation cannot run on this machine,
+            or None if it can.
+        optional: whether the implementation requires packages that may be missing. If such an
             implementation cannot run, `Registry.names` does not list it, and `Registry.get` raises
             an error with the reason.
     """
@@ -96,7 +96,7 @@ class Registry(Generic[T]):
 
         Raises:
             ValueError: If the name is unknown, or if the implementation is optional and cannot run
-                on this machine. The message lists the known names, or contains the reason why the
+                on this machine. The message contains the known names, or the reason why the
                 implementation cannot run.
         """
         entry = self._entries.get(name) or self.entry(name)
@@ -105,15 +105,15 @@ class Registry(Generic[T]):
         return entry.value
 
     def find(self, name: str) -> T | None:
-        """Return the implementation with the given name, even if the implementation cannot run on
-        this machine. Return None if the name is unknown.
+        """Return the implementation with the given name, even if it cannot run on this machine, or
+        None if the name is unknown.
         """
         entry = self._entries.get(name)
         return None if entry is None else entry.value
 
     def entry(self, name: str) -> Entry[T]:
-        """Return the `Entry` with the given name. Raise a `ValueError` that lists the known names
-        if the name is unknown.
+        """Return the `Entry` with the given name. A `ValueError` that lists the known names is
+        raised if the name is unknown.
         """
         if name not in self._entries:
             near = did_you_mean(similar_names(str(name), self.names()))

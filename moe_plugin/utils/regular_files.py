@@ -24,8 +24,8 @@ _Path = str | os.PathLike[str]
 
 
 def _kind(path: _Path, follow: bool) -> str:
-    """Return the type of a path, such as "folder" or "pipe". Return an empty string for a regular
-    file or a missing file.
+    """Return the type of a path, such as "folder" or "pipe", or an empty string for a regular or
+    missing file.
     """
     try:
         mode = os.stat(path, follow_symlinks=follow).st_mode
@@ -35,12 +35,11 @@ def _kind(path: _Path, follow: bool) -> str:
 
 
 def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> None:
-    """Raise a `ValueError` if `path` is not a regular file. For example, opening a pipe would wait
-    forever.
+    """Raise a `ValueError` if `path` is not a regular file. Opening a pipe, for example, could
+    block forever.
 
     Args:
-        path: path of the file. If the file is missing, this function does not raise an error.
-            Instead, an error is raised when the file is opened.
+        path: path of the file. If the file is missing, no error is raised until the file is opened.
         what: description of the file, for the error message.
         remedy: what the user can do, for the error message.
     """
@@ -51,8 +50,7 @@ def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> Non
 
 
 def check_output(path: _Path) -> Path:
-    """Return the path if `write_regular` can write to it. If `write_regular` cannot write to the
-    path, raise a `ValueError`.
+    """Return the path if `write_regular` can write to it, and raise a `ValueError` otherwise.
 
     Commands that run for a long time should call this function before they start.
     """
@@ -93,8 +91,8 @@ def begin_writing(file: int, offset: int, nbytes: int) -> None:
     """Start to flush a range of an open file to disk, without removing the range from the page
     cache.
 
-    This function calls sync_file_range(2) of Linux, which Python does not provide. If the C library
-    does not provide this function, nothing happens.
+    This function calls sync_file_range(2) of Linux, which Python does not provide. Nothing happens
+    if the C library does not provide it either.
     """
     begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if begin is not None:
@@ -102,7 +100,7 @@ def begin_writing(file: int, offset: int, nbytes: int) -> None:
 
 
 def write_regular(path: _Path, content: str | bytes) -> Path:
-    """Write a file in one atomic operation. Strings are encoded as UTF-8.
+    """Write a file atomically. Strings are encoded as UTF-8.
 
     Raises:
         ValueError: If the path is not a regular file, or if the file cannot be written.
@@ -140,8 +138,8 @@ def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
 def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None:
     """Rename a complete folder to its final name.
 
-    If the process is killed, either the old folder or the new folder is still complete. If the
-    process is killed, the old folder may have the name `NAME.old`.
+    If the process is killed, either the old or the new folder is still complete, but the old folder
+    may have the name `NAME.old`.
 
     Args:
         scratch: path of the complete new folder.
@@ -158,8 +156,8 @@ def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None
 
 
 def make_folder(path: _Path) -> Path:
-    """Create a folder, including its parents, if it does not exist. Return the path of the folder.
-    Raises a `ValueError` if the folder cannot be created.
+    """Create a folder, including its parents, if it does not exist, and return its path. Raises a
+    `ValueError` if the folder cannot be created.
     """
     path = Path(path)
     try:
@@ -171,7 +169,7 @@ def make_folder(path: _Path) -> Path:
 
 def output_folder(path: _Path, names: Iterable[str]) -> Path:
     """Create a folder if it does not exist, and check that files with the given names can be
-    written to the folder.
+    written to it.
 
     Commands that run for a long time should call this function before they start.
 
@@ -185,8 +183,8 @@ def output_folder(path: _Path, names: Iterable[str]) -> Path:
 
 
 def open_append(path: _Path) -> BinaryIO:
-    """Open a file for appending bytes, without buffering. If the folder of the file does not exist,
-    it is created. If the path is a symbolic link, the link is followed.
+    """Open a file for appending bytes, without buffering. The folder of the file is created if it
+    does not exist. Symbolic links are followed.
 
     Raises:
         ValueError: If the path is not a regular file, or if the file cannot be written.

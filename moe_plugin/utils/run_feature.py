@@ -1,5 +1,5 @@
-"""The interface of run features. The interface consists of methods that are called before, during
-and after each training step, and of the data that is passed to these methods.
+"""The interface of run features: methods that are called before, during and after each training
+step, and the data that is passed to them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class StepInput:
         number: index of the training step, counted from 1.
         batch: function that returns this rank's first micro-batch in a form that can be pickled.
             None if the host framework does not provide batches.
-        loss_of: function that computes the loss of a batch that `batch` has returned. The function
-            runs the forward pass of the model.
+        loss_of: function that runs the model's forward pass on a batch returned by `batch` and
+            returns the loss.
         total: number of training steps in the run, or None if it is unknown.
     """
 
@@ -53,10 +53,10 @@ class StepGradients:
 
     Attributes:
         number: index of the training step, counted from 1.
-        tensors: function that returns all gradients of this rank. For parameters without a
-            gradient, the list contains None.
-        finite: collective function that returns whether the gradients and the loss are finite. The
-            function returns the same value on all ranks.
+        tensors: function that returns all gradients of this rank. The list contains None for
+            parameters without a gradient.
+        finite: collective function that returns whether the gradients and the loss are finite, with
+            the same result on all ranks.
         scale_falls: function that returns whether the loss scale is reduced if gradients or the
             loss are not finite. If the loss scale is reduced, a step that is not finite is expected
             and does not indicate a failure.
@@ -76,7 +76,7 @@ class StepFacts:
 
     Attributes:
         number: number of completed training steps, including this step.
-        made: True if the step counts as a step of the run. If `made` is False, the next step has
+        made: whether the step counts as a step of the run. If `made` is False, the next step has
             the same number.
         skipped: True if the parameters were not changed because a gradient or the loss was not
             finite.
@@ -84,8 +84,8 @@ class StepFacts:
             does not report this number.
         left: number of training steps that remain after this step, or None if it is unknown.
         loss: mean loss per token, in nats. None if the host framework does not report the loss.
-        dropped: fraction of the chosen experts that had no free slot in this step. None if it is
-            unknown.
+        dropped: fraction of the choices that were dropped in this step because their expert had no
+            free slot. None if it is unknown.
         logged: the host framework's log line for this step as a `StepRecord`, or None if there is
             no log line.
     """
@@ -102,7 +102,7 @@ class StepFacts:
 
 class RunFeature:
     """Base class of the features of a run. The methods of a feature are called before, during and
-    after each training step. Each method does nothing unless a subclass overrides it.
+    after each training step, and do nothing unless a subclass overrides them.
 
     All ranks call all methods in the same order, so every method may use collectives.
 
@@ -118,8 +118,8 @@ class RunFeature:
     replaced = False
 
     def begin(self) -> None:
-        """Prepare for the first training step. When this method is called, the optimizer exists,
-        and a checkpoint has been loaded.
+        """Prepare for the first training step. At this point, the optimizer exists, and a
+        checkpoint has been loaded.
         """
 
     def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
@@ -127,8 +127,8 @@ class RunFeature:
         return nullcontext()
 
     def batches(self, own: list[Any]) -> list[Any]:
-        """Return the micro-batches that this rank computes in the training step. By default, the
-        rank's own micro-batches are returned.
+        """Return the micro-batches that this rank computes in the training step. By default, these
+        are the rank's own micro-batches.
         """
         return own
 
@@ -162,8 +162,8 @@ class RunFeature:
 
         Args:
             number: number of completed training steps.
-            dropped: fraction of the chosen experts that had no free slot in the validation. None if
-                it is unknown.
+            dropped: fraction of the choices that were dropped in the validation because their
+                expert had no free slot. None if it is unknown.
         """
 
     def numbers(self) -> dict[str, float]:
@@ -171,7 +171,7 @@ class RunFeature:
         return {}
 
     def evaluated(self) -> dict[str, Any]:
-        """Return values by name that the host framework logs after an evaluation."""
+        """Return metrics by name that the host framework logs after an evaluation."""
         return {}
 
     def close(self) -> None:

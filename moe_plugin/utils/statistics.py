@@ -1,7 +1,7 @@
 """The table of statistics that are logged for each layer.
 
-An entry of this table contains everything that concerns one statistic. The table determines what a
-layer measures (`LayerStats.more`), how statistics are reduced over calls and ranks (`StatsSums` in
+Each entry contains all information about one statistic. The table determines what a layer measures
+(`LayerStats.more`), how statistics are reduced over calls and ranks (`StatsSums` in
 `moe_plugin/output.py`), the keys of records, the fields that `LayerRecord` reads, the metrics in
 the host's log, the charts in the report and in comparisons, and the table in docs/observability.md.
 To log a new statistic, add an entry to this table. This module does not import torch.
@@ -37,8 +37,8 @@ class Chart:
         id: name of the chart. The name must be unique in the report.
         title: the title of the chart.
         about: one sentence that explains the chart.
-        section: the heading of the section that contains the chart. A heading that does not exist
-            yet creates a new section.
+        section: the heading of the section that contains the chart. A new heading creates a new
+            section.
         value: a function that maps a `LayerRecord` to the value to plot, or to None if the value is
             unknown. By default, the statistic itself is plotted.
         unit, floor: see `LineChart`.
@@ -66,25 +66,23 @@ class Statistic:
     Attributes:
         name: key of the statistic in records.
         meaning: description of the statistic in docs/observability.md.
-        reduce: how the statistic is reduced over calls and ranks. Must be one of the keys of
-            `REDUCTIONS`.
+        reduce: how the statistic is reduced over calls and ranks, one of the keys of `REDUCTIONS`.
         measure: a function that receives a `RoutedCall` and is called by the layer in each call.
-            The function returns a number, or a scalar tensor on the layer's device. The returned
-            value is stored in `LayerStats.more`. `measure` is not required if `of_call` computes
-            the statistic from other attributes of `LayerStats`.
+            The function returns a number, or a scalar tensor on the layer's device, which is stored
+            in `LayerStats.more`. `measure` is not required if `of_call` computes the statistic from
+            other attributes of `LayerStats`.
         of_call: a function that receives the `LayerStats` of one call and returns the value for
-            this call, or None. The value is a number, a tensor, a name or a list. By default, the
-            value returned by `measure` is used.
-        of_calls: for tensors, a function that replaces `of_call` to save small device operations.
-            The function receives the values of earlier statistics, stacked over calls, and returns
-            values [N, ...].
+            this call, or None. The value may be a number, a tensor, a name or a list. Defaults to
+            the value returned by `measure`.
+        of_calls: for tensors, a function that replaces `of_call` in order to launch fewer small
+            device operations. The function receives the values of earlier statistics, stacked over
+            calls, and returns values [N, ...].
         derive: for the reduction `derived`, a function that computes the statistic from earlier
             fields of the record.
         on_device: whether the values are tensors.
-        shared: whether all ranks with the same tokens measure the same value. If `shared` is True,
-            this value is counted only once.
-        by_name: whether the value of a call is a dict of numbers. Each key of the dict is reduced
-            separately.
+        shared: whether all ranks with the same tokens measure the same value, which is then counted
+            only once.
+        by_name: whether the value of a call is a dict of numbers. Each key is reduced separately.
         names: if `by_name` is True, the keys that the dict of every call contains.
         charts: the charts in the report that show the statistic.
         logged: the metrics in the host's log, and how each metric is computed from the values of
@@ -133,8 +131,8 @@ statistics: Registry[Statistic] = Registry("statistic", check=_check)
 
 
 def add(statistic: Statistic) -> Statistic:
-    """Add a statistic to the table. Layers that were built earlier do not call the `measure`
-    function of this statistic.
+    """Add a statistic to the table. Layers that were built earlier do not call its `measure`
+    function.
     """
     return statistics.register(statistic.name)(statistic)
 
@@ -162,7 +160,7 @@ def _saved_rows(r: Any) -> float | None:
 
 
 def _of_store(name: str) -> Callable[[Any], float | None]:
-    """Return a function that computes a counter of the expert store per call."""
+    """Return a function that divides a counter of the expert store by the number of calls."""
     return lambda r: r.store.get(name, 0.0) / r.calls if r.store and r.calls else None
 
 

@@ -18,9 +18,9 @@ _NAMES: dict[type, str] = {dict: "mapping", list: "list"}
 
 def bundled(path: str | Path) -> str | Path:
     """If `path` begins with `configs/` and does not exist, return the path of the example file in
-    this package.
+    this package, if there is one.
 
-    All other paths, and paths for which there is no example, are returned unchanged.
+    In all other cases, return `path` unchanged.
     """
     wanted = Path(path)
     if wanted.parts[:1] != ("configs",) or ".." in wanted.parts or wanted.exists():

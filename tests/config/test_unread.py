@@ -63,7 +63,7 @@ def replaced(**settings: Any) -> list[str]:
     ({"activations": "swap"}, "offload.activations='swap' .*TrainingSteps"),
     ({"stats_jsonl": "stats.jsonl"}, "observe.jsonl='stats.jsonl' .*TrainingSteps"),
     ({"weights_on": "host"}, "offload.weights='host' .*streamed_trainer"),
-    ({"pipeline": "terapipe"}, "pipeline='terapipe' .* no layer reads: leave it out, or use Meg"),
+    ({"pipeline": "terapipe"}, "pipeline='terapipe' .* a layer: leave it out, or use Meg"),
     ({"stats_interval": 100}, "observe.interval=100 .*TrainingSteps"),  # the default, too
 ])
 def test_a_layer_refuses_settings_of_a_run(build: Build, settings: dict[str, Any],

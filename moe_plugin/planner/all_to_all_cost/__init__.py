@@ -2,19 +2,19 @@
 all-to-all algorithms.
 
 In the formulas, a cluster has N nodes of P ranks each, and thus W = N P ranks. Each rank sends S
-bytes, divided equally among the W ranks. The ranks of a node share `nics` network cards, so each
-card sends the messages of s = P / min(nics, P) ranks. The module of each algorithm contains its
-formula. A formula gives the time per rank, or the time per network card if the card takes longer.
-For each phase, the constant `phase_s` is added. For s = 1 and phase_s = 0, the formulas of `linear`
-and `2dh` are identical to those of the Tutel paper (m = P, n = W). If nodes have different sizes,
-the busiest rank, network card or leader determines the predicted time.
+bytes, divided equally among W ranks. Each card sends the messages of s = P / min(nics, P) ranks,
+because the ranks of a node share `nics` network cards. The module of each algorithm contains its
+formula. A formula gives the time per rank or per network card, whichever is longer. Each phase adds
+the constant `phase_s`. For s = 1 and phase_s = 0, the formulas of `linear` and `2dh` are identical
+to those of the Tutel paper (m = P, n = W). If nodes have different sizes, the busiest rank, network
+card or leader determines the predicted time.
 
 If a single machine emulates the cluster, each phase also costs CPU time. The CPU time is
 `wake_s * k^(2/3)` for each rank that sends and receives k messages, plus the costs in `host` for
-every message and byte of all ranks. The exponent 2/3 was found empirically. The exponent is less
-than 1 because messages that arrive together are handled together. The network and the CPU work at
-the same time, so a phase takes `(wire^4 + machine^4)^(1/4)` seconds. This formula gives a value
-close to the longer of the two times.
+every message and byte of all ranks. The exponent 2/3 was found empirically; it is less than 1
+because messages that arrive together are handled together. The network and the CPU work at the same
+time, so a phase takes `(wire^4 + machine^4)^(1/4)` seconds, which is close to the longer of the two
+times.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ COSTS: dict[str, CostModel] = {name: model for name, (_, model) in sorted(
 
 
 def distinct(cluster: Cluster) -> tuple[str, ...]:
-    """Return `linear` and all algorithms whose cost on the cluster differs from the cost of
-    `linear`.
+    """Return `linear` and all algorithms whose cost on the cluster differs from that of `linear`.
     """
     # the comparison holds for any exchange size, so an arbitrary one is used
     size = 2.0**20

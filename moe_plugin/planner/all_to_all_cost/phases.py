@@ -18,15 +18,15 @@ WAKES = 2 / 3
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of an exchange, in which ranks send messages at the same time.
+    """One phase of an exchange, during which ranks send messages simultaneously.
 
     Attributes:
         inter: numbers of messages and bytes that the busiest network card sends.
         intra: numbers of messages and bytes that the busiest rank sends to ranks of the same node.
         machine: sums over all ranks of three values: `k ** WAKES`, number of messages, and number
-            of bytes. In this sum, k is the number of messages that a rank sends and receives.
+            of bytes. In `k ** WAKES`, k is the number of messages that a rank sends and receives.
         copied: number of bytes that memory copies read and write on the busiest rank.
-        parallel_links: whether links inside nodes and links between nodes transfer data at the same
+        parallel_links: whether links within nodes and links between nodes transfer data at the same
             time.
     """
 
@@ -37,7 +37,7 @@ class Phase:
     parallel_links: bool = False
 
     def wire_s(self, cluster: Cluster) -> float:
-        """Return the time in seconds for which the network links are busy."""
+        """Return the time in seconds during which the network links are busy."""
         bandwidth = self.inter[1] * cluster.inter.beta_s, self.intra[1] * cluster.intra.beta_s
         return self.inter[0] * cluster.inter.alpha_s + self.intra[0] * cluster.intra.alpha_s + (
             max(bandwidth) if self.parallel_links else sum(bandwidth))
@@ -51,7 +51,8 @@ class Phase:
 
 
 def overlapped_s(wire: float, machine: float) -> float:
-    """Return the time in seconds of two overlapping activities that sometimes wait for each other.
+    """Return the total time in seconds of two activities that overlap but sometimes wait for each
+    other.
     """
     less, more = sorted((wire, machine))
     return more * (1 + (less / more) ** SHARPNESS) ** (1 / SHARPNESS) if less else more
@@ -80,7 +81,6 @@ def cost_of(cluster: Cluster, node: tuple[int, float, int, float], phases: Seque
     """Return the cost of an exchange that consists of the given phases.
 
     Args:
-        cluster: the cluster on which the exchange runs.
         node: numbers of messages and bytes that leave a node, followed by the numbers of messages
             and bytes sent inside a node.
         phases: the phases of the exchange, in order.
@@ -93,7 +93,8 @@ def busiest(cluster: Cluster, of_rank: Callable[[int], float]) -> float:
 
     Args:
         cluster: the cluster on which the exchange runs.
-        of_rank: function that maps the number of ranks in a node to the load of one of these ranks.
+        of_rank: function that returns the number of messages or bytes per rank, given the number of
+            ranks in the node.
     """
     return max(size / min(cluster.nics, size) * of_rank(size) for size in cluster.sizes)
 
@@ -106,7 +107,6 @@ def declared(name: str, rounds: int) -> Callable[[CostModel], CostModel]:
     """Return a decorator that registers a function as the cost model of the algorithm `name`.
 
     Args:
-        name: registered name of the all-to-all algorithm.
         rounds: number of phases (rounds of messages) of the algorithm. `COSTS` is sorted by this
             number.
     """
@@ -180,7 +180,7 @@ def two_d_cost(cluster: Cluster, size: float) -> Cost:
 
 
 def _messages(cluster: Cluster, here: int) -> int:
-    """Return the number of messages that a rank sends to other nodes in the 2DH algorithm if its
-    node has `here` ranks.
+    """Return the number of messages that a rank in a node of `here` ranks sends to other nodes in
+    the 2DH algorithm.
     """
     return sum(-(-there // here) * nodes for there, nodes in cluster.sizes.items()) - 1

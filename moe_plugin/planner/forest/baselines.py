@@ -4,9 +4,9 @@ with ForestColl.
 The algorithms are rings, double binary trees, and recursive halving and doubling. Each algorithm is
 represented by a set of trees over the ranks, like a ForestColl schedule. For example, a ring is
 represented by paths, and recursive doubling by binomial trees. Each message is sent along a
-shortest path through the network. If there are several shortest paths, the path with the highest
-minimum bandwidth is used. For each algorithm, several orders of the ranks are tried, and the
-fastest order is used.
+shortest path through the network. Among several shortest paths, the path with the highest minimum
+bandwidth is used. For each algorithm, several orders of the ranks are tried, and the fastest order
+is used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RankTree:
 
     Attributes:
         root: rank that is the root of the tree.
-        share: fraction of the collective's result that is sent along this tree.
+        share: fraction of the collective's result that is sent along the tree.
         outward: edges along which data is sent from the root to all ranks.
         inward: edges along which data is sent from all ranks to the root. If `inward` is empty, the
             reverse of the outward edges is used.
@@ -68,7 +68,7 @@ def baselines(network: Network, collective: str) -> list[Program]:
 
 def _slowest(network: Network, collective: str, trees: Sequence[RankTree],
              routes: Routes) -> Fraction:
-    """Return the time for which the busiest wire is used, in seconds per GB of the collective's
+    """Return the time in seconds for which the busiest wire is in use, per GB of the collective's
     result.
     """
     pairs: Counter[tuple[int, int]] = Counter()
@@ -138,8 +138,8 @@ class Routes:
 
 def _orders(ranks: int) -> Iterator[list[int]]:
     """Yield several orders of the ranks. The first order is the natural order. For each group size,
-    one more order lists the first rank of every group, then the second rank of every group, and so
-    on.
+    there is one more order: the first rank of every group, then the second rank of every group, and
+    so on.
     """
     yield list(range(ranks))
     for size in _group_sizes(ranks):
@@ -154,8 +154,8 @@ def _rings(ranks: int) -> Iterator[list[RankTree]]:
     """Yield sets of rings of three types: a single ring, the two directions of a ring, or several
     rings.
 
-    A set of several rings contains one ring for each rank of a node. Each of these rings leaves a
-    node from a different rank.
+    A set of several rings contains one ring per rank of a node; each ring leaves the node from a
+    different rank.
     """
     for order in _orders(ranks):
         yield _around([order])
@@ -181,10 +181,9 @@ def _around(rings: Sequence[Sequence[int]]) -> list[RankTree]:
 
 def _disjoint_rings(network: Network) -> Iterator[list[RankTree]]:
     """Yield sets of rings that use only direct links between ranks. Each ring is used in both
-    directions.
+    directions, and uses only bandwidth that no earlier ring uses.
 
-    A ring uses only bandwidth that no earlier ring uses. If no ring is found within the step limit
-    of the search, no set is yielded.
+    If no ring is found within the step limit of the search, no set is yielded.
     """
     number = {name: rank for rank, name in enumerate(network.ranks)}
     left = {(number[w.source], number[w.target]): w.bandwidth for w in network.wires
@@ -203,11 +202,10 @@ def _disjoint_rings(network: Network) -> Iterator[list[RankTree]]:
 
 def _hamiltonian(pairs: Mapping[tuple[int, int], Fraction], ranks: int) -> list[int]:
     """Return a ring over all ranks that uses only bidirectional links. Return an empty list if the
-    search finds no ring.
+    search finds no ring within `SEARCH_STEPS` steps.
 
-    The search stops after `SEARCH_STEPS` steps. At each rank, links with higher bandwidth are tried
-    first. Among links with equal bandwidth, the link to the rank with the fewest unvisited
-    neighbors is tried first (Warnsdorff's rule).
+    At each rank, links with higher bandwidth are tried first and, among links with equal bandwidth,
+    the link to the rank with the fewest unvisited neighbors (Warnsdorff's rule).
     """
     beside: dict[int, set[int]] = {rank: set() for rank in range(ranks)}
     for a, b in pairs:
@@ -235,11 +233,11 @@ def _hamiltonian(pairs: Mapping[tuple[int, int], Fraction], ranks: int) -> list[
 
 
 def _double_trees(ranks: int, collective: str) -> Iterator[list[RankTree]]:
-    """Yield pairs of binary trees. Each tree of a pair transfers half of the data.
+    """Yield pairs of binary trees. Each tree of a pair transfers half of the data, and the leaves
+    of one tree are inner nodes of the other.
 
-    The leaves of one tree are inner nodes of the other tree. In an all-reduce, data is summed on
-    the way to the root of each tree. All-gather and reduce-scatter send the shard of each rank
-    along both trees.
+    In an all-reduce, data is summed on the way to the root of each tree. All-gather and
+    reduce-scatter send the shard of each rank along both trees.
     """
     up = [_parent(at, ranks) for at in range(ranks)]
     other = (lambda at: ranks - 1 - at) if ranks % 2 == 0 else (lambda at: (at + 1) % ranks)

@@ -1,13 +1,13 @@
-"""Tree schedules for large clusters that consist of identical parts, such as nodes or racks. Only
-one part is planned, and all parts use the same plan.
+"""Tree schedules for large clusters that consist of identical parts, such as nodes or racks. Trees
+are planned for a single part, and every part uses the same trees.
 
-A shard is first sent, through the switches between the parts, to the rank at the same position in
-every other part. Within each part, the shard is then distributed along trees. The general algorithm
+A shard is first sent through the switches between the parts, to the rank at the same position in
+every other part. The shard is then distributed along trees within each part. The general algorithm
 packs these trees into a single part. With B parts, each rank is the root of B times as many trees
-within its part. The links between ranks and these switches may have capacity left that traffic
-between the parts does not use. This remaining capacity also connects the ranks of a part. The
-bottleneck cut of the whole network is an upper bound on the speed of every schedule. The method of
-this module is used only if its schedule reaches this bound.
+within its part. If links between ranks and switches have capacity that traffic between the parts
+does not use, this capacity also connects the ranks of a part. The bottleneck cut of the whole
+network is an upper bound on the speed of every schedule. The method of this module is used only if
+its schedule reaches this bound.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ class Parts:
     Attributes:
         size: number P of ranks in each part.
         count: number B of parts.
-        turned: for each node, the image of the node under the rotation that maps each part to the
-            next part.
-        between: nodes that do not belong to any part. The rotation maps each of these nodes to
-            itself.
+        turned: for each node, the node to which it is mapped by the rotation that maps each part to
+            the next part.
+        between: nodes that do not belong to any part. The rotation maps these nodes to themselves.
     """
 
     size: int
@@ -64,8 +63,8 @@ def find_parts(graph: Graph) -> Parts | None:
 
 
 def _turned(graph: Graph, neighbours: Mapping[int, set[int]], size: int) -> tuple[int, ...] | None:
-    """Return the rotation that maps rank i to rank i + size. Return None if this rotation does not
-    map every wire to a wire of equal capacity.
+    """Return the rotation that maps rank i to rank i + size, or None if it does not map every wire
+    to a wire of equal capacity.
     """
     turned = {v: (v + size) % graph.ranks for v in range(graph.ranks)}
     left = list(range(graph.ranks, graph.nodes))
@@ -103,7 +102,7 @@ def _around(graph: Graph, switch: int, names: Mapping[int, int]) -> frozenset[tu
 
 @dataclass(frozen=True)
 class Inner:
-    """A tree within one part. `levels` lists the edges for each depth."""
+    """A tree within one part, whose edges are listed by depth in `levels`."""
 
     weight: int
     levels: tuple[tuple[tuple[Arc, tuple[tuple[Path, int], ...]], ...], ...]
@@ -114,9 +113,7 @@ def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -
     method.
 
     Args:
-        counted: graph whose capacities are counted in trees.
-        names: names of the graph's nodes.
-        parts: division of the graph into identical parts.
+        counted: graph whose capacities are numbers of trees.
         k: number of trees per root.
     """
     # Lanes are assigned first, because trees within parts can only use the remaining capacity.
@@ -141,9 +138,9 @@ def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
     """For each distance between two parts, return the paths of k trees. Return an empty list if the
     links do not have enough capacity left.
 
-    A path goes from a rank up to a switch between the parts. From the switch, data is sent down to
-    the target along the mirrored path. The capacity that the paths use is subtracted from `left`,
-    the remaining capacities of part 0.
+    A path goes from a rank up to a switch between the parts, and from there to the target along the
+    mirrored path. The capacity used by the paths is subtracted from `left`, the remaining
+    capacities of part 0.
     """
     ways = _ways(counted, parts, place)
     # Part 0 stands for all parts: it sends up to the part at a distance and receives down from the
@@ -222,8 +219,8 @@ def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | N
     """Return part 0 with its remaining capacities, or None if a wire connects two parts directly,
     without a switch.
 
-    The graph also contains the switches between the parts, because these switches can connect ranks
-    of the same part.
+    The graph also contains the switches between the parts, because they can connect ranks of the
+    same part.
     """
     members = list(range(parts.size))
     neighbours: dict[int, list[int]] = defaultdict(list)

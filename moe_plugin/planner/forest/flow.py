@@ -58,12 +58,12 @@ class Demand:
             nodes + 1, [*self._arcs, *((nodes, rank) for rank in range(len(self._roots)))])
 
     def missing(self, enough: int | None = None, first: Iterable[int] = ()) -> tuple[int, int]:
-        """Return the largest deficit of any cut, together with a rank behind this cut. Return (0,
-        -1) if no cut has a deficit.
+        """Return the largest deficit of any cut, and a rank that this cut separates from the
+        source. Return (0, -1) if no cut has a deficit.
 
-        Once a rank is known to receive all data, the rank is merged with the common source node,
-        because all cuts that separate the rank have been checked. Merging ranks makes the flow
-        computations for the remaining ranks faster.
+        Once a rank is known to receive all data, it is merged with the common source node, because
+        all cuts that separate the rank have been checked. Merging ranks makes the flow computations
+        for the remaining ranks faster.
 
         Args:
             enough: the search stops as soon as it finds a deficit of this size or larger. By

@@ -43,8 +43,8 @@ class Shares:
         rate: K, the sum of the shares, in the units of the graph's capacities.
         roots: for each rank, the share of the data that is sent along trees whose root is this
             rank. The shares of all roots sum to K.
-        parts: disjoint sets of nodes. The bandwidths between these sets prove that no higher rate
-            is possible.
+        parts: disjoint sets of nodes. The bandwidths between them prove that no higher rate is
+            possible.
     """
 
     rate: Fraction
@@ -92,8 +92,8 @@ class _Search:
         self._roots = [self._rate] * graph.ranks
 
     def run(self) -> list[Fraction] | tuple[frozenset[int], ...]:
-        """Return shares that sum to the rate. If there are no such shares, return parts that prove
-        a lower bound on the time.
+        """Return shares that sum to the rate. If no such shares exist, return disjoint sets of
+        nodes that prove a lower bound on the time.
         """
         ranks = range(self._graph.ranks)
         for rank in ranks:
@@ -123,8 +123,8 @@ class _Search:
 
 
 def _merged(sets: Sequence[frozenset[int]], ranks: int) -> tuple[frozenset[int], ...]:
-    """Merge sets of nodes that have a rank in common. Then remove switches that belong to several
-    of the merged sets.
+    """Merge sets of nodes that have a rank in common. Switches that belong to several of the merged
+    sets are then removed.
     """
     parts: list[frozenset[int]] = []
     for each in sets:
@@ -273,8 +273,8 @@ class Naming:
         self._known = {}
 
     def tree(self, root: int, weight: int, edges: Sequence[tuple[int, int]]) -> Tree:
-        """Return a tree in which each edge has physical paths. The capacity of these paths is no
-        longer available to later trees.
+        """Return a tree in which each edge has physical paths. The capacity of these paths is then
+        no longer available to other trees.
         """
         return Tree(root, weight, tuple(
             Edge(*edge, self._paths(edge, weight)) for edge in _by_depth(root, edges)))

@@ -1,10 +1,10 @@
 """Convert a program to an XML file for MSCCL. The MSCCL runtime, which is also part of RCCL,
 executes such files on GPUs.
 
-Each thread block of a GPU either sends to a single peer or receives from a single peer. The thread
-blocks execute their steps in an order that is the same on all GPUs. A step only waits for steps
-that come earlier in this order. Therefore the earliest step that has not been executed can always
-run, even if the buffers between GPUs are small.
+Each thread block of a GPU either sends to or receives from a single peer. The thread blocks execute
+their steps in an order that is the same on all GPUs. A step only waits for steps that come earlier
+in this order. The earliest step that has not been executed can therefore always run, even if the
+buffers between GPUs are small.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def to_msccl(program: Program) -> str:
     out-of-place calls.
 
     The file contains no routes, because the runtime's transport finds the path between two GPUs.
-    The result of the collective is divided into equal chunks, and each piece of the data consists
-    of a whole number of chunks. The runtime uses the file only if the size of the result is
-    divisible by the number of chunks.
+    The result of the collective is divided into equal chunks, and each piece of the data is a whole
+    number of chunks. The runtime uses the file only if the size of the result is a multiple of the
+    number of chunks.
 
     Raises:
         ValueError: If `verify` finds an error in the program, or if the program exceeds a limit of
@@ -163,8 +163,8 @@ class _Compiler:
         receiver.last[move.piece], receiver.place[move.piece] = last, place
 
     def _sum_place(self, move: ShareMove) -> tuple[str, int]:
-        """Return the buffer and offset at which the target stores its sum. If the target is the
-        root, the output buffer is used. Otherwise the scratch buffer is used.
+        """Return the buffer and offset at which the target stores its sum. The sum is stored in the
+        output buffer if the target is the root, and in the scratch buffer otherwise.
         """
         gpu, piece = self.gpus[move.target], move.piece
         if move.target == self.program.roots[piece]:

@@ -30,7 +30,7 @@ class Wire:
     """One direction of a link.
 
     Attributes:
-        source, target: names of the nodes at which the wire starts and ends.
+        source, target: names of the nodes that the wire connects.
         bandwidth: bandwidth in GB/s (10^9 bytes per second).
         alpha_s: fixed time of each message, in seconds.
     """
@@ -52,10 +52,9 @@ class Network:
 
     Attributes:
         name: name of the network.
-        ranks: names of the nodes that compute. The name of rank i is `ranks[i]`.
+        ranks: names of the nodes that compute. Rank i is called `ranks[i]`.
         switches: names of the nodes that only forward data.
-        wires: directed wires between nodes. There is at most one wire from any node to any other
-            node.
+        wires: directed wires between nodes. There is at most one wire from one node to another.
 
     Raises:
         ValueError: If a node occurs twice, if a wire is invalid, if the total bandwidth into a node
@@ -154,11 +153,10 @@ class Network:
         one global switch.
 
         The link between a rank and its node's switch has the bandwidth of `cluster.intra`. The link
-        between a rank and its network card has the bandwidth of `cluster.inter`. If a node has
-        fewer network cards than ranks, several ranks share a card. If a node has more network cards
-        than ranks, a rank uses several cards. Bandwidths are rounded to 3 significant digits.
-        `alpha_s` and `phase_s` are charged to the first wire of each message, that is, the wire on
-        which the message leaves its rank.
+        between a rank and its network card has the bandwidth of `cluster.inter`. Ranks share
+        network cards if a node has fewer cards than ranks, and use several cards if it has more.
+        Bandwidths are rounded to 3 significant digits. `alpha_s` and `phase_s` are charged to the
+        first wire of each message, on which the message leaves its rank.
         """
         ranks: list[str] = []
         switches: list[str] = []
@@ -198,7 +196,6 @@ def part_of(network: Network, ranks: Sequence[int]) -> Network:
     Wires of all other ranks are omitted, because ranks do not forward data for each other.
 
     Args:
-        network: the whole network.
         ranks: indices of the ranks to keep.
 
     Raises:
@@ -219,7 +216,7 @@ def part_of(network: Network, ranks: Sequence[int]) -> Network:
 def shortest_paths(network: Network, node: str) -> dict[str, tuple[str, ...]]:
     """For each target node, return a path from the given node that uses as few wires as possible.
 
-    If several paths are equally short, wires that are listed earlier in the network are preferred.
+    Among equally short paths, wires that are listed earlier in the network are preferred.
     """
     after: dict[str, list[str]] = {name: [] for name in network.nodes}
     for wire in network.wires:

@@ -6,9 +6,9 @@ S over wires with the total bandwidth B(S). Therefore the minimum time, in secon
 shard, is `1/x* = max over S of (ranks in S) / B(S)`. A rate x is possible if every rank can receive
 data from all ranks at the rate x at the same time. Maximum flows test whether a rate is possible.
 If the maximum flow to a rank is too small, the corresponding minimum cut gives a set S that limits
-the rate to a lower value. The search then continues with this lower rate. Each new cut limits the
-rate more than all cuts found before. Therefore a rank that has passed its test does not have to be
-tested again, and each new cut requires only one additional test.
+the rate to a lower value, with which the search continues. Each new cut limits the rate more than
+all earlier cuts. Therefore a rank that has passed its test need not be tested again, and each new
+cut requires only one additional test.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Graph:
 
     Attributes:
         ranks: number of ranks. The ranks are the nodes 0 to ranks - 1.
-        nodes: total number of nodes. Switches have higher indices than ranks.
+        nodes: total number of nodes. Switches have higher indices.
         capacity: capacity of each arc (from, to).
         scale: number of capacity units that correspond to 1 GB/s.
     """
@@ -62,8 +62,8 @@ class Optimum:
     """The best rate.
 
     Attributes:
-        ratio: minimum time 1/x*, in seconds per unit of data. The unit of data is defined by the
-            graph's scale.
+        ratio: minimum time 1/x*, in seconds per unit of data. The graph's scale defines the unit of
+            data.
         cut: a set of nodes. The bandwidth out of this set proves that no shorter time is possible.
     """
 
@@ -72,8 +72,8 @@ class Optimum:
 
 
 def optimum(graph: Graph) -> Optimum:
-    """Return the minimum time 1/x*, and a cut that proves that this time is the minimum. The graph
-    must be connected and contain at least 2 ranks.
+    """Return the minimum time 1/x*, and a cut that proves that no shorter time is possible. The
+    graph must be connected and contain at least 2 ranks.
     """
     entering: dict[int, int] = defaultdict(int)
     for (_, target), capacity in graph.capacity.items():
@@ -128,8 +128,8 @@ def whole(graph: Graph, per_unit: Fraction) -> Graph:
     """Return a graph in which the capacity of each arc is the number of trees that can use the arc.
 
     One unit of the original capacity is enough for `per_unit` trees. The number of trees per arc is
-    rounded down. Capacities are then reduced until the arcs into each node have the same total
-    capacity as the arcs out of the node.
+    rounded down. Capacities are then reduced until each node has the same total capacity of
+    incoming and outgoing arcs.
     """
     counts = {arc: int(c * per_unit) for arc, c in graph.capacity.items()}
     return _balanced(Graph(graph.ranks, graph.nodes, counts, graph.scale))
@@ -140,7 +140,7 @@ def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
     `trees` trees.
 
     The returned number is at least `ratio * trees`. The number is found by bisection over all
-    numbers at which the capacity of some arc becomes sufficient for one more tree.
+    values at which the capacity of some arc becomes sufficient for one more tree.
 
     Args:
         graph: graph whose capacities will be converted to numbers of trees.
@@ -165,8 +165,7 @@ def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
 
 
 def _balanced(graph: Graph) -> Graph:
-    """Subtract a flow, so that for every node the arcs into the node have the same total capacity
-    as the arcs out of the node.
+    """Subtract a flow so that each node has the same total capacity of incoming and outgoing arcs.
     """
     surplus: dict[int, int] = defaultdict(int)
     for (source, target), count in graph.capacity.items():

@@ -26,7 +26,7 @@ class Partial:
 
     Attributes:
         root: rank that is the root of the tree.
-        weight: number of identical trees that this tree stands for.
+        weight: number of identical trees that this object represents.
         nodes: ranks that the tree contains, in the order in which they were added.
         edges: edges of the tree.
         blocked: edges that the tree can no longer use.

@@ -91,7 +91,7 @@ def mesh(b: Builder, scale: Fraction, *sizes: int, wraps: bool = False) -> None:
     """Build a grid with any number of dimensions. Ranks are linked to their neighbors in each
     dimension.
 
-    wraps: if True, the first and the last rank of each dimension are also linked, so that the grid
+    wraps: if True, the first and last ranks of each dimension are also linked, so that the grid
     becomes a torus. In a dimension of size 2, the two ranks are always connected by a single link.
     """
     names = {at: b.rank("r" + ".".join(map(str, at))) for at in product(*map(range, sizes))}
@@ -104,8 +104,8 @@ def mesh(b: Builder, scale: Fraction, *sizes: int, wraps: bool = False) -> None:
 
 
 def hypercube(b: Builder, scale: Fraction, dimensions: int) -> None:
-    """Build a hypercube of `2 ** dimensions` ranks. Ranks whose binary numbers differ in one bit
-    are linked.
+    """Build a hypercube of `2 ** dimensions` ranks. Ranks are linked if their indices differ in
+    exactly one bit.
     """
     mesh(b, scale, *(2,) * dimensions)
 
@@ -207,15 +207,14 @@ class Preset:
     """A named type of network, for example `torus`.
 
     Attributes:
-        make: function that builds the network. The arguments of this function are a builder, the
-            bandwidth in GB/s of a link of weight 1, and the numbers that follow the colon in the
-            network's name.
+        make: function that builds the network. The arguments of `make` are a builder, the bandwidth
+            in GB/s of a link of weight 1, and the numbers that follow the colon in the network's
+            name.
         numbers: description of the values after the colon, for error messages.
-        count: how many values must follow the colon. None means that any number of values may
-            follow the colon.
+        count: required number of values after the colon. None if any number of values is allowed.
         example: example of a network name, such as `ring:8`.
-        ranks: function that computes the number of ranks. The number of ranks is used to reject
-            networks that are too large before they are built.
+        ranks: function that computes the number of ranks, in order to reject networks that are too
+            large before they are built.
         least: smallest value that is allowed for each number after the colon.
     """
 
@@ -259,9 +258,8 @@ PRESETS = {
 def preset(text: str) -> Network:
     """Return the network with a name such as `dgx-a100:2` or `torus:4x4@25`.
 
-    The optional number after `@` is the bandwidth of a link in GB/s. If there is no `@`, the
-    bandwidth of a link is 1 GB/s. For names of machines, such as `dgx-a100`, all bandwidths are
-    multiplied by the number after `@`.
+    The optional number after `@` is the bandwidth of a link in GB/s, by default 1. For names of
+    machines, such as `dgx-a100`, all bandwidths are multiplied by the number after `@`.
 
     Raises:
         ValueError: If the name is unknown, if the numbers are invalid, or if the network is too

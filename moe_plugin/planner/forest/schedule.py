@@ -22,7 +22,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """An edge of a tree. An edge stands for a message from a source rank to a target rank.
+    """An edge of a tree, which represents a message from a source rank to a target rank.
 
     paths: pairs of a path and its multiplicity. A path is a tuple of node names from the source to
     the target. The multiplicities sum to the weight of the tree, and the data of the tree is
@@ -40,7 +40,7 @@ class Tree:
 
     Attributes:
         root: rank that is the root of the tree.
-        weight: number of trees of weight 1 that this tree stands for.
+        weight: number of trees of weight 1 that this tree represents.
         edges: edges in the order of the messages: away from the root, or towards the root if the
             tree is inward.
         inward: if True, data is sent from all ranks towards the root and summed on the way.
@@ -78,10 +78,9 @@ class Schedule:
 
     A result of M bytes is divided into one piece per outward tree (for reduce_scatter, per inward
     tree). The sizes of the pieces are proportional to the weights of the trees. In an all_gather,
-    the tree's root stores the piece of the tree at the beginning. In a reduce_scatter, the tree's
-    root stores the piece of the tree at the end. In an all_reduce, the piece with index i is first
-    summed towards the root along inward tree i. The piece is then sent from the root to all ranks
-    along outward tree i.
+    the root of a tree initially stores the tree's piece. In a reduce_scatter, the root of a tree
+    stores the tree's piece at the end. In an all_reduce, piece i is first summed towards the root
+    along inward tree i. The piece is then sent from the root to all ranks along outward tree i.
 
     Attributes:
         collective: name of the collective, one of `COLLECTIVES`.
@@ -90,9 +89,9 @@ class Schedule:
             M bytes, a shard has M/N bytes. No schedule that consists of trees can take less time.
             For all_reduce, this time applies to each of the two phases or, with `overlap`, to both
             phases together.
-        cut: the node names of a set S. This set proves the bound
-            `1/x* = (ranks in S) / (bandwidth out of S)`. With `overlap`, and for a single rank,
-            `cut` is empty.
+        cut: the node names of a set S. The set proves the bound
+            `1/x* = (ranks in S) / (bandwidth out of S)`. `cut` is empty with `overlap` and for a
+            single rank.
         k: number of trees per root. A tree of weight w counts as w trees. With `overlap`, k is the
             total number of trees of all roots, because roots may have different shares.
         unit: bandwidth in GB/s of a tree of weight 1.
@@ -103,7 +102,7 @@ class Schedule:
             share the bandwidth of the wires.
         parts: with `overlap`, disjoint sets of nodes that prove the bound. Each set contains at
             least one rank. For a result of M bytes, the minimum time is `2 M (number of parts - 1)
-            / (sum of the bandwidths out of each part)`. Without `overlap`, `parts` is empty.
+            / (sum of the bandwidths out of each part)`. Empty without `overlap`.
     """
 
     collective: str
@@ -121,8 +120,8 @@ class Schedule:
     def phases(self) -> int:
         """Number of phases that run one after the other.
 
-        An all-reduce without overlap has 2 phases, a reduce-scatter followed by an all-gather.
-        Every other collective has 1 phase.
+        An all-reduce without overlap has 2 phases, a reduce-scatter followed by an all-gather;
+        every other collective has 1 phase.
         """
         return 2 if self.collective == "all_reduce" and not self.overlap else 1
 
@@ -257,8 +256,8 @@ def _decode(values: dict[str, Any], where: str) -> Schedule:
 
 
 def _check_cut(schedule: Schedule) -> None:
-    """Check that the schedule's cut proves the bound. With `overlap`, check that the schedule's
-    parts prove the bound.
+    """Check that the schedule's cut proves the bound. With `overlap`, check that its parts prove
+    the bound.
     """
     network = schedule.network
     if len(network.ranks) == 1:

@@ -1,9 +1,9 @@
 """Simulate collectives whose data is divided into chunks. Each wire transfers one chunk at a time.
 
 A simulated program consists of pieces of the collective's result, and of moves that transfer a
-piece along a tree. ForestColl schedules can be converted to programs. The module `baselines`
-creates programs for rings and binary trees. Each piece is divided into consecutive chunks. Ranks
-and switches forward a chunk as soon as they have received the whole chunk. Let D be the number of
+piece along a tree. ForestColl schedules can be converted to programs, and the module `baselines`
+creates programs for rings and binary trees. Each piece is divided into consecutive chunks, which
+ranks and switches forward as soon as they have received the whole chunk. Let D be the number of
 wires on the longest path of a piece. A schedule then takes at most `1 + (D - 1) / chunks` times as
 long as the bandwidths of the wires require.
 """
@@ -54,7 +54,7 @@ class Program:
         network: the network.
         roots: for each piece, the rank that stores the piece initially or receives the sum.
         shares: for each piece, the fraction of the collective's result that this piece contains.
-        moves: moves in an order in which every rank stores a piece before it sends the piece.
+        moves: moves, ordered such that every rank stores a piece before it sends the piece.
     """
 
     name: str
@@ -76,16 +76,16 @@ class Program:
         return loads
 
     def inverse_bandwidth(self) -> Fraction:
-        """Return the time for which the busiest wire is used, in seconds per GB of the collective's
-        result. The time of the busiest wire is a lower bound on the total time, for any number of
-        chunks.
+        """Return the time in seconds for which the busiest wire is in use, per GB of the
+        collective's result. The time of the busiest wire is a lower bound on the total time for any
+        number of chunks.
         """
         loads = self.loads()
         return max((loads[w.ends] / w.bandwidth for w in self.network.wires), default=Fraction(0))
 
     @property
     def tasks(self) -> int:
-        """Number of simulated transfers over a single wire if each piece is one chunk."""
+        """Number of transfers over single wires that are simulated if each piece is one chunk."""
         return sum(len(route) - 1 for move in self.moves for route, _ in move.routes)
 
 
@@ -210,7 +210,7 @@ def run(program: Program, size: float, chunks: int = 64) -> Simulated:
 
 
 def starts(program: Program) -> tuple[list[int], int]:
-    """For each move, return how many wires the first chunk passes before the move starts. Also
+    """For each move, return how many wires the first chunk has passed before the move starts, and
     return the depth of the program.
     """
     arrived: dict[tuple[int, int], int] = defaultdict(int)
@@ -232,10 +232,10 @@ class _Hop:
         wave: index of the wave in which the first chunk is transferred.
         rest: number of wires on the longest path that starts with this wire, for a chunk or for
             data that depends on the chunk.
-        wire: name of the wire. The simulation uses the name of the wire as the name of a resource.
+        wire: name of the wire. The simulation uses it as the name of a resource.
         seconds: time to transfer one chunk, in seconds.
         after: names of the hops that must transfer a chunk before this hop can transfer the same
-            chunk. The names in `after` do not contain the index of the chunk.
+            chunk. The names do not contain the index of the chunk.
     """
 
     name: str

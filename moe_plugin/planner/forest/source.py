@@ -126,16 +126,15 @@ def network_of(table: TopologyTable, nodes: int = 1, speeds: Speeds = Speeds(),
                name: str = "machine") -> Network:
     """Return the network of `nodes` identical machines that are connected by their network cards.
 
-    NVLinks are assumed to connect GPUs directly, unless the row of a GPU lists more NVLinks than a
-    GPU has. In this case, the NVLinks are assumed to lead to a switch. GPUs exchange data over PCIe
-    only if NVLinks do not connect all GPUs. Each network card is used by the GPUs that are nearest
-    to it. All network cards are connected by a network without a bottleneck.
+    NVLinks are assumed to connect GPUs directly, unless the table lists more NVLinks than a GPU
+    has. If the table lists more NVLinks, the NVLinks are assumed to lead to a switch. GPUs exchange
+    data over PCIe only if NVLinks do not connect all GPUs. Each network card is used by the GPUs
+    that are nearest to it. All network cards are connected by a network without a bottleneck.
 
     Args:
         table: connections between the devices of one machine.
         nodes: number of machines. Defaults to 1.
         speeds: assumed bandwidths.
-        name: name of the network.
 
     Raises:
         ValueError: If there are several machines but no network cards.
@@ -199,7 +198,7 @@ def _nearest(table: TopologyTable, card: str) -> list[str]:
 
 
 def _groups(names: Sequence[str], joined: Callable[[str, str], bool]) -> list[list[str]]:
-    """Return groups of names that are connected directly or indirectly, in the order of the names.
+    """Return groups of names that are directly or indirectly connected, in the order of the names.
     joined: function that returns whether two names are connected directly.
     """
     left, groups = list(names), []
@@ -224,8 +223,8 @@ def find_network(text: str, nodes: int | None = None) -> tuple[Network, str]:
     line is empty if no bandwidths were assumed.
 
     Args:
-        text: path of a file or name of a preset. If a file has the same name as a preset, the file
-            is used.
+        text: path of a file or name of a preset. If a file and a preset have the same name, the
+            file is used.
         nodes: number of machines. Only allowed for a cluster file or for the output of
             `nvidia-smi`. Defaults to the number in the file, or to 1 if the file does not contain a
             number of machines.

@@ -2,11 +2,11 @@
 rate.
 
 A pair of arcs u -> w -> t through a switch w is replaced by a single arc u -> t. This replacement
-reduces the capacity of every cut that separates w from both u and t. If a cut would then have too
-little capacity, a smaller amount is replaced: the deficit of the cut is subtracted from the amount.
-If each node can send as much as it receives, the whole capacity of a switch can be replaced, and
-the pairs of arcs can be processed in any order (Bang-Jensen, Frank, Jackson). Therefore many pairs
-that probably do not reduce the rate are replaced at once, and only one check follows. If this check
+reduces the capacity of every cut that separates w from both u and t. If this replacement would
+leave a cut with too little capacity, the replaced amount is reduced by the deficit of the cut. If
+each node can send as much as it receives, the whole capacity of a switch can be replaced, and the
+pairs of arcs can be processed in any order (Bang-Jensen, Frank, Jackson). Therefore many pairs that
+probably do not reduce the rate are replaced at once, followed by a single check. If the check
 fails, each half of the pairs is tried separately, down to single pairs.
 """
 
@@ -26,12 +26,12 @@ class Splitting:
     """A graph whose switches are replaced by links, one switch after the other.
 
     Args:
-        graph: graph whose capacities are counted in trees.
+        graph: graph whose capacities are numbers of trees.
         roots: for each rank, the number of trees whose root is this rank.
 
     Attributes:
         capacity: capacities of the remaining arcs.
-        paths: for each arc, the physical paths that the arc stands for, with their multiplicities.
+        paths: for each arc, the physical paths that the arc represents, with their multiplicities.
     """
 
     def __init__(self, graph: Graph, roots: Sequence[int]) -> None:
@@ -68,9 +68,9 @@ class Splitting:
     def _guess(self, switch: int, beside: Sequence[int]) -> list[Pair]:
         """Return pairs of arcs that can probably be replaced without reducing the rate.
 
-        The switch's neighbors are arranged in a circle. The pairs are spread evenly around the
-        circle. A pair connects two neighbors at a certain distance on the circle. Distances at
-        which other arcs already connect neighbors are avoided if possible.
+        The switch's neighbors are arranged in a circle, and the pairs are spread evenly around it.
+        Each pair connects two neighbors at a certain distance on the circle. Distances at which
+        other arcs already connect neighbors are avoided if possible.
         """
         size = len(beside)
         sends = {u: self.capacity.get((u, switch), 0) for u in beside}
@@ -170,8 +170,8 @@ def _without_loops(path: Path) -> Path:
 
 
 def _shares(count: int, offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Distribute `count` units among the offsets as evenly as possible. The offsets that receive
-    one more unit than others are spread evenly.
+    """Distribute `count` units among the offsets as evenly as possible. Offsets that receive an
+    extra unit are spread evenly.
     """
     if not offsets:
         return []

@@ -1,8 +1,8 @@
 """Decide for each block whether to keep, recompute or swap its activations (KARMA; see
 `activation_problem`).
 
-The search first finds good decisions, and then tries to prove with branch and bound that the
-decisions are optimal.
+The search first finds good decisions, and branch and bound then tries to prove that they are
+optimal.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class SwapPlan:
         problem: the blocks of the model, and the memory for their activations.
         decisions: for each block, one of keep, recompute or swap.
         seconds: time of a training step, in seconds.
-        bound_s: lower bound on the time of a training step in seconds, given the rule that
-            determines when swaps start.
-        proved: whether the search proved that the decisions are optimal.
+        bound_s: lower bound on the time of a training step in seconds, under the same rule for when
+            swaps start.
+        proved: whether the search proved that these decisions are optimal.
         limit: memory limit of the device, in bytes.
         base: number of bytes that are always in use on the device.
     """
@@ -65,12 +65,11 @@ class SwapPlan:
 
 
 def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = True) -> SwapPlan:
-    """Return the decisions with the shortest training step that fits in the memory limit.
+    """Return the decisions with the shortest training step that fits in memory.
 
-    With up to 10 blocks, these decisions are the best of all `3 ** n` combinations. With more than
-    10 blocks, the decisions are the best combination that the search finds. The plan also contains
-    a lower bound on the time of a step (`SwapPlan.bound_s`), and a flag that is True if the search
-    proved that the decisions are optimal.
+    With up to 10 blocks, they are the best of all `3 ** n` combinations. With more blocks, they are
+    the best combination that the search finds. The plan also contains a lower bound on the time of
+    a step (`SwapPlan.bound_s`), and whether the search proved that the decisions are optimal.
 
     Args:
         blocks: blocks of the model, in the order of the forward pass.
@@ -98,8 +97,8 @@ def uniform(plan: SwapPlan) -> dict[str, float]:
     """For each decision, return the time in seconds of a training step in which all blocks use this
     decision.
 
-    The memory limit of the plan applies. The time is infinite if the step does not fit in memory,
-    or if a block cannot be swapped.
+    Each step must stay within the plan's memory limit. The time is infinite if the step does not
+    fit in memory, or if a block cannot be swapped.
     """
     problem = plan.problem
     return {decision: problem.seconds((decision,) * len(problem.blocks))
@@ -111,8 +110,7 @@ def uniform(plan: SwapPlan) -> dict[str, float]:
 
 
 def search(problem: SwapProblem) -> tuple[Decisions, bool]:
-    """Return the best decisions that were found, and whether these decisions were proved to be
-    optimal.
+    """Return the best decisions that were found, and whether they were proved to be optimal.
 
     At least one combination of decisions must fit in memory.
     """
@@ -193,14 +191,11 @@ def _neighbours(problem: SwapProblem, decisions: Decisions) -> Iterator[Decision
 
 @dataclass(frozen=True)
 class _Prefix:
-    """Decisions for the first blocks, and the lower bounds on the costs of a step that follow from
-    these decisions.
+    """Decisions for the first blocks, and the costs of a step that follow from these decisions.
 
     Attributes:
-        decisions: decisions for the first blocks.
-        held: number of bytes that remain on the device between the forward pass and the backward
-            pass.
-        again_s: time in seconds that is spent on recomputation.
+        held: number of bytes that remain on the device from the forward pass to the backward pass.
+        again_s: time in seconds spent on recomputation.
         copies_s: time in seconds of all copies to the device.
         first: index of the first block that is swapped, or -1 if no block is swapped.
         again_before_s: time in seconds to recompute the blocks that precede the first swapped
@@ -221,9 +216,8 @@ class _Proof:
     Branches that cannot lead to a shorter step are skipped.
 
     Attributes:
-        best: the best decisions found so far.
-        left: number of search nodes that may still be visited. If `left` reaches 0, the proof is
-            abandoned.
+        left: number of search nodes that may still be visited. The proof is abandoned when it
+            reaches 0.
     """
 
     def __init__(self, problem: SwapProblem, best: Decisions, seconds: float) -> None:
@@ -273,7 +267,8 @@ class _Proof:
                        prefix.first, prefix.again_before_s)
 
     def _can_improve(self, prefix: _Prefix) -> bool:
-        """Return whether the lower bounds of a prefix are below the best time found so far.
+        """Return whether the lower bounds that follow from a prefix are below the best time found
+        so far.
 
         The first lower bound is the total computation time. The second lower bound is the sum of
         three times: the forward pass, all copies to the device, and the part of the backward pass
@@ -287,15 +282,15 @@ class _Proof:
 
 
 def lower_bound(problem: SwapProblem) -> float:
-    """Return a lower bound, in seconds, on the time of a training step with any decisions.
+    """Return a lower bound, in seconds, on the time of a training step with any combination of
+    decisions.
 
-    The lower bound is the solution of a relaxed problem. In the relaxed problem, recomputation and
-    swapping only need to free enough memory for each block before the forward pass of this block
-    begins. In a step of T seconds, the time available for recomputation is T minus the time of all
-    other computation. Copies from the device can overlap with recomputation, and with the forward
-    passes of all earlier blocks except the block with the shortest forward pass. The time available
-    for copies to the device is T minus the time of the whole forward pass and the time of the
-    shortest backward pass of a block.
+    The bound is the solution of a relaxed problem, in which recomputation and swapping only need to
+    free enough memory for each block before its forward pass begins. In a step of T seconds, the
+    time available for recomputation is T minus the time of all other computation. Copies from the
+    device can overlap with recomputation, and with the forward passes of all earlier blocks except
+    the block with the shortest forward pass. The time available for copies to the device is T minus
+    the time of the whole forward pass and the time of the shortest backward pass of a block.
     """
     low = problem.compute_s
     if _enough(problem, low):
@@ -310,7 +305,7 @@ def lower_bound(problem: SwapProblem) -> float:
 
 
 def _enough(problem: SwapProblem, seconds: float) -> bool:
-    """Return whether a step of the given length is possible in the relaxed problem."""
+    """Return whether a step of the given duration is possible in the relaxed problem."""
     blocks, budget = problem.blocks, seconds - problem.compute_s
     swaps = [b for b in blocks if SWAP in b.choices and b.activation_bytes]
     rate_in = max((_rate(b.activation_bytes, b.swap_in_s) for b in swaps), default=0.0)
@@ -336,15 +331,14 @@ def _rate(size: int, seconds: float) -> float:
 
 
 def _product(rate: float, seconds: float) -> float:
-    """Return `rate * seconds`, a number of bytes.
-
-    If the rate is infinite, return infinity even if `seconds` is 0.
+    """Return `rate * seconds`, a number of bytes, or infinity if the rate is infinite, even if
+    `seconds` is 0.
     """
     return math.inf if rate == math.inf else rate * max(0.0, seconds)
 
 
 def _recomputed(blocks: list[tuple[int, float]], budget: float) -> float:
-    """Return the largest number of bytes that can be saved by recomputing blocks, or fractions of
+    """Return the largest number of bytes that can be saved by recomputing blocks, or parts of
     blocks, within a time budget.
     """
     saved = 0.0

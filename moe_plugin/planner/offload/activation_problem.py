@@ -4,12 +4,12 @@
 Source: Wahib et al., "Scaling Distributed Deep Learning Workloads beyond the Memory Capacity with
 KARMA", SC 2020.
 
-The forward pass computes the blocks in order. After the forward pass of a swapped block, the
-activations of this block are copied from the device to slower memory. The backward pass computes
-the blocks in reverse order. The activations of a swapped block are copied back to the device before
-the backward pass of this block, while other blocks are being computed or recomputed. A copy to the
-device starts as soon as enough memory is free that no other block needs before the copied
-activations are used. The waits for free memory are determined before the training step starts.
+The forward pass computes the blocks in order. After the forward pass of a swapped block, its
+activations are copied from the device to slower memory. The backward pass computes the blocks in
+reverse order. The activations of a swapped block are copied back to the device before the block's
+backward pass, while other blocks are being computed or recomputed. A copy to the device starts once
+enough memory is free, not counting memory that other blocks need before the copied activations are
+used. All points at which the step waits for free memory are determined before it starts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Decisions = tuple[str, ...]  # one decision per block
 
 @dataclass(frozen=True, kw_only=True)
 class SwapBlock:
-    """A block of a model, with its times and sizes. All times are in seconds.
+    """A block of a model, with its sizes and with its times in seconds.
 
     Attributes:
         name: name of the block.
@@ -86,14 +86,14 @@ def _copy_s(size: int, bytes_s: float) -> float:
 
 @dataclass(frozen=True)
 class Waits:
-    """The waits that keep a training step within the memory limit. Each list has one entry per
-    block. The entry -1 means that there is no wait.
+    """The points at which a training step waits for copies, so that it stays within the memory
+    limit. Each list has one entry per block. The entry -1 means that the block does not wait.
 
     Attributes:
         forward: for each block, the block whose copy from the device must end before the forward
-            pass of this block starts.
+            pass starts.
         backward: for each block, the block whose copy from the device must end before the backward
-            pass of this block starts.
+            pass starts.
         start: for each swapped block, the block that the backward pass must have reached before the
             copy to the device may start.
         started: for each block, the last copy from the device that must have ended when the
@@ -113,7 +113,7 @@ class SwapProblem:
 
     Attributes:
         blocks: the blocks.
-        room: number of bytes available for activations and workspace.
+        room: number of bytes that are available for activations and workspace.
         duplex: whether copies to and from the device can run at the same time.
     """
 
@@ -127,8 +127,8 @@ class SwapProblem:
         return sum(b.forward_s + b.backward_s for b in self.blocks)
 
     def waits(self, decisions: Decisions) -> Waits | None:
-        """Return the waits for the given decisions. Return None if the decisions do not fit in
-        memory with any waits.
+        """Return where a step with the given decisions must wait, or None if the decisions do not
+        fit in memory even with waiting.
         """
         size = len(self.blocks)
         slack, forward, backward = [0] * size, [-1] * size, [-1] * size
@@ -159,10 +159,10 @@ class SwapProblem:
         return Waits(forward, backward, start, started)
 
     def _earliest(self, i: int, slack: list[int]) -> int:
-        """Return the earliest point of the backward pass from which the activations of block i fit
+        """Return the earliest point in the backward pass from which the activations of block i fit
         in memory.
 
-        The memory for these activations is subtracted from `slack`.
+        The size of these activations is subtracted from `slack`.
         """
         turn, size = i, self.blocks[i].activation_bytes
         while turn + 1 < len(slack) and slack[turn + 1] >= size:
@@ -171,8 +171,8 @@ class SwapProblem:
         return turn
 
     def seconds(self, decisions: Decisions) -> float:
-        """Return the time in seconds of the training step that `schedule` would return, or inf if
-        the step does not fit in memory.
+        """Return the time in seconds of the training step with the given decisions, or inf if the
+        step does not fit in memory.
         """
         waits = self.waits(decisions)
         if waits is None:
@@ -204,11 +204,10 @@ class SwapProblem:
 
         Args:
             decisions: for each block, one of keep, recompute or swap.
-            base: number of bytes that are in use on the device in addition to `room`. Defaults to
-                0.
+            base: number of bytes in use on the device in addition to `room`. Defaults to 0.
 
         Raises:
-            ValueError: If the decisions do not fit in memory with any waits.
+            ValueError: If the decisions do not fit in memory.
         """
         waits = self.waits(decisions)
         if waits is None:
@@ -261,8 +260,7 @@ class SwapProblem:
 
 
 def least_bytes(blocks: Sequence[SwapBlock]) -> int:
-    """Return the smallest number of bytes with which at least one combination of decisions is
-    possible.
+    """Return the smallest number of bytes for which some combination of decisions fits in memory.
     """
     held = most = 0
     for block in blocks:

@@ -18,11 +18,11 @@ class Peers:
     """A group of peers, and the network that connects them.
 
     Attributes:
-        count: number of peers. In a pipeline, the number of peers is also the number of stages.
+        count: number of peers. In a pipeline, this is also the number of stages.
         bytes_s: bandwidth of each peer's link in one direction, in bytes per second.
         delay_s: latency of a message, in seconds.
         average_every: number of steps after which the weights are averaged.
-        averaged_bytes: number of bytes of the weights that are averaged.
+        averaged_bytes: total size in bytes of the weights that are averaged.
     """
 
     count: int
@@ -39,21 +39,21 @@ class Peers:
                 raise ValueError(f"{f.name}={value} must be from {least.get(f.name, 0):g} to 1e18")
 
     def average_s(self) -> float:
-        """Return the time in seconds of a ring all-reduce that averages the weights. The all-reduce
-        consists of a reduce-scatter and an all-gather."""
+        """Return the time in seconds of a ring all-reduce that averages the weights, which consists
+        of a reduce-scatter and an all-gather."""
         turns = 2 * (self.count - 1)
         return turns * (self.averaged_bytes / self.count / self.bytes_s + self.delay_s)
 
 
 @dataclass(frozen=True)
 class Versus:
-    """Predicted times for the same micro-batches, with a streamed model and with a pipeline.
+    """Predicted times for the same micro-batches, once with peers that stream the whole model and
+    once with a pipeline of these peers.
 
     Attributes:
         streamed: time in seconds if each peer streams the whole model.
         pipelined: time in seconds if the same peers form a pipeline.
-        mode: the sending mode, defined in `planner.pipeline.schedules`, with which the pipeline is
-            fastest.
+        mode: the fastest sending mode of the pipeline (see `planner.pipeline.schedules`).
     """
 
     streamed: float
@@ -67,15 +67,15 @@ class Versus:
 
 
 def versus_pipeline(plan: StreamPlan, peers: Peers) -> Versus:
-    """Compare peers that each stream the whole model with a pipeline of the same peers.
+    """Compare two uses of the same peers: each peer streams the whole model, or the peers form a
+    pipeline.
 
     With n peers and g accumulated micro-batches per peer, both methods compute `n * g`
-    micro-batches per step. All assumptions favor the pipeline. The weights and activations of the
-    pipeline fit in memory, and all stages take equally long. The model is divided between the
-    layers at which the least data has to be sent. The pipeline stores activations instead of
-    recomputing them, and does not average weights. For streaming, each step also includes its share
-    of the time to average the weights. The averaging time is assumed not to overlap with any
-    computation or copy.
+    micro-batches per step. All assumptions favor the pipeline: its weights and activations fit in
+    memory, and all stages take equally long. The model is split where the least data has to be
+    sent. The pipeline stores activations instead of recomputing them, and does not average weights.
+    For streaming, each step includes a share of the time to average the weights. Averaging is
+    assumed not to overlap with any computation or copy.
 
     Raises:
         ValueError: If there are more peers than layers.

@@ -1,11 +1,11 @@
 """Predict the times and buffer sizes of four designs for inference with experts in host memory.
 
 In the design `resident`, all experts are stored on the device. In the design `on_demand`, the
-active experts of a layer are copied to the device after the router of this layer has chosen them.
-In the design `prefetch_all`, all experts of the next layer are copied to the device while a layer
-computes. In the design `pre_gated`, the router of each layer chooses the experts of the next layer,
-so only these experts are copied to the device while the layer computes (Pre-gated MoE, Hwang et
-al., ISCA 2024).
+active experts of a layer are copied to the device after its router has chosen them. In the design
+`prefetch_all`, all experts of the next layer are copied to the device while a layer computes. In
+the design `pre_gated`, the router of each layer chooses the experts of the next layer, so only
+these experts are copied to the device while the layer computes (Pre-gated MoE, Hwang et al., ISCA
+2024).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Pass = Sequence[Sequence[int]]  # active experts by MoE layer
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertModel:
-    """A stack of MoE layers, and the speeds of the machine that runs the layers.
+    """A stack of MoE layers, and the speeds of the machine that runs them.
 
     Attributes:
         layers: number of MoE layers.
         experts: number of experts per MoE layer.
         expert_bytes: size of one expert's weights in bytes.
-        attention_s: time in seconds between the end of a layer's experts and the moment when the
-            next layer's router has chosen experts.
+        attention_s: time in seconds from the end of one layer's experts until the next layer's
+            router has chosen experts.
         expert_s: computation time in seconds per active expert of a layer.
         bytes_s: bandwidth from host memory to the device, in bytes per second.
         base_bytes: number of bytes on the device that are not expert weights.
@@ -64,20 +64,18 @@ class ExpertModel:
 
 def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
                  tokens: int) -> tuple[ExpertModel, Pass]:
-    """Return an `ExpertModel`, and the active experts of each layer in a pass over `tokens`
-    sequences.
+    """Return an `ExpertModel`, and the active experts of each layer in a pass that generates one
+    token for each of `tokens` sequences.
 
-    The pass generates one token per sequence. Times follow a roofline model, in which every matrix
-    requires one launch and is read once. `base_bytes` includes the dense weights, and the keys and
-    values of complete sequences. The number of active experts per layer is the expected number if
-    all experts are equally likely to be chosen.
+    Times follow a roofline model, in which every matrix requires one launch and is read once.
+    `base_bytes` includes the dense weights, and the keys and values of complete sequences. The
+    number of active experts per layer is the expected value if all experts are equally likely to be
+    chosen.
 
     Args:
-        model: sizes of the model.
-        device: processor of the machine.
         link_bytes_s: bandwidth, in bytes per second, from the memory that stores the experts to the
             device.
-        tokens: number of sequences. One token is generated for each sequence.
+        tokens: number of sequences, for each of which one token is generated.
 
     Raises:
         ValueError: If the model has no MoE layers, or if `tokens` is less than 1.
@@ -112,7 +110,7 @@ class DesignCost:
     Attributes:
         design: name of the design, such as `on_demand`.
         seconds: time of a pass in seconds.
-        buffer_bytes: largest number of bytes that expert weights occupy on the device at any time.
+        buffer_bytes: maximum size in bytes of the expert weights on the device at any time.
         outcome: result of simulating the design's schedule.
     """
 
@@ -134,8 +132,8 @@ def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
             limit.
 
     Raises:
-        ValueError: If the design is unknown, or if a pass contains a number of layers or an expert
-            that the model does not have.
+        ValueError: If the design is unknown, or if a pass does not have one entry per layer or
+            contains an unknown expert.
     """
     if design not in DESIGNS:
         raise ValueError(f"design {short(design)} is unknown. Choose from {', '.join(DESIGNS)}")
@@ -207,7 +205,7 @@ def _check(model: ExpertModel, number: int, active: Pass) -> None:
 
 
 class _Writer:
-    """Writes the steps of a schedule for several consecutive passes. The MoE layers are numbered
+    """Writes the steps of a schedule for several consecutive passes. MoE layers are numbered
     consecutively over all passes.
     """
 
@@ -233,8 +231,8 @@ class _Writer:
             self._compute(label, len(experts), copies)
 
     def _copy(self, label: str, experts: list[int], decided: str) -> list[OffloadStep]:
-        """Add steps that copy the active experts. The copies reuse the buffers of the layer before
-        the previous layer.
+        """Add steps that copy the active experts into the buffers of the layer two positions
+        earlier.
         """
         after = (decided, *self.computed[-1:])
         copies = [OffloadStep(f"copy {label} expert {e}", "in", self.model.copy_s(1), after,
@@ -243,8 +241,8 @@ class _Writer:
         return copies
 
     def _copy_all(self, label: str) -> list[OffloadStep]:
-        """Add a step that copies all experts of a layer. The copy reuses the buffers of the layer
-        before the previous layer.
+        """Add a step that copies all experts of a layer into the buffers of the layer two positions
+        earlier.
         """
         after = tuple(self.computed[-2:-1])
         count = self.model.experts

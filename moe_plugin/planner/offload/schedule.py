@@ -1,11 +1,10 @@
 """Schedules for computing on a device and for copying data between the device and slower memory.
-The simulation also tracks how much memory is in use.
+Simulations also track how much memory is in use.
 
-A device has three streams that work at the same time. The first stream computes, the second stream
-copies data to the device, and the third stream copies data from the device. Each stream runs one
-step at a time, in the order in which the steps were issued. A lack of memory does not delay a step
-in the simulation. A step that needs memory must therefore list the step that frees this memory in
-`after`.
+A device has three streams that work at the same time. The first computes, the second copies data to
+the device, and the third copies data from the device. Each stream runs one step at a time, in the
+order in which the steps were issued. The simulation does not delay a step if memory is lacking, so
+a step that needs memory must list the step that frees it in `after`.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ class BlockProfile:
             without recomputation.
         activation_bytes: number of bytes that the forward pass stores for the backward pass,
             including the block's input.
-        kept_bytes: size in bytes of the block's input. The input remains stored even if the block
-            is recomputed. If the model is divided before this block, the same number of bytes is
-            sent from one half of the model to the other.
+        kept_bytes: size in bytes of the block's input, which remains stored even if the block is
+            recomputed. If the model is split before this block, this is also the number of bytes
+            sent from one part of the model to the other.
         parameter_bytes: size of the block's weights in bytes.
         gradient_bytes: size of the gradients of the block's weights in bytes.
         workspace_bytes: number of additional bytes that the device needs only while the forward or
@@ -70,10 +69,10 @@ class BlockProfile:
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """The blocks of a model in the order of the forward pass, and properties of the machine on
-    which the blocks were measured.
+    which they were measured.
 
     Attributes:
-        blocks: the blocks of the model. There must be at least one block.
+        blocks: the blocks of the model, at least one.
         name: name of the model for messages to the user.
         base_bytes: number of bytes that are always in use on the device, such as resident weights,
             optimizer state and buffers.
@@ -109,7 +108,7 @@ class ModelProfile:
         return sum(block.forward_s + block.backward_s for block in self.blocks)
 
     def save(self, path: str | Path) -> Path:
-        """Write the profile to a file in one atomic operation."""
+        """Write the profile to a file atomically."""
         return write_regular(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
@@ -134,12 +133,11 @@ class OffloadStep:
         stream: the stream that runs the step: "compute", "in" (copies to the device) or "out"
             (copies from the device).
         seconds: duration of the step in seconds.
-        after: names of the steps that must end before this step starts. The steps listed in `after`
-            must be issued before this step.
+        after: names of the steps that must end before this step starts. The steps in `after` must
+            be issued before this step.
         takes: number of bytes that the step allocates on the device when it starts.
         frees: number of bytes that the step frees on the device when it ends.
-        block: name of the block to which the step belongs. The name of the block is used only for
-            display.
+        block: name of the block to which the step belongs. The block name is used only for display.
     """
 
     name: str
@@ -173,7 +171,7 @@ class Outcome:
 
     Attributes:
         timeline: timeline of all steps, in the order in which they were issued. The resources of
-            the timeline are streams, and the phases are blocks.
+            the timeline are streams, and its phases are blocks.
         memory: pairs (time in seconds, number of bytes in use on the device), one for each change,
             in chronological order.
         peak: maximum number of bytes in use on the device.
@@ -290,7 +288,7 @@ def _changes(steps: tuple[OffloadStep, ...],
     the step, change in bytes).
 
     At equal times, running steps end before new steps start. Steps that start at the same time are
-    sorted by the order in which they were issued. A step of zero length ends before the next step
+    sorted by the order in which they were issued. A step of zero duration ends before the next step
     starts.
     """
     order = []

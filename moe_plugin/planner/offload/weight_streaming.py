@@ -6,12 +6,11 @@ copied to the device, and the gradients of the previous segment are copied from 
 stage starts when the computation and both copies are done. The last two segments stay on the device
 between the forward pass and the backward pass. Conditions:
 
-(i) Two neighboring segments, including gradients and activations, must fit in the memory limit.
-(ii) If every segment computes for longer than its copies take, computation waits only for the first
-copy. (iii) Among equally fast divisions, the division with the smallest tensors between segments is
-used.
+(i) Two neighboring segments, including their gradients and activations, must fit in memory. (ii) If
+every segment computes for longer than its copies take, computation waits only for the first copy.
+(iii) Among equally fast divisions, the division with the smallest tensors between segments is used.
 
-The time of a stage depends on three neighboring segments. Therefore the best division is found by a
+The time of a stage depends on three neighboring segments, so the best division is found by a
 dynamic program over the ends of two segments."""
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ TOLERANCE = 1e-9  # relative excess over an upper bound up to which paths are ke
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Times and sizes of one layer for one micro-batch. All times are in seconds.
+    """Sizes and times (in seconds) of one layer for one micro-batch.
 
     Attributes:
         backward_s: time of the backward pass, including the recomputation of activations.
@@ -41,7 +40,7 @@ class Layer:
         out_s: time to copy the layer's gradients from the device.
         weight_bytes, gradient_bytes: sizes of the layer's weights and of their gradients.
         kept_bytes: size in bytes of the layer's input, which is stored for the backward pass. If
-            the model is divided before this layer, the same number of bytes is sent.
+            the model is split before this layer, `kept_bytes` is also the number of bytes sent.
         workspace_bytes: additional bytes that the layer needs to compute one micro-batch."""
 
     name: str
@@ -80,7 +79,7 @@ class Segment:
 
     Attributes:
         begin, end: index of the first layer, and index of the layer after the last layer.
-        kept_before: number of bytes that all earlier layers store for their inputs."""
+        kept_before: total size in bytes of the stored inputs of all earlier layers."""
 
     begin: int
     end: int
@@ -159,7 +158,7 @@ class Streamed:
         return self._segments[begin, end]
 
     def segments(self, ends: Sequence[int]) -> list[Segment]:
-        """Split the model into segments. `ends` contains the end index of each segment."""
+        """Split the model into segments that end at the given indices."""
         return [self.segment(begin, end) for begin, end in pairwise((0, *ends))]
 
     def forward_stage(self, here: Segment, following: Segment | None) -> Stage:
@@ -172,7 +171,7 @@ class Streamed:
                        behind: Segment | None) -> Stage:
         """Return the stage of a segment's backward pass, which overlaps with two copies.
 
-        For the last segment, no weights are loaded, as the previous segment is still resident."""
+        For the last segment, no weights are loaded, as the previous segment is still loaded."""
         need = here.kept_before + here.kept + here.workspace + here.weights + here.gradients
         need += (before.weights if before else 0) + (behind.gradients if behind else 0)
         return Stage(here, before if behind else None, behind, True, need=need)
@@ -243,10 +242,10 @@ _State = tuple[Segment | None, Segment]  # the last two segments
 def best_ends(model: Streamed) -> tuple[int, ...] | None:
     """Return the ends of the segments with the shortest step, or None if no division fits.
 
-    Among divisions with equally short steps, the division with the smallest tensors at the borders
-    of its segments is chosen. The dynamic program runs over the last two segments and the cost of
-    all earlier stages. Divisions that cannot be faster than the best division into segments of
-    similar size are skipped."""
+    Among equally short steps, the division with the smallest tensors at the borders of its segments
+    is chosen. The dynamic program runs over the last two segments and the cost of all earlier
+    stages. Divisions that cannot be faster than the best division into segments of similar size are
+    skipped."""
     size = len(model.layers)
     even = min(model.seconds([size * (i + 1) // count for i in range(count)])
                for count in range(1, size + 1))  # best division into parts of similar size
@@ -324,14 +323,14 @@ class StreamPlan:
 
     @property
     def fill_s(self) -> float:
-        """Time in seconds of the first load. No computation overlaps with the first load."""
+        """Time in seconds of the first load, which no computation overlaps."""
         return self.parts[0].load_s
 
     @property
     def hides(self) -> bool:
-        """True if computation overlaps with all copies that can overlap (condition (ii)).
+        """True if all copies that can overlap with computation are hidden (condition (ii)).
 
-        Copies before the first forward pass, or after the start of the last backward pass, are not
+        Copies before the first forward pass or after the start of the last backward pass are not
         considered."""
         inner = list(self.model.stages(self.parts))[1:-2]
         return all(stage.seconds <= stage.compute_s for stage in inner)
@@ -377,8 +376,7 @@ MOST = 256  # largest number of micro-batches that `fewest_batches` tries
 def fewest_batches(layers: Sequence[Layer], limit: int, base: int = 0) -> StreamPlan | None:
     """Return the division with the fewest micro-batches that hides all copies, or None.
 
-    The number of micro-batches is found by bisection. Bisection is possible because computation
-    hides more copies if there are more micro-batches."""
+    Bisection is used, because computation hides more copies if there are more micro-batches."""
     low, high, best = 0, 1, None
     while best is None:
         if high > MOST:

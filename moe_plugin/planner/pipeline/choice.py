@@ -36,26 +36,24 @@ class StageProfile:
     Attributes:
         name: name of the profile.
         micro_batches: number of micro-batches per training step in one pipeline.
-        forward_s, backward_s: for each stage, the time of the forward pass and the time of the
-            backward pass in seconds. Stages are listed from first to last.
-        transfer_s: time in seconds to send one micro-batch's activations, or the gradient of these
-            activations, from a stage to the next.
+        forward_s, backward_s: for each stage, from first to last, the times in seconds of the
+            forward pass and the backward pass.
+        transfer_s: time in seconds to send one micro-batch's activations, or their gradient, from
+            one stage to the next.
         activation_bytes: for each stage, the number of bytes that one micro-batch stores for its
             backward pass. Empty means unknown.
         memory_bytes: memory limit for activations on each rank in bytes, or 0 for no limit.
         transport: backend that sends data between stages, nccl or gloo. With gloo, two stages that
             exchange data send one after the other.
-        sequence: number of tokens per sequence. Required if slices of sequences are to be compared.
-            `sequence` is 0 if slices are not compared.
+        sequence: number of tokens per sequence. Required to compare slices of sequences, otherwise
+            0.
         slice_samples: measured forward passes of slices on the slowest stage. Each sample is
             [number of tokens, number of earlier tokens in the sequence, seconds]. At least one
-            sample must have no earlier tokens. If `batch` is given, each sample begins with an
+            sample must have 0 earlier tokens. If `batch` is set, each sample starts with an
             additional number, the number of sequences.
-        batch: number of sequences per training step in one pipeline. Give `batch` if the size of
-            micro-batches is to be chosen together with the slices. `batch` is 0 if the size of
-            micro-batches is fixed.
-        granularity: a number of tokens that divides `sequence`. The length of every slice is a
-            multiple of `granularity`.
+        batch: number of sequences per training step in one pipeline. Required to choose the size of
+            micro-batches together with the slices, otherwise 0.
+        granularity: a divisor of `sequence`, of which all slice lengths are multiples.
         slices: fixed lengths of slices in tokens. If `slices` is empty, the best lengths are
             computed from the samples.
     """
@@ -127,7 +125,7 @@ class Predicted:
         schedule: name of the schedule, one of `SCHEDULES`.
         timeline: simulated timeline of a training step.
         alive: for each stage, the maximum number of micro-batches whose activations are stored at
-            the same time. With slices, the number of micro-batches may be fractional.
+            the same time. With slices, this number may be fractional.
         fits: whether the activations fit in memory.
         slices: lengths of slices in tokens. Empty if sequences are not divided into slices.
         sequences: number of sequences per micro-batch. 0 means the same number as in the profile.
@@ -182,8 +180,8 @@ def _slice_times(profile: StageProfile) -> BatchTimes:
 def _sliced(profile: StageProfile, times: BatchTimes, sequences: int) -> Predicted:
     """Predict a training step with the slices that the dynamic program chooses.
 
-    For a slice, the ratio between the times of the backward pass and the forward pass is assumed to
-    be the same as for a whole micro-batch. The time to send a slice is assumed to be proportional
+    The ratio between the times of the backward pass and the forward pass is assumed to be the same
+    for a slice as for a whole micro-batch. The time to send a slice is assumed to be proportional
     to its number of tokens.
 
     sequences: number of sequences per micro-batch. The value 0 means the same number as in the
@@ -215,8 +213,8 @@ def _backward_share(profile: StageProfile) -> float:
 
 
 def groups(profile: StageProfile) -> BatchCut:
-    """Return the division that TeraPipe uses: the batch is divided into groups of samples, and each
-    group is divided into slices.
+    """Return TeraPipe's division of the batch into groups of samples, and of each group into
+    slices.
 
     The groups run one after the other. The times include the forward and backward passes, but not
     the transfers between stages.
@@ -230,8 +228,8 @@ def groups(profile: StageProfile) -> BatchCut:
 
 
 def choose(profile: StageProfile) -> Predicted:
-    """Return the fastest schedule whose activations fit in memory. If several schedules are equally
-    fast, Megatron's own schedule is preferred.
+    """Return the fastest schedule whose activations fit in memory. Among equally fast schedules,
+    Megatron's own schedule is preferred.
 
     Raises:
         ValueError: If no schedule fits in memory.

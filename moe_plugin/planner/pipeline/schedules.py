@@ -11,22 +11,20 @@ same as TeraPipe's order, in which all forward passes precede all backward passe
 
 There are four modes for sending results from a stage to the next:
 
-- paired: Both the sending and the receiving stage wait until the transfer ends. A transfer begins
-  when both stages have called the transfer. Transfers in the two directions run one after the
-  other, because gloo queues its request for the second transfer on the same connection, behind the
-  data of the first transfer. This mode models Megatron's 1F1B schedule over gloo.
+- paired: Both the sending and the receiving stage wait until the transfer ends. The transfer begins
+  when both stages have called it. Transfers in the two directions run one after the other, because
+  gloo queues its request for the second transfer on the same connection, behind the data of the
+  first transfer. This mode models Megatron's 1F1B schedule over gloo.
 - blocking: The sending stage waits until the transfer ends.
-- overlapped: The sending stage continues to compute during the transfer. In 1F1B, the next stage
-  needs an activation as soon as it is computed. Therefore the mode `overlapped` still makes the
-  next stage wait for the transfer.
-- eager: Stage i begins with 2 (n - i) - 1 forward passes instead of n - i. In the mode `eager`, the
-  additional forward passes leave time for one pass between computing an activation and using it.
-  The activation is sent during the time of this pass. The mode `eager` stores about twice as many
-  activations.
+- overlapped: The sending stage continues to compute during the transfer. In 1F1B, however, the next
+  stage needs an activation as soon as it is computed, so it still waits for the transfer.
+- eager: Stage i begins with 2 (n - i) - 1 forward passes instead of n - i. The additional forward
+  passes leave time for one pass between computing an activation and using it, during which the
+  activation is sent. The mode `eager` stores about twice as many activations.
 
-A backward pass can be split into two steps. The first step computes the gradient of the input, for
-which the previous stage waits. The second step computes the gradients of the weights, while the
-gradient of the input is being sent.
+A backward pass can be split into two steps: the first computes the gradient of the input, for which
+the previous stage waits, and the second computes the gradients of the weights while the gradient of
+the input is being sent.
 """
 
 from __future__ import annotations
@@ -48,9 +46,7 @@ def warm_up(stages: int, stage: int, micro_batches: int, mode: str, slices: int 
     """Return the number of forward passes that a stage runs before its first backward pass.
 
     Args:
-        stages: number of stages.
         stage: index of the stage, counted from 0.
-        micro_batches: number of micro-batches.
         mode: sending mode, one of `MODES`.
         slices: number of slices per sequence. Defaults to 1.
     """
@@ -78,8 +74,7 @@ def equal_slices(length: int, multiple: int, count: int) -> tuple[int, ...]:
 
     Args:
         length: number of tokens of the sequence.
-        multiple: the length of every slice is a multiple of this number of tokens.
-        count: number of slices.
+        multiple: number of tokens of which every slice length is a multiple.
     """
     pieces = length // multiple
     return tuple(multiple * (pieces // count + (i < pieces % count)) for i in range(count))
@@ -93,10 +88,10 @@ class Pipeline:
         stages: number of stages.
         micro_batches: number of micro-batches per training step.
         forward_s, backward_s: times of one micro-batch's forward pass and backward pass in seconds,
-            given as one number for all stages or as one number per stage. With `slices`, one number
-            per slice must be given. All stages then take equally long.
-        send_s: time in seconds to send one micro-batch's activations, or the gradient of these
-            activations, to a neighboring stage. With `slices`, one number per slice.
+            given as one number for all stages or as one number per stage. With `slices`, there is
+            one number per slice, and all stages take equally long.
+        send_s: time in seconds to send one micro-batch's activations, or their gradient, to a
+            neighboring stage. With `slices`, there is one number per slice.
         delayed_s: part of `backward_s` that computes the gradients of the weights after the
             gradient of the input has been sent. 0 if the backward pass is not split. In the mode
             "paired", the backward pass is never split, as in Megatron's 1F1B.
@@ -136,8 +131,8 @@ class Pipeline:
 
         With m micro-batches and n equal stages, the time is `(m + n - 1) (forward + backward)`.
 
-        With unequal stages, the time of the slowest stage is counted m times, and the time of every
-        other stage is counted once.
+        With unequal stages, the time of the slowest stage counts m times, and the time of every
+        other stage counts once.
         """
         assert isinstance(self.forward_s, tuple) and isinstance(self.backward_s, tuple)
         times = [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
@@ -166,8 +161,8 @@ class Pipeline:
 
         Args:
             mode: sending mode, which is one of `MODES`.
-            sizes: number of tokens in each slice, if tokens should be counted. By default,
-                micro-batches are counted.
+            sizes: number of tokens in each slice, if the result should be in tokens. By default,
+                the result is in micro-batches.
         """
         peaks = []
         for stage in range(self.stages):
@@ -243,8 +238,8 @@ class Pipeline:
                 yield following
 
     def _paired(self) -> list[list[Task]]:
-        """For each stage, return the tasks of the stage's passes and of the transfers between this
-        stage and the next.
+        """For each stage, return the tasks of its passes and of the transfers between this stage
+        and the next.
         """
         waits: dict[Transfer, tuple[str, ...]] = defaultdict(tuple)
         programs: list[list[Task | Transfer]] = [[] for _ in range(self.stages)]
@@ -272,8 +267,8 @@ class Pipeline:
 
 
 def _interleaved(programs: Iterable[Sequence[Task]]) -> Iterator[Task]:
-    """Merge the tasks of several programs. The order within each program does not change, and each
-    task comes after all tasks that it waits for.
+    """Merge the tasks of several programs, so that the order within each program does not change
+    and each task comes after all tasks that it waits for.
     """
     waiting = [deque(program) for program in programs]
     issued: set[str] = set()

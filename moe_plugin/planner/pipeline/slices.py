@@ -1,21 +1,20 @@
 """Choose the lengths of the slices of a sequence that pass through pipeline stages (TeraPipe, arXiv
 2102.07988).
 
-With causal attention, a slice of a sequence depends only on earlier slices. Therefore the slices of
-a sequence can fill a pipeline in the same way as micro-batches. Let t(l, c) be the time of a slice
+With causal attention, a slice of a sequence depends only on earlier slices. The slices of a
+sequence can therefore fill a pipeline just like micro-batches. Let t(l, c) be the time of a slice
 of l tokens that follows c earlier tokens. With K stages, a sequence takes the time
 
     sum of t_i + (K - 1) max of t_i.
 
 For a given upper bound on all t_i, a dynamic program over the end of the last slice finds the
 smallest sum. The values of t are tried as upper bounds in ascending order, until (K - 1) times the
-bound exceeds the best time found so far. If several values differ by less than a given gap, only
-the largest of these values is tried.
+bound exceeds the best total time found so far. Among values that differ by less than a given gap,
+only the largest is tried.
 
 Measured times are fitted with TeraPipe's latency model,
 `t(l, c) = base(l) + a0 + a1 l + a2 c + a3 l c`. The term `base(l)` is a linear interpolation
-between the times measured without context. For slices without context, all terms except `base(l)`
-are omitted.
+between the times measured without context. For slices without context, `base(l)` is the only term.
 """
 
 from __future__ import annotations
@@ -71,33 +70,32 @@ def latency(seconds: Sequence[float], stages: float) -> float:
 
     Args:
         seconds: for each slice, its time on one stage in seconds.
-        stages: number of stages K. If m sequences follow each other, pass `1 + (K - 1) / m` to get
-            the time per sequence.
+        stages: number of stages K. For m consecutive sequences, pass `1 + (K - 1) / m` to get the
+            time per sequence.
     """
     return sum(seconds) + (stages - 1) * max(seconds)
 
 
 def slice_seconds(times: Times, slices: Sequence[int]) -> tuple[float, ...]:
-    """Return the time of each slice in seconds. All earlier tokens are the context of a slice."""
+    """Return the time of each slice in seconds. All earlier tokens are its context."""
     ends = np.cumsum([0, *slices]).tolist()
     return tuple(times(length, start) for length, start in zip(slices, ends, strict=False))
 
 
 def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
         gap_s: float = 0.0) -> SliceCut:
-    """Return the division into slices with which a sequence passes through all stages in the
-    shortest time.
+    """Return the division of a sequence into slices that passes through all stages in the shortest
+    time.
 
     Args:
         times: function t(l, c) that returns the time in seconds, >= 0, of l tokens that follow c
             tokens. An infinite time means that the slice is not possible.
         length: number of tokens in the sequence.
-        stages: number of stages K. If m sequences follow each other, pass `1 + (K - 1) / m`.
-        granularity: a number of tokens. The length of every slice is a multiple of this number.
-            This number must be a divisor of `length`.
+        stages: number of stages K. For m consecutive sequences, pass `1 + (K - 1) / m`.
+        granularity: number of tokens of which every slice length is a multiple. The granularity
+            must be a divisor of `length`.
         gap_s: maximum difference in seconds between a value of t and the next larger bound that is
-            tried. The resulting division is at most `(K - 1) * gap_s` slower than the best
-            division.
+            tried. The result is at most `(K - 1) * gap_s` slower than the best division.
 
     Raises:
         ValueError: If sizes or times are invalid, or if no division is possible.
@@ -123,19 +121,18 @@ def cut_batch(times: BatchTimes, batch: int, length: int, stages: int, *, granul
               gap_s: float = 0.0) -> BatchCut:
     """Divide a batch into consecutive groups of samples, and each group into slices.
 
-    As in TeraPipe, the division minimizes the sum of the groups' shortest times.
+    As in TeraPipe, the division minimizes the total time of the groups.
 
     Args:
-        times: function t(b, l, c) that returns the time in seconds of a slice. The slice consists
-            of l tokens of each of b samples, which follow c tokens.
-        batch: number of samples in the batch.
+        times: function t(b, l, c) that returns the time in seconds of a slice of l tokens of each
+            of b samples, which follow c tokens.
         length: see `cut`.
         stages: see `cut`.
         granularity: see `cut`.
         gap_s: see `cut`.
 
     Raises:
-        ValueError: If `batch` is less than 1, and in all cases in which `cut` raises an error.
+        ValueError: If `batch` is less than 1, and whenever `cut` raises an error.
     """
     if batch < 1:
         raise ValueError(f"batch={batch} is too small; it must be >= 1")
@@ -242,8 +239,8 @@ class SliceTimes:
 
 
 def fit(samples: Iterable[Sample]) -> SliceTimes:
-    """Fit the times of slices with least squares of the relative errors. If a slice was measured
-    several times, the median of its times is used.
+    """Fit the latency model to measured slices by minimizing the squared relative errors. If a
+    slice was measured several times, the median of its times is used.
 
     Args:
         samples: measured slices as (length, context, seconds). At least one slice must have no
@@ -278,11 +275,10 @@ def fit(samples: Iterable[Sample]) -> SliceTimes:
 
 def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
     """Fit the times of slices separately for each number of sequences. The number of sequences is
-    the first number of a sample.
+    the first element of a sample.
 
-    Between two measured numbers of sequences, times are interpolated linearly. Beyond the largest
-    measured number, times are extrapolated linearly. Below the smallest measured number of
-    sequences, the time at the smallest measured number is used.
+    Times are interpolated linearly between measured numbers of sequences, and extrapolated linearly
+    beyond the largest one. Below the smallest one, the time at the smallest number is used.
     """
     samples_by_size: dict[int, list[Sample]] = defaultdict(list)
     for size, length, context, seconds in samples:
@@ -306,11 +302,11 @@ class SliceProfile:
 
     Attributes:
         length: number of tokens per sequence.
-        multiple: the length of every slice must be a multiple of this number of tokens.
+        multiple: number of tokens of which every slice length must be a multiple.
         stages: number of pipeline stages.
         micro_batches: number of micro-batches per step.
-        forward, backward: functions that return the time of a slice's forward pass and backward
-            pass in seconds, given the length of the slice and of its context.
+        forward, backward: functions that return the time in seconds of a slice's forward or
+            backward pass, given the lengths of the slice and its context.
         send_s: fixed time of a transfer in seconds.
         token_s: additional time of a transfer per token, in seconds.
     """
@@ -326,9 +322,8 @@ class SliceProfile:
 
     @property
     def granularity(self) -> int:
-        """All slice lengths in the search are multiples of this number of tokens.
-
-        This granularity is chosen large enough for a fast search.
+        """Number of tokens of which all slice lengths in the search are multiples, chosen large
+        enough for a fast search.
         """
         pieces = self.length // self.multiple
         return self.multiple * min(n for n in range(1, pieces + 1)
@@ -342,11 +337,10 @@ class SliceProfile:
                         send_s=tuple(self.send_s + n * self.token_s for n in slices))
 
     def best(self) -> tuple[tuple[int, ...], float]:
-        """Return the slices of the division with the shortest simulated step, and the time of this
-        step in seconds.
+        """Return the slices with the shortest simulated step, and the time of this step in seconds.
 
         Three divisions are simulated: the undivided sequence, and two results of the dynamic
-        program. The dynamic program runs once with the stages alone, and once with each link as an
+        program. The dynamic program runs once with only the stages, and once with each link as an
         additional stage.
         """
         candidates: set[tuple[int, ...]] = {(self.length,)}

@@ -279,7 +279,7 @@ def test_why_nothing_is_replaced(model: nn.Module, every: int, words: str) -> No
 def test_a_setting_that_is_unknown_may_be_meant_otherwise(wrong: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"unknown setting '{wrong}'=3; did you mean .*{meant}"):
         MoEBlock(16, **{wrong: 3})
-    with pytest.raises(ValueError, match="unknown setting 'zzz'=3; use the name of a flag"):
+    with pytest.raises(ValueError, match="unknown setting 'zzz'=3; use a flag name"):
         MoEBlock(16, zzz=3)
 
 
