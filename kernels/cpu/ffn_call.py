@@ -20,11 +20,11 @@ from moe_plugin.records import RowPlan
 
 @dataclass(frozen=True)
 class Maps:
-    """For each row, the indices of the tensors from which it is read and to which it is written.
+    """For each row, the index from which it is read and the index to which it is written.
 
     Attributes:
         token_R, source_R, position_TK, complete: see `kernels.rows`, which also describes the
-            padding of batches. All of them are None if `x` contains rows without padding. With
+            padding of batches. All attributes are None if `x` contains rows without padding. With
             padding, each row is treated as a token with a single choice, and `source_R` is None.
         real_R: bool [R], False for padding rows. None without padding.
     """
@@ -37,8 +37,8 @@ class Maps:
 
     @classmethod
     def of(cls, plan: RowPlan | None, padding: Padding | None) -> Maps:
-        """Create the mapping for a call. If `plan` is None, the input of the call contains rows,
-        otherwise tokens.
+        """Create the mapping for a call. If `plan` is None, the input of the call contains rows.
+        Otherwise, it contains tokens.
         """
         if padding is None:
             return cls() if plan is None else cls(plan.token_R, plan.source_R, plan.position_TK,
@@ -59,8 +59,8 @@ class FFNCall:
         native: the compiled passes, or None if torch's operations are used.
         keep: whether to save tensors for a backward pass.
         keep_after: whether to save the output of the activation function. If `native` is used and
-            this output is saved, the derivative of the activation function overwrites the input of
-            the activation function.
+            this output is saved, the derivative of the activation function overwrites the
+            function's input.
         late: True if `native` applies the gates to the gradients of the inner values rather than to
             the gradient of the output. In this case, `native` also computes the gradient of the
             gates.
@@ -104,7 +104,7 @@ class FFNCall:
 
 
 def by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
-    """For each block, return the slices of a tensor [L, ...] that belong to the units of the block.
+    """For each block, return the slices of a tensor [L, ...] that contain the experts of each unit.
     """
     one_by_one = x_L.unbind(0)  # one operation, where indexing would take one per view
     parts: list[list[Tensor]] = []

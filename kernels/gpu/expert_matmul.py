@@ -161,9 +161,9 @@ def programs(chip: Chip, tiling: Tiling, work: int, groups: RowGroups) -> int:
     """Return the number of programs for `work` tiles. As many programs are used as can run at the
     same time, or fewer if there are few tiles.
 
-    If other kernels run at the same time, one program per tile is launched. Otherwise, a persistent
-    program could not compute its tiles while another kernel occupies its multiprocessor, and the
-    other kernel could not start until a persistent program has computed all of its tiles.
+    If other kernels run at the same time, one program is launched per tile. Otherwise, a persistent
+    program could not start its tiles while another kernel occupies its multiprocessor, and the
+    other kernel could not start before a persistent program has finished all of its tiles.
     """
     if groups.beside:
         return max(1, work)

@@ -1,11 +1,11 @@
 """Grouped matmuls over rows in Triton, fused with the gathering of rows and the activation.
 
 Rows are gathered while they are loaded, and the activation is applied before the output is stored.
-A tile consists of BM rows of one group and BN columns. `tile_table` computes a table on the device,
-which contains the group and the first row of each tile. A launch starts as many programs as can run
-at once. These programs together process the tiles of all groups. On GPUs with TMA, weights are
-copied tile by tile, and so are rows that need no gathering. Sums are computed in float32 in a fixed
-order, so repeated runs give the same output.
+A tile consists of BM rows of one group, and BN columns. `tile_table` creates a table on the device
+with the group and the first row of each tile. As many programs are launched as can run at once.
+Together they process the tiles of all groups. On GPUs with TMA, weights and rows that are not
+gathered are copied tile by tile. Sums are computed in float32 in a fixed order, so repeated runs
+give the same output.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def weight_tiles(w_LIO: Tensor, depth: int, columns: int) -> tuple[Any, bool]:
 
 
 def _made(x: Tensor, tile: Sequence[int]) -> Any:
-    """Return a TMA descriptor, or None if TMA cannot be used. TMA requires 16-byte alignment of
-    addresses and strides, and a contiguous last axis.
+    """Create a TMA descriptor, or return None if TMA cannot be used. TMA requires 16-byte alignment
+    of addresses and strides, and a contiguous last axis.
     """
     step = 16 // x.element_size()
     if TensorDescriptor is None or x.numel() == 0 or x.stride(-1) != 1 or x.data_ptr() % 16:
@@ -63,9 +63,10 @@ def copies_tiles(tensor: Tensor, chip_copies: bool) -> bool:
 
 @triton.jit
 def tile_at(t, columns, rows_of_tiles, GROUP: tl.constexpr):
-    """Return (row tile, column tile) for tile t.
+    """Return the indices (row tile, column tile) of tile t.
 
-    Consecutive tiles share a column tile in up to GROUP row tiles, so weights stay in the L2 cache.
+    Consecutive tiles use the same columns for up to GROUP row tiles, so that the weights stay in
+    the L2 cache.
     """
     # Without groups, each row tile would read all weights from memory again.
     width = GROUP * columns
@@ -187,7 +188,7 @@ def halves(x, BM: tl.constexpr, BN: tl.constexpr):
 def finish(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
            BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
            BC: tl.constexpr):
-    """Store BC columns of a matmul's output, and of the outputs that are derived from it."""
+    """Store BC columns of a matmul's output and of the outputs that are computed from it."""
     n = column + tl.arange(0, BC)
     # Offsets inside the tile use 32 bits; 64-bit offsets would spill registers.
     where = tl.arange(0, BM)[:, None] * wide + n[None, :]
@@ -209,7 +210,7 @@ def finish(total, second, column, bias, v_bias, out, gate, after, group, tile, i
 def finish_parts(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
                  BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
                  BC: tl.constexpr, SPLIT: tl.constexpr):
-    """Call `finish` for BC columns, either at once or in two halves."""
+    """Call `finish` for the BC columns, either once or once for each half."""
     if SPLIT == 2:
         total, right = halves(total, BM, BC)
         second, second_right = halves(second, BM, BC)

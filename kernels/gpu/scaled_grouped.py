@@ -118,7 +118,7 @@ def _call(a: Blocks, b: Blocks, a_scales: Tensor, b_scales: Tensor, groups: RowG
 
 
 def _to_tiles(scales: Tensor) -> Tensor:
-    """Pad scales [..., M, B] with zeros until all tiles are complete."""
+    """Pad scales [..., M, B] with zeros to a whole number of tiles."""
     rows, columns = scales.shape[-2:]
     filled = F.pad(scales.view(torch.uint8),
                    (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS))
@@ -126,8 +126,7 @@ def _to_tiles(scales: Tensor) -> Tensor:
 
 
 def _tiles(scales: Tensor) -> Tensor:
-    """Divide padded scales into tiles, and return the tiles one after another, [..., M / 128, B /
-    4, 512].
+    """Divide padded scales into tiles, and return the tiles as a tensor [..., M / 128, B / 4, 512].
 
     Inside a tile, the scale (r, c) is at position `16 (r % 32) + 4 (r // 32) + c` (cuBLAS, 1D block
     scaling factors layout).
@@ -141,7 +140,7 @@ def _tiles(scales: Tensor) -> Tensor:
 
 
 def _tiled_rows(scales_RB: Tensor, groups: RowGroups) -> Tensor:
-    """Return the scales [R', B'] in tiles. The rows of each group start at a tile boundary."""
+    """Return the scales [R', B'] in tiles. Each group of rows starts at a tile boundary."""
     rows, lengths_L = scales_RB.shape[0], groups.lengths_L
     tiled_L = torch.div(lengths_L + (TILE_ROWS - 1), TILE_ROWS, rounding_mode="floor") * TILE_ROWS
     shift_L = (tiled_L.cumsum(0) - tiled_L) - (lengths_L.cumsum(0) - lengths_L)
@@ -154,8 +153,8 @@ def _tiled_rows(scales_RB: Tensor, groups: RowGroups) -> Tensor:
 
 
 def _tiled_columns(scales_MB: Tensor, block: int, groups: RowGroups) -> Tensor:
-    """Return the scales [M', B'] in tiles, group after group. The columns of each group start at a
-    tile boundary.
+    """Return the scales [M', B'] in tiles, one group after another. Each group of columns starts at
+    a tile boundary.
     """
     columns, device = scales_MB.shape[1], scales_MB.device
     # Columns after the last group are treated as an additional group.

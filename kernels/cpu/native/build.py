@@ -1,7 +1,7 @@
 """Compile the C code in this folder and load the compiled library. The code is compiled once per
 machine and user.
 
-If there is no compiler, or the processor is not supported, torch's operations are used instead, and
+If no compiler is found, or the processor is not supported, torch's operations are used instead, and
 `moe-plugin doctor` reports the reason.
 """
 
@@ -103,8 +103,8 @@ def processor_options(machine: str, capability: str, flags: Collection[str]) -> 
 
 
 def compiler(environment: Mapping[str, str]) -> list[str]:
-    """Return the command of the C compiler. The command is `CC` if this environment variable is
-    set, otherwise the first available entry of `COMPILERS`.
+    """Return the command of the C compiler. The command is the value of the environment variable
+    `CC` if it is set, otherwise the first available entry of `COMPILERS`.
 
     Raises: Unavailable: If no compiler was found.
     """
@@ -135,7 +135,7 @@ def _flags() -> set[str]:
 
 
 def _loaded(source: Path, command: list[str]) -> ctypes.CDLL:
-    """Load the library that `command` builds from a source file on this processor.
+    """Load the library that `command` builds for this processor from a source file.
 
     The library is compiled only if the cache contains no usable library.
     """
