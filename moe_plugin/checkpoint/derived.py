@@ -47,7 +47,7 @@ def transposed(tensor: Derived, order: Sequence[int]) -> Derived:
 
 
 def part_of(tensor: Derived, window: Window) -> Derived:
-    """Return the values in a window of the tensor, as a separate tensor."""
+    """Return a window of the tensor as a separate tensor."""
     outer = check_window(window, tensor.entry.shape)
 
     def read(inner: Window) -> Tensor:
@@ -154,8 +154,8 @@ def item_of(tensor: Derived, index: int) -> Derived:
 
 
 def cast(one: Derived, dtype: torch.dtype) -> Derived:
-    """Convert the tensor to a different data type. If `keeps_float32` is set, the data type is at
-    least float32.
+    """Convert the tensor to a different data type. If the tensor has `keeps_float32` set, the new
+    data type is at least as wide as float32.
 
     Raises:
         CheckpointError: If the tensor contains quantization codes, which cannot be cast.

@@ -1,4 +1,4 @@
-"""Summarize a checkpoint as JSON values. Tensor values are not read."""
+"""Summarize a checkpoint as JSON values. The values of tensors are not read."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def summary(source: Source) -> dict[str, Any]:
 
 
 def _settings(values: Mapping[str, Any]) -> Any:
-    """Return the settings of the model or of the run that a checkpoint contains. In a plain
-    checkpoint, `extra` contains the settings.
+    """Return the model or run settings that a checkpoint contains. In a plain checkpoint, `extra`
+    contains the settings.
     """
     extra = values.get("extra")
     candidates = [values.get(name) for name in ("settings", "model", "config")]
@@ -69,7 +69,7 @@ def _name(dtype: Any) -> str:
 
 def plain(value: Any) -> Any:
     """Convert settings to JSON values. Namespaces become mappings. Objects that cannot be
-    represented in JSON become strings.
+    represented in JSON are converted to strings.
     """
     if isinstance(value, argparse.Namespace):
         value = vars(value)

@@ -1,7 +1,8 @@
-"""Select the fused implementations that this machine uses, and state the reasons.
+"""Select the fused implementations that are used on this machine, and give the reason for each
+selection.
 
 apex (github.com/NVIDIA/apex) has kernels only for CUDA devices. A component of apex is used if
-there is a CUDA device and if the compiled extension of this component can be imported. Otherwise,
+there is a CUDA device and the compiled extension of the component can be imported. Otherwise,
 torch's implementation is used.
 """
 
@@ -44,7 +45,7 @@ class FusedPart:
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation that was selected for a purpose.
+    """The implementation that was selected for one purpose.
 
     Attributes:
         role: the purpose of the implementation.

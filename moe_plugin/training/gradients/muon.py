@@ -3,7 +3,7 @@
 Muon (Jordan and others 2024) replaces the momentum of a matrix by a nearly orthogonal matrix.
 `torch.optim.Muon` does not accept the parameters of experts, which are stacks of matrices. One
 parameter contains the matrices of many experts, and one tensor may contain both the gate and the up
-matrix of a gated expert. In addition, each rank may store only a part of each matrix.
+matrix of a gated expert. In addition, each rank may store only a shard of each matrix.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from moe_plugin.utils.messages import short
 def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
                   mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
                   **options: Any) -> None:
-    """Wrap routers in separate FSDP units if the dtype of their parameters is different from the
-    rest of the model.
+    """Wrap routers in separate FSDP units if their parameters have a different dtype than the rest
+    of the model.
 
     FSDP2 does not support parameters of different dtypes in the same unit. A router with
     `router.fp32` is also wrapped separately if `mp_policy` lowers the precision of the model,
     because such a router computes in the dtype of its own parameters. The parameters of a router
-    are small, so they stay gathered between forward and backward. Call this function before
-    creating the FSDP units around the routers.
+    are small, so they are not resharded between forward and backward. Call this function before
+    creating the FSDP units that contain the routers.
 
     Args:
         model: the model.
-        ignored_params: parameters of experts, which FSDP ignores.
+        ignored_params: parameters of experts, which FSDP must not shard.
         mp_policy: see `torch.distributed.fsdp.fully_shard`.
         options: additional keyword arguments of `torch.distributed.fsdp.fully_shard`.
     """

@@ -35,8 +35,8 @@ _LAYER = re.compile(r"((?:en|de)coder\.layers\.\d+\.)(.+)")
 
 
 def expert_of(name: str) -> tuple[str, int, str] | None:
-    """Split the name that the branch uses for an expert's parameter into three parts. If the name
-    does not belong to an expert, return None.
+    """Split the branch's name of an expert's parameter into three parts. If the name does not
+    belong to an expert, return None.
 
     Returns: the prefix (which ends with `moe_layer.`), the index of the expert, and the name of the
         parameter within the expert.
@@ -113,8 +113,8 @@ def to_branch(source: Source) -> View:
 
 
 def our_order(source: Source) -> list[str]:
-    """Return the parameter names of a branch checkpoint. Both the names and their order are those
-    of models with this package's layers.
+    """Return the parameter names of a branch checkpoint, as names of models with this package's
+    layers, in the order of such models.
     """
     table = _table(source.layers)
     return _ordered(dict.fromkeys(table.neutral_name(name) for _, name in source.entries),

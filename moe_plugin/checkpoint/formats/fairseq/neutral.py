@@ -1,7 +1,7 @@
 """Upcycling of fairseq's dense decoder language models.
 
-This module converts the tensors and settings of a dense model to framework-independent names. After
-upcycling, this module converts the Mixture of Experts to fairseq's names.
+This module converts the tensors and settings of a dense model to a framework-independent form.
+After upcycling, it converts the Mixture-of-Experts model back to fairseq's names.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ logger = logging.getLogger(__name__)
 
 
 def to_neutral(source: Source) -> Source:
-    """Return a view of the model tensors of a dense `fairseq` source, with framework-independent
-    names.
+    """Return a view of the model tensors of a dense `fairseq` source that uses
+    framework-independent names.
     """
     if source.layers:
         raise CheckpointError(f"{next(iter(source.layers))!r} already has experts; use a dense "
@@ -125,8 +125,8 @@ def to_neutral(source: Source) -> Source:
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view of an upcycled model. The tensors of this view have the names of fairseq models
-    with this package's layers.
+    """Return a view of an upcycled model with the tensor names of fairseq models with this
+    package's layers.
     """
     model = DecoderSettings.from_dict(source.values["model"])
     tensors = list(fairseq_tensors(source))
@@ -137,7 +137,7 @@ def from_neutral(source: Source) -> Source:
 
 
 def _state(source: Source) -> dict[str, Any]:
-    """Return all entries of the checkpoint file that are not tensors. These entries are the entries
+    """Return all entries of the checkpoint file that are not tensors. They consist of the entries
     of the dense model and the settings of the experts.
     """
     state = dict(source.values[STATE])

@@ -263,8 +263,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def moe_block_of(config: Mapping[str, Any]) -> Block | None:
-    """Return the description of the MoE block for a `config.json`, or None for dense models and
-    unknown families.
+    """Return the description of the MoE block for a `config.json`, or None if the model is dense or
+    its family is unknown.
     """
     family = _BY_TYPE.get(str(config.get("model_type")))
     return None if family is None else family.block
