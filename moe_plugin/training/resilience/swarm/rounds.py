@@ -4,8 +4,8 @@ leading trainer.
 Every trainer can process any micro-batch, because all trainers read the same data. The leading
 trainer (`Swarm`) assigns indices of micro-batches to its own threads and to the trainers that have
 joined (`JoinedTrainer`). Only the leading trainer decides which backward passes are counted. For
-each stage, the gradients of a micro-batch are counted exactly once, no matter which trainers
-processed the micro-batch and how often.
+each stage, the gradients of a micro-batch are counted exactly once, regardless of which trainers
+processed it and how often.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class SharedRound:
 
     Attributes:
         about: identifier of the round.
-        serial: serial number of the round. If a step is repeated, the number changes.
+        serial: serial number of the round. If a step is repeated, the repetition has a different
+            number.
         count: number of micro-batches in the round.
         changed: condition variable that is notified of every change of the round.
         found: results of the completed micro-batches, by the index of the micro-batch.
-        by: for each completed micro-batch, the trainer that processed it. For the leading trainer,
-            `by` contains an empty string.
+        by: for each completed micro-batch, the address of the trainer that processed it. The
+            leading trainer has an empty string as its address.
     """
 
     about: RoundId
@@ -70,7 +71,7 @@ class SharedRound:
             yield number
 
     def _own(self, timeout_s: float) -> bool:
-        """Return true if a micro-batch is left that the leading trainer can process."""
+        """Return true if there is a micro-batch left that the leading trainer can process."""
         silent = [number for number, trainer in self._with.items()
                   if time.monotonic() - self._seen[trainer] > timeout_s]
         for number in silent:
@@ -81,7 +82,7 @@ class SharedRound:
 
     @property
     def is_open(self) -> bool:
-        """True if micro-batches are left that can be assigned to joined trainers."""
+        """True if there are micro-batches left that can be assigned to joined trainers."""
         return bool(self._open) and not self.over
 
     def number_for(self, trainer: str) -> int | None:
@@ -101,7 +102,7 @@ class SharedRound:
         self._seen[trainer] = time.monotonic()
 
     def back(self, number: int) -> None:
-        """Assign a micro-batch to the leading trainer, because a joined trainer could not process
+        """Reassign a micro-batch to the leading trainer, because a joined trainer could not process
         it.
         """
         with self.changed:
@@ -127,7 +128,7 @@ class SharedRound:
 
     @property
     def over(self) -> bool:
-        """True if all micro-batches are completed, or if the round was ended."""
+        """True if all micro-batches are completed or the round has been ended."""
         return self._ended or len(self.found) == self.count
 
 
@@ -157,7 +158,7 @@ class SharedRounds:
         self._owed: set[str] = set()  # trainers that have not received the last result yet
 
     def begin(self, about: RoundId, count: int) -> SharedRound:
-        """Start a round with `count` micro-batches."""
+        """Start a round of `count` micro-batches."""
         with self._changed:
             self._serial += 1
             self._now = now = SharedRound(about, self._serial, count, self._changed)
@@ -170,7 +171,7 @@ class SharedRounds:
         Args:
             about: identifier of the round.
             result: result that is sent to all trainers, or None if the round will be repeated.
-            by: for each micro-batch, the trainer that processed it.
+            by: for each micro-batch, the address of the trainer that processed it.
         """
         with self._changed:
             self._now = None
@@ -208,9 +209,8 @@ class SharedRounds:
         return {}
 
     def _work(self, trainer: str, about: RoundId, count: int) -> Message:
-        """Return a micro-batch of a round, or the result of the round if the round is over. If
-        neither a micro-batch nor a result becomes available within a certain time, the answer
-        contains neither of them.
+        """Return a micro-batch of a round, or the result of the round if it is over. If neither
+        becomes available within a certain time, the answer contains neither.
         """
         about = (about[0], about[1], about[2])  # a list, if it was sent
 
