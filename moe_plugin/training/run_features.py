@@ -180,8 +180,8 @@ def make_run(settings: RunConfig, host: HostSeams) -> Run:
     """Create the run of a host framework, with the features that the settings enable. Collective.
 
     Raises:
-        ValueError: If the host framework does not support a feature, or if the settings of a
-            feature are not valid.
+        ValueError: If the host framework does not support a feature, or if a feature's settings are
+            not valid.
     """
     refuse_lacking(settings, host.host)
     made: list[RunFeature | None] = []

@@ -1,6 +1,6 @@
-"""All layouts that one layer can use with the parameters that it stores.
+"""All layouts that a layer can use with the parameters that it stores.
 
-Changing the layout neither moves parameters nor changes the output. With r = 0, all parameters are
+A change of layout neither moves parameters nor changes the output. With r = 0, all parameters are
 gathered, and tokens stay on their rank. With r >= 1, the row of a token is sent to r ranks for each
 chosen expert, and each of these ranks computes 1/r of the expert's inner width. See
 `records.Placement` and docs/adaptive.md.
@@ -41,11 +41,12 @@ from moe_plugin.tuning.standing import LayerReplicas
 class Layouts:
     """The layouts that one layer can use. Each layout is created when it is first requested.
 
-    All ranks must request the same layouts, because creating a layout may require communication.
+    All ranks must request the same layouts, because the creation of a layout may require
+    communication.
 
     Args:
         config: settings of the layer.
-        place: placement, which states which ranks store the layer's parameters.
+        place: placement that states which ranks store the layer's parameters.
         experts: experts of the layer.
 
     Attributes:
@@ -108,7 +109,8 @@ class Layouts:
         """Return the possible values of `LayoutChoice.send`. The configured value is first in the
         list.
 
-        With bounded rows, there is only one value, because used and unused slots are sent.
+        With bounded rows, there is only one value, because all slots are sent, whether they are
+        used or not.
         """
         named, comm = self.config.dispatch.send, self.place.comm
         if named != "auto" and comm.size > 1:
@@ -156,7 +158,7 @@ class Layouts:
                            None if configured else strategies.get(choice.kernel), **more)
 
     def _alone(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Create a layout without an all-to-all. If there are several ranks, this layout gathers
+        """Create a layout without an all-to-all. If there are several ranks, the layout gathers
         experts.
         """
         context = DispatchContext(
@@ -184,8 +186,8 @@ class Layouts:
                             first_shard=place.shard // shards * shards)
 
     def _sending(self, send: str) -> type[Dispatcher]:
-        """Return the class of the dispatcher. The value `nodes` requires several nodes with several
-        ranks each.
+        """Return the dispatcher class. The value `nodes` requires several nodes with several ranks
+        each.
         """
         if send == "rows":
             return self.dispatcher
@@ -268,7 +270,7 @@ class Layouts:
                              "parallel.spill='never'")
 
     def _spill_planner(self, policy: str) -> SpillPlanner:
-        """Return a planner that uses the loads of the current call or, for `standing`, the loads of
+        """Return a planner that uses the loads of the current call or, for `standing`, those of
         earlier steps.
         """
         comm, probe = self.place.comm, self.experts.anchor
