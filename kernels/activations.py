@@ -23,9 +23,7 @@ transformed = torch._C._are_functorch_transforms_active
 
 
 def refuse_vmap() -> None:
-    """Raise a `ValueError` if the caller runs under vmap or under a transform that is built on
-    vmap.
-    """
+    """Raise a `ValueError` if the caller runs under vmap or under a transform built on vmap."""
     if any(level.key() == torch._C._functorch.TransformType.Vmap
            for level in torch._C._functorch.get_interpreter_stack()):
         raise ValueError(

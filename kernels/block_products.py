@@ -179,8 +179,7 @@ BLOCK_PRODUCTS = {name: BlockProducts(name) for name in FORMATS}
 
 @dataclass(frozen=True)
 class ExactProducts:
-    """Matmuls over rows without rounding, with the same signatures as in `kernels.expert_matmul`.
-    """
+    """Matmuls over rows without rounding, with the signatures of `kernels.expert_matmul`."""
 
     plain: Callable[..., Tensor]
     back: Callable[..., Tensor]

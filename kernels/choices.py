@@ -1,6 +1,4 @@
-"""Operations that sort and count the experts chosen by the router, and that assign rows or slots to
-these choices.
-"""
+"""Sort and count the experts chosen by the router, and assign rows or slots to the choices."""
 
 from __future__ import annotations
 

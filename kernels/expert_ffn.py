@@ -377,9 +377,7 @@ def is_stepwise(strategy: Strategy) -> bool:
 
 
 def stepwise_strategy() -> Strategy:
-    """Return a strategy with dropout, clamp and offset: `grouped` if available, otherwise
-    `batched`.
-    """
+    """Return a strategy with dropout, clamp and offset: `grouped` or, if unavailable, `batched`."""
     return strategies.get("grouped" if _HAS_GROUPED else "batched")
 
 

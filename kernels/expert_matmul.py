@@ -27,9 +27,7 @@ from moe_plugin.kernels.registry import accumulate_dtype, op
 
 
 def rows_of(x: Tensor, token_R: Tensor | None) -> Tensor:
-    """Return the rows [R, .] that an operation reads, given x and `token_R` as described in this
-    module's docstring.
-    """
+    """Return the rows [R, .] that an operation reads; see `token_R` in the module's docstring."""
     if token_R is None:
         return x
     if x.shape[0] == 0:

@@ -202,9 +202,7 @@ class RowGroups:
 
     @cached_property
     def group_R(self) -> Tensor:
-        """The group to which each row belongs, int64 [R] on the device. Filler rows have the index
-        of the last group.
-        """
+        """The group of each row, int64 [R] on the device. Filler rows belong to the last group."""
         if isinstance(self.counts, DeviceCounts):
             row_R = torch.arange(self.total, device=self.device)
             group_R = torch.searchsorted(self.lengths_L.cumsum(0), row_R, right=True)

@@ -102,9 +102,7 @@ class RoundedProducts:
     def gated(self, x: Tensor, groups: RowGroups, w_LDF: Weight, b_LF: Tensor | None,
               v_LDF: Weight, v_bias_LF: Tensor | None, token_R: Tensor | None, activation: str,
               precision: str) -> tuple[Tensor, Tensor, Tensor]:
-        """The operation `expert_matmul_gated` with rounded operands. The rows are rounded only
-        once.
-        """
+        """The operation `expert_matmul_gated` with rounded operands. The rows are rounded once."""
         rows = self.rows(x, groups, token_R)
         h_RF = self._times(rows, groups, w_LDF, b_LF, token_R, x.dtype)
         gate_RF = self._times(rows, groups, v_LDF, v_bias_LF, token_R, x.dtype)
@@ -161,9 +159,7 @@ class RoundedWeights:
 
     def get(self, name: str, parameter: nn.Parameter, w_LIO: Tensor,
             products: RoundedProducts) -> RoundedWeight:
-        """Return the rounded weight of a parameter. w_LIO: the parameter, or the tensor to which it
-        was cast.
-        """
+        """Return the rounded weight of a parameter. w_LIO: the parameter, possibly cast."""
         rounded = self._made.get(name)
         if rounded is None or not rounded.still(parameter, w_LIO.dtype):
             # Always for backward, because the recomputation of a checkpoint reuses a weight that

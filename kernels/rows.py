@@ -33,8 +33,7 @@ _SUM = 0  # the mode "sum" of torch.embedding_bag
 @op
 def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None,
               complete: bool = False) -> Tensor:
-    """Gather tokens to rows: `rows[r] = weight(source r) * x[source r // K]`, or 0 for empty rows.
-    """
+    """Gather tokens to rows: `rows[r] = weight(source r) * x[source r // K]`, or 0 if empty."""
     if x_TD.shape[0] == 0 or source_R.numel() == 0:
         return x_TD.new_zeros(source_R.numel(), x_TD.shape[1])
     choice_R = source_R if complete else source_R.clamp(min=0)
@@ -177,9 +176,7 @@ def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> 
 
 def _dots_in_pieces(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
                     dtype: torch.dtype) -> Tensor:
-    """Compute `dot_rows` on a CPU for 16-bit operands. Only a few tokens are converted at a time;
-    see `widened`.
-    """
+    """Compute `dot_rows` on a CPU for 16-bit operands, a few tokens at a time; see `widened`."""
     (tokens, choices), width = position_TK.shape, rows_RD.shape[1]
     dots_TK = rows_RD.new_empty(tokens, choices, dtype=dtype)
     # Choices without a row read row 0; their results are set to 0 at the end.
@@ -300,9 +297,7 @@ def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
 
 
 def at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
-    """Return, for each row, the value of its choice, [R], in the dtype of the values, or 0 for an
-    empty row.
-    """
+    """Return, for each row, the value of its choice, [R] (dtype unchanged), or 0 if it is empty."""
     if values_TK.numel() == 0:
         return values_TK.new_zeros(source_R.numel())
     return values_TK.reshape(-1)[source_R.clamp(min=0)].masked_fill(source_R < 0, 0)

@@ -1,6 +1,4 @@
-"""Control over the tensors that autograd saves. Rows can be stored outside of autograd or
-recomputed.
-"""
+"""Control over the tensors that autograd saves: rows can be stored elsewhere or recomputed."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ class ScoreFunction:
         raise NotImplementedError
 
     def reference(self, logits_TE: Tensor) -> Tensor:
-        """Compute the scores with the simplest formula. The exactness tests compare `scores` with
-        this formula.
-        """
+        """Compute the scores with the simplest formula, as a reference for the exactness tests."""
         return self.scores(logits_TE)
 
     def slope_(self, pull: Tensor, scores: Tensor) -> Tensor:
@@ -96,9 +94,7 @@ class Softmax(ScoreFunction):
 
 @score_functions.register("sigmoid")
 class Sigmoid(ScoreFunction):
-    """The sigmoid, `1 / (1 + exp(-logit))`. The score of an expert does not depend on other
-    experts.
-    """
+    """The sigmoid, `1 / (1 + exp(-logit))`. The scores of different experts are independent."""
 
     kernels = frozenset({"torch", "triton"})
     elementwise = True

@@ -37,8 +37,7 @@ INSTALLED = find_spec("triton") is not None
 
 
 def why_not(*args: Any) -> str | None:
-    """Return the reason why Triton cannot be used for these arguments, or None if it can be used.
-    """
+    """Return the reason why Triton cannot be used for these arguments, or None if it can."""
     if torch.compiler.is_compiling():
         return "torch.compile fuses the torch reference"
     if not INSTALLED:
@@ -56,9 +55,7 @@ def why_not(*args: Any) -> str | None:
 
 @functools.cache
 def no_bfloat16(device: torch.device) -> str | None:
-    """Return the reason why this GPU does not support bfloat16, or None if bfloat16 is supported.
-    Cached per device.
-    """
+    """Return the reason why this GPU does not support bfloat16, or None. Cached per device."""
     return _below(device, (8, 0), "bfloat16")
 
 
@@ -76,9 +73,7 @@ def _below(device: torch.device, needed: tuple[int, int], what: str) -> str | No
 
 
 def route_why_not(*args: Any) -> str | None:
-    """Return the reason from `why_not`, or a message if the Triton kernel does not implement the
-    score function.
-    """
+    """Return the reason from `why_not`, or a message if the kernel lacks the score function."""
     reason = why_not(*args)
     if reason is not None:
         return reason
@@ -87,9 +82,7 @@ def route_why_not(*args: Any) -> str | None:
 
 
 def product_why_not(*args: Any) -> str | None:
-    """Return the reason from `why_not`, or the reason why the installed Triton cannot run matmuls
-    on this GPU.
-    """
+    """Return the reason from `why_not`, or why the installed Triton cannot run matmuls here."""
     reason, device = why_not(*args), _gpu(args)
     if reason is not None or device is None:
         return reason
@@ -155,18 +148,14 @@ def fp8_why_not(*args: Any) -> str | None:
 
 
 def fp8_product_why_not(*args: Any) -> str | None:
-    """Return the reason from `fp8_why_not`, or the reason why Triton cannot run matmuls on this
-    GPU.
-    """
+    """Return the reason from `fp8_why_not`, or why Triton cannot run matmuls on this GPU."""
     reason, device = fp8_why_not(*args), _gpu(args)
     return reason if reason is not None or device is None else no_products(device)
 
 
 @functools.cache
 def no_e4m3(device: torch.device) -> str | None:
-    """Return the reason why this GPU does not support float8 e4m3fn, or None if float8 e4m3fn is
-    supported. Cached per device.
-    """
+    """Return the reason why this GPU does not support float8 e4m3fn, or None. Cached per device."""
     if torch.version.hip is None:
         return _below(device, (8, 9), "e4m3")
     name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]

@@ -88,9 +88,7 @@ class GradSums:
         return self.calls > 1 and dtype.itemsize == 2
 
     def end(self, name: str) -> Tensor | None:
-        """Return the gradient that a call reports: the sum [L, I, O] for the last call, otherwise
-        None.
-        """
+        """Return the gradient that a call reports: the sum [L, I, O] for the last call, or None."""
         if not self.last(name):
             return None
         total = self._sums.pop(name)  # removed, because the graph may serve another pass
@@ -228,8 +226,7 @@ class MainGrad:
         add_products([main_grad[of] for of in experts], a_s, b_s, self.memory)
 
     def result(self) -> Tensor | None:
-        """Return a `placeholder_grad` for the last of the calls that share `sums`, otherwise None.
-        """
+        """Return a `placeholder_grad` for the last call that shares `sums`, otherwise None."""
         return placeholder_grad(self.parameter) if self.sums.last(self.name) else None
 
 

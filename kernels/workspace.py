@@ -99,9 +99,7 @@ class _Kept:
         return free
 
     def sweep(self) -> bool:
-        """Release storages that have been free since the last sweep. Return true if any storages
-        remain.
-        """
+        """Release storages that have been free since the last sweep. Return true if any remain."""
         unused = self.requests == self.swept
         self.swept = self.requests
         if unused:
@@ -148,8 +146,7 @@ class MemoryPool:
             self._kept = {}
 
     def kept_bytes(self) -> dict[str, int]:
-        """Return the number of bytes that are retained for each purpose, including memory in use.
-        """
+        """Return the number of bytes retained for each purpose, including memory in use."""
         sizes: dict[str, int] = {}
         with self._lock:
             for (purpose, _), kept in self._kept.items():
@@ -200,9 +197,7 @@ class Workspace:
         self._states: dict[type, Any] = {}
 
     def state(self, kind: type[T]) -> T:
-        """Return the module's state object of this type. On first use, the object is created
-        without arguments.
-        """
+        """Return the module's state object of this type, created without arguments on first use."""
         with self._lock:
             if kind not in self._states:
                 self._states[kind] = kind()
@@ -220,9 +215,7 @@ class Workspace:
         return self.pool.empty(purpose, shape, like)
 
     def clear(self) -> None:
-        """Discard all state objects, and release all free memory, including free memory of other
-        modules.
-        """
+        """Discard all state objects, and release the free memory of all modules."""
         self.pool.clear()
         with self._lock:
             self._states = {}

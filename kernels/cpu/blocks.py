@@ -206,9 +206,7 @@ class Padding:
     padded_R: Tensor
 
     def positions(self, position: Tensor) -> Tensor:
-        """Convert positions of unpadded rows to positions of padded rows (int64 of any shape; -1
-        means no row).
-        """
+        """Convert positions of unpadded rows (int64, -1 for no row) to positions of padded rows."""
         return self.padded_R[position]
 
 

@@ -180,9 +180,7 @@ class _Forward:
 
 
 class _Backward:
-    """The buffers and gradients of one backward pass, and the operations that are applied to each
-    block.
-    """
+    """The buffers and gradients of one backward pass, and the operations applied to each block."""
 
     def __init__(self, ctx: Any, grad_y: Tensor) -> None:
         self.call = call = ctx.call
@@ -329,9 +327,7 @@ class _Backward:
         return [None] * len(blocks) if x_R is None else by_block(blocks, x_R)
 
     def _read_grad(self) -> BlockRows | GatheredRows | WeightedRows:
-        """Return the gradient of the output rows. If `late` is true, this gradient is not
-        multiplied by the gates.
-        """
+        """Return the gradient of the output rows, not multiplied by the gates if `late` is true."""
         if self.scale_R is None or self.call.late:
             return self.call.gathered(self.grad_y, "gathered grad")
         return WeightedRows(self.call.blocks, self.grad_y, self.call.maps.token_R, self.scale_R)

@@ -84,9 +84,7 @@ class FFNCall:
     wanted: tuple[bool, ...]
 
     def make(self, purpose: str, width: int, like: Tensor, whole: bool = False) -> BlockRows:
-        """Allocate memory for the rows of all blocks if `whole` is true, otherwise for the largest
-        block.
-        """
+        """Allocate memory for all blocks if `whole` is true, otherwise for the largest block."""
         end = 0
         for block in self.blocks:
             end = max(end, block.reach + (block.rows.start if whole else 0))
@@ -95,17 +93,14 @@ class FFNCall:
         return BlockRows(self.blocks, memory, whole)
 
     def gathered(self, x: Tensor, purpose: str) -> BlockRows | GatheredRows:
-        """Return the gathered rows of the tokens x [T, W]. If `x` already contains rows [R, W],
-        return `x`.
-        """
+        """Return the gathered rows of tokens x [T, W], or x itself if it already contains rows."""
         if self.maps.token_R is None:
             return BlockRows(self.blocks, x, True)
         return GatheredRows(self.blocks, x, self.maps.token_R, self.make(purpose, x.shape[1], x))
 
 
 def by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
-    """For each block, return the slices of a tensor [L, ...] that contain the experts of each unit.
-    """
+    """For each block, return the slices of a tensor [L, ...] with the experts of each unit."""
     one_by_one = x_L.unbind(0)  # one operation, where indexing would take one per view
     parts: list[list[Tensor]] = []
     for block in blocks:

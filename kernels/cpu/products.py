@@ -176,9 +176,7 @@ class RowRule:
 
 
 def row_rule(like: Tensor, width: int, inner: int) -> RowRule:
-    """Return the rules for experts of these widths, for matmuls with the dtype and device of
-    `like`.
-    """
+    """Return the rules for experts of these widths, for matmuls with `like`'s dtype and device."""
     narrow = like.device.type == "cpu" and like.dtype in _NATIVE and not in_float32(like.dtype)
     return RowRule(narrow, width * inner + ELEMENT * (width + inner))
 
@@ -252,9 +250,7 @@ class SideBySide:
 
 @functools.cache
 def side_by_side() -> SideBySide | None:
-    """Return the compiled functions, or None; see `why_one_by_one`. The compiled functions are
-    loaded only once.
-    """
+    """Return the compiled functions, loaded only once, or None; see `why_one_by_one`."""
     library, gemm = build.library("products.c"), _gemm_of_torch()
     return None if isinstance(library, str) or gemm is None else SideBySide(library, gemm)
 

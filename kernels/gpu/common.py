@@ -1,6 +1,4 @@
-"""Functions shared by the Triton kernels: activations, tile sizes, and a check for Triton's
-interpreter.
-"""
+"""Functions shared by the Triton kernels: activations, tile sizes, a check for the interpreter."""
 
 from __future__ import annotations
 

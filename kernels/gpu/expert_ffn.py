@@ -83,9 +83,7 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
 
 
 def _traced(x: Tensor) -> bool:
-    """Return true if the call is only traced, that is, under torch.compile or with fake or meta
-    tensors.
-    """
+    """Return true if the call is only traced: under torch.compile, or with fake or meta tensors."""
     return torch.compiler.is_compiling() or x.is_meta or type(x) not in (Tensor, nn.Parameter)
 
 
@@ -333,8 +331,7 @@ class _Direct(torch.autograd.Function):
 
 
 class _Saved:
-    """A replacement for an autograd context. This object contains the tensors that `_Direct` saves.
-    """
+    """A replacement for an autograd context, with the tensors that `_Direct` saves."""
 
     call: _Call
     saved_tensors: tuple[Any, ...] = ()

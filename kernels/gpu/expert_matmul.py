@@ -97,9 +97,7 @@ class _Product:
         return weight_tiles(w, self.tiling.depth, self.tiling.columns)
 
     def rows(self, x: Tensor) -> Any:
-        """Return a TMA descriptor of the rows, or None if the rows must be gathered or the GPU has
-        no TMA.
-        """
+        """Return a TMA descriptor of the rows, or None for gathered rows or without TMA."""
         if not self.copies or self.token is not None:
             return None
         return row_tiles(x, (self.tiling.rows, self.tiling.depth))
@@ -233,9 +231,7 @@ def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups:
 def _weight_grads(x: Tensor, grads: Sequence[Tensor], groups: RowGroups, x_token_R: Tensor | None,
                   grad_token_R: Tensor | None, precision: str, outs: Sequence[Tensor],
                   add: bool) -> None:
-    """Compute one or two weight gradients for the same rows. The rows of each tile are loaded only
-    once.
-    """
+    """Compute one or two weight gradients for the same rows, and load each tile of rows once."""
     x, grads, chip = x.contiguous(), [g.contiguous() for g in grads], chip_of(x.device)
     pair, inner, outer = len(grads) > 1, x.shape[1], grads[0].shape[1]
     gathers = x_token_R is not None or grad_token_R is not None

@@ -28,8 +28,7 @@ except ImportError:  # before Triton 3.4
 
 
 def row_tiles(x_RI: Tensor, tile: Sequence[int]) -> Any:
-    """Return a TMA descriptor for rows [R, I] with tiles of shape `tile`, or None if unsupported.
-    """
+    """Return a TMA descriptor for rows [R, I] and tiles of shape `tile`, or None if unsupported."""
     return _made(x_RI, tile)
 
 
@@ -113,8 +112,7 @@ def load_rows(x, x_tiles, first, at, live, start, K: tl.constexpr, BK: tl.conste
 @triton.jit
 def load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
                  K: tl.constexpr, TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Load a tile [BK, BN] of one group's weights w [L, K, wide]. Elements outside of w are zero.
-    """
+    """Load a tile [BK, BN] of one group's weights w [L, K, wide], with zeros outside of w."""
     if w_tiles is None:
         k = start + tl.arange(0, BK)
         n = column + tl.arange(0, BN)

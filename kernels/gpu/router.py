@@ -32,9 +32,7 @@ def divisor(total, ADD: tl.constexpr, LEAST: tl.constexpr):
 @triton.jit
 def in_best_groups(left, e, experts, GROUPS: tl.constexpr, TAKE: tl.constexpr, BEST: tl.constexpr,
                    BT: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr):
-    """For each token, return the scores of the experts in its best groups, and -inf for all other
-    experts.
-    """
+    """Return each token's scores of the experts in its best groups, and -inf for other experts."""
     size = experts // GROUPS
     g = tl.arange(0, BG)
     scores = tl.full([BT, BG], -float("inf"), tl.float32)

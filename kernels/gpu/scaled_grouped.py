@@ -25,9 +25,7 @@ TILE_ROWS, TILE_COLUMNS = 128, 4
 
 @functools.cache
 def no_scaled_grouped_mm(device: torch.device) -> str | None:
-    """Return the reason why torch has no block-scaled grouped matmul on this device, or None if it
-    has such a matmul.
-    """
+    """Return the reason why torch lacks a block-scaled grouped matmul here, or None."""
     if device.type != "cuda":
         return "not on a GPU"
     if torch.version.hip is not None:
@@ -46,18 +44,14 @@ def no_scaled_grouped_mm(device: torch.device) -> str | None:
 
 def matmul_why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: Tensor | None,
                    token_R: Tensor | None, dtype: torch.dtype) -> str | None:
-    """Return the reason why torch's matmul cannot compute `expert_matmul_blocks`, or None if it
-    can.
-    """
+    """Return the reason why torch's matmul cannot compute `expert_matmul_blocks`, or None."""
     return no_scaled_grouped_mm(x_blocks.device) or _not_so(
         dtype, (x_blocks, w_blocks), w_blocks.width, w_blocks.codes.shape[1])
 
 
 def weight_grad_why_not(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
                         dtype: torch.dtype) -> str | None:
-    """Return the reason why torch's matmul cannot compute `expert_weight_grad_blocks`, or None if
-    it can.
-    """
+    """Return the reason why torch's matmul cannot compute `expert_weight_grad_blocks`, or None."""
     return no_scaled_grouped_mm(x_blocks.device) or _not_so(
         dtype, (x_blocks, grad_blocks), x_blocks.codes.shape[0], grad_blocks.codes.shape[0])
 

@@ -1,6 +1,4 @@
-"""Lazy tensors that are computed from other tensors of a checkpoint. Values are read only when they
-are needed.
-"""
+"""Lazy tensors that are computed from other tensors of a checkpoint when they are read."""
 
 from __future__ import annotations
 
@@ -114,8 +112,7 @@ def every(tensor: Derived, first: int, step: int, axis: int) -> Derived:
 
 
 def interleaved(parts: Sequence[Derived], axis: int) -> Derived:
-    """Interleave tensors of equal shape along an axis. The result has the key of the first tensor.
-    """
+    """Interleave tensors of equal shape along an axis. The result has the first tensor's key."""
     whole, count, before = joined(parts, axis), len(parts), (slice(None),) * axis
 
     def read(window: Window) -> Tensor:

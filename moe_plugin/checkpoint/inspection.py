@@ -13,8 +13,7 @@ _NUMBER = re.compile(r"^(local_experts\.)?\d+\.")
 
 
 def summary(source: Source) -> dict[str, Any]:
-    """Return the format, step, layout, files, fields, layers, tensors and settings of a checkpoint.
-    """
+    """Return a checkpoint's format, step, layout, files, fields, layers, tensors and settings."""
     return {
         "format": source.format, "step": source.values.get("step"),
         "layout": dict(source.describe()), "files": len(source.files()),

@@ -1,6 +1,4 @@
-"""Build the settings, names and weights of `MoELayer`s from the MoE layers of a
-framework-independent source.
-"""
+"""Build the settings, names and weights of `MoELayer`s from a framework-independent source."""
 
 from __future__ import annotations
 

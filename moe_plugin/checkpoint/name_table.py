@@ -46,9 +46,7 @@ Layers = Mapping[str, Mapping[str, Any]]
 
 
 def marked(derived: Iterable[Derived], layers: Layers) -> list[Derived]:
-    """Set `TensorEntry.keeps_float32` for the tensors that must stay in float32, and return all
-    tensors.
-    """
+    """Set `keeps_float32` for the tensors that must stay in float32, and return all tensors."""
     tensors = list(derived)
     widest = _bytes_of_experts(tensors, layers)
     return [replace(one, entry=replace(one.entry, keeps_float32=True))
@@ -71,9 +69,7 @@ def _keeps_float32(key: Key, entry: TensorEntry, layers: Layers, widest: Mapping
 
 
 def _bytes_of_experts(tensors: Iterable[Derived], layers: Layers) -> dict[str, int]:
-    """For each layer, return the size in bytes of the widest floating-point type in its experts'
-    tensors.
-    """
+    """For each layer, return the bytes per element of its experts' widest floating-point type."""
     widest: dict[str, int] = {}
     for tensor in tensors:
         (field, name), dtype = tensor.key, tensor.entry.dtype
@@ -171,9 +167,7 @@ class _Index:
             alike.append((re.compile(pattern), rule))
 
     def find(self, name: str) -> list[tuple[NameRule, dict[str, str]]]:
-        """Return all rules that match a name. Each rule is returned together with the values of its
-        placeholders.
-        """
+        """Return all rules that match a name, each with the values of its placeholders."""
         return [(rule, match.groupdict())
                 for pattern, rule in self._alike.get(_NUMBER.sub("0", name), ())
                 if (match := pattern.fullmatch(name))]

@@ -272,9 +272,7 @@ def zeros(like: Derived, name: str) -> Derived:
 
 
 def is_zero(source: Source, name: str) -> bool:
-    """Return true if a small tensor contains only zeros, both in the model and in the optimizer
-    state.
-    """
+    """Return true if a small tensor is all zeros, both in the model and in the optimizer state."""
     return not any(bool(source.read(key).any()) for key in source.entries if key[1] == name)
 
 

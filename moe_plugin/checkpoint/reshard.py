@@ -210,9 +210,7 @@ def window_of_rank(shape: Sequence[int], rank: int, local: int, shards: int, axi
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """Return the shape of a value. For numbers, scalar tensors and other objects without axes, the
-    shape is empty.
-    """
+    """Return the shape of a value, which is empty for objects without axes."""
     if isinstance(value, Derived):
         return value.entry.shape
     return tuple(value.shape) if isinstance(value, Tensor) else ()

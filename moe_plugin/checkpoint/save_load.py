@@ -289,9 +289,7 @@ def _check_layers(theirs: Mapping[str, Mapping[str, int]],
 
 
 def _of_wrappers(prefix: str, theirs: Collection[str]) -> str:
-    """Return advice for the case that only the checkpoint or only the model has a wrapper such as
-    DDP.
-    """
+    """Return advice for when only the checkpoint or only the model has a wrapper such as DDP."""
     for start, inner in (("module.", "model.module"), ("_orig_mod.", "model._orig_mod")):
         if prefix.startswith(start) and prefix.removeprefix(start) in theirs:
             return f"; the model is in a wrapper: pass {inner}"

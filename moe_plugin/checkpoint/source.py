@@ -40,9 +40,7 @@ UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueErro
 
 
 class CheckpointError(ValueError):
-    """Raised if a checkpoint is missing, damaged or unsuitable. The message names the file and
-    states a remedy.
-    """
+    """Raised if a checkpoint is unusable. The message names the file and states a remedy."""
 
 
 @contextmanager
@@ -98,9 +96,7 @@ class TensorEntry:
 
 
 def is_code(dtype: torch.dtype) -> bool:
-    """Return true if a data type represents quantization codes (one-byte floating-point types that
-    require scales).
-    """
+    """Return true for the data types of quantization codes: one-byte floats that require scales."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
@@ -134,9 +130,7 @@ def check_window(window: Window | None, shape: Sequence[int]) -> Window:
 
 
 def blocks(entry: TensorEntry, limit: int) -> Iterator[Window]:
-    """Yield windows that together cover a tensor, in memory order. Each window has at most `limit`
-    bytes.
-    """
+    """Yield windows of at most `limit` bytes that together cover a tensor, in memory order."""
     row, axis = entry.dtype.itemsize, len(entry.shape)
     while axis > 0 and row * entry.shape[axis - 1] <= limit:
         axis -= 1

@@ -105,9 +105,7 @@ def _stored_tensor(path: Path, tensor: Tensor, part: tuple[int, int],
 
 
 def _structure(load: Callable[..., Any]) -> Any:
-    """Call `load` and return its result, in which the tensors contain file positions instead of
-    values.
-    """
+    """Call `load` and return its result, with file positions instead of values in the tensors."""
     if TorchVersion(torch.__version__) >= "2.13":
         return load(map_location="meta")
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import

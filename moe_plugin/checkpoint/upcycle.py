@@ -146,8 +146,7 @@ def tell_left_out(source: Source) -> None:
 
 
 def _mlps(source: Source) -> dict[int, dict[str, Derived]]:
-    """Return the tensors of each layer's MLP, keyed by the layer index and the name within the MLP.
-    """
+    """Return the tensors of each layer's MLP, keyed by layer index and name within the MLP."""
     mlps: dict[int, dict[str, Derived]] = {}
     for key in source.entries:
         parts = key[1].split(".")
@@ -230,9 +229,7 @@ def _scaled(one: Derived, factor: float) -> Derived:
 
 
 def _router(like: Derived, plan: Upcycling, layer: int) -> Derived:
-    """Return router weights with one random row per copy. The row is repeated for all experts of
-    the copy.
-    """
+    """Return router weights with one random row per copy, repeated for all experts of the copy."""
     entry = TensorEntry((plan.experts, like.entry.shape[1]), like.entry.dtype)
 
     def read(window: Window) -> Tensor:

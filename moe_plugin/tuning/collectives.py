@@ -1,6 +1,4 @@
-"""Selection of the collectives that a group uses (`comm.collectives`), including the setting
-`auto`.
-"""
+"""Selection of the collectives that a group uses (`comm.collectives`), including `auto`."""
 
 from __future__ import annotations
 
@@ -179,9 +177,7 @@ class AutoCollectives(Collectives):
         return self._run(comm, "all_reduce", x, x.nbytes)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
-        """See `Collectives`. If the call is a trial, the reduction is already complete when this
-        method returns.
-        """
+        """See `Collectives`. In a trial, the reduction is already complete on return."""
         name, trial_of = self._turn(comm, "all_reduce", x, x.nbytes)
         if trial_of is None:
             return self._named(name).start_all_reduce(comm, x)
@@ -203,8 +199,7 @@ class AutoCollectives(Collectives):
         return min(self.predicted(comm, kind, size).values())
 
     def active(self, comm: Comm) -> str:
-        """Return the names of the implementations that have been chosen so far. See `Collectives`.
-        """
+        """Return the names of the implementations chosen so far. See `Collectives`."""
         predicted = set(Predictions.of(comm).known.values())
         tuner = Choices.of(comm).tuner
         measured = {entry.settled for entry in tuner.entries.values() if entry.known}
@@ -286,8 +281,7 @@ class Predictions:
 
 
 class Choices:
-    """The trials of the collectives in one group. The object is stored in the state of the group.
-    """
+    """The trials of the collectives in one group, stored in the state of the group."""
 
     def __init__(self, rules: TunerSettings = RULES) -> None:
         self.tuner: Tuner[tuple[str, int], str] = Tuner(

@@ -210,8 +210,7 @@ class ChoiceFiles:
                           self._folder) / "expert-compute"
 
     def get(self, key: Key) -> KeptDecision | None:
-        """Return the stored decision for a key, or None if the file is missing or cannot be read.
-        """
+        """Return the stored decision for a key, or None if the file is missing or unreadable."""
         try:
             loaded = _load(self._path(key))
         except (OSError, ValueError):

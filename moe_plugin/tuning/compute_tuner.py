@@ -164,8 +164,7 @@ def computed(name: str, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNPar
 
 
 def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> ComputeChoice:
-    """Return the name of the strategy that `auto` uses for these rows. Modules share measurements.
-    """
+    """Return the strategy that `auto` uses for these rows. Modules share measurements."""
     counts = rows.counts if isinstance(rows, RowPlan) else rows
     if torch.compiler.is_compiling():
         return ComputeChoice(_compiled(x, counts), "under torch.compile")

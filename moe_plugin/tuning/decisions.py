@@ -118,9 +118,7 @@ def listed_times(choices: Iterable[Hashable], seconds: Mapping[Any, float],
 
 
 def new_fields(saved: Any, choices: Iterable[Any]) -> dict[str, Any]:
-    """Return the fields that are missing in a saved choice and have a default, with their default
-    values.
-    """
+    """Return the fields that a saved choice lacks and that have defaults, with these defaults."""
     kind = next(iter(choices), None)
     if not is_dataclass(kind) or not isinstance(saved, Mapping):
         return {}

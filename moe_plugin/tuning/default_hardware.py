@@ -70,8 +70,7 @@ def default_cluster(comm: Comm, device: torch.device) -> Cluster:
 
 
 def default_device(config: MoEConfig, device: torch.device) -> Device:
-    """Return the device from the file that the settings specify, or a typical device of this type.
-    """
+    """Return the device from the file that the settings specify, or a typical device."""
     if config.tuner.device:
         return load_device(config.tuner.device)
     return _GPU if device.type == "cuda" else _CPU

@@ -108,9 +108,7 @@ class Tuner(Generic[Bucket, Choice]):
         return entry.known
 
     def latest(self, bucket: Bucket) -> TunerDecision:
-        """Return the latest decision for a bucket, which contains the current choice and the
-        reason.
-        """
+        """Return the latest decision for a bucket, including the current choice and the reason."""
         latest = self._entry(bucket).latest
         assert latest is not None  # every entry begins with a decision
         return latest
@@ -135,9 +133,7 @@ class Tuner(Generic[Bucket, Choice]):
         return contest is not None and contest.warm_ups > 0
 
     def record(self, bucket: Bucket, choice: Choice, seconds: float) -> None:
-        """Record the time of a call. All ranks must pass the same time. Infinity means that the
-        call failed.
-        """
+        """Record the time of a call, which must be equal on all ranks. Infinity means failure."""
         entry = self.entries.get(bucket)
         if entry is None:
             return
@@ -149,9 +145,7 @@ class Tuner(Generic[Bucket, Choice]):
             self._watch(bucket, entry, seconds)
 
     def repeat(self, bucket: Bucket, choice: Choice) -> None:
-        """Schedule a trial again, because its time is not meaningful. Call this method instead of
-        `record`.
-        """
+        """Repeat a trial whose time is not meaningful. Call this method instead of `record`."""
         entry = self.entries.get(bucket)
         if entry is not None and entry.contest is not None and entry.running:
             entry.contest.repeat(choice)
@@ -348,9 +342,7 @@ class Tuner(Generic[Bucket, Choice]):
         self._unread.append(entry.latest)
 
     def state(self) -> dict[str, Any]:
-        """Return the state as JSON values for a checkpoint. Buckets with few trials will be
-        explored again.
-        """
+        """Return the state as JSON values. Buckets with few trials will be explored again."""
         buckets = [{
             "bucket": plain(bucket), "settled": plain(entry.settled),
             "known": entry.known,

@@ -179,9 +179,7 @@ class LayoutTuner:
         self.due = True
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
-        """Return the decisions made since this method was last called. Rank 0 also logs these
-        decisions.
-        """
+        """Return the decisions made since the last call. Rank 0 also logs these decisions."""
         fresh = self.tuner.pop_decisions()
         for d in fresh if self.comm.rank == 0 else ():
             log.info("layout at call %d, load %s: %s %s (%s)", d.call, d.bucket, d.event,
@@ -189,9 +187,7 @@ class LayoutTuner:
         return fresh
 
     def agree(self, routing: Routing) -> Bucket:
-        """Return the bucket of the largest load on any rank, and pass the latest measured time to
-        the tuner.
-        """
+        """Return the bucket of the largest load on any rank, and give the tuner the latest time."""
         begun = time.perf_counter()
         load_E = expert_load(routing.ids_TK, self.config.num_experts)
         rows, hottest = (int(n) for n in torch.stack([load_E.sum(), load_E.max()]).tolist())
@@ -219,9 +215,7 @@ class LayoutTuner:
         return _nearest(size, self.bucket[0]), _nearest(imbalance, self.bucket[1])
 
     def _disturbances(self) -> int:
-        """Return the number of all-to-all trials so far. These trials disturb the measured times of
-        layouts.
-        """
+        """Return the number of all-to-all trials so far, which disturb the times of layouts."""
         tuned = self.comm.size > 1 and self.config.comm.all_to_all == "auto"
         return ExchangeTuner.of(self.comm).trials if tuned else 0
 
@@ -276,9 +270,7 @@ class LayoutTuner:
         return layer_shape(c, place, self.probe, tokens, skew, self.visits)
 
     def algorithms(self) -> list[str]:
-        """Return the all-to-all algorithms that are candidates, starting with the configured
-        algorithm.
-        """
+        """Return the candidate all-to-all algorithms, starting with the configured algorithm."""
         name = self.config.comm.all_to_all
         assert name is not None  # set with the placement
         if name == "auto" or self.comm.size == 1 or algorithms.get(name).lacks(self.comm):

@@ -132,9 +132,7 @@ class Layouts:
             axis for axis in axes if axis in OnceDispatcher.traits.piece_axes)
 
     def at(self, choice: LayoutChoice) -> LayerLayout:
-        """Return the layout for a choice. Raise `ValueError` if the layer does not support this
-        choice.
-        """
+        """Return the layout for a choice. Raise `ValueError` if the layer does not support it."""
         if choice not in self._made:
             self._made[choice] = self._make(choice)
         return self._made[choice]
@@ -158,9 +156,7 @@ class Layouts:
                            None if configured else strategies.get(choice.kernel), **more)
 
     def _alone(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Create a layout without an all-to-all. If there are several ranks, the layout gathers
-        experts.
-        """
+        """Create a layout without an all-to-all. With several ranks, the layout gathers experts."""
         context = DispatchContext(
             Placement(LocalComm(), place.experts, place.algorithm), configured=self.traits,
             counts_on_device=self.experts.supports_gather and takes_counts_of_device(choice.kernel))
@@ -168,9 +164,7 @@ class Layouts:
                             gather=place.comm if place.comm.size > 1 else None)
 
     def _exchanging(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Create a layout that exchanges rows. If rows may spill to other ranks, the layout also
-        borrows experts.
-        """
+        """Create a layout that exchanges rows and, if rows may spill, borrows experts."""
         place = dataclasses.replace(place, copies=choice.r)
         overlap = Overlap(choice.d, choice.d_backward, self.config.experts.shared_overlap,
                           choice.piece_axis)
@@ -186,9 +180,7 @@ class Layouts:
                             first_shard=place.shard // shards * shards)
 
     def _sending(self, send: str) -> type[Dispatcher]:
-        """Return the dispatcher class. The value `nodes` requires several nodes with several ranks
-        each.
-        """
+        """Return the dispatcher class. `nodes` requires several nodes with several ranks each."""
         if send == "rows":
             return self.dispatcher
         flat = send == "ranks" or self.place.comm.topology.why_flat()

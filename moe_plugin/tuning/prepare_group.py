@@ -66,9 +66,7 @@ def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
 
 
 def spans_nodes(comm: Comm) -> bool:
-    """Return true if a prepared group spans several nodes. Groups of simulated ranks never span
-    nodes.
-    """
+    """Return true if a prepared group spans several nodes. Simulated ranks never span nodes."""
     return comm.size > 1 and comm.separate and len(comm.topology.nodes) > 1
 
 

@@ -51,9 +51,7 @@ class LayerReplicas:
         self.standing = StandingReplicas(comm.size, costs, parallel.guests, parallel.replan)
 
     def __call__(self, counts_WV: Counts) -> SpillPlan | None:
-        """Return the plan for a call. During training, the load of the call is added to the
-        statistics.
-        """
+        """Return the plan for a call. In training, the call's load is added to the statistics."""
         if self._paused:
             return None
         if counts(self.experts.training):

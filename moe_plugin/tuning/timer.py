@@ -1,6 +1,4 @@
-"""Measure the times of the forward and backward passes of one layer call without waiting for the
-device.
-"""
+"""Measure the forward and backward times of a layer call without waiting for the device."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class Unavailable(Exception):
-    """Raised if the functions cannot be compiled or cannot run on this machine. The message states
-    the reason.
-    """
+    """Raised if the functions cannot be compiled or run on this machine, with the reason."""
 
 
 @functools.cache
@@ -76,9 +74,7 @@ def library(source: str, *defines: str) -> ctypes.CDLL | str:
 
 
 def why_not(source: str, *defines: str) -> str | None:
-    """Return the reason why the compiled functions of `library` are unavailable, or None if they
-    are available.
-    """
+    """Return the reason why the functions of `library` are unavailable, or None if available."""
     functions = library(source, *defines)
     return functions if isinstance(functions, str) else None
 

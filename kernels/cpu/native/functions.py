@@ -61,9 +61,7 @@ def readable(x: Tensor) -> bool:
 
 
 def address(x: Tensor | None) -> int | None:
-    """Return the address of the first element. For a missing tensor, return None, which ctypes
-    passes as NULL.
-    """
+    """Return the address of the first element, or None (which ctypes passes as NULL)."""
     return None if x is None else x.data_ptr()
 
 
@@ -171,9 +169,7 @@ class Scores:
         return scores_TE
 
     def grad_tokens(self, grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
-        """Compute `grad @ weight`. The output is bfloat16 [T, D]. It is summed in float32 and
-        rounded once.
-        """
+        """Compute `grad @ weight`, bfloat16 [T, D], summed in float32 and rounded once."""
         (tokens, experts), width = grad_TE.shape, weight_ED.shape[1]
         grad_TD = weight_ED.new_empty(tokens, width, dtype=torch.bfloat16)
         self._grad_tokens(tokens, width, experts, grad_TE.data_ptr(), weight_ED.data_ptr(),
@@ -211,17 +207,14 @@ def compiled_scores() -> Scores | None:
 
 @functools.cache
 def compiled_sums() -> Callable[..., None] | None:
-    """Return the compiled function that sums rows; see `sum_of_rows`. The function is created once.
-    """
+    """Return the compiled function for `sum_of_rows`, which is loaded only once."""
     library = build.library("rows.c")
     return None if isinstance(library, str) else function(
         library, "sum_rows", INT64, INT64, INT64, *[POINTER] * 3, INT)
 
 
 def why_not_sums() -> str | None:
-    """Return the reason why `compiled_sums` is unavailable on this machine, or None if it is
-    available.
-    """
+    """Return the reason why `compiled_sums` is unavailable, or None if it is available."""
     return build.why_not("rows.c")
 
 

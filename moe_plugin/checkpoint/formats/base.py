@@ -289,9 +289,7 @@ def _of_format(what: str, format: str) -> AbstractContextManager[None]:
 
 
 def check_pair(origin: str, to: str) -> None:
-    """Raise `CheckpointError` if a checkpoint of one format cannot be converted to the other
-    format.
-    """
+    """Raise `CheckpointError` if there is no conversion from one format to the other."""
     for name, other in ((origin, to), (to, origin)):
         known = formats.get(name).becomes
         if known and other not in (name, *known):

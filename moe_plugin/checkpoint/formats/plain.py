@@ -224,9 +224,7 @@ def from_neutral(source: Source) -> Source:
 
 @formats.register("plain")
 class PlainFormat(Format):
-    """Folders that `moe_plugin.checkpoint.save` writes, with one part for each expert-parallel
-    rank.
-    """
+    """Folders that `moe_plugin.checkpoint.save` writes, with one part per expert-parallel rank."""
 
     name = "plain"
     views_as, views_of = {NEUTRAL: to_neutral}, {NEUTRAL: from_neutral}

@@ -140,9 +140,7 @@ def _check_names(state: Mapping[Any, Any]) -> None:
 
 
 def _open_ranks(paths: Sequence[Path], trusted: bool) -> Source:
-    """Open the files of all ranks as a source. Each expert tensor of the source contains all
-    experts.
-    """
+    """Open the files of all ranks as a source whose expert tensors contain all experts."""
     states = [_open_file(path, trusted) for path in paths]
     prefixes = {name.removesuffix(COUNT): int(_number(value))
                 for name, value in states[0].items() if name.endswith(COUNT)}
@@ -188,16 +186,14 @@ def _number(value: Any) -> Any:
 
 
 def to_plain(source: Source) -> View:
-    """Return a view that converts Tutel's names to the names of a model with this package's layers.
-    """
+    """Return a view that converts Tutel's names to those of a model with this package's layers."""
     tensors = _table(source).neutral(map(source.tensor, source.entries), _keep_outside(
         source, "MoELayer has no counterpart for Tutel's tensor", NAMES))
     return View(source, tensors, format="plain", values={**source.values, "extra": {}})
 
 
 def from_plain(source: Source) -> View:
-    """Return a view that converts the names of a model with this package's layers to Tutel's names.
-    """
+    """Return a view that converts the names of this package's layers to Tutel's names."""
     if not source.layers:
         raise CheckpointError("the checkpoint has no MoELayer that could be converted to Tutel's "
                               "layer; choose another format with --to")
@@ -275,9 +271,7 @@ def _filled_up(one: Derived, width: int) -> Derived:
 
 @formats.register("tutel")
 class TutelFormat(Format):
-    """Checkpoints of Tutel: either one state dict per rank, or a single state dict that contains
-    all experts.
-    """
+    """Checkpoints of Tutel: one state dict per rank, or a single state dict with all experts."""
 
     name = "tutel"
     views_as, views_of = {"plain": to_plain}, {"plain": from_plain}

@@ -265,9 +265,7 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
 
 def sequence_oracle(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor, k: int, beta: float, *,
                     labels: str = "exact", by_sequence: bool = True) -> OracleLoss:
-    """Compute `confident_oracle_loss` for all tokens of a batch. Arguments: see
-    `sequence_oracle_loss`.
-    """
+    """Compute `confident_oracle_loss` for all tokens. Arguments: see `sequence_oracle_loss`."""
     batch, length = target_BT.shape
     group_N = torch.arange(batch, device=target_BT.device).repeat_interleave(length)
     return confident_oracle_loss(logits_BTMC.flatten(0, 1), target_BT.flatten(), k, beta,

@@ -111,8 +111,7 @@ def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor or `PartGradient`. Return any other tensor unchanged.
-    """
+    """Return this rank's shard of a DTensor or `PartGradient`, or any other tensor unchanged."""
     return tensor.to_local() if is_sharded(tensor) else plain(tensor)
 
 
@@ -125,9 +124,7 @@ def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _apex(name: str, group: list[Tensor]) -> Callable[..., Any] | None:
-    """Return apex's function for lists of these tensors, or None if apex does not support these
-    tensors.
-    """
+    """Return apex's function for lists of these tensors, or None if they are not supported."""
     first = group[0]
     if first.device.type not in APEX_DEVICES or first.dtype not in APEX_DTYPES or not all(
             tensor.layout == torch.strided and tensor.is_contiguous() for tensor in group):

@@ -79,9 +79,7 @@ def mark_gradient(parameter: Tensor) -> None:
 
 
 def plain(gradient: Tensor) -> Tensor:
-    """Return a gradient as a plain tensor. The norm of the plain tensor includes only this rank's
-    part.
-    """
+    """Return a gradient as a plain tensor, whose norm includes only this rank's part."""
     return gradient.as_subclass(Tensor) if isinstance(gradient, PartGradient) else gradient
 
 
@@ -109,8 +107,7 @@ def _apart(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _norm(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Compute `torch.linalg.vector_norm` of one gradient, including the parts on all other ranks.
-    """
+    """Compute `torch.linalg.vector_norm` of one gradient, including the parts on other ranks."""
     options = dict(zip(("x", "ord", "dim", "keepdim"), args, strict=False)) | dict(kwargs)
     norm, x = function(*args, **kwargs), options["x"]
     if not isinstance(x, PartGradient) or options.get("dim") is not None:

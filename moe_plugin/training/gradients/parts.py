@@ -50,9 +50,7 @@ class Part:
     stays: bool = False
 
     def take_gradient(self) -> None:
-        """Move the parameter's reduced gradient to `local`. If there is no gradient, `local`
-        receives zeros.
-        """
+        """Move the parameter's reduced gradient, or zeros if there is none, to `local`."""
         if self.local is self.parameter:
             return
         gradient = self.parameter.grad

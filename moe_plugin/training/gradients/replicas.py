@@ -109,9 +109,7 @@ class Bucket:
 
     @torch.no_grad()
     def start(self, comm: Comm) -> None:
-        """Start averaging the gradients over the ranks of `comm`. If a parameter has no gradient,
-        zeros are used.
-        """
+        """Start averaging the gradients over the ranks of `comm`. Missing gradients are zero."""
         flat_N = torch.cat([
             (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
             for p in self.parameters

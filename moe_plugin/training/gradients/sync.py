@@ -116,9 +116,7 @@ class PartedClip:
         return norm
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Multiply gradients in place by the factor that reduces the last computed norm to at most
-        `max_norm`.
-        """
+        """Multiply gradients in place so that the last computed norm is reduced to `max_norm`."""
         multi_tensor.scale_(gradients, self._factor)
 
 
@@ -306,9 +304,7 @@ def _refuse_tied_groups(by_group: Mapping[str, list[MoELayer]]) -> None:
 
 
 def mark_adapters(model: nn.Module) -> None:
-    """Call `mark_experts` for all layers again, because adapters may have been added after the
-    layers were built.
-    """
+    """Call `mark_experts` for all layers again, because adapters may have been added later."""
     for layer in layers_in(model):
         mark_experts(layer.experts)
 

@@ -145,9 +145,7 @@ class StreamedPeer:
         return result
 
     def stepped(self) -> None:
-        """Call this method after each step of the trainer. It averages the weights every `every`
-        steps.
-        """
+        """Call this after each step of the trainer. It averages the weights every `every` steps."""
         if self.trainer.steps % self.every == 0:
             self.average()
 
@@ -323,9 +321,7 @@ class _OuterState:
         self.held.put(flat_N)
 
     def read(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return a copy of the whole state, and views of the weights and of the momentum in this
-        copy.
-        """
+        """Return a copy of the state, and views of the weights and of the momentum in this copy."""
         flat_N = aligned_buffer(self.layout.nbytes, "cpu")
         self.held.read(flat_N)
         both = self.layout.views(flat_N)

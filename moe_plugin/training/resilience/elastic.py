@@ -239,9 +239,7 @@ class ModuleState:
         return [nn.Module.state_dict(model) for model in self.models]
 
     def load(self, given: Sequence[dict[str, Any]]) -> None:
-        """Load another replica's state, or raise a `ValueError` if that replica has different
-        models.
-        """
+        """Load another replica's state. Raise a `ValueError` if its models are different."""
         try:
             for model, state in zip(self.models, given, strict=True):
                 # torch's own method, because hosts override it to rename or ignore entries
@@ -312,8 +310,7 @@ class ReplicaSteps(RunFeature):
                                       place.timeout_s, place.done)
 
     def after_backward(self, gradients: StepGradients) -> None:
-        """Average the gradients. Collective. If a replica was lost, this method raises `LostStep`.
-        """
+        """Average the gradients. Collective. Raise `LostStep` if a replica was lost."""
         assert self.replica is not None
         tensors = [x for x in gradients.tensors() if x is not None]
         if gradients.bad:  # NaN makes all replicas skip this step

@@ -1,6 +1,4 @@
-"""Handle training steps and evaluations in which the rows do not fit into a buffer
-(`dispatch.name: bounded`).
-"""
+"""Handle steps and evaluations whose rows do not fit into a buffer (`dispatch.name: bounded`)."""
 
 from __future__ import annotations
 
@@ -130,16 +128,12 @@ class RowsCheck:
             limit.forget()
 
     def overflowed(self) -> bool:
-        """Return true if rows did not fit into a buffer on any rank; see
-        `dispatch.rows_limit.overflowed`.
-        """
+        """Return true if rows did not fit on any rank; see `dispatch.rows_limit.overflowed`."""
         return self.active and overflowed(self.limits, self.world)
 
 
 def limits_of(models: Iterable[nn.Module]) -> list[Limit]:
-    """Return the row limits of all layers in these models, including those of pages that several
-    layers share.
-    """
+    """Return the row limits of all layers, including those of pages that several layers share."""
     return _limits(layers_in(*models))
 
 
@@ -210,9 +204,7 @@ class StepStart:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def rewind(self) -> None:
-        """Restore the state and discard the statistics of the step, so that the step can be
-        repeated.
-        """
+        """Restore the state and discard the step's statistics, so that it can be repeated."""
         logger.info("rows of a step did not fit; the bound was raised, and the step is repeated")
         for forget in self._forget_statistics:
             forget()

@@ -63,9 +63,7 @@ class Stopping(RunFeature):
         return nullcontext()
 
     def line(self) -> str:
-        """Return one line that states at which step the run stopped and which checkpoint was saved
-        last.
-        """
+        """Return a line that states at which step the run stopped and the last saved checkpoint."""
         if self._step is None:
             return "stopped"
         at = f"stopped at step {self._step()}"

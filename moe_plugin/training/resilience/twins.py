@@ -259,9 +259,7 @@ class _Recorder:
         self._hooks.close()
 
     def gradients(self, loss: Tensor) -> None:
-        """Record the loss and the gradients of all parameters, without changing their attribute
-        `grad`.
-        """
+        """Record the loss and the gradients of all parameters, without changing their `grad`."""
         self.add("the loss", loss)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         grads = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)

@@ -75,8 +75,7 @@ def _find(path: Path) -> list[str]:
 
 
 def _open(paths: Sequence[str], trusted: bool) -> Source:
-    """Open the files of one checkpoint as a source. The tensors of the source contain all experts.
-    """
+    """Open the files of one checkpoint as a source whose tensors contain all experts."""
     shared, *ranks = (read_file(path, trusted) for path in paths)
     gates = {name: value.entry.shape[0] for name, value in shared[MODEL].items()
              if name.endswith("." + _GATE)}
@@ -307,9 +306,7 @@ def _one_group(groups: Sequence[State], count: int) -> list[dict[str, Any]]:
 
 
 def _with_our_entries(view: View) -> View:
-    """Add the non-tensor entries that fairseq checkpoints of models with this package's layers
-    contain.
-    """
+    """Add the non-tensor entries of fairseq checkpoints for models with this package's layers."""
     rest, trained = dict(view.values[_STATE]), _trained_in(columns_of(view))
     order = [name for name in our_order(view.origin) if name in trained]
     if _OPTIMIZER in rest and order:

@@ -61,8 +61,7 @@ def renumbered(name: str, index: int) -> str:
 
 
 def _table(prefixes: Iterable[str]) -> NameTable:
-    """Build the name table for MoE layers with these prefixes. Each prefix ends with `moe_layer.`.
-    """
+    """Build the name table for MoE layers with these prefixes, which end with `moe_layer.`."""
     rules: list[NameRule] = []
     for prefix in prefixes:
         rules.append(NameRule(f"{prefix}gate.wg.weight", (f"{prefix}moe.router.weight_ED",)))

@@ -77,9 +77,7 @@ def rank_files(filename: str, end: str = "") -> dict[int, str]:
 
 
 def is_crash_dump(filename: str) -> bool:
-    """Return true if the file is a dump that fairseq wrote after a failed step. Not every rank
-    writes a dump.
-    """
+    """Return true if the file is fairseq's dump of a failed step. Not every rank writes a dump."""
     return os.path.basename(filename).startswith("crash")
 
 
@@ -219,8 +217,7 @@ def load(file: Any, **options: Any) -> Any:
 
 
 def gather(value: Any, group: Any) -> list[Any]:
-    """Gather a value from all ranks of `group`. If `group` is None, return only this rank's value.
-    """
+    """Gather a value from all ranks of `group`. Without a group, return this rank's value."""
     return [value] if group is None else gather_objects(value, "checkpoints found", group)
 
 
@@ -230,8 +227,7 @@ def of_branch(state: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_branch(path: str, state: Mapping[str, Any]) -> None:
-    """Raise `ValueError` with instructions if the checkpoint was written by fairseq's `moe` branch.
-    """
+    """Raise `ValueError` with instructions if fairseq's `moe` branch wrote the checkpoint."""
     names = of_branch(state)
     if names and MANIFEST not in state:
         name = re.sub(r"-shared(?=\.pt$)", "", without_rank(path))

@@ -40,9 +40,7 @@ _EPS = 1e-5  # epsilon of fairseq's layer norms, which is not configurable
 
 
 def model_arguments(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model settings that a fairseq file contains, or an empty dict if the file contains
-    no settings.
-    """
+    """Return the model settings in a fairseq file, or an empty dict if there are none."""
     model = (state.get("cfg") or {}).get("model", state.get("args"))
     values = vars(model) if isinstance(model, Namespace) else dict(model or {})
     return {name: plain_value(value) for name, value in values.items()}
@@ -108,9 +106,7 @@ logger = logging.getLogger(__name__)
 
 
 def to_neutral(source: Source) -> Source:
-    """Return a view of the model tensors of a dense `fairseq` source that uses
-    framework-independent names.
-    """
+    """Return a view of a dense `fairseq` source's model that uses framework-independent names."""
     if source.layers:
         raise CheckpointError(f"{next(iter(source.layers))!r} already has experts; use a dense "
                               "model")

@@ -80,9 +80,7 @@ def from_neutral(source: Source) -> View:
 
 @formats.register("hf")
 class HuggingFaceFormat(Format):
-    """Folders with `config.json` and safetensors files that Hugging Face's `from_pretrained` can
-    load.
-    """
+    """Folders with `config.json` and safetensors files that `from_pretrained` can load."""
 
     name = "hf"
     views_as, views_of = {NEUTRAL: _whole_to_neutral}, {NEUTRAL: from_neutral}

@@ -197,8 +197,7 @@ def _names_in_module(name: str, others: tuple[str, ...]) -> list[str]:
 
 
 def _is_scale(name: str, weights: Mapping[str, str]) -> bool:
-    """Return true if a tensor's name suggests that it is a scale, but not one of the known scales.
-    """
+    """Return true if the name seems to belong to a scale, but not to one of the known scales."""
     module, _, own = name.rpartition(".")
     return own.endswith("scale_inv") or "scale" in own and f"{module}.weight" in weights
 
@@ -225,9 +224,7 @@ def _product(codes: Derived, scales: Derived, quantization: Mapping[str, Any],
 
 def _block(codes: Derived, scales: Derived,
            quantization: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the number of rows and columns that share a scale, or None if the whole tensor has a
-    single scale.
-    """
+    """Return how many rows and columns share a scale, or None for a single scale."""
     shape, grid = codes.entry.shape, scales.entry.shape
     given = quantization.get("weight_block_size", _BLOCK)
     if scales.entry.numel == 1:

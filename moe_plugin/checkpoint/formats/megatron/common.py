@@ -45,9 +45,7 @@ NATIVE_EXPERTS = "mlp.experts.experts."
 
 
 def by_layer(tensors: Mapping[str, Derived]) -> Iterator[Derived]:
-    """Yield the tensors of a checkpoint. Each key consists of a field and a name with the layer
-    index.
-    """
+    """Yield the tensors of a checkpoint. Keys consist of a field and a name with layer index."""
     for stored, tensor in tensors.items():
         field, name = split_field(stored)
         if is_stacked(name):
@@ -120,9 +118,7 @@ def object_name(key: str, offsets: Iterable[int] = (0,), shape: Iterable[int] = 
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return true if a folder is a distributed checkpoint of Megatron, or if it contains such
-    checkpoints.
-    """
+    """Return true if a folder is, or contains, a distributed checkpoint of Megatron."""
     if (path / LATEST).is_file():
         if (path / LATEST).stat().st_size > 16:
             return False

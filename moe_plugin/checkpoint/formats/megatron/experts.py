@@ -81,9 +81,7 @@ def _experts_first(source: Source, names: Sequence[str]) -> View:
 
 
 def _gated(source: Source, prefix: str) -> bool:
-    """Return true if the first matrix of the experts also contains the gates, so that its width is
-    doubled.
-    """
+    """Return true if the first matrix of the experts also contains the gates (double width)."""
     first, second = (source.entries.get((MODEL, f"{prefix}experts.experts.linear_{name}.weight"))
                      for name in ("fc1", "fc2"))
     if first is None or second is None:

@@ -166,9 +166,7 @@ class DistributedFiles:
         return tensor
 
     def _locate(self, name: str, what: str, offsets: Any = None) -> tuple[Path, Any]:
-        """Verify the file that contains a chunk or an object, and return the file and the position
-        in the file.
-        """
+        """Verify the file with a chunk or an object, and return the file and the position in it."""
         place = self._places.get(MetadataIndex(name, offsets))
         if place is None:
             raise CheckpointError(f"checkpoint {str(self.folder)!r}: no file contains {what}; use "

@@ -119,9 +119,7 @@ def write(source: Source, path: Path, layout: CheckpointSizes, progress: WritePr
 
 
 def _uniform(entries: Mapping[Key, TensorEntry]) -> bool:
-    """Return true if all layers have the same tensors, in which case Megatron stacks them along a
-    layer axis.
-    """
+    """Return true if all layers have the same tensors, so that Megatron stacks them."""
     kinds: dict[int, set[tuple[str, str, tuple[int, ...]]]] = {}
     for (field, name), entry in entries.items():
         rest, number = common.without_number(name)
@@ -174,8 +172,7 @@ def _objects(source: Source, kept: Mapping[str, Any], stacked: bool) -> dict[str
 
 def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: dict[str, bytes],
                    progress: WriteProgress) -> None:
-    """Write tensors and objects in the format of `torch.distributed.checkpoint.FileSystemWriter`.
-    """
+    """Write tensors and objects in the format of `torch.distributed`'s `FileSystemWriter`."""
     places: dict[MetadataIndex, _StorageInfo] = {}
     indexes: list[Path] = []
     for number, content in enumerate(_files(pieces, objects)):
@@ -214,9 +211,7 @@ def _files(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Iterator[list[
 
 def _write_file(path: Path, index: Path, content: Iterable[str | _Piece], source: Source,
                 objects: Mapping[str, bytes], progress: WriteProgress) -> None:
-    """Write a file, and an index file that contains the position of each object and chunk in the
-    file.
-    """
+    """Write a file, and an index file with the positions of the objects and chunks in it."""
     rows: list[tuple[Any, ...]] = []
     with open(path, "wb") as stream:
         for one in content:

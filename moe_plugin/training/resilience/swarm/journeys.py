@@ -1,6 +1,4 @@
-"""Send micro-batches through the stages of a swarm. This module also contains the trainers that
-join a swarm.
-"""
+"""Send micro-batches through the stages of a swarm. Also defines the trainers that join it."""
 
 from __future__ import annotations
 
@@ -97,8 +95,7 @@ class Driver:
         return Driven(loss, logged)
 
     def task(self, stage: int, step: int, number: int, what: str, values: Message) -> Message:
-        """Run a task on a peer of the stage, or on another peer if the first peer does not answer.
-        """
+        """Run a task on a peer of the stage, or on another peer if the first does not answer."""
         size = BACKWARD if what == "backward" else 1.0
         reasons: dict[Address, str] = {}
         rounds = 0

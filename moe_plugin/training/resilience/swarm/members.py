@@ -43,9 +43,7 @@ class SwarmMembers:
 
     @property
     def stages(self) -> list[list[Address]]:
-        """For each stage, the addresses of its peers. The order of the addresses is the same for
-        all trainers.
-        """
+        """For each stage, the addresses of its peers, in the same order for all trainers."""
         with self._changed:
             return [sorted(members) for members in self._of]
 
@@ -64,9 +62,7 @@ class SwarmMembers:
             return list(self._newcomers.values())
 
     def here(self, member: Member) -> None:
-        """Register a peer that has announced itself. A peer without a stage is registered as a new
-        peer.
-        """
+        """Register a peer that has announced itself. Without a stage, it is a new peer."""
         with self._changed:
             if member.address in self._newcomers or any(member.address in m for m in self._of):
                 return

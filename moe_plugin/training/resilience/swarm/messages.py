@@ -251,9 +251,7 @@ class Connections:
 
 def ask(address: Address, what: str, timeout_s: float, access: Access = OPEN, /,
         **values: Any) -> Message:
-    """Send a single request on a new connection, and return the answer. For the errors, see
-    `Connection.ask`.
-    """
+    """Send one request on a new connection, and return the answer; see `Connection.ask`."""
     connection = Connection.to(address, timeout_s, access)
     try:
         return connection.ask(what, **values)
@@ -351,9 +349,7 @@ def packed(x: Tensor, name: str) -> list[Tensor]:
 
 
 def unpacked(parts: list[Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    """Decode the tensors that `packed` has encoded. dtype: dtype of the decoded floating-point
-    tensors.
-    """
+    """Decode the output of `packed` to floating-point tensors of dtype `dtype`."""
     if len(parts) == 1:
         return parts[0].to(dtype) if parts[0].is_floating_point() else parts[0]
     return FORMATS[name].decode(*parts, dtype=dtype)

@@ -161,9 +161,7 @@ class StagePeer:
             task[1], unpacked(x, *self._wire), target), strict=True)))
 
     def _timed(self, work: Callable[[], Message]) -> Message:
-        """Run tasks one at a time. Add the waiting time and the working time, in seconds, to the
-        answer.
-        """
+        """Run tasks one at a time. Add the waiting and working times, in seconds, to the answer."""
         start = time.perf_counter()
         with self._compute:
             begun = time.perf_counter()

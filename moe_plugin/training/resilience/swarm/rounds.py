@@ -102,18 +102,14 @@ class SharedRound:
         self._seen[trainer] = time.monotonic()
 
     def back(self, number: int) -> None:
-        """Reassign a micro-batch to the leading trainer, because a joined trainer could not process
-        it.
-        """
+        """Reassign a micro-batch that a joined trainer could not process to the leading trainer."""
         with self.changed:
             if self._with.pop(number, None) is not None:
                 self._back.append(number)
             self.changed.notify_all()
 
     def done(self, number: int, driven: Driven, trainer: str = "") -> None:
-        """Record the result of a micro-batch. If a micro-batch already has a result, the new result
-        is ignored.
-        """
+        """Record the result of a micro-batch, unless it already has a result."""
         with self.changed:
             if number not in self.found:
                 self.found[number], self.by[number] = driven, trainer
@@ -183,9 +179,7 @@ class SharedRounds:
             self._changed.notify_all()
 
     def wait_until_known(self) -> None:
-        """Wait up to `timeout_s` until all trainers that processed micro-batches have received the
-        last result.
-        """
+        """Wait up to `timeout_s` until all participating trainers have received the last result."""
         with self._changed:
             self._changed.wait_for(lambda: not self._owed, self.timeout_s)
 

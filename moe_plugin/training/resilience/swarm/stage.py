@@ -77,9 +77,7 @@ Loss = Callable[[Tensor, Any], Any]  # returns a loss, or (loss, additional valu
 
 def make_stage(stages: Sequence[MakeStage], number: int, seed: int,
                device: torch.device = torch.device("cpu")) -> nn.Module:  # noqa: B008
-    """Create the module of a stage. With the same seed, the initial weights are the same in every
-    run.
-    """
+    """Create the module of a stage. The same seed gives the same initial weights."""
     with seeded(device, seed + number):
         return stages[number]().to(device).train()
 

@@ -162,8 +162,7 @@ class Swarm:
         self._evaluations = 0
 
     def evaluate(self, micro_batches: MicroBatches) -> SwarmStep:
-        """Compute the losses of micro-batches without training. The stages are in evaluation mode.
-        """
+        """Compute the losses of micro-batches without training, in evaluation mode."""
         self._result, self._evaluations = SwarmStep(), self._evaluations + 1
         self._place()
         with self._round(("evaluate", self.steps, self._evaluations), micro_batches):
@@ -172,8 +171,7 @@ class Swarm:
     @contextlib.contextmanager
     def _round(self, about: RoundId, micro_batches: MicroBatches
                ) -> Iterator[Callable[[int], object]]:
-        """Process all micro-batches with all trainers, and send the result to the other trainers.
-        """
+        """Process all micro-batches with all trainers, and send them the result."""
         now, result, done = self._rounds.begin(about, len(micro_batches)), self._result, False
 
         def again(number: int) -> Driven:
@@ -385,9 +383,7 @@ class Swarm:
 
 
 def _results(futures: list[Future]) -> list[Any]:
-    """Return the results of all futures. If a future fails, cancel all futures that have not
-    started.
-    """
+    """Return the results of all futures. If one fails, cancel those that have not started."""
     try:
         return [future.result() for future in futures]
     except BaseException:
