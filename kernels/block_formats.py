@@ -76,9 +76,7 @@ class Blocks:
         return replace(self, codes=codes, scales=scales)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Decode the tensor to values [..., N]. bfloat16, float32 and float64 represent the values
-        exactly.
-        """
+        """Decode the tensor to values [..., N], exactly in bfloat16, float32 and float64."""
         if self.tensor is None:
             codes, scales = self.codes.float(), power(self.scales)
         else:
@@ -181,9 +179,7 @@ def _of_squares(largest: Tensor, block: int) -> Tensor:
 
 
 def _blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x as float32 [..., B, block], a mask of its finite values, and the largest magnitude
-    per block.
-    """
+    """Return x as float32 [..., B, block], its finite mask, and the largest magnitude per block."""
     width = x.shape[-1]
     number = -(-width // block)
     x = x.float()

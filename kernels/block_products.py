@@ -98,9 +98,7 @@ class BlockWeight(RoundedWeight):
         self.blocks, self._transposed = blocks_LOI, transposed
 
     def transpose(self, first: int, second: int) -> BlockWeight:
-        """Return the transposed weight. The transpose is available only if the weight was created
-        with `backward=True`.
-        """
+        """Return the transposed weight. Requires `backward=True` when the weight was created."""
         if {first, second} != {1, 2} or self._transposed is None:
             raise ValueError(f"Axes {first} and {second} of a block-scaled weight cannot be "
                              "swapped. Only axes 1 and 2 can be swapped, and only if the weight "

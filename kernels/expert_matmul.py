@@ -157,8 +157,7 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
 def back_through_activation(u_RF: Tensor, h_RF: Tensor, gate_RF: Tensor | None,
                             scale_R: Tensor | None,
                             activation: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Compute the outputs of `expert_matmul_act_backward`, given the output u [R, F] of its matmul.
-    """
+    """Compute the outputs of `expert_matmul_act_backward` from its matmul's output u [R, F]."""
     act = ACTIVATIONS[activation]
     s_RF = u_RF if scale_R is None else (u_RF * scale_R[:, None]).to(u_RF.dtype)
     inner_RF = h_RF if gate_RF is None else gate_RF

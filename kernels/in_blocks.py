@@ -112,9 +112,7 @@ def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
 
 
 def in_pieces(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return an elementwise function that processes its input in pieces of `PIECE` elements. The
-    last piece is padded.
-    """
+    """Return an elementwise function that processes padded pieces of `PIECE` elements."""
     def pieces(x: Tensor) -> Tensor:
         filled = F.pad(x.flatten(), (0, -x.numel() % PIECE))
         if not x.numel():

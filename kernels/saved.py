@@ -110,9 +110,7 @@ class _Buffer:
         self._again: Callable[[], Tensor | None] = lambda: None
 
     def rows(self) -> Tensor:
-        """Return the rows [R, width]. While the returned tensor is referenced, every call returns
-        the same tensor.
-        """
+        """Return the rows [R, width]: the same tensor as long as it is referenced."""
         again = self._again()
         if again is None:
             with torch.no_grad():
@@ -148,9 +146,7 @@ class _Packer:
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Buffer]]] = {}
 
     def pack(self, saved: Tensor) -> Any:
-        """Return a `_View` if the tensor contains rows that are stored elsewhere, otherwise the
-        tensor itself.
-        """
+        """Return a `_View` for rows that are stored elsewhere, otherwise the tensor itself."""
         part = self._part(saved)
         if part is None:
             return saved
@@ -168,9 +164,7 @@ class _Packer:
                      int(saved.storage_offset()) - start)
 
     def _part(self, saved: Tensor) -> tuple[int, int] | None:
-        """If a tensor is a view of rows, return (first element, width) of the view. Otherwise
-        return None.
-        """
+        """If a tensor is a view of rows, return the view's (first element, width), else None."""
         storage = saved.untyped_storage()
         if not saved.is_floating_point() or storage._cdata in self.others or not saved.numel():
             return None

@@ -98,9 +98,7 @@ class GradSums:
         return total.grad_LIO.to(total.dtype)
 
     def so_far(self, name: str) -> Tensor | None:
-        """Return the accumulated gradient [L, I, O] of the weight `name`, or None if there is none
-        yet.
-        """
+        """Return the sum of the gradients [L, I, O] of the weight `name` so far, or None."""
         self._forget_aborted()
         return self._sums[name].grad_LIO if name in self._sums else None
 

@@ -258,9 +258,7 @@ class _Backward:
         return {name: g.result() for name, g in self.grads.items()}
 
     def run(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, of the gates and of all parameters. Gradients that are not
-        needed are None.
-        """
+        """Return the gradients of x, of the gates and of all parameters. Unneeded ones are None."""
         for block in range(len(self.call.blocks)):
             self._block(block)
         if self.call.later is not None:
@@ -342,8 +340,7 @@ class _Backward:
                                          self.columns[name][block], grads)
 
     def _input_side(self, block: int, rows: bool = True) -> None:
-        """Compute the weight and bias gradients of the first matmuls, and the gradient of the rows.
-        """
+        """Compute the weight and bias gradients of the first matmuls, and the rows' gradient."""
         grads = {W_IN: self.activation_grad} if self.up is None else {
             W_IN: self.up_grad, W_GATE: self.activation_grad}
         if self.input is not None:

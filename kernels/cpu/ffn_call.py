@@ -114,9 +114,7 @@ def by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
 
 
 class Linear:
-    """The operation `x @ w + b` for each expert. The views for all experts are created in a single
-    operation.
-    """
+    """The operation `x @ w + b` for each expert. A single operation creates all experts' views."""
 
     def __init__(self, call: FFNCall, w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
         self.w = by_unit(w_LIO, call.blocks)

@@ -256,9 +256,7 @@ def side_by_side() -> SideBySide | None:
 
 
 def _gemm_of_torch() -> int | None:
-    """Return the address of the function sgemm in the MKL library that torch uses, or None if torch
-    uses another library.
-    """
+    """Return the address of sgemm in the MKL library that torch uses, or None without MKL."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         gemm: Any = ctypes.CDLL(str(path)).sgemm_ if torch.backends.mkl.is_available() else None

@@ -115,9 +115,7 @@ class _Product:
 
     @property
     def table(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The group and the first row of each row tile, and the number of tiles, as tensors on the
-        device.
-        """
+        """On the device: the group and first row of each row tile, and the number of tiles."""
         return self.groups.tiles(self.tiling.rows)
 
     @property

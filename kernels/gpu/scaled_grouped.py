@@ -147,9 +147,7 @@ def _tiled_rows(scales_RB: Tensor, groups: RowGroups) -> Tensor:
 
 
 def _tiled_columns(scales_MB: Tensor, block: int, groups: RowGroups) -> Tensor:
-    """Return the scales [M', B'] in tiles, one group after another. Each group of columns starts at
-    a tile boundary.
-    """
+    """Return the scales [M', B'] in tiles. Each group of columns starts at a tile boundary."""
     columns, device = scales_MB.shape[1], scales_MB.device
     # Columns after the last group are treated as an additional group.
     blocks_G = _with_rest(torch.div(groups.lengths_L, block, rounding_mode="floor"), columns)

@@ -107,9 +107,7 @@ class Conversion:
         return True
 
     def _plan(self) -> dict[str, Any]:
-        """Return the values that identify a conversion: the files of the source, the format and the
-        layout.
-        """
+        """Return the values that identify a conversion: source files, format and layout."""
         files = {str(path.absolute()): [path.stat().st_size, path.stat().st_mtime_ns]
                  for path in self.source.files()}
         layout = {name: str(value) for name, value in asdict(self.layout).items()

@@ -133,9 +133,7 @@ class FileWorkers:
             raise
 
     def check(self) -> None:
-        """Raise `Stopped` if the files are no longer needed, because a worker or the caller has
-        failed.
-        """
+        """Raise `Stopped` if a worker or the caller has failed, so the files are not needed."""
         if self.stopping.is_set():
             raise Stopped
 

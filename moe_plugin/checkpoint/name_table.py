@@ -134,9 +134,7 @@ class NameRule:
         return [self._swapped(_joined(pieces, self.axis)) for pieces in pieces_by_tensor]
 
     def join(self, parts: Iterable[Derived]) -> Derived:
-        """Join framework-independent tensors into a tensor of the format. This is the inverse of
-        `split`.
-        """
+        """Join framework-independent tensors into a tensor of the format; inverse of `split`."""
         if self.row:
             return stacked(list(parts))
         if self.in_turn:

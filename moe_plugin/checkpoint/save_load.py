@@ -118,9 +118,7 @@ def _group_of(model: nn.Module) -> Comm:
 
 
 def _refuse_adapters(model: nn.Module, comm: Comm) -> None:
-    """Raise `ValueError` if experts with adapters are divided among several ranks, because they
-    cannot be joined.
-    """
+    """Raise `ValueError` if experts with adapters, which cannot be joined, are on several ranks."""
     from moe_plugin.layer import named_layers_in
 
     for name, layer in named_layers_in(model).items():

@@ -60,9 +60,7 @@ def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
 
 
 def refuse_damaged(paths: Iterable[Path]) -> None:
-    """Raise `CheckpointError` if a file does not match its checksum. Files without a checksum are
-    skipped.
-    """
+    """Raise `CheckpointError` if a file does not match its checksum, unless it has none."""
     for path in filter(Path.is_file, paths):
         with refused_if_unreadable(f"checkpoint file {str(path)!r} is damaged",
                                    "use another checkpoint"):
@@ -219,9 +217,7 @@ class Source(ABC):
         return {}
 
     def files(self) -> Sequence[Path]:
-        """Return the files that contain tensors. A conversion verifies all of these files that have
-        checksums.
-        """
+        """Return the files with tensors. A conversion verifies those that have checksums."""
         return ()
 
     def unsealed(self) -> Sequence[Path]:

@@ -339,9 +339,7 @@ def _bytes_of(tensor: Derived, window: Window) -> memoryview:
 
 
 def _sum_existing(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, int]:
-    """Include the existing bytes between tensors in the checksum, and return the new position and
-    the new checksum.
-    """
+    """Add the existing bytes between tensors to the checksum. Return the new position and sum."""
     while at < until:
         file.seek(at)
         data = file.read(min(until - at, BLOCK))

@@ -182,9 +182,7 @@ class Unpickler(pickle.Unpickler):
         self._allowed, self._what = frozenset(allowed), what
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed class, or a data type of torch. Raise `UntrustedFile` for all other
-        names.
-        """
+        """Return an allowed class or a data type of torch, or raise `UntrustedFile`."""
         if f"{module}.{name}" in self._allowed:
             return super().find_class(module, name)
         if module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype):

@@ -107,9 +107,7 @@ class MeasuredChoices:
         return ComputeChoice(entry.settled, entry.latest.why)
 
     def _measure(self, key: Key, start: Callable[[int], Runs], device: torch.device) -> None:
-        """If a round is due, run the trials of all warm-up rounds, and then the trials of this
-        round.
-        """
+        """If a round is due, run all trials of warm-up rounds and then those of this round."""
         begun, calls, runs = self.clock(), self._calls.pop(key), dict[int, Runs]()
         while True:
             name, calls = self.tuner.choose(key, calls), 0
@@ -265,9 +263,7 @@ class ChoiceFiles:
 
 
 def _load(path: Path) -> tuple[str, KeptDecision] | None:
-    """Return the key and the decision of a file, or None if the file is missing, outdated or
-    unreadable.
-    """
+    """Return the key and decision of a file, or None if it is missing, outdated or unreadable."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record.get("version") != FILE_VERSION:  # earlier versions lack the spread

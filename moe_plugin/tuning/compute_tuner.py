@@ -80,9 +80,7 @@ class ComputeLoad:
 
     @property
     def bucket(self) -> int:
-        """The base-2 logarithm of the number of rows per expert, rounded. All loads in the same
-        bucket share a choice.
-        """
+        """The rounded base-2 logarithm of the rows per expert. A bucket's loads share a choice."""
         return round(math.log2(max(1.0, self.rows_each)))
 
     @property

@@ -194,9 +194,7 @@ class Tuner(Generic[Bucket, Choice]):
                 for c, seconds in predicted.items()}
 
     def _affords(self, entry: Trials[Choice], trials: int) -> bool:
-        """Return true if the limit on trials allows this number of trials. The first round is
-        always allowed.
-        """
+        """Return true if the limit allows this many trials. The first round is always allowed."""
         rules, spent = self.settings, entry if self.settings.each else self
         left = max(rules.allowance, rules.budget * spent.calls) - spent.explored
         return left >= trials or (left > 0 and not spent.explored)
@@ -244,9 +242,7 @@ class Tuner(Generic[Bucket, Choice]):
         return tried + [c for c in self.always() if c in expected and c not in tried]
 
     def _contest(self, entry: Trials[Choice], tried: Sequence[Choice]) -> Contest[Choice]:
-        """Create a new comparison of candidates. Candidates that were much slower in earlier
-        comparisons are excluded.
-        """
+        """Create a comparison of candidates, without those that were much slower before."""
         cold = () if self.settings.contest.warm_up else set(tried) - self._used
         contest = Contest(tried, entry.settled, self.settings.contest, cold)
         before = entry.contest

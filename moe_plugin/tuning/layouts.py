@@ -120,9 +120,7 @@ class Layouts:
         return ["rows", "ranks", *["nodes"] * (comm.topology.why_flat() is None)]
 
     def visited_copies(self) -> list[int]:
-        """Return the values of r for which the tuner counts the ranks and nodes that tokens are
-        sent to.
-        """
+        """Return the values of r for which the tuner counts visited ranks and nodes."""
         return [r for r in self.legal() if r] if len(self.sends()) > 1 else []
 
     def piece_axes(self, send: str) -> tuple[str, ...]:
@@ -262,9 +260,7 @@ class Layouts:
                              "parallel.spill='never'")
 
     def _spill_planner(self, policy: str) -> SpillPlanner:
-        """Return a planner that uses the loads of the current call or, for `standing`, those of
-        earlier steps.
-        """
+        """Return a planner that uses this call's loads or, for `standing`, those of past steps."""
         comm, probe = self.place.comm, self.experts.anchor
         assert probe is not None
         shape = layer_shape(self.config, self.place, probe, tokens=1)

@@ -273,9 +273,7 @@ class PrefillPieces:
         return chosen, kept if sizes is None else _with_sizes(kept, sizes, chosen.dispatcher)
 
     def choice(self, layout: LayoutChoice, tokens: int) -> LayoutChoice:
-        """Return the layout with the best number of pieces if the rank with the most tokens has
-        `tokens` tokens.
-        """
+        """Return the layout with the best number of pieces for at most `tokens` tokens per rank."""
         if not layout.exchanges or self.comm.size == 1 or layout.spill != "never":
             return layout
         load = max(1, tokens).bit_length()  # calls of one power of two share a choice

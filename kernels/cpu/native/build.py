@@ -175,9 +175,7 @@ def run_compiler(command: list[str]) -> None:
 
 
 def _folder() -> Path:
-    """Return the folder in which compiled code is stored. Other users must not have write
-    permission for this folder.
-    """
+    """Return the folder for compiled code, to which other users must not have write permission."""
     try:
         folder = cache_home() / "native"
     except RuntimeError as error:  # the user has no home directory

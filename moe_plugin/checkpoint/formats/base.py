@@ -89,9 +89,7 @@ class WriteProgress:
     """
 
     def keeps(self, name: str) -> bool:
-        """Return true if an interrupted conversion completed this file and the file has not changed
-        since then.
-        """
+        """Return true if an interrupted conversion wrote this file and it is unchanged."""
         return False
 
     def advance(self, nbytes: int) -> None:
@@ -191,9 +189,7 @@ class Format(ABC):
                               "--to")
 
     def nbytes(self, source: Source, layout: CheckpointSizes) -> int:
-        """Estimate the total size in bytes of the tensors that `write` writes. A progress bar uses
-        this estimate.
-        """
+        """Estimate the total size in bytes of the tensors to write, for a progress bar."""
         return sum(entry.nbytes for entry in source.entries.values())
 
     def check(self, layout: CheckpointSizes) -> None:

@@ -68,9 +68,7 @@ class SquaredNorm:
 
     @torch.no_grad()
     def total(self, device: torch.device) -> Tensor:
-        """Return the sum of the squares of all added tensors as a 0-dim float64 tensor on `device`;
-        see `squared_norm`.
-        """
+        """Return the sum of squares so far, 0-dim float64 on `device`; see `squared_norm`."""
         alike: dict[int, dict[tuple[torch.device, torch.dtype], list[Tensor]]] = {}
         for index in sorted(self._parts):
             for count, kind, norms_N in self._parts[index]:
@@ -83,9 +81,7 @@ class SquaredNorm:
 
 
 def _norms(group: list[Tensor]) -> Tensor:
-    """Return the norms [n] of tensors that share a device and a dtype, or one norm [1] of all of
-    them together.
-    """
+    """Return the norms [n] of tensors with one device and dtype, or one norm [1] of all of them."""
     if (norm_op := _apex(fused.L2_NORM, group)) is not None:
         return norm_op([group], False)[0].reshape(-1)
     precision = torch.promote_types(group[0].dtype, torch.float32)

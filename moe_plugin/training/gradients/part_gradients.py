@@ -187,9 +187,7 @@ class PartNorm(Tensor):
 
 
 def _over_ranks(values: Sequence[Any]) -> list[Any]:
-    """Replace each `PartNorm` by the norm of the whole gradient. One collective is needed for each
-    group and order.
-    """
+    """Replace each `PartNorm` by the full norm, with one collective per group and order."""
     known = [value.full_tensor() if is_sharded(value) else value for value in values]
     alike: dict[tuple[str, float], list[int]] = {}
     for number, value in enumerate(values):

@@ -62,9 +62,7 @@ class Part:
             self.local.grad = torch.zeros_like(self.local)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor that has the shape of the parameter. The part is a
-        view if possible.
-        """
+        """Return this rank's part of a tensor shaped like the parameter, as a view if possible."""
         if self.comm is None:
             return whole
         return piece(whole.reshape(self.shape), self.comm)
@@ -83,9 +81,7 @@ class Part:
 
 
 def piece(whole: Tensor, comm: Comm) -> Tensor:
-    """Return this rank's slice of a tensor along the first axis. The slices of the last ranks may
-    be shorter or empty.
-    """
+    """Return this rank's slice along the first axis. The last slices may be shorter or empty."""
     rows = -(-whole.shape[0] // comm.size)
     first = min(comm.rank * rows, whole.shape[0])
     return whole[first:min(first + rows, whole.shape[0])]

@@ -125,9 +125,7 @@ def _is_part(parameter: nn.Parameter) -> bool:
 
 
 def _copies(parameter: nn.Parameter) -> int:
-    """Return the number of ranks that store the same part of a parameter, and therefore contribute
-    it to the norm.
-    """
+    """Return the number of ranks that store the same part of a parameter and add it to the norm."""
     if not is_sharded(parameter):
         return replicas_of(parameter)
     mesh, copies = parameter.device_mesh, 1

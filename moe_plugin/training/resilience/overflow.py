@@ -109,9 +109,7 @@ class RowsCheck:
 
     @classmethod
     def of(cls, model: nn.Module, world: Comm) -> RowsCheck:
-        """Create a check for the current layers of a model. All ranks must take part in the first
-        call for a group.
-        """
+        """Create a check for a model. All ranks must take part in the first call for a group."""
         known = world.state.get(_AskedBefore).models
         check = cls([model], world, known.get(model))
         known[model] = check.active, check.repeats

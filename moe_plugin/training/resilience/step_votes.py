@@ -193,9 +193,7 @@ class StepVotes(RunFeature):
         return self._restart
 
     def begin_file(self) -> None:
-        """Start the next file of this rank. At this time, the gradients must be zero or belong to
-        the previous file.
-        """
+        """Start the rank's next file. The gradients must be zero or those of the previous file."""
         if self._began is None:
             self._began = self.start([])  # at this point the host has set the seed of this step
         else:

@@ -120,9 +120,7 @@ class TwinCheck(RunFeature):
         return step % self.every == 0
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:
-        """Run the check before the step, if a check is due. If results differ, raise a
-        `WrongResultError` on all ranks.
-        """
+        """Run a check if it is due. If results differ, all ranks raise `WrongResultError`."""
         assert step.batch is not None and step.loss_of is not None
         if self.due(step.number):
             with self.kept():
@@ -220,9 +218,7 @@ def _first_difference(sums: Sequence[Sequence[Any]],
 
 @contextmanager
 def deterministic_layers(layers: Sequence[MoELayer]) -> Iterator[None]:
-    """Use fixed layouts and kernels in these layers, so that the results of twins are bitwise
-    equal.
-    """
+    """Use fixed layouts and kernels in these layers, so that twins' results are bitwise equal."""
     before = torch.are_deterministic_algorithms_enabled()
     only = torch.is_deterministic_algorithms_warn_only_enabled()
     with ExitStack() as stack:

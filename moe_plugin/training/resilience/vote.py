@@ -177,9 +177,7 @@ class Ballots:
         return torch.cat(parts)
 
     def summed(self, part_LN: Tensor) -> Tensor:
-        """Sum the answers over the ranks of `sharing`, each of which has computed a part of them.
-        Collective.
-        """
+        """Sum the partial answers of the ranks of `sharing`. Collective."""
         return self.sharing.all_reduce(part_LN.contiguous())
 
     def most_say(self, mine: bool) -> bool:
@@ -215,9 +213,7 @@ class Ballots:
 
 
 def shared_first(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], int]:
-    """Return the trainable parameters with the experts last, and the number of elements that do not
-    belong to experts.
-    """
+    """Return the trainable parameters, experts last, and the number of non-expert elements."""
     train = sorted((p for p in parameters if p.requires_grad), key=is_expert)
     return train, sum(p.numel() for p in train if not is_expert(p))
 

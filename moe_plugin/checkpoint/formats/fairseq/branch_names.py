@@ -71,9 +71,7 @@ def _table(prefixes: Iterable[str]) -> NameTable:
 
 
 def to_ours(source: Source) -> View:
-    """Return a view that converts the branch's names to the names of models with this package's
-    layers.
-    """
+    """Return a view that converts the branch's names to those of this package's fairseq models."""
     names, experts = _table(source.layers), _experts(source)
     tensors = names.neutral(map(source.tensor, source.entries), lambda one: one, experts)
     columns = source.values.get(COLUMNS, {})
@@ -90,9 +88,7 @@ def _experts(source: Source) -> int:
 
 
 def to_branch(source: Source) -> View:
-    """Return a view that converts the names of fairseq models with this package's layers to the
-    branch's names.
-    """
+    """Return a view that converts names of this package's fairseq models to the branch's names."""
     def others(tensor: Derived) -> Derived:
         if tensor.key[1].startswith(tuple(source.layers)):
             raise CheckpointError(

@@ -313,9 +313,7 @@ def _sizes(source: Source, layout: CheckpointSizes) -> tuple[int, int]:
 
 
 def _written(path: Path, trusted: bool = False) -> Written | None:
-    """Return the newest step whose files are stored at a path. In a folder, the files
-    `checkpoint_last*.pt` are used.
-    """
+    """Return the newest step stored at a path (in a folder: in the files `checkpoint_last*.pt`)."""
     name = str(path / "checkpoint_last.pt" if path.is_dir() else path)
     if not name.endswith(".pt"):
         return None

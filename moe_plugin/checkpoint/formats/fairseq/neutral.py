@@ -121,9 +121,7 @@ def to_neutral(source: Source) -> Source:
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view of an upcycled model with the tensor names of fairseq models with this
-    package's layers.
-    """
+    """Return a view of an upcycled model that uses the names of this package's fairseq models."""
     model = DecoderSettings.from_dict(source.values["model"])
     tensors = list(fairseq_tensors(source))
     tensors += more_tensors(tensors, model.tied, model.positions == "sinusoidal")

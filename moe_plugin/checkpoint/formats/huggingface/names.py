@@ -78,9 +78,7 @@ _STACKS = ("gate_up", "down")
 
 @functools.cache
 def _reading(model_type: str) -> NameTable:
-    """Return a table of all tensor names that a family can use, for models with or without a
-    language-model head.
-    """
+    """Return a table of all names of a family's tensors, with or without a language-model head."""
     family, rules = FAMILIES[model_type], list[NameRule]()
     for model in ("model.", ""):
         if family.decoder is not None:

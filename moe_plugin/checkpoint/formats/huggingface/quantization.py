@@ -254,16 +254,12 @@ def _blocks_of(part: slice, size: int) -> slice:
 
 
 def _block_of_each(part: slice, size: int) -> Tensor:
-    """For each row or column in `part`, return the index of its block, counted from the first block
-    in `_blocks_of`.
-    """
+    """Return the block index of each row or column in `part`, counted from the first block read."""
     return torch.arange(part.start, part.stop) // size - part.start // size
 
 
 def _numbers(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert scales to floating-point numbers. Scales of type uint8 are exponents, as in
-    `float8_e8m0fnu`.
-    """
+    """Convert scales to floating-point numbers. Scales in uint8 are `float8_e8m0fnu` exponents."""
     if scales.dtype == torch.uint8:
         return (scales.to(dtype) - 127).exp2()
     return scales.to(dtype)

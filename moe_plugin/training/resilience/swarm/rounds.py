@@ -86,9 +86,7 @@ class SharedRound:
         return bool(self._open) and not self.over
 
     def number_for(self, trainer: str) -> int | None:
-        """Return the index of a micro-batch for a joined trainer, or None if no micro-batch is
-        currently available.
-        """
+        """Return a micro-batch index for a joined trainer, or None if none is available now."""
         with self.changed:
             self.alive(trainer)
             if not self.is_open:

@@ -25,9 +25,7 @@ _INDEX = "swarm.json"
 
 
 def save_swarm(folder: str | os.PathLike[str], step: int, states: list[Message]) -> Path:
-    """Write the state of all stages after a step. The previous files remain valid until all new
-    files are written.
-    """
+    """Write the state of all stages. The previous files stay valid until all are written."""
     path = make_folder(folder)
     names = [f"step_{step}_stage_{number}.pt" for number in range(len(states))]
     for name, state in zip(names, states, strict=True):
@@ -123,9 +121,7 @@ class ServedStage:
             self.module.train()
 
     def evaluate(self, micro_batch: int, x: Tensor, target: Any) -> tuple[float, Message]:
-        """Return the last stage's loss in evaluation mode, and the additional values that the loss
-        function returned.
-        """
+        """Return the last stage's loss in evaluation mode, and the loss function's other values."""
         with torch.no_grad():
             loss, logged = self._loss_of(self.forward(micro_batch, x, target, False), target)
         return float(loss), logged

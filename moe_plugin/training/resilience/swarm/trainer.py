@@ -120,9 +120,7 @@ class Swarm:
                                f"{self.address} within {self.timeout_s} s")
 
     def step(self, micro_batches: MicroBatches) -> SwarmStep:
-        """Perform a training step with micro-batches (input [B, ...], target), by calling
-        `accumulate` and `update`.
-        """
+        """Run a training step with micro-batches (input [B, ...], target): accumulate, update."""
         result = self.accumulate(micro_batches)
         self.update()
         return result
@@ -211,9 +209,7 @@ class Swarm:
         return save_swarm(folder, self.steps, [self._state(stage) for stage in range(self.stages)])
 
     def close(self) -> None:
-        """Wait until joined trainers have received the last result, and inform the peers that
-        training has ended.
-        """
+        """Wait until joined trainers have the last result, and end training on the peers."""
         for lock in filter(None, self._locks.values()):
             lock.release()
         self._locks.clear()
@@ -323,9 +319,7 @@ class Swarm:
 
     def _missing(self, stages: Sequence[int], members: list[list[Address]]
                  ) -> list[tuple[int, int]]:
-        """Return the pairs (stage, micro-batch) whose gradients are not stored on any of these
-        members.
-        """
+        """Return the pairs (stage, micro-batch) whose gradients none of these members stores."""
         with self._ledger:
             return [(stage, n) for (stage, n), (address, _) in self._taken.items()
                     if stage in stages and address not in members[stage]]
