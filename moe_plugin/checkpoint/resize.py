@@ -213,7 +213,7 @@ def _positions(name: str, comm: Comm, world: Comm) -> Positions:
     if {size for _, size in places} != {comm.size} or not complete:
         raise ValueError(
             f"expert-parallel groups ({name}) do not cover the {world.size} ranks of the world "
-            f"(rank and size of the group, by rank: {places[:16]}); "
+            f"((rank in its group, group size) of each rank: {places[:16]}); "
             "every rank must be in exactly one group, and all groups must have the same size")
     return ranks
 

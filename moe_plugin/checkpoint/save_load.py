@@ -229,7 +229,7 @@ def _refuse_other_values(source: Path) -> Iterator[None]:
         raise CheckpointError(f"checkpoint {str(source)!r}: {short(error, 500)}") from error
     except UNREADABLE as error:
         raise CheckpointError(
-            f"checkpoint {str(source)!r} contains something other than save() writes "
+            f"checkpoint {str(source)!r} contains data that save() does not write "
             f"({type(error).__name__}: {short(error)}); use another checkpoint") from error
 
 
@@ -283,7 +283,7 @@ def _check_layers(theirs: Mapping[str, Mapping[str, int]],
             raise ValueError(
                 f"the checkpoint has num_experts={theirs[prefix]['num_experts']} in layer "
                 f"{prefix!r}, but the model has {origin['num_experts']}; build the model with the "
-                "checkpoint's number")
+                "number in the checkpoint")
 
 
 def _of_wrappers(prefix: str, theirs: Collection[str]) -> str:
@@ -306,7 +306,7 @@ def _check_tensors(state: Mapping[str, Any], model_state: Mapping[str, Any]) -> 
         shape = theirs.entry.shape if isinstance(theirs, Derived) else type(theirs).__name__
         if isinstance(model_state[key], Tensor) and shape != tuple(model_state[key].shape):
             raise ValueError(f"{key!r} has shape {shape} in the checkpoint, but shape "
-                             f"{tuple(model_state[key].shape)} in the model; build the saved model")
+                             f"{tuple(model_state[key].shape)} in the model; build the same model")
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -147,8 +147,8 @@ def _activations(settings: RunConfig, host: HostSeams) -> Activations | None:
 
 def _told(host: HostSeams, seam: Made | None, setting: str) -> Made:
     if seam is None:
-        raise ValueError(f"{setting} is not supported in this run of {HOSTS[host.host]}, which "
-                         "does not provide a function for it: leave it out")
+        raise ValueError(f"{setting} is not supported in this run of {HOSTS[host.host]}, "
+                         "because no function that implements it was passed: leave it out")
     return seam
 
 

@@ -242,7 +242,7 @@ class PrefillPieces:
                 ("parallel.spill", spill, spill not in (None, "never"), "'never'")):
             if bad:
                 raise ValueError(f"parallel.prefill=True cannot be combined with {name}={value!r}, "
-                                 f"because its rows cannot be divided by load. Use {remedy}, or "
+                                 f"whose rows cannot be divided by load. Use {remedy}, or "
                                  "parallel.prefill=False")
         self._chosen: dict[tuple[LayoutChoice, int], LayoutChoice] = {}
 

@@ -95,13 +95,12 @@ def _checked_index(source: Path, index: dict[str, Any]) -> dict[str, Any]:
             or not all(type(size) is int and size >= 0 for size in sizes) or "extra" not in index:
         raise CheckpointError(
             f"checkpoint {str(source)!r}: index.json is damaged (parts={short(parts)}, "
-            f"bytes={short(sizes)}; it needs these entries and extra, with one size for each "
-            "part); use an "
-            "older checkpoint")
+            f"bytes={short(sizes)}): it must contain 'parts', 'extra' and, in 'bytes', one size "
+            "for each part; use an older checkpoint")
     seals = index.get("seals", [None] * parts)  # older checkpoints have no seals
     if not isinstance(seals, list) or len(seals) != parts:
         raise CheckpointError(f"checkpoint {str(source)!r}: index.json is damaged "
-                              f"(seals={short(seals)}, but one seal for each part is expected); "
+                              f"(seals={short(seals)}): 'seals' must contain one entry per part; "
                               "use an older checkpoint")
     return {**index, "seals": seals}
 

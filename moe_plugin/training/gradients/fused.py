@@ -95,7 +95,7 @@ def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,
     role = "fairseq --optimizer adam"
     if old and (torch_fused or fp16_stats):
         other = "--moe-fused-adam" if torch_fused else "--fp16-adam-stats"
-        raise ValueError(f"{other} and --use-old-adam exclude each other: fairseq's own Adam is "
+        raise ValueError(f"{other} and --use-old-adam cannot be combined: fairseq's own Adam is "
                          "not fused and has fp32 statistics; leave one of the two flags out")
     if torch_fused:
         return Choice(role, "torch", "--moe-fused-adam")

@@ -176,8 +176,8 @@ class Connection:
         if magic != _MAGIC:
             raise ConnectionRefusedError(f"{magic!r} does not begin a message of a peer")
         if size > self._access.message_bytes:
-            raise ConnectionRefusedError(f"a message of {size} bytes is announced, which exceeds "
-                                         f"message_bytes={self._access.message_bytes}")
+            raise ConnectionRefusedError(f"a message of {size} bytes is announced, but at most "
+                                         f"message_bytes={self._access.message_bytes} are allowed")
         body = io.BytesIO(self._read(size, PATIENCE_S + size / SLOWEST))
         try:
             return trust.load(body, (), "a message of a peer")
