@@ -141,7 +141,7 @@ def refuse_experts(source: Source, top_k: int = 0) -> None:
 def tell_left_out(source: Source) -> None:
     """Log which data of the old checkpoint is missing in the new checkpoint."""
     if left_out := sorted({field for field, _ in source.entries if field != MODEL}):
-        logger.info("left out the optimizer state %s, which starts from zero in a model of experts",
+        logger.info("left out the optimizer state %s, which starts from zero in the new model",
                     ", ".join(left_out))
 
 

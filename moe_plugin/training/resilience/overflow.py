@@ -203,7 +203,7 @@ class StepStart:
 
     def rewind(self) -> None:
         """Restore the state and discard the step's statistics, so that it can be repeated."""
-        logger.info("rows of a step did not fit; the bound was raised, and the step is repeated")
+        logger.info("rows of a step did not fit; the row limit was raised, and the step is repeated")
         for forget in self._forget_statistics:
             forget()
         self.restore()

@@ -282,7 +282,7 @@ class StepVotes(RunFeature):
         verdict = self.ballots.verdict()
         first = self.ballots.comm.rank == self.ballots.worker.rank == 0
         if first and (verdict.outvoted or verdict.undecided):
-            logger.warning("step %d: outvoted ranks: %s; parts without a majority: %s", self.step,
+            logger.warning("step %d: outvoted ranks: %s; files without a majority: %s", self.step,
                            self.ranks_of(verdict.outvoted), list(verdict.undecided))
 
     def ranks_of(self, workers: Iterable[int]) -> list[int]:

@@ -113,7 +113,7 @@ def to_neutral(source: Source) -> Source:
     model = to_decoder(source, model_arguments(source.values[STATE]))
     weights = [source.tensor(key) for key in source.entries if key[0] == MODEL]
     if others := sorted({field for field, _ in source.entries} - {MODEL}):
-        logger.info("left out %s, which a model of experts does not take over", ", ".join(others))
+        logger.info("left out %s, which is not used in a Mixture of Experts", ", ".join(others))
     values = {name: value for name, value in source.values.items()
               if name not in (COLUMNS, GROUPS, PARAMETERS, "settings")}
     return View(source, neutral_tensors(View(source, weights), model.tied), format=NEUTRAL,

@@ -75,7 +75,7 @@ class SharedRound:
         silent = [number for number, trainer in self._with.items()
                   if time.monotonic() - self._seen[trainer] > timeout_s]
         for number in silent:
-            log.warning("trainer %s does not respond: micro-batch %d is driven again",
+            log.warning("trainer %s does not respond: micro-batch %d is processed again",
                         self._with.pop(number), number)
         self._back.extend(silent)
         return bool(self._back or self._open)
