@@ -49,8 +49,8 @@ def own(made: Tensor) -> Tensor:
     can safely return.
 
     The compiler of torch 2.11 silently loses the gradient of an output that appears in its graph
-    under two names (pytorch/pytorch issue 180642). Examples are the output of an in-place
-    operation, and of a `contiguous` call that returns its input.
+    under two names (pytorch/pytorch issue 180642). Examples are the outputs of in-place operations,
+    and of `contiguous` calls that return their input.
     """
     return made.detach() if torch.compiler.is_compiling() else made
 

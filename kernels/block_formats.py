@@ -44,10 +44,10 @@ class Blocks:
     """A tensor [..., N] in a block-scaled format.
 
     Attributes:
-        codes: codes of the values. There are B = ceil(N / block) blocks, and the last block is
-            padded with zeros. In the fp8 formats, the codes are e4m3 or e5m2, with shape [..., B *
-            block]. In NVFP4, the codes are uint8 with shape [..., B * 8]. Each byte contains two
-            codes, and the first code is in the low bits.
+        codes: low-precision codes of the values. There are B = ceil(N / block) blocks, and the last
+            block is padded with zeros. In the fp8 formats, the codes are e4m3 or e5m2, with shape
+            [..., B * block]. In NVFP4, the codes are uint8 with shape [..., B * 8]. Each byte
+            contains two codes, and the first code is in the low bits.
         scales: scales of the blocks, with shape [..., B]. In the fp8 formats, the scales are uint8
             tensors with the bit patterns of e8m0, because torch 2.6 has no e8m0 dtype. In NVFP4 the
             scales are e4m3.
@@ -146,8 +146,8 @@ class BlockFormat:
         rows: function that rounds the rows in the forward pass and for weight gradients.
         grads: function that rounds the gradients of the rows.
         weights: function that rounds weights [L, O, I], for the forward and the backward pass.
-        step: when weight gradients are computed, the rows of each expert are padded to a multiple
-            of this number.
+        step: the rows of each expert are padded to a multiple of this number when weight gradients
+            are computed.
     """
 
     rows: Callable[[Tensor], Blocks]
@@ -170,8 +170,8 @@ FORMATS: dict[str, BlockFormat] = {
 
 
 def _of_squares(largest: Tensor, block: int) -> Tensor:
-    """Replace each element of the maxima [..., M, B] by the maximum over its square: `block` rows
-    and one block of columns.
+    """Set all elements of each square of the maxima [..., M, B] to the square's maximum. A square
+    is `block` rows high and one block of columns wide.
     """
     rows = largest.shape[-2]
     padded = F.pad(largest, (0, 0, 0, -rows % block)).unflatten(-2, (-1, block))

@@ -69,8 +69,8 @@ def expert_weight_grad_blocks(x_blocks: Blocks, grad_blocks: Blocks, groups: Row
 
     Args:
         x_blocks, grad_blocks: rows [I, R] and gradients [O, R], quantized in blocks along the rows.
-        groups: groups of rows. The number of rows of each group is a positive multiple of
-            `BlockFormat.step`, so that no block spans two groups.
+        groups: groups of rows, one group per expert. The number of rows of each group is a positive
+            multiple of `BlockFormat.step`, so that no block spans two groups.
         dtype: dtype of the output.
     """
     wide = _wide(dtype)

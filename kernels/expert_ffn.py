@@ -129,8 +129,8 @@ class FFNParameters:
         return self.later if wanted and torch.is_grad_enabled() else None
 
     def operands(self, x: Tensor) -> tuple[Tensor, list[Tensor | None], Mapping[str, Tensor]]:
-        """Return the inputs for one autograd function, and a mapping that contains those of them
-        that are in `main_grad_weights`.
+        """Return the inputs for one autograd function, and a mapping with those inputs that are in
+        `main_grad_weights`.
 
         The inputs are x, with shape [R, D] or [T, D], and the list [w_in, b_in, w_gate, b_gate,
         w_out, b_out]. Under autocast, all inputs are cast to the autocast dtype (float64 stays

@@ -105,7 +105,7 @@ def expert_matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tenso
     The outputs are `h = rows @ w + b`, `gate = rows @ v + v_bias`, and `a = act(gate) * h`.
 
     Args:
-        x: rows or tokens of width D.
+        x: rows or tokens, with D values each.
         groups: number of rows of each expert.
         w_LDF, v_LDF: weights [L, D, F] of the input matmul and of the gate matmul.
         b_LF, v_bias_LF: biases [L, F] of the two matmuls. Either both biases are given or both are

@@ -142,8 +142,8 @@ def _on_host(index: Tensor) -> bool:
 @op
 def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
              complete: bool = False) -> Tensor:
-    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` in float32 or float64. Choices without a
-    row have 0.
+    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` in float32 or float64. For choices
+    without a row, dw is 0.
     """
     dtype = accumulate_dtype(rows_RD.dtype)
     if rows_RD.shape[0] == 0 or position_TK.numel() == 0:

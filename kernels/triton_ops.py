@@ -82,7 +82,7 @@ def route_why_not(*args: Any) -> str | None:
 
 
 def product_why_not(*args: Any) -> str | None:
-    """Return the reason from `why_not`, or why the installed Triton cannot run matmuls here."""
+    """Return the reason from `why_not`, or why Triton cannot run matmuls on this GPU."""
     reason, device = why_not(*args), _gpu(args)
     if reason is not None or device is None:
         return reason

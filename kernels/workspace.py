@@ -99,7 +99,8 @@ class _Kept:
         return free
 
     def sweep(self) -> bool:
-        """Release storages that have been free since the last sweep. Return true if any remain."""
+        """Release storages that were not used since the last sweep. Return true if storages remain.
+        """
         unused = self.requests == self.swept
         self.swept = self.requests
         if unused:

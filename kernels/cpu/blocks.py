@@ -258,8 +258,8 @@ class BlockRows:
 
         Args:
             blocks: the blocks.
-            memory: tensor with the rows. The tensor may have additional rows at its end. Matmuls
-                that compute more rows than the last expert has write to these rows.
+            memory: tensor with the rows. The tensor may have additional rows at its end. The
+                matmuls of the last expert may compute additional rows, which are written there.
             whole: True if the memory contains the rows of all blocks, False if it is reused for
                 each block.
             by_row: whether the operands or outputs of row-wise matmuls are in this memory. If
@@ -321,7 +321,7 @@ class WeightedRows:
     Args:
         blocks: the blocks.
         x_TW: tokens.
-        token_R: index of the token of each row.
+        token_R: index of each row's token.
         scale_R: the factor of each row, in float32 (float64 for float64 rows).
     """
 

@@ -51,7 +51,7 @@ class Maps:
 
 @dataclass(frozen=True)
 class FFNCall:
-    """The arguments of a call for which autograd does not compute gradients.
+    """The arguments of a call that need no gradient.
 
     Attributes:
         counts: number of rows of each expert.

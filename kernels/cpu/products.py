@@ -1,4 +1,5 @@
-"""Matmuls of the experts on a CPU. The implementation depends on the instructions of the processor.
+"""Matmuls of the experts on a CPU. The implementation depends on the instruction set of the
+processor.
 
 16-bit matmuls use the processor's 16-bit instructions, or are computed in float32. Several float32
 matmuls run in parallel.
@@ -104,8 +105,8 @@ def add_products(into: Sequence[Tensor], a_s: Sequence[Tensor], b_s: Sequence[Te
                  memory: Workspace) -> None:
     """Add each matmul `a @ b` to a tensor, which may have a different dtype; see `Products`.
 
-    With a different dtype, the largest temporary tensor is the matmul of one expert, or the matmuls
-    of several experts if their size is at most `TEMPORARY_BYTES`.
+    With a different dtype, the largest temporary tensor is the product of one expert, or of several
+    experts if its size is at most `TEMPORARY_BYTES`.
     """
     if into and into[0].dtype == a_s[0].dtype:
         products_of(into[0])(a_s, b_s, into, into)
@@ -155,7 +156,7 @@ class RowRule:
         """Return true if it is faster to compute an expert in the same matmul as the experts before
         it.
 
-        All joined experts are padded to the number of rows of the longest expert. If the longest
+        All combined experts are padded to the number of rows of the largest expert. If the largest
         expert has more than `FEW` rows, the number of padded rows must be at most twice the number
         of real rows. Each additional matmul costs time: memory is allocated, the matmul is planned,
         and threads wait for each other. 64 experts with 100 to 153 rows took 18.1 ms in groups of

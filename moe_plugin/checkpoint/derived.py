@@ -56,7 +56,7 @@ def part_of(tensor: Derived, window: Window) -> Derived:
 
 
 def pieces_of(tensor: Derived, count: int, axis: int = 0) -> list[Derived]:
-    """Split the tensor along an axis into `count` equal pieces; `count` must divide its size."""
+    """Split an axis of the tensor, whose size is a multiple of `count`, into equal pieces."""
     size, before = tensor.entry.shape[axis] // count, (slice(None),) * axis
     return [part_of(tensor, (*before, slice(at * size, (at + 1) * size))) for at in range(count)]
 
@@ -94,7 +94,7 @@ def joined(parts: Sequence[Derived], axis: int) -> Derived:
 
 
 def every(tensor: Derived, first: int, step: int, axis: int) -> Derived:
-    """Return every `step`-th element along an axis from `first`; `step` must divide its size."""
+    """Return every `step`-th element along an axis, whose size is a multiple of `step`."""
     before, size = (slice(None),) * axis, tensor.entry.shape[axis] // step
     shape = (*tensor.entry.shape[:axis], size, *tensor.entry.shape[axis + 1:])
 

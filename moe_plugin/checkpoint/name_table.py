@@ -281,7 +281,7 @@ def _required_key(source: Source, key: Key, rule: NameRule) -> Key:
 
 
 def same_parts(theirs: str, ours: str, names: Any) -> Iterator[NameRule]:
-    """Yield rules for tensors that differ only in their names.
+    """Yield rules that only rename tensors.
 
     Args:
         theirs, ours: prefixes of all names of the format, and of all framework-independent names.

@@ -117,7 +117,7 @@ def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, 
 
 
 def _layer_of(key: str, layers: Mapping[str, Mapping[str, int]]) -> str | None:
-    """Return the prefix of the MoE layer of the entry `key`, or None if all ranks share it."""
+    """Return the prefix of the MoE layer that the entry `key` belongs to, or None."""
     for prefix in layers:
         if key.startswith(prefix) and (key.startswith(prefix + "experts.")
                                        or key == prefix + "_extra_state"):

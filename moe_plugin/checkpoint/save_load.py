@@ -220,7 +220,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
 
 @contextmanager
 def _refuse_other_values(source: Path) -> Iterator[None]:
-    """Convert errors caused by types or shapes that `save` never writes to `CheckpointError`."""
+    """Raise `CheckpointError` for errors caused by types or shapes that `save` never writes."""
     try:
         yield
     except CheckpointError:

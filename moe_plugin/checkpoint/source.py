@@ -60,7 +60,7 @@ def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
 
 
 def refuse_damaged(paths: Iterable[Path]) -> None:
-    """Raise `CheckpointError` if a file does not match its checksum, unless it has none."""
+    """Raise `CheckpointError` if a file has a checksum and does not match it."""
     for path in filter(Path.is_file, paths):
         with refused_if_unreadable(f"checkpoint file {str(path)!r} is damaged",
                                    "use another checkpoint"):

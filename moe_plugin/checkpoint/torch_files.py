@@ -76,7 +76,7 @@ class StoredTensor:
 
 def _stored_tensor(path: Path, tensor: Tensor, part: tuple[int, int],
                    check: Callable[[], None]) -> StoredTensor:
-    """Return the location in the file of a tensor in the result of `_structure`.
+    """For a tensor that `_structure` returned, return its location in the file.
 
     Args:
         part: first and last position, in bytes from the start of the file, of the data that
@@ -186,9 +186,7 @@ def read_all(value: Any) -> Any:
 
 
 def _map_values(value: Any, type_: type, change: Callable[[Any], Any]) -> Any:
-    """Copy nested mappings, lists and tuples. Copy nested mappings, lists and tuples, and apply
-    `change` to all values of type `type_`.
-    """
+    """Copy nested mappings, lists and tuples, and apply `change` to values of type `type_`."""
     if isinstance(value, type_):
         return change(value)
     if isinstance(value, Mapping):
@@ -339,7 +337,7 @@ def _bytes_of(tensor: Derived, window: Window) -> memoryview:
 
 
 def _sum_existing(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, int]:
-    """Add the existing bytes between tensors to the checksum. Return the new position and sum."""
+    """Add the existing bytes between tensors to the checksum, and return (position, checksum)."""
     while at < until:
         file.seek(at)
         data = file.read(min(until - at, BLOCK))

@@ -158,7 +158,7 @@ class _WeightTransfer:
 
     Args:
         local: parameters of the experts that this rank stores.
-        place: placement, which states which ranks store which experts.
+        place: placement that states which ranks store which experts.
         spill: plan that states which ranks compute the rows of each expert.
         anchor: tensor that links the exchanges to the autograd graph; see `comm.functional`.
     """

@@ -206,7 +206,7 @@ class AutoCollectives(Collectives):
         return f"auto: {', '.join(sorted(predicted | measured))}".rstrip(": ")
 
     def chosen(self, comm: Comm, kind: str, size: int) -> Collectives | None:
-        """Return the implementation chosen for `size` bytes in total, or None before that."""
+        """Return the implementation chosen for `size` bytes, or None if trials are pending."""
         if self.cluster is not None:
             known, key = Predictions.of(comm).known, (self.forest.key, self.cluster, kind, size)
             if key not in known:
@@ -217,7 +217,7 @@ class AutoCollectives(Collectives):
         return self._named(tuner.latest(bucket).choice) if tuner.known(bucket) else None
 
     def predicted(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
-        """Return the predicted seconds of `native` and `forest` for `size` bytes in total."""
+        """Return the predicted times of `native` and `forest` for `size` bytes, in seconds."""
         group, piece = GroupShape(comm.size), size / comm.size
         native = {"all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s,
                   "all_reduce": all_reduce_s}[kind]

@@ -80,7 +80,7 @@ class ComputeLoad:
 
     @property
     def bucket(self) -> int:
-        """The rounded base-2 logarithm of the rows per expert. A bucket's loads share a choice."""
+        """The rounded log2 of the number of rows per expert. Loads in a bucket share a choice."""
         return round(math.log2(max(1.0, self.rows_each)))
 
     @property

@@ -121,7 +121,8 @@ class ExchangeTuner:
     def chosen(self, comm: Comm, size: float) -> str | None:
         """Return the algorithm for exchanges of `size` bytes per rank.
 
-        With a cluster file, the algorithm is predicted.
+        With a cluster file, the choice is predicted. Without a cluster file, it is measured, and
+        None is returned if there have been too few trials.
         """
         if self.cluster is None:
             known = self.tuner.known(bucket_of(size))
@@ -135,10 +136,9 @@ class ExchangeTuner:
 class AutoAllToAll(Exchange):
     """An all-to-all that uses the fastest registered algorithm for each size.
 
-    With a cluster file, the choice is predicted. Without a cluster file, it is measured, and None
-    is returned if there have been too few trials. Without a cluster file, algorithms are measured
-    in the first calls, and the choice is checked occasionally afterwards. Algorithms are excluded
-    if the group does not meet their requirements, and the reason is logged. All ranks use the same
+    With a cluster file, the choice is predicted. Without a cluster file, algorithms are measured in
+    the first calls, and the choice is checked occasionally afterwards. Algorithms are excluded if
+    the group does not meet their requirements, and the reason is logged. All ranks use the same
     algorithm in every call.
     """
 

@@ -9,8 +9,8 @@ With `parallel.prefill`, each evaluation call is divided into a number of pieces
 load. Source: Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference",
 2024. The time of the forward pass is predicted for a single piece, and for several pieces that
 divide the rows or the experts. The prediction includes the host's work for each piece. The fastest
-number of pieces is used. If it would save less than 5 %, a single piece is used. For each piece,
-the kernel is chosen according to the load of this piece (`experts.compute: auto`).
+number of pieces is used. If dividing would save less than 5 %, a single piece is used. For each
+piece, the kernel is chosen according to the load of this piece (`experts.compute: auto`).
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
 
 
 def _with_sizes(kept: KeptRouting, sizes: SentSizes, dispatcher: Dispatcher) -> KeptRouting:
-    """Add the row counts that are already known to the routing, so that the dispatcher does not
+    """Add to the routing the row counts that are already known, so that the dispatcher does not
     exchange them again.
     """
     while isinstance(dispatcher, WrappedDispatcher):

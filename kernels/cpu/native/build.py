@@ -48,7 +48,7 @@ THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class Unavailable(Exception):
-    """Raised if the functions cannot be compiled or run on this machine, with the reason."""
+    """Raised, with the reason, if the functions cannot be compiled or run on this machine."""
 
 
 @functools.cache

@@ -161,7 +161,7 @@ class Format(ABC):
 
         Args:
             path: file or folder to examine.
-            trust: whether to unpickle all classes, including classes that are not allowed by
+            trust: whether to unpickle arbitrary classes, including those that are not allowed by
                 default. Unpickling can run code that is stored in the files.
         Raises:
             CheckpointError: If a file is missing or damaged.
@@ -261,8 +261,8 @@ def open_source(path: str | Path, format: str | None = None, trust: bool = False
     Args:
         path: path of the checkpoint's folder or file.
         format: name of the format. Detected by default.
-        trust: whether to unpickle all classes, including classes that are not allowed by default.
-            Unpickling can run code that is stored in the files.
+        trust: whether to unpickle arbitrary classes, including those that are not allowed by
+            default. Unpickling can run code that is stored in the files.
     Raises:
         CheckpointError: If a file is missing, is damaged, or does not have this format.
         UntrustedFile: If a file contains classes that are not allowed, and `trust` is False.

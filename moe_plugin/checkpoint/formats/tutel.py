@@ -160,7 +160,7 @@ def _open_ranks(paths: Sequence[Path], trusted: bool) -> Source:
 
 def _joined(name: str, paths: Sequence[Path], states: Sequence[Mapping[str, Any]],
             experts: int) -> Derived:
-    """Join the slices of a tensor from all ranks to a tensor with all experts."""
+    """Join the slices of a tensor from all ranks into a tensor with all experts."""
     parts, size = [], len(states)
     for path, state in zip(paths, states, strict=True):
         if not isinstance(state.get(name), Derived):

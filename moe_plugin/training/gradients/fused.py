@@ -59,7 +59,7 @@ class Choice:
 
 
 def apex(name: str) -> FusedPart:
-    """Return a component of apex, given its key in this module, for tensors on a CUDA device."""
+    """Return the component `name` of apex, for tensors on a CUDA device."""
     if not torch.cuda.is_available():
         return FusedPart(None, "apex needs a CUDA device, and there is none")
     return imported(*APEX[name])

@@ -123,7 +123,7 @@ def muon_groups(model: nn.Module, lr: float, adamw_lr: float, *, weight_decay: f
 class ExpertMuon(torch.optim.Optimizer):
     """An optimizer that updates stacks of matrices with Muon, and all other parameters with AdamW.
 
-    Each matrix is updated exactly as by `torch.optim.Muon`. Each Muon group has the options and the
+    Each matrix is updated exactly as in `torch.optim.Muon`. Each Muon group has the options and the
     state (`momentum_buffer`) of `torch.optim.Muon`. In addition, it has the options `transposed`
     and `halves`. If `transposed` is True, the matrices are stored as [..., in, out]. If `halves` is
     "concatenated" or "alternating", one tensor contains both the gate and the up matrices. They are

@@ -5,7 +5,7 @@ correctly.
 Accelerate and transformers' Trainer call this function. With expert parallelism, however, each rank
 stores the gradients of different experts. Without this module, each rank would scale its gradients
 by a different norm, and parameters that must be equal on all ranks would drift apart. Gradients of
-experts are therefore represented as `PartGradient`s. The norm of a `PartGradient` covers the
+experts are therefore represented as `PartGradient`s. The norm of a `PartGradient` includes the
 experts of all ranks. If a gradient on one rank is not finite, `torch.amp.GradScaler` detects this
 on all ranks. All other operations treat a `PartGradient` like a plain tensor.
 """

@@ -3,8 +3,8 @@ This module determines the part of each parameter that a rank updates.
 
 The optimizer receives plain tensors, so any elementwise optimizer can be used. Each part is a slice
 along the first axis, and shares its storage with the parameter. For a DTensor, the part is a slice
-of the rank's shard. A parameter that is not a DTensor is flattened, and the part is 1/size of the
-flattened parameter. The lengths of the slices are the same as those of `torch.chunk`.
+of the rank's shard. A parameter that is not a DTensor is flattened and divided into one slice per
+rank. The lengths of the slices are the same as those of `torch.chunk`.
 """
 
 from __future__ import annotations

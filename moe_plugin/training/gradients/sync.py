@@ -116,7 +116,7 @@ class PartedClip:
         return norm
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Multiply gradients in place so that the last computed norm is reduced to `max_norm`."""
+        """Multiply gradients in place so that their last computed norm is at most `max_norm`."""
         multi_tensor.scale_(gradients, self._factor)
 
 

@@ -71,14 +71,14 @@ class OuterNesterov:
 
 
 class StreamedPeer:
-    """A peer: its trainer, and its connection to the other peers, over which the peers average
-    their weights.
+    """The trainer of a peer and its connection to the other peers, over which the weights are
+    averaged.
 
     Weights are averaged one block at a time, so no peer ever has the whole model in memory. When
     the weights are averaged, a joining or returning peer receives the weights of the other peers.
     With DiLoCo, it also receives the state of the outer optimizer. It also receives the counts of
     the other peers. Counts are integer buffers, which averaging does not change. As usual for local
-    SGD, the state of its inner optimizer is initialized.
+    SGD, its inner optimizer starts with a new state.
 
     Args:
         trainer: trainer of this peer. The model and the optimizer of the trainer must be the same
@@ -94,8 +94,8 @@ class StreamedPeer:
         resume: optional. A folder that `save` has written. The trainer and the outer optimizer are
             restored from this folder.
         outer_states: optional. The values that `outer_state` returned for all blocks, which a host
-            framework restores from its checkpoint. By default, the state of the outer optimizer is
-            initialized.
+            framework restores from its checkpoint. By default, the outer optimizer starts with a
+            new state.
 
     Attributes:
         replica: the connection to the other peers. `replica.members` is the number of peers whose

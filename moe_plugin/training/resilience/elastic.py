@@ -99,8 +99,8 @@ class ElasticReplica:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
     def average(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Replace the gradients by their mean over the active replicas. Collective within the
-        replica.
+        """Replace the gradients by their mean over the active replicas. All ranks of the replica
+        must call this method.
 
         Call it before the optimizer's step. A returning replica loads the state of an active
         replica during this call, so that all replicas perform the same step afterwards.
@@ -108,8 +108,8 @@ class ElasticReplica:
         Args:
             gradients: gradients of this rank, with any shapes and dtypes. All replicas must pass
                 the same shapes and dtypes. Integer tensors are treated as counts, which are summed,
-                not averaged. Entries of None are ignored. If an entry is None on one replica, it
-                must be None on all replicas.
+                not averaged. Entries that are None are ignored. If an entry is None on one replica,
+                it must be None on all replicas.
         Returns:
             False if a replica was lost during this step. In that case, the gradients must not be
                 used, no parameter may be changed, and counts are set to zero.
@@ -164,8 +164,8 @@ class ElasticReplica:
         return self._group.size() > self._manager.num_participants()
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by those of the first active replica, without averaging them. Collective
-        over all replicas.
+        """Replace tensors by those of the first active replica, without averaging them. All
+        replicas must call this method.
 
         Only the iterable `parts` may call this method, while `average_parts` asks it for the next
         group.

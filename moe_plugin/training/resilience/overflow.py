@@ -28,7 +28,7 @@ class FiniteSteps(RunFeature):
 
     Attributes:
         skipped: total number of skipped steps.
-        in_a_row: number of consecutive steps, up to now, that were skipped.
+        in_a_row: number of steps that were skipped in a row, up to now.
     """
 
     def __init__(self) -> None:
@@ -202,8 +202,9 @@ class StepStart:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def rewind(self) -> None:
-        """Restore the state and discard the step's statistics, so that it can be repeated."""
-        logger.info("rows of a step did not fit; the row limit was raised, and the step is repeated")
+        """Restore the state and discard the statistics, so that the step can be repeated."""
+        logger.info(
+            "rows of a step did not fit; the row limit was raised, and the step is repeated")
         for forget in self._forget_statistics:
             forget()
         self.restore()
@@ -259,7 +260,7 @@ class RowsFit(RunFeature):
         Raises:
             StepRepeat: If rows did not fit into a buffer. The row limit is raised on all ranks
                 before this exception is raised.
-            RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". Raised on
+            RowsOverflow: If rows did not fit and `dispatch.on_overflow` is "error". Raised on
                 all ranks.
         """
         asked = self.check.overflowed if self.votes is None else self.votes.rows_overflowed

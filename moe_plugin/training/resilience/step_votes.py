@@ -231,9 +231,9 @@ class StepVotes(RunFeature):
         """Vote on whether rows did not fit into a buffer during an evaluation. In an evaluation,
         each batch is processed by a single worker.
 
-        If this happened on a majority of workers, the evaluation is repeated or an error is raised.
-        If it happened only on a minority of workers, the outputs of these workers are NaN, and
-        their row limit is raised for later evaluations.
+        If rows did not fit on a majority of workers, the evaluation is repeated or an error is
+        raised. If rows did not fit only on a minority of workers, the outputs of these workers are
+        NaN, and their row limit is raised for later evaluations.
         """
         own_N = needed_of(self.limits, self.ballots.comm.device)
         most_K = most_of(self.limits, own_N)

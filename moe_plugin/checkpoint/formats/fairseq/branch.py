@@ -156,8 +156,8 @@ def _values(shared: State, unread: bool) -> dict[str, Any]:
 
 
 def _columns(state: State, model: State, model_only: bool) -> dict[str, dict[str, Any]]:
-    """Return the model tensors and the optimizer state of one file. Each of these columns is a dict
-    with one value per parameter name.
+    """Return the model tensors and the optimizer state of one file. They are returned as columns,
+    that is, dicts with one value per parameter name.
 
     model: the file's model tensors, with global expert indices in their names.
     """

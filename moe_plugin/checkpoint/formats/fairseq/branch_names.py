@@ -35,8 +35,8 @@ _LAYER = re.compile(r"((?:en|de)coder\.layers\.\d+\.)(.+)")
 
 
 def expert_of(name: str) -> tuple[str, int, str] | None:
-    """Split the branch's name of an expert's parameter into three parts. If the name does not
-    belong to an expert, return None.
+    """Split the name of an expert's parameter in fairseq's `moe` branch into three parts. If the
+    name does not belong to an expert, return None.
 
     Returns: the prefix (which ends with `moe_layer.`), the index of the expert, and the name of the
         parameter within the expert.
@@ -54,7 +54,7 @@ def expert_of(name: str) -> tuple[str, int, str] | None:
 
 
 def renumbered(name: str, index: int) -> str:
-    """Replace the expert index in the branch's name of an expert's parameter."""
+    """Replace the expert index in the name of an expert's parameter in fairseq's `moe` branch."""
     match = _BRANCH_EXPERT.fullmatch(name)
     assert match is not None
     return f"{match[1]}experts.{index}.{match[3]}"
@@ -108,8 +108,8 @@ def to_branch(source: Source) -> View:
 
 
 def our_order(source: Source) -> list[str]:
-    """Return the parameter names of a branch checkpoint, as names of models with this package's
-    layers, in the order of such models.
+    """Return the parameter names of a branch checkpoint, converted to the names and the order of
+    models with this package's layers.
     """
     table = _table(source.layers)
     return _ordered(dict.fromkeys(table.neutral_name(name) for _, name in source.entries),

@@ -39,7 +39,7 @@ def plain_value(value: Any) -> Any:
 
 
 def renamed(state: Any) -> Any:
-    """In the contents of a file, rename the model weights and the averaged weights."""
+    """Give the model weights and averaged weights in a file's contents their current names."""
     extra = state.get("extra_state") if isinstance(state, dict) else None
     for part, keys in ((state, (MODEL,)), (extra, AVERAGES)):
         if not isinstance(part, dict):

@@ -50,8 +50,8 @@ class Block:
         bias_row: whether `router.expert_bias` is stored with the shape [1, E].
         gated: whether the experts have gate matrices.
         shared: type of shared expert: "none", "plain" or "gated".
-        scores: score function of the router, "softmax" or "sigmoid". For models with the router
-            SparseMixer, "sparsemixer".
+        scores: score function of the router: "softmax", "sigmoid", or "sparsemixer" for the router
+            SparseMixer.
         expert_bias: whether experts are chosen by the sum of their scores and a bias.
         normalize: the value of `normalize_top_k` in all models of the family, or None if
             `config.json` contains this setting.

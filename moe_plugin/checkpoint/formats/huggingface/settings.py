@@ -98,7 +98,7 @@ def _activation(block: Block | None, get: Callable[[str], Any]) -> str:
 
 def _routing(kind: str, block: Block, config: Mapping[str, Any],
              get: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the framework-independent settings of the MoE blocks for `model_type` = `kind`."""
+    """Return the framework-independent settings of the MoE blocks of the model type `kind`."""
     normalize, key = block.normalize, block.key("normalize_top_k")
     if normalize is None:
         normalize = bool(get(key))

@@ -45,7 +45,9 @@ NATIVE_EXPERTS = "mlp.experts.experts."
 
 
 def by_layer(tensors: Mapping[str, Derived]) -> Iterator[Derived]:
-    """Yield the tensors of a checkpoint. Keys consist of a field and a name with layer index."""
+    """Yield the tensors of a checkpoint. Each key consists of a field and a name with the layer
+    index.
+    """
     for stored, tensor in tensors.items():
         field, name = split_field(stored)
         if is_stacked(name):

@@ -1,4 +1,4 @@
-"""Send micro-batches through the stages of a swarm. Also defines the trainers that join it."""
+"""Send micro-batches through the stages of a swarm, and define the trainers that join it."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class SwarmMembers:
             return list(self._newcomers.values())
 
     def here(self, member: Member) -> None:
-        """Register a peer that has announced itself. Without a stage, it is a new peer."""
+        """Register a peer that has announced itself, as a new peer if it has no stage."""
         with self._changed:
             if member.address in self._newcomers or any(member.address in m for m in self._of):
                 return

@@ -25,7 +25,7 @@ _INDEX = "swarm.json"
 
 
 def save_swarm(folder: str | os.PathLike[str], step: int, states: list[Message]) -> Path:
-    """Write the state of all stages. The previous files stay valid until all are written."""
+    """Write the state of all stages. Old files stay valid until all new files are written."""
     path = make_folder(folder)
     names = [f"step_{step}_stage_{number}.pt" for number in range(len(states))]
     for name, state in zip(names, states, strict=True):
@@ -121,7 +121,7 @@ class ServedStage:
             self.module.train()
 
     def evaluate(self, micro_batch: int, x: Tensor, target: Any) -> tuple[float, Message]:
-        """Return the last stage's loss in evaluation mode, and the loss function's other values."""
+        """Return the last stage's evaluation loss, and the loss function's additional values."""
         with torch.no_grad():
             loss, logged = self._loss_of(self.forward(micro_batch, x, target, False), target)
         return float(loss), logged

@@ -120,7 +120,7 @@ class Swarm:
                                f"{self.address} within {self.timeout_s} s")
 
     def step(self, micro_batches: MicroBatches) -> SwarmStep:
-        """Run a training step with micro-batches (input [B, ...], target): accumulate, update."""
+        """Run `accumulate` and `update` with micro-batches (input [B, ...], target)."""
         result = self.accumulate(micro_batches)
         self.update()
         return result
