@@ -1,5 +1,4 @@
-"""Differentiable operations that copy tokens to rows and combine rows into tokens. All dispatchers
-use them.
+"""Differentiable operations that copy tokens to rows and combine rows into tokens.
 
 Notation: T is the number of tokens, K the number of choices per token, R the number of rows, D the
 width. The tensors x, rows and grad have the same floating-point dtype. The tensor `weights_TK` is
@@ -142,8 +141,7 @@ def _on_host(index: Tensor) -> bool:
 @op
 def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
              complete: bool = False) -> Tensor:
-    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` in float32 or float64. For choices
-    without a row, dw is 0.
+    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` (0 without a row) in float32 or float64.
     """
     dtype = accumulate_dtype(rows_RD.dtype)
     if rows_RD.shape[0] == 0 or position_TK.numel() == 0:
@@ -304,8 +302,7 @@ def at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
 
 
 def at_choices(values_R: Tensor, position_TK: Tensor, complete: bool = False) -> Tensor:
-    """Return, for each choice, the value of its row, [T, K], in the dtype of the values, or 0 for a
-    choice without a row.
+    """Return, for each choice, the value of its row, [T, K] (dtype unchanged), or 0 without a row.
     """
     if complete:
         return values_R[position_TK]

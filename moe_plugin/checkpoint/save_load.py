@@ -47,8 +47,7 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
          extra: Mapping[str, Any] | None = None, keep_old: bool = False) -> None:
     """Write a checkpoint. All ranks of `comm` must call this function.
 
-    Files are moved to their final paths at the end, so if a run is killed, either the old or the
-    new checkpoint is intact.
+    If the process is killed during saving, either the old or the new checkpoint is intact.
 
     Args:
         model: model of a plain training loop, without a DDP wrapper. FSDP2 is supported.
@@ -132,9 +131,7 @@ def _refuse_adapters(model: nn.Module, comm: Comm) -> None:
 
 
 def _check_group(state: Mapping[str, Any], comm: Comm) -> None:
-    """Raise `ValueError` if the ranks that write the checkpoint are not the ranks among which the
-    experts are divided.
-    """
+    """Raise `ValueError` unless the ranks that write are those among which experts are divided."""
     for prefix, origin in moe_layers(state).items():
         if origin["ep_size"] != comm.size:
             raise ValueError(
@@ -146,9 +143,7 @@ def _check_group(state: Mapping[str, Any], comm: Comm) -> None:
 
 @contextmanager
 def _on_all_ranks(comm: Comm, target: Path) -> Iterator[None]:
-    """Context manager that raises an error on all ranks if its block fails on any rank. The error
-    names the failed ranks.
-    """
+    """Raise an error on all ranks, which names the failed ranks, if the block fails on any rank."""
     error: Exception | None = None
     try:
         yield
@@ -253,9 +248,7 @@ def _whole_folder(target: Path, comm: Comm) -> tuple[Path, dict[str, Any]]:
 
 
 def _verify(source: Path, comm: Comm) -> dict[str, Any]:
-    """Verify the files, each of them on one rank, and return the index. If a file is damaged, raise
-    an error on all ranks.
-    """
+    """Verify each file on one rank, and return the index. If a file is damaged, all ranks fail."""
     error, sealed = None, True
     try:
         index, sealed = read_index(source)
@@ -379,8 +372,7 @@ def _load_optimizer(state: dict[str, Any], model: nn.Module,
 
 
 def whole(state: Any, comm: Comm) -> Any:
-    """Gather all sharded tensors in a state dict into full tensors. All ranks that store shards
-    must call this function.
+    """Gather all sharded tensors in a state dict into full tensors. Collective over their ranks.
 
     Args:
         state: nested mappings. Sharded tensors must have the same order on all ranks.

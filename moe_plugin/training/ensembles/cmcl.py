@@ -1,5 +1,4 @@
-"""Confident multiple choice learning (CMCL): ensembles whose members specialize in different
-samples.
+"""Confident multiple choice learning (CMCL): ensembles of members for different samples.
 
 Each member is confident on its own samples and predicts a uniform distribution for all others.
 
@@ -78,8 +77,7 @@ def flags(whole: str, part: str, meaning: str) -> Flags:
 
 def given_settings(args: argparse.Namespace, known: Flags,
                    checks: Iterable[Check] = ()) -> EnsembleSettings | None:
-    """Return the ensemble settings from parsed arguments, or None if the model has a single output
-    layer.
+    """Return the ensemble settings from parsed arguments, or None for a single output layer.
 
     Args:
         args: parsed arguments.
@@ -138,8 +136,7 @@ def uniform_divergence(logits_NMC: Tensor) -> Tensor:
 
 
 def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: float) -> Tensor:
-    """Return the assignment of `k` members to each sample, bool [N, M], for which the loss is
-    smallest.
+    """Return the assignment of `k` members to each sample, bool [N, M], with the smallest loss.
 
     For each sample, the chosen members have the k smallest values of `CE_m - beta KL_m`. If values
     are equal, the member with the lower index is chosen. This is optimal, because the loss is a sum
@@ -177,10 +174,9 @@ def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: fl
         target_N: class of each sample, int64 [N].
         k: number of members that are responsible for each sample.
         beta: weight of the divergence for members that are not responsible for a sample.
-        labels: how the divergence is computed: "exact", or "stochastic" with random labels. With
-            "stochastic", the divergence is replaced by the cross entropy with a random label. It is
-            drawn uniformly for each sample and each member that is not responsible for the sample.
-            The expected gradient is the same as with "exact".
+        labels: "exact" to compute the divergence exactly, or "stochastic" to replace it by the
+            cross entropy with a random label, drawn uniformly for each sample and each member that
+            is not responsible for it. The expected gradient is the same.
         group_N: optional. Index of the group to which each sample belongs, int64 [N] in
             0..groups-1. All samples of a group (for example, the tokens of a sequence) have the
             same responsible members. By default, each sample is a separate group.
@@ -312,8 +308,7 @@ def confidence_histograms(logits_NMC: Tensor, chosen_NM: Tensor,
 
 
 def confidence_counts(p: Tensor, counted: Tensor, bins: int) -> Tensor:
-    """Count how often the largest probability of a distribution is in each interval of 0..1,
-    [bins].
+    """Count how often a distribution's largest probability is in each interval of 0..1, [bins].
 
     Args:
         p: class probabilities of each distribution, float [..., C].
@@ -357,8 +352,7 @@ def share_features(features: Tensor, probability: float, training: bool, dim: in
 
 
 class EnsembleHeads(nn.Module):
-    """M output heads, each with a hidden layer (gelu), feature sharing, and a linear layer to C
-    classes.
+    """M output heads, each with a hidden layer (gelu) and a linear layer to C classes.
 
     Args:
         dim: width of the input features.

@@ -44,12 +44,10 @@ class ElasticReplica:
     Args:
         lighthouse: address of the lighthouse in the form `http://HOST:PORT`.
         replica: index of this replica, which stays the same if the replica restarts.
-        state: function that returns the state of this rank, which may contain nested values and
-            tensors. If another replica returns after a failure, the same rank of that replica loads
-            this state.
+        state: function that returns this rank's state (nested values and tensors). If another
+            replica returns after a failure, the same rank of that replica loads this state.
         load: function that loads a state that `state` has returned.
-        timeout_s: time in seconds after which a replica that does not answer is excluded from a
-            step.
+        timeout_s: seconds after which a replica that does not answer is excluded from a step.
         progress: number of completed steps, as stored in the replica's checkpoint. If replicas
             start together, all of them load the state of the replica with the most steps.
 
@@ -99,8 +97,7 @@ class ElasticReplica:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
     def average(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Replace the gradients by their mean over the active replicas. All ranks of the replica
-        must call this method.
+        """Replace the gradients by their mean over the active replicas. Collective in the replica.
 
         Call it before the optimizer's step. A returning replica loads the state of an active
         replica during this call, so that all replicas perform the same step afterwards.
@@ -156,19 +153,15 @@ class ElasticReplica:
 
     @property
     def joining(self) -> bool:
-        """True on all replicas if any replica joins or returns during the current call of `average`
-        or `average_parts`.
-        """
+        """True on all replicas if any replica joins or returns during the current average."""
         if self._manager.errored() is not None:  # the average has failed
             return False
         return self._group.size() > self._manager.num_participants()
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by those of the first active replica, without averaging them. All
-        replicas must call this method.
+        """Replace tensors by those of the first active replica. All replicas must call this method.
 
-        Only the iterable `parts` may call this method, while `average_parts` asks it for the next
-        group.
+        Only `parts` may call it, while `average_parts` requests the next group.
         """
         if self._manager.participating_rank() != 0:
             for x in tensors:
@@ -177,8 +170,7 @@ class ElasticReplica:
 
     def _reduce(self, tensors: Sequence[Tensor], floats: dist.ReduceOp.RedOpType = dist.ReduceOp.AVG
                 ) -> list[tuple[list[Tensor], Tensor]]:
-        """Reduce tensors over replicas, and return them together with one reduced vector for each
-        dtype.
+        """Reduce tensors over replicas. Return the tensors and one reduced vector for each dtype.
 
         Integers are summed. `floats` is the reduction operation for floating-point tensors.
         """
@@ -354,8 +346,7 @@ def is_replica(lighthouse: str | None, replica: int, refuse: Callable[[], None])
     replicas.
     Raises:
         ValueError: If torchft is not installed, if the replica number is not valid, if a setting of
-            the host framework is incompatible with replicas, or if a replica number is set without
-            a lighthouse.
+            the host is incompatible with replicas, or if a replica number is set but no lighthouse.
     """
     if lighthouse:
         refuse()
