@@ -134,8 +134,8 @@ class _View:
 
 
 class _Packer:
-    """The pack function of autograd's hooks for saved tensors. It decides which saved tensors
-    contain rows, and stores each buffer once.
+    """The pack function of autograd's hooks for saved tensors. The function decides which saved
+    tensors contain rows, and stores each buffer once.
     """
 
     def __init__(self, keep: Callable[[Tensor], KeptRows], x_RD: Tensor,

@@ -131,8 +131,8 @@ class GradSums:
 
 
 def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
-    """Allocate the gradient of a weight. Its axes have the same order in memory as those of the
-    weight.
+    """Allocate the gradient of a weight. The axes of the gradient have the same order in memory as
+    those of the weight.
 
     With a different order, autograd would make a slow copy.
     """
@@ -192,9 +192,9 @@ WEIGHTS = ("w_in_LDF", "w_gate_LDF", "w_out_LFD")
 def has_main_grad(parameter: Tensor) -> bool:
     """Return true if the host framework reads this parameter's gradient only from `main_grad`.
 
-    This is not the case for parameters of Megatron-FSDP and for parameters with `zero_out_wgrad`,
-    because Megatron's hook also reads their ordinary gradient. All of these attributes
-    are set by Megatron. Other host frameworks do not use them.
+    The result is False for parameters of Megatron-FSDP and for parameters with `zero_out_wgrad`,
+    because Megatron's hook also reads their ordinary gradient. All of these attributes are set by
+    Megatron. Other host frameworks do not use them.
     """
     if not parameter.requires_grad or not isinstance(getattr(parameter, "main_grad", None), Tensor):
         return False
@@ -347,8 +347,8 @@ class RowWeightGrads:
               g_gate: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the weights w_in and w_gate.
 
-        If both gradients are needed, one operation computes both. This is possible only if both
-        gradients, or neither of them, are added to existing memory.
+        If both gradients are needed, one operation computes both. One operation is possible only if
+        both gradients, or neither of them, are added to existing memory.
         """
         if g_h is None or g_gate is None:
             return (None if g_h is None else self.one("w_in_LDF", x, g_h, token_R, None),

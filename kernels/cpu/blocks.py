@@ -122,7 +122,8 @@ class UnitBlock:
                                                          strict=True)])
 
     def clipped(self, end: int) -> UnitBlock:
-        """Return a copy of the block. Its matmuls do not compute any row at or after row `end`."""
+        """Return a copy of the block. The matmuls of the copy compute no row at or after row `end`.
+        """
         left = end - self.rows.start
         return UnitBlock(self.rows, [
             unit._replace(computed=min(unit.computed, left - start))
@@ -183,7 +184,7 @@ def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[UnitBlock]:
 
 
 def clipped(blocks: list[UnitBlock]) -> list[UnitBlock]:
-    """Return copies of the blocks. Their matmuls do not compute any row after the last row.
+    """Return copies of the blocks. The matmuls of the copies compute no row after the last row.
 
     This is necessary if the rows are in memory that this package did not allocate.
     """

@@ -303,7 +303,8 @@ expert_ffn_uneven = _operation("_uneven", **_not_captured())
 class _Direct(torch.autograd.Function):
     """An autograd function that computes `expert_ffn` for real tensors.
 
-    It is not a torch operation, because its backward may write to buffers such as `main_grad`.
+    This function is not a torch operation, because its backward may write to buffers such as
+    `main_grad`.
     """
 
     @staticmethod

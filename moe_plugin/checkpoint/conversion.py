@@ -56,7 +56,7 @@ class Conversion:
         model_only: whether to leave out the optimizer state.
         force: whether to replace an existing folder at `target` that this conversion did not write.
         advance: function that is called with the number of bytes that were just verified, reused or
-            written. It is called from several threads.
+            written. Several threads call this function.
         kept: names of the files that an interrupted conversion completed and this conversion
             reuses.
     """

@@ -188,8 +188,8 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
 
 
 def full_state(layer: MoELayer, below: str | tuple[str, ...] = "") -> Mapping[str, Tensor]:
-    """Return the state dict of a layer, including the experts of all ranks. It is equal to the
-    state dict of the same layer on a single rank.
+    """Return the state dict of a layer, including the experts of all ranks. The result is equal to
+    the state dict of the same layer on a single rank.
 
     If the experts are distributed over several ranks, all ranks must call this function.
 

@@ -53,9 +53,9 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
         model: model of a plain PyTorch training loop, with or without a wrapper.
         optimizer: optimizer of all expert parameters that are being trained. In the optimizer's
             state, every tensor of a parameter must have either the shape of the parameter or a
-            single element. This is true for all optimizers of torch except Adafactor. If moving
-            averages of the weights are stored outside of the optimizer, call this function for them
-            separately, without an optimizer. Optional.
+            single element. All optimizers of torch except Adafactor satisfy this condition. If
+            moving averages of the weights are stored outside of the optimizer, call this function
+            for them separately, without an optimizer. Optional.
         comm: the new expert-parallel group of this rank. It must be possible to divide the experts
             among the ranks of the new group. If the group has size 1, every rank stores all
             experts.
@@ -260,7 +260,7 @@ def _wrapped_like(old: Tensor, value: Tensor) -> Tensor:
 
 def _rebuilt(layer: MoELayer, comm: Comm) -> MoELayer:
     """Build a copy of a layer for a different expert-parallel group. The copy uses the router of
-    the old layer. Its experts are uninitialized.
+    the old layer. The experts of the copy are uninitialized.
     """
     probe: Any = layer.experts.anchor
     cards = [probe.device] if probe.device.type == "cuda" else []

@@ -238,8 +238,7 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Derived:
-    """A lazy tensor. A lazy tensor: a key, a shape, a data type, and a function that reads any
-    window of the tensor.
+    """A lazy tensor: a key, a shape, a data type, and a function that reads any window of it.
 
     Attributes:
         read: function that returns the values of a window. The window must have a start and a stop

@@ -205,8 +205,8 @@ class SealedWriter:
     the same read function, their values are stored only once in a file.
 
     Args:
-        advance: function that is called with the number of tensor bytes that were just written. It
-            is called from several threads.
+        advance: function that is called with the number of tensor bytes that were just written.
+            Several threads call this function.
         at_once: number of files that are written in parallel. Defaults to the number that
             `FileWorkers` chooses.
     """

@@ -104,8 +104,8 @@ class Upcycling:
 def upcycle(source: Source, plan: Upcycling) -> View:
     """Return a lazy view that converts a framework-independent dense model to a Mixture of Experts.
 
-    The new model cannot use the optimizer state of the dense model. It is therefore left out, and a
-    message is logged.
+    The new model cannot use the optimizer state of the dense model. The optimizer state is
+    therefore left out, and a message is logged.
 
     Raises:
         CheckpointError: If the model already has MoE layers, or if no layer has an MLP that can be

@@ -65,8 +65,8 @@ class HostSeams:
             framework does not support this feature.
         votes: function that creates the feature for `guard.votes`. None if the host framework does
             not support this feature.
-        more: additional features of this run. They are called before `FiniteSteps` checks whether
-            gradients are finite, so they may change gradients.
+        more: additional features of this run. These features are called before `FiniteSteps` checks
+            whether gradients are finite, so they may change gradients.
     """
 
     host: str

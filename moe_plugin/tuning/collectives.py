@@ -272,7 +272,7 @@ class Predictions:
 
     @classmethod
     def of(cls, comm: Comm) -> Predictions:
-        """Return the predictions of a group. They are created on first use."""
+        """Return the predictions of a group. The object is created on first use."""
         return comm.state.get(cls)
 
 

@@ -216,7 +216,7 @@ class ChoiceFiles:
         return loaded[1] if loaded and loaded[0] == key[0] else None
 
     def put(self, key: Key, kept: KeptDecision) -> None:
-        """Write the file for a key. If this fails, log a warning."""
+        """Write the file for a key. If writing fails, log a warning."""
         try:
             path = self._path(key)
             path.parent.mkdir(exist_ok=True)

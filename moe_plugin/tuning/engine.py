@@ -1,10 +1,11 @@
 """The trial engine times candidates and selects the fastest candidate for each load bucket.
 
-The engine is a pure state machine, which does not use torch, ranks or clocks. It selects layouts,
-all-to-all algorithms, collectives and expert implementations. In a new bucket, the first choice is
-the candidate with the shortest predicted time, or the first candidate. Candidates are timed in
-rounds until the fastest one is known (`planner.trials`). From then on, the fastest candidate is
-used. Its time is watched for drift, and the other candidates are checked occasionally.
+The engine is a pure state machine, which does not use torch, ranks or clocks. The engine selects
+layouts, all-to-all algorithms, collectives and expert implementations. In a new bucket, the first
+choice is the candidate with the shortest predicted time, or the first candidate. Candidates are
+timed in rounds until the fastest one is known (`planner.trials`). From then on, the fastest
+candidate is used. The time of this candidate is watched for drift, and the other candidates are
+checked occasionally.
 
 All ranks make the same choices, because all rules are deterministic and because times are reduced
 over ranks before the engine receives them.

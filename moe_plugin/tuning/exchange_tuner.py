@@ -96,11 +96,11 @@ class ExchangeTuner:
 
     @classmethod
     def of(cls, comm: Comm) -> ExchangeTuner:
-        """Return the tuner of a group. It is created on first use."""
+        """Return the tuner of a group. The tuner is created on first use."""
         return comm.state.get(cls, lambda: cls(comm))
 
     def size(self, comm: Comm, x: Tensor, even: bool) -> float:
-        """Return the number of bytes per rank. It is the same on all ranks.
+        """Return the number of bytes per rank. The number is the same on all ranks.
 
         If ranks send different amounts, they agree on a size in the first call, and later only
         occasionally, because the choice of an algorithm does not need the exact size.

@@ -3,9 +3,9 @@ current load.
 
 One small all-reduce computes the maximum of the load, of the imbalance and of the latest measured
 time over all ranks. While trials are pending, this all-reduce runs in every call. After the trials,
-it runs at least in every `EVERY`-th call. It runs more often if this takes at most the fraction
-`SHARE` of the layer's time. All other calls use the latest choice and neither send nor measure
-anything.
+it runs at least in every `EVERY`-th call. The all-reduce runs more often if this takes at most the
+fraction `SHARE` of the layer's time. All other calls use the latest choice and neither send nor
+measure anything.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class LayoutTuner:
         measure: function that creates a timer for a call. Tests replace it.
 
     Attributes:
-        settled: whether no more decisions will be made. It is always False, because any call may
-            need a decision.
+        settled: whether no more decisions will be made. `settled` is always False, because any call
+            may need a decision.
     """
 
     settled = False

@@ -151,7 +151,7 @@ def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None
     """Return the settings and the placement for `parallel.replicas`, and the group that divides the
     same tokens among its ranks in schedule S1.
 
-    The group is None if tokens are not divided before routing. This is the case with a single
+    The group is None if tokens are not divided before routing. No tokens are divided with a single
     replica, with schedule S2 (`Placement.replicas` contains its ranks), and with dispatchers that
     require the same tokens on all ranks.
 

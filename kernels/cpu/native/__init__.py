@@ -1,4 +1,4 @@
 """Elementwise operations between two matmuls of an expert, in a single pass over the values.
 
-They are implemented in C and compiled on the user's machine.
+The operations are implemented in C and compiled on the user's machine.
 """

@@ -200,7 +200,7 @@ def scores_of(x_TD: Tensor, weight_ED: Tensor) -> Scores | None:
 
 @functools.cache
 def compiled_scores() -> Scores | None:
-    """Return the compiled matmuls; see `scores_of`. They are loaded only once."""
+    """Return the compiled matmuls; see `scores_of`. The functions are loaded only once."""
     library = build.library(*_source(None))
     return None if isinstance(library, str) else Scores(library)
 

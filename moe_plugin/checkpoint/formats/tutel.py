@@ -212,8 +212,8 @@ def _table(source: Source) -> NameTable:
 
 
 def _keep_outside(source: Source, missing: str, known: Iterable[str]) -> Others:
-    """Return a function that handles tensors for which there is no name rule. It keeps tensors
-    outside of MoE layers, and raises an error for tensors inside an MoE layer.
+    """Return a function that handles tensors for which there is no name rule. The function keeps
+    tensors outside of MoE layers, and raises an error for tensors inside an MoE layer.
 
     Args:
         missing: beginning of the error message for tensors inside an MoE layer.

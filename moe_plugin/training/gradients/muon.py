@@ -126,9 +126,9 @@ class ExpertMuon(torch.optim.Optimizer):
     Each matrix is updated exactly as in `torch.optim.Muon`. Each Muon group has the options and the
     state (`momentum_buffer`) of `torch.optim.Muon`. In addition, it has the options `transposed`
     and `halves`. If `transposed` is True, the matrices are stored as [..., in, out]. If `halves` is
-    "concatenated" or "alternating", one tensor contains both the gate and the up matrices. They are
-    treated as separate matrices, as in dense models. Groups with `muon=False` have the options of
-    `torch.optim.AdamW`.
+    "concatenated" or "alternating", one tensor contains both the gate and the up matrices. The two
+    matrices are treated separately, as in dense models. Groups with `muon=False` have the options
+    of `torch.optim.AdamW`.
 
     If an expert is split into shards (`parallel.shards`, or more ranks than experts), or if a
     matrix is a DTensor, its momentum is gathered before the update. All ranks must then call `step`
@@ -216,8 +216,8 @@ class ExpertMuon(torch.optim.Optimizer):
 
 
 class _AdamW(torch.optim.AdamW):
-    """The inner AdamW. This optimizer runs inside the `step` of an outer optimizer. It updates
-    parameters of the outer optimizer, and stores its state there.
+    """The inner AdamW. This optimizer runs inside the `step` of an outer optimizer. The inner
+    optimizer updates parameters of the outer optimizer, and stores its state there.
     """
 
     def step_of(self, groups: list[dict[str, Any]], state: Any) -> None:

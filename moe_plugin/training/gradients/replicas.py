@@ -51,8 +51,8 @@ def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Com
     All ranks of `world` must call this function.
 
     Args:
-        experts: expert-parallel group of this rank. If it has only one rank, every rank stores all
-            experts.
+        experts: expert-parallel group of this rank. If this group has only one rank, every rank
+            stores all experts.
         world: group of all data-parallel ranks.
         owner: optional. The object to which the group belongs. Later calls with the same owner and
             ranks return the same group. A run that often changes its expert-parallel size therefore

@@ -46,7 +46,7 @@ def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm:
     Args:
         parameters: parameters of this rank after the backward pass. The gradients must have been
             reduced by `fully_shard_model` or `ddp_model` from `moe_plugin.hosts.plain.sharding`.
-        max_norm: largest norm. If it is infinite, the gradients are not changed.
+        max_norm: largest norm. If infinite, the gradients are not changed.
         world: optional. All data-parallel ranks. Defaults to the ranks of the default group.
     Returns: The norm before clipping, which is the same on all ranks, in float32 (float64 for
         float64 gradients). If any gradient on any rank is not finite, the norm is not finite.
@@ -142,15 +142,15 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
     """Replace the gradients on every rank by the gradients of the loss averaged over all ranks.
 
     Gradients of shared parameters are averaged over `world`. The gradient of an expert is already
-    summed over the ranks of its expert-parallel group. It is then summed over `replicas` and
-    divided by the size of `world`.
+    summed over the ranks of its expert-parallel group. This gradient is then summed over `replicas`
+    and divided by the size of `world`.
 
     Args:
         model: the model after the backward pass. If a parameter has no gradient on one rank, it
             must not have a gradient on any rank.
         world: group of all data-parallel ranks.
-        expert_group: optional. Expert-parallel group of the layers. If it has only one rank,
-            experts are replicated like all other parameters. Defaults to `world`.
+        expert_group: optional. Expert-parallel group of the layers. If this group has only one
+            rank, experts are replicated like all other parameters. Defaults to `world`.
         replicas: optional. Group of the ranks that store the same experts as this rank. Required if
             there is more than one expert-parallel group.
     Raises:
@@ -222,9 +222,9 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
         world: optional. All data-parallel ranks. Defaults to the ranks of the default group.
         bucket_bytes: maximum size of the gradients in one all-reduce between replicas, in bytes.
         divisor_of: optional. A function that is called during backward with a layer as its
-            argument. It returns the divisor that is applied to the layer's other gradients after
-            they are summed over ranks. If there is no function, or if it returns None, the
-            gradients are divided by the number of ranks.
+            argument. The function returns the divisor that is applied to the layer's other
+            gradients after they are summed over ranks. If there is no function, or if it returns
+            None, the gradients are divided by the number of ranks.
     Returns: The objects that average the gradients of replicated experts, one for each
         expert-parallel group.
     Raises:

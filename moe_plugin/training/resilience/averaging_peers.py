@@ -76,9 +76,9 @@ class StreamedPeer:
 
     Weights are averaged one block at a time, so no peer ever has the whole model in memory. When
     the weights are averaged, a joining or returning peer receives the weights of the other peers.
-    With DiLoCo, it also receives the state of the outer optimizer. It also receives the counts of
-    the other peers. Counts are integer buffers, which averaging does not change. As usual for local
-    SGD, its inner optimizer starts with a new state.
+    With DiLoCo, it also receives the state of the outer optimizer. The joining peer also receives
+    the counts of the other peers. Counts are integer buffers, which averaging does not change. As
+    usual for local SGD, its inner optimizer starts with a new state.
 
     Args:
         trainer: trainer of this peer. The model and the optimizer of the trainer must be the same
@@ -307,7 +307,7 @@ class StreamedPeer:
 
 class _OuterState:
     """The weights of a block after the last averaging round, and the momentum of the outer
-    optimizer. Both are stored in the trainer's storage tier.
+    optimizer. Weights and momentum are stored in the trainer's storage tier.
     """
 
     def __init__(self, trainer: StreamedTrainer, weights: Sequence[Tensor],

@@ -86,10 +86,10 @@ class RowsCheck:
     All ranks must call the constructor.
 
     Args:
-        models: models of this rank. They may have no layer with bounded rows, even if the models of
-            other ranks have such a layer.
+        models: models of this rank. These models may have no layer with bounded rows, even if the
+            models of other ranks have such a layer.
         world: group of all ranks that share the models, including replicas and pipeline stages.
-        asked: optional. Flags on which the ranks have already agreed. If they are given, the
+        asked: optional. Flags on which the ranks have already agreed. If the flags are given, the
             constructor does not communicate.
 
     Attributes:
@@ -162,9 +162,9 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
     Args:
         model: the model on this rank. All ranks of the group must take part in the first call for a
             model.
-        step: function that runs the forward and backward passes. It may set the parameters'
-            gradients or add to them. Before each call, the gradients are set to None, unless
-            gradients are disabled.
+        step: function that runs the forward and backward passes. The function may set the
+            parameters' gradients or add to them. Before each call, the gradients are set to None,
+            unless gradients are disabled.
         world: optional. Group of all ranks that train the model, including replicas. Defaults to
             the default group.
     Raises:
@@ -236,8 +236,8 @@ class RowsFit(RunFeature):
     Args:
         models: the parts of the model on this rank. A pipeline stage may have no MoE layer.
         world: group of all ranks that share the models.
-        start: function that is called with a list of models. It returns a snapshot of the state
-            that forward and backward passes change.
+        start: function that is called with a list of models. The function returns a snapshot of the
+            state that forward and backward passes change.
         check: optional. An existing check. By default, a new check is created for these models.
         votes: optional. The votes of the run, if votes are used.
     """
@@ -260,8 +260,8 @@ class RowsFit(RunFeature):
         Raises:
             StepRepeat: If rows did not fit into a buffer. The row limit is raised on all ranks
                 before this exception is raised.
-            RowsOverflow: If rows did not fit and `dispatch.on_overflow` is "error". Raised on
-                all ranks.
+            RowsOverflow: If rows did not fit and `dispatch.on_overflow` is "error". Raised on all
+                ranks.
         """
         asked = self.check.overflowed if self.votes is None else self.votes.rows_overflowed
         if self.check.active and asked():

@@ -89,8 +89,8 @@ class FileBatch:
         batch: batch from the host framework, or None for padding in a file that has fewer
             micro-batches.
         begins: whether this is the first micro-batch of its file.
-        counts: whether this micro-batch is counted in the log. True only on the first worker of the
-            file, so that each micro-batch is counted once.
+        counts: whether this micro-batch is counted in the log. `counts` is True only on the first
+            worker of the file, so that each micro-batch is counted once.
     """
 
     batch: Any
@@ -113,8 +113,8 @@ class StepVotes(RunFeature):
             trainable parameters must be equal on all voting ranks.
         gradient_of: function that returns the gradient of a parameter, or None if the parameter has
             no gradient.
-        start: function that returns a snapshot of the random generators. It is called with an empty
-            list of models.
+        start: function that returns a snapshot of the random generators. `start` is called with an
+            empty list of models.
         group: process group of the voting ranks.
 
     Attributes:

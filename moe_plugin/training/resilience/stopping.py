@@ -1,12 +1,12 @@
 """Handle a run that the user stops (SIGINT, Ctrl-C).
 
-Only one rank prints a message. It is a single line that states the step, the last checkpoint, and
-how to resume. The
-process may receive the signal twice: from the terminal and from a launcher. Python may also drop
-the `KeyboardInterrupt` that it raises, for example in a destructor. If another rank terminates
-first, this rank may detect a broken connection before it receives the signal. Any error that
-terminates a run after the signal is therefore treated as a stop by the user. In addition, loops
-check in each step whether the signal was received (`Stopping.around_step`).
+Only one rank prints a message. The message is a single line that states the step, the last
+checkpoint, and how to resume. The process may receive the signal twice: from the terminal and from
+a launcher. Python may also drop the `KeyboardInterrupt` that it raises, for example in a
+destructor. If another rank terminates first, this rank may detect a broken connection before it
+receives the signal. Any error that terminates a run after the signal is therefore treated as a stop
+by the user. In addition, loops check in each step whether the signal was received
+(`Stopping.around_step`).
 """
 
 from __future__ import annotations

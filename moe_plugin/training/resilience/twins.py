@@ -79,7 +79,7 @@ class TwinCheck(RunFeature):
             ...
 
     The check does not affect the training step: it changes no gradient, no buffer and no random
-    state. Each check runs one forward pass and one backward pass. It runs every `every` steps.
+    state. Each check runs one forward pass and one backward pass. A check runs every `every` steps.
 
     Args:
         model: the model. The model must not be compiled, and it must not use reentrant
@@ -89,8 +89,8 @@ class TwinCheck(RunFeature):
         every: number of steps from one check to the next.
         start: function that is called with a list of models, and returns a snapshot of the state
             that the check must not change.
-        kept: context manager that is active during a check in training. It restores the state of
-            the host framework that forward and backward passes change.
+        kept: context manager that is active during a check in training. `kept` restores the state
+            of the host framework that forward and backward passes change.
     Raises:
         ValueError: If `every` is less than 1, or if this rank has no twin.
     """
@@ -131,10 +131,10 @@ class TwinCheck(RunFeature):
         """Compute one micro-batch on all twins, and compare their results. Collective.
 
         Args:
-            step: index of the step. It must be the same on all ranks, and determines whose
+            step: index of the step. The index must be the same on all ranks, and determines whose
                 micro-batch all twins compute.
-            batch: micro-batch of this rank. It may consist of tensors in any containers that can be
-                pickled.
+            batch: micro-batch of this rank. The batch may consist of tensors in any containers that
+                can be pickled.
             loss_of: function that runs the forward pass of the model on a batch and returns the
                 loss.
         Raises:

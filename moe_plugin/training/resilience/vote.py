@@ -105,9 +105,9 @@ class Ballots:
             their workers.
         aggregate: how the winning answers of all files are combined: by `median`, or by `mean` if
             it is certain that every winning answer is correct.
-        sharing: optional. The ranks of this worker that compute each file together. Each of them
-            processes a part of the file's batches. By default, this rank computes its files without
-            other ranks.
+        sharing: optional. The ranks of this worker that compute each file together. Each of these
+            ranks processes a part of the file's batches. By default, this rank computes its files
+            without other ranks.
         worker: optional. All ranks of this worker, including ranks of other pipeline stages.
             Defaults to `sharing`.
     Raises:
@@ -250,7 +250,7 @@ class VotedGradients:
             optimizer.step()
 
     Args:
-        model: model that receives the gradients. Its parameters must be equal on all ranks, except
+        model: model that receives the gradients. The parameters must be equal on all ranks, except
             for experts, which are distributed over the ranks of a worker.
         assignment: see `Ballots`.
         comm: optional. Group of the ranks that store the same parameters as this rank, one rank per

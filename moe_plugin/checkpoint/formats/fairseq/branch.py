@@ -156,7 +156,7 @@ def _values(shared: State, unread: bool) -> dict[str, Any]:
 
 
 def _columns(state: State, model: State, model_only: bool) -> dict[str, dict[str, Any]]:
-    """Return the model tensors and the optimizer state of one file. They are returned as columns,
+    """Return the model tensors and the optimizer state of one file. Both are returned as columns,
     that is, dicts with one value per parameter name.
 
     model: the file's model tensors, with global expert indices in their names.

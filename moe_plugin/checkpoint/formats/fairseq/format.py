@@ -200,8 +200,8 @@ def state_of_rank(source: Source, rank: int, world: int, ep: int,
     """Return the contents of the file of data-parallel rank `rank`. This function does not read the
     values of tensors.
 
-    The position in the epoch is converted to the new number of ranks. It corresponds to the same
-    total number of batches, rounded down.
+    The position in the epoch is converted to the new number of ranks. The new position corresponds
+    to the same total number of batches, rounded down.
 
     Args:
         source: a source of this format.

@@ -131,8 +131,8 @@ def from_neutral(source: Source) -> Source:
 
 
 def _state(source: Source) -> dict[str, Any]:
-    """Return all entries of the checkpoint file that are not tensors. They consist of the entries
-    of the dense model and the settings of the experts.
+    """Return all entries of the checkpoint file that are not tensors. These entries are those of
+    the dense model and the settings of the experts.
     """
     state = dict(source.values[STATE])
     state.pop(OPTIMIZER, None)

@@ -46,7 +46,8 @@ class Block:
         files: the names in checkpoint files for those entries of `names`, `gate_up` and `down` that
             have a different name in the model.
         parts: names of an expert's gate, input and output matrices in checkpoint files, that is,
-            PART in `experts.E.PART.weight`. Empty if each tensor in the files contains all experts.
+            PART in `experts.E.PART.weight`. The tuple is empty if each tensor in the files contains
+            all experts.
         bias_row: whether `router.expert_bias` is stored with the shape [1, E].
         gated: whether the experts have gate matrices.
         shared: type of shared expert: "none", "plain" or "gated".

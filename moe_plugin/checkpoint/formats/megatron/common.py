@@ -355,7 +355,7 @@ def module_objects(numbers: Iterable[int], moe: Iterable[int], tensors: Iterable
     Args:
         numbers: indices of all layers.
         moe: indices of the layers that contain an MoE layer.
-        tensors: names of the model's tensors. They show which optional modules the model has.
+        tensors: names of the model's tensors. The names show which optional modules the model has.
         stacked: whether one tensor contains the values of all layers.
     """
     numbers, moe, tensors = list(numbers), set(moe), list(tensors)

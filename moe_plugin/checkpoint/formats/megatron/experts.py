@@ -92,8 +92,8 @@ def _gated(source: Source, prefix: str) -> bool:
 
 
 def _keep_others(source: Source, format: str) -> Any:
-    """Return a function that handles tensors for which there is no name rule. It keeps tensors that
-    do not belong to experts, and raises an error for unknown tensors of experts.
+    """Return a function that handles tensors for which there is no name rule. The function keeps
+    tensors that do not belong to experts, and raises an error for unknown tensors of experts.
     """
     def others(tensor: Derived) -> Derived:
         if any(tensor.key[1].startswith(prefix + "experts.") for prefix in source.layers):

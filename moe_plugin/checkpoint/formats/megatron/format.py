@@ -1,7 +1,7 @@
 """The formats `megatron` and `megatron_native`. Importing this module registers both formats.
 
-Readers and writers are imported on first use. They import torch's distributed checkpoint, which
-takes about a second, and users of other formats do not need it.
+Readers and writers are imported on first use. Importing torch's distributed checkpoint takes about
+a second, and users of other formats do not need it.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Driver:
         members: the peers, with the load that this trainer causes on each of them.
         connections: open connections to peers.
         took: function that is called with (stage, micro-batch, peer, request) after a peer has
-            answered. It must return true if the leading trainer counts the backward pass.
+            answered. The function must return true if the leading trainer counts the backward pass.
             Otherwise, another peer repeats the backward pass.
         lost: function that is called with (stage, peer, reason) when a peer has failed.
         run: settings of the run; see `Swarm`.
@@ -129,9 +129,11 @@ class Driver:
 class JoinedTrainer:
     """A trainer that processes some of the micro-batches of a swarm's leading trainer.
 
-    It reads the same data as the leading trainer, and may join, leave or fail at any time.
+    A joined trainer reads the same data as the leading trainer, and may join, leave or fail at any
+    time.
 
-    If it fails, the leading trainer processes the micro-batches that were not completed.
+    If a joined trainer fails, the leading trainer processes the micro-batches that were not
+    completed.
 
     Args:
         address: address of the leading trainer (a `Swarm`).

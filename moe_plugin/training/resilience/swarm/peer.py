@@ -1,4 +1,4 @@
-"""A peer of a swarm. A peer computes one stage of a pipeline for all trainers. It stores the
+"""A peer of a swarm. A peer computes one stage of a pipeline for all trainers. The peer stores the
 weights and the optimizer of its stage, and sums its gradients with those of the other peers of the
 stage.
 
@@ -56,13 +56,13 @@ class StagePeer:
         optimizer: function that creates an optimizer for a list of parameters. If the optimizer
             clips gradients, it clips by the norm of its own stage. For clipping by the norm over
             all stages, see `Swarm`.
-        loss: function of the last stage's output and the target. It returns the contribution of a
-            micro-batch to the loss of the step. It may also return a tuple of this loss and a
-            dictionary of additional values for the trainer.
+        loss: function of the last stage's output and the target. The function returns the
+            contribution of a micro-batch to the loss of the step. The function may also return a
+            tuple of this loss and a dictionary of additional values for the trainer.
         host: address under which the trainer and the other peers can reach this machine.
         device: device that computes the stage.
         bandwidth: network bandwidth of this machine, in any unit, as long as all peers use the same
-            unit. It determines the fraction of the gradients that this peer sums.
+            unit. The bandwidth determines the fraction of the gradients that this peer sums.
         throughput: tasks per second that the trainer assumes until it has measured this peer.
             Defaults to the mean throughput of the stage.
         timeout_s: time in seconds after which this peer terminates if it has no trainer. How long
