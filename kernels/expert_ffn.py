@@ -122,8 +122,8 @@ class FFNParameters:
         """Return the object that collects postponed weight gradients, or None if backward must
         compute these gradients immediately.
 
-        Return None if no input requires a gradient. Without such an input, autograd does not record
-        a call whose inputs exclude the weights, and no rank waits for a gradient.
+        Return None if no input requires a gradient. In this case, autograd does not record a call
+        from which the weights are detached, and no rank waits for a gradient.
         """
         wanted = any(x is not None and x.requires_grad for x in inputs)
         return self.later if wanted and torch.is_grad_enabled() else None

@@ -1,7 +1,7 @@
 """Upcycling of fairseq's dense decoder language models.
 
 This module converts the tensors and settings of a dense model to a framework-independent form.
-After upcycling, it converts the Mixture-of-Experts model back to fairseq's names.
+After upcycling, this module converts the Mixture-of-Experts model back to fairseq's names.
 """
 
 from __future__ import annotations
