@@ -258,7 +258,7 @@ class _Backward:
         return {name: g.result() for name, g in self.grads.items()}
 
     def run(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, of the gates and of all parameters. Unneeded ones are None."""
+        """Return the gradients of x, of the gates and of all parameters (None if not needed)."""
         for block in range(len(self.call.blocks)):
             self._block(block)
         if self.call.later is not None:

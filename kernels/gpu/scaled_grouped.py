@@ -25,7 +25,7 @@ TILE_ROWS, TILE_COLUMNS = 128, 4
 
 @functools.cache
 def no_scaled_grouped_mm(device: torch.device) -> str | None:
-    """Return the reason why torch lacks a block-scaled grouped matmul here, or None."""
+    """Return the reason why torch lacks a block-scaled grouped matmul for this GPU, or None."""
     if device.type != "cuda":
         return "not on a GPU"
     if torch.version.hip is not None:

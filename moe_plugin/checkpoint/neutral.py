@@ -243,8 +243,8 @@ def unfit(model: DecoderSettings, checks: Iterable[tuple[str, bool, str]], held:
         model: settings of the model.
         checks: a tuple for each checked setting: its name, whether its value is allowed, and a
             description of the allowed values.
-        held: names of the settings that the format can represent. Settings that are not listed here
-            must have their default values.
+        held: names of the settings that the format can represent. All other settings must have
+            their default values.
         extra: keys of `model.extra` that the format supports.
     """
     values = vars(model)

@@ -346,7 +346,8 @@ def is_replica(lighthouse: str | None, replica: int, refuse: Callable[[], None])
     replicas.
     Raises:
         ValueError: If torchft is not installed, if the replica number is not valid, if a setting of
-            the host is incompatible with replicas, or if a replica number is set but no lighthouse.
+            the host is incompatible with replicas, or if a replica number is set without a
+            lighthouse.
     """
     if lighthouse:
         refuse()

@@ -2,9 +2,9 @@
 
 The source can read the folders that the training script or Megatron itself writes (`iter_NNNNNNN`,
 or its parent folder with `latest_checkpointed_iteration.txt`). Optimizer state must be stored by
-parameter name. Megatron stores it in this way without `--use-distributed-optimizer`, and with the
-sharding type `fully_reshardable`. With any other sharding type, only the ranks that wrote the
-optimizer state can read it.
+parameter name. Megatron stores optimizer state by parameter name without
+`--use-distributed-optimizer`, and with the sharding type `fully_reshardable`. With any other
+sharding type, only the ranks that wrote the optimizer state can read it.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Swarm:
             micro-batches per peer.
         clip: maximum L2 norm of all gradients together, or None for no clipping.
         timeout_s: time in seconds after which a task without an answer is sent to another peer.
-        rebalance_s: interval in seconds at which peers may change their stage. At these times,
+        rebalance_s: interval in seconds at which peers may change their stage. After each interval,
             between two steps, one peer may move to the slowest stage if this would increase the
             throughput of the pipeline enough. None: never.
         seed: random seed of the initial weights and of random numbers during training.
