@@ -23,9 +23,7 @@ transformed = torch._C._are_functorch_transforms_active
 
 
 def refuse_vmap() -> None:
-    """Raise a `ValueError` if the caller runs under vmap or under a transform that is built on
-    vmap.
-    """
+    """Raise a `ValueError` if the caller runs under vmap or under a transform built on vmap."""
     if any(level.key() == torch._C._functorch.TransformType.Vmap
            for level in torch._C._functorch.get_interpreter_stack()):
         raise ValueError(
@@ -47,12 +45,12 @@ def wants_graph() -> bool:
 
 
 def own(made: Tensor) -> Tensor:
-    """During compilation, return an alias of the tensor, so that the `forward` of an autograd
-    function can safely return it.
+    """During compilation, return an alias of the tensor that the `forward` of an autograd function
+    can safely return.
 
-    The compiler of torch 2.11 silently loses the gradient of an output that has two names in its
-    graph (pytorch/pytorch issue 180642). Examples are the output of an in-place operation, and of a
-    `contiguous` call that returns its input.
+    The compiler of torch 2.11 silently loses the gradient of an output that appears in its graph
+    under two names (pytorch/pytorch issue 180642). Examples are the outputs of in-place operations,
+    and of `contiguous` calls that return their input.
     """
     return made.detach() if torch.compiler.is_compiling() else made
 
@@ -82,15 +80,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation function in three forms.
+    """An activation function, provided in three forms.
 
     Attributes:
         value: differentiable function that computes `act(h)`.
         into: function `into(h, out)` that computes `out = act(h)`.
         gradient: function `gradient(grad, h, out)` that computes `out = grad * act'(h)`, where
             `out` may be the same tensor as `grad`.
-        cheap: whether computing the activation again is at least as fast as reading its stored
-            output from memory.
+        cheap: whether recomputing the activation is at least as fast as reading its stored output
+            from memory.
     """
 
     value: Callable[[Tensor], Tensor]

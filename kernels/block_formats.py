@@ -7,16 +7,16 @@ values along the summed dimension of a matmul. In MXFP8 (Open Compute Project, M
 e4m3 scale, and all values of a tensor share a float32 scale. In FP8 blockwise (Transformer Engine's
 `Float8BlockScaling`) the codes are e4m3. In this format, 128 values of a row, or 128 x 128 values
 of a weight, share a power of two as their scale. In the two fp8 formats, gradients may use e5m2
-codes, as with `Format.HYBRID` in Transformer Engine.
+codes, as with Transformer Engine's `Format.HYBRID`.
 
-The specifications of these formats leave open how a scale is chosen. This module uses:
+The specifications of these formats leave open how a scale is chosen. This module uses these scales:
 * MXFP8 and blockwise: the smallest power of two for which no value of the block saturates, as in
-  Transformer Engine (torchao: RCEIL). With the rule in the MXFP8 specification, saturation can
+  Transformer Engine (RCEIL in torchao). With the rule in the MXFP8 specification, saturation can
   reduce the largest value of a block by up to 1/8.
 * NVFP4: the tensor's scale is also a power of two. The tensor's scale is the smallest power of two
-  for which no block scale saturates. The scale of each block is rounded to nearest. If the largest
-  value in a block exceeds 2^-13 of the largest value in the tensor, the rounding of the block
-  therefore does not depend on the other blocks. Below this limit, the scale of the block loses
+  for which no block scale saturates. The scale of each block is rounded to nearest. Values of a
+  block are therefore rounded independently of the other blocks if the block's largest value exceeds
+  2^-13 times the largest value in the tensor. In a block with smaller values, the scale loses
   precision, and below 2^-19 all values of the block become 0.
 
 Every value in each format can be represented exactly in bfloat16.
@@ -44,13 +44,13 @@ class Blocks:
     """A tensor [..., N] in a block-scaled format.
 
     Attributes:
-        codes: codes of the values, where B = ceil(N / block) is the number of blocks. The last
+        codes: low-precision codes of the values. There are B = ceil(N / block) blocks, and the last
             block is padded with zeros. In the fp8 formats, the codes are e4m3 or e5m2, with shape
             [..., B * block]. In NVFP4, the codes are uint8 with shape [..., B * 8]. Each byte
             contains two codes, and the first code is in the low bits.
-        scales: scales of the blocks, with shape [..., B]. In the fp8 formats the scales are the
-            bits of e8m0 as uint8, because torch 2.6 has no e8m0 dtype. In NVFP4 the scales are
-            e4m3.
+        scales: scales of the blocks, with shape [..., B]. In the fp8 formats, the scales are uint8
+            tensors with the bit patterns of e8m0, because torch 2.6 has no e8m0 dtype. In NVFP4 the
+            scales are e4m3.
         tensor: in NVFP4, one float32 scale per matrix, with the shape of the leading axes ([] for a
             single matrix). In the fp8 formats this field is None.
         width: number N of values along the last axis.
@@ -76,9 +76,7 @@ class Blocks:
         return replace(self, codes=codes, scales=scales)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Decode the tensor to values [..., N]. The values are exact in bfloat16, float32 and
-        float64.
-        """
+        """Decode the tensor to values [..., N], exactly in bfloat16, float32 and float64."""
         if self.tensor is None:
             codes, scales = self.codes.float(), power(self.scales)
         else:
@@ -90,7 +88,8 @@ class Blocks:
 
 def quantize_powers(x: Tensor, block: int, codes: torch.dtype = torch.float8_e4m3fn,
                     square: bool = False) -> Blocks:
-    """Round a tensor x [..., N] to fp8 codes in blocks whose values share a power of two.
+    """Round a tensor x [..., N] to fp8 codes. The values of a block share a power of two as their
+    scale.
 
     The error bounds hold if the largest absolute value b of a block is at least 2^-110. For e4m3,
     the error of a finite value x is at most 2^-4 |x| + 2^-17 b, because e4m3 has four significant
@@ -144,12 +143,11 @@ class BlockFormat:
     """The functions that round matmul operands [..., N] in blocks along the summed dimension.
 
     Attributes:
-        rows: function that rounds the rows in forward. Weight gradients use the same function for
-            these rows.
+        rows: function that rounds the rows in the forward pass and for weight gradients.
         grads: function that rounds the gradients of the rows.
-        weights: function that rounds weights [L, O, I], for forward and for backward.
-        step: when weight gradients are computed, the rows of each expert are padded to a multiple
-            of this number.
+        weights: function that rounds weights [L, O, I], for the forward and the backward pass.
+        step: the rows of each expert are padded to a multiple of this number when weight gradients
+            are computed.
     """
 
     rows: Callable[[Tensor], Blocks]
@@ -172,8 +170,8 @@ FORMATS: dict[str, BlockFormat] = {
 
 
 def _of_squares(largest: Tensor, block: int) -> Tensor:
-    """Replace the maxima [..., M, B] by the maximum of each square of `block` rows and one block of
-    columns.
+    """Set all elements of each square of the maxima [..., M, B] to the square's maximum. A square
+    is `block` rows high and one block of columns wide.
     """
     rows = largest.shape[-2]
     padded = F.pad(largest, (0, 0, 0, -rows % block)).unflatten(-2, (-1, block))
@@ -181,9 +179,7 @@ def _of_squares(largest: Tensor, block: int) -> Tensor:
 
 
 def _blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x as float32 [..., B, block], a mask of its finite values, and the largest magnitude
-    per block.
-    """
+    """Return x as float32 [..., B, block], its finite mask, and the largest magnitude per block."""
     width = x.shape[-1]
     number = -(-width // block)
     x = x.float()

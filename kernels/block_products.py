@@ -5,8 +5,8 @@ The module contains the matmuls of the forward pass, of input gradients and of w
 On GPUs that torch supports, the matmuls call `torch.nn.functional.scaled_grouped_mm`. For rows in
 e4m3 blocks of 128 values, a Triton kernel computes the matmuls (`gpu.fp8_blocks`). On all other
 devices, the matmuls are emulated: the codes are converted to values in the layer's dtype (float32
-for float16 layers), and these values are multiplied with float32 sums. An emulated matmul differs
-from a matmul on the GPU only in the order of summation.
+for float16 layers), and the products of these values are summed in float32. An emulated matmul
+differs from a matmul on the GPU only in the order of summation.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def expert_weight_grad_blocks(x_blocks: Blocks, grad_blocks: Blocks, groups: Row
 
     Args:
         x_blocks, grad_blocks: rows [I, R] and gradients [O, R], quantized in blocks along the rows.
-        groups: groups of rows. The number of rows of each group is a positive multiple of
-            `BlockFormat.step`, so that no block spans two groups.
+        groups: groups of rows, one group per expert. The number of rows of each group is a positive
+            multiple of `BlockFormat.step`, so that no block spans two groups.
         dtype: dtype of the output.
     """
     wide = _wide(dtype)
@@ -98,9 +98,7 @@ class BlockWeight(RoundedWeight):
         self.blocks, self._transposed = blocks_LOI, transposed
 
     def transpose(self, first: int, second: int) -> BlockWeight:
-        """Return the transposed weight. The transpose is available only if the weight was created
-        with `backward=True`.
-        """
+        """Return the transposed weight. Requires `backward=True` when the weight was created."""
         if {first, second} != {1, 2} or self._transposed is None:
             raise ValueError(f"Axes {first} and {second} of a block-scaled weight cannot be "
                              "swapped. Only axes 1 and 2 can be swapped, and only if the weight "
@@ -116,7 +114,7 @@ class BlockProducts(RoundedProducts):
 
     @property
     def form(self) -> BlockFormat:
-        """The rounding functions of the format."""
+        """The functions that round operands to the format."""
         return FORMATS[self.name]
 
     def weight(self, w_LIO: Tensor, backward: bool) -> BlockWeight:
@@ -127,7 +125,7 @@ class BlockProducts(RoundedProducts):
     def rows(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Blocks:
         """Round rows or tokens; see `RoundedProducts.rows`.
 
-        Filler rows, and tokens without a row, do not affect the scale of any block.
+        Filler rows, and tokens that no row refers to, do not affect the scale of any block.
         """
         return self.form.rows(self._used(x, groups, token_R))
 
@@ -156,7 +154,7 @@ class BlockProducts(RoundedProducts):
                      x_token_R: Tensor | None,
                      grad_token_R: Tensor | None) -> tuple[Tensor, ...]:
         """Compute weight gradients; see `RoundedProducts.weight_grads`. The rows of `x` are rounded
-        only once.
+        once, even if there are two gradients.
         """
         if not groups.total:
             return tuple(x.new_zeros(groups.number, x.shape[1], g.shape[1]) for g in grads)
@@ -179,8 +177,7 @@ BLOCK_PRODUCTS = {name: BlockProducts(name) for name in FORMATS}
 
 @dataclass(frozen=True)
 class ExactProducts:
-    """Matmuls over rows without rounding, with the same signatures as in `kernels.expert_matmul`.
-    """
+    """Matmuls over rows without rounding, with the signatures of `kernels.expert_matmul`."""
 
     plain: Callable[..., Tensor]
     back: Callable[..., Tensor]
@@ -196,5 +193,5 @@ ROUNDED: dict[str, RoundedProducts] = {"fp8": FP8, **BLOCK_PRODUCTS}
 
 
 def products_for(precision: str) -> ExactProducts | RoundedProducts:
-    """Return the matmuls for a value of `experts.precision`."""
+    """Return the object whose matmuls implement a value of `experts.precision`."""
     return ROUNDED.get(precision, EXACT)

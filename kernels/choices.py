@@ -1,4 +1,4 @@
-"""Operations that sort, count and number the experts chosen by the router."""
+"""Sort and count the experts chosen by the router, and assign rows or slots to the choices."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from moe_plugin.kernels.registry import op
 def stable_order(key_N: Tensor, below: int) -> Tensor:
     """Return the stable permutation, int64 [N], that sorts `key_N` (int64 in 0..below-1).
 
-    On a CPU, numpy's radix sort of 16-bit keys is used, which sorts 8,192 choices in 20 us. torch
-    uses a radix sort only for 32,768 elements or more, and needs 260 us for 8,192 choices.
+    On a CPU, numpy's radix sort of 16-bit keys is used. numpy sorts 8,192 choices in 20 us. torch
+    uses a radix sort only for 32,768 or more elements, and needs 260 us for 8,192 choices.
     """
     if (key_N.device.type != "cpu" or below > 1 << 15 or torch.compiler.is_compiling()
             or transformed()):
@@ -39,8 +39,8 @@ def expert_load(ids_TK: Tensor, experts: int, mask_T: Tensor | None = None,
         mask_T: bool [T], False for padding. Padding is not counted. By default, no token is
             padding.
         per_choice: whether to count first choices, second choices and so on separately.
-        complete: True if `ids_TK` contains no -1. If `complete` is True, the special handling of -1
-            is skipped. The host does not wait for the device.
+        complete: True if `ids_TK` contains no -1, so that the special handling of -1 can be
+            skipped. The CPU does not wait for the device.
     """
     if mask_T is not None:
         ids_TK, complete = torch.where(mask_T[:, None], ids_TK, -1), False
@@ -72,12 +72,13 @@ def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
 
 @op
 def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """For each choice, count the earlier choices with the same id. Return two int64 tensors,
+    """For each element, count the earlier elements with the same id. Return two int64 tensors,
     `rank_N` and `count_E`.
 
-    ids_N: int64 [N], the ids in -1..E-1. For the id -1, the entry of `rank_N` is -1. `rank_N` is
-        the number of earlier choices with the same id, and `count_E` the number of choices for each
-        id. The operation needs a single stable sort and does not allocate a tensor of size [N, E].
+    ids_N: int64 [N], the ids in -1..E-1. For the id -1, the element of `rank_N` is -1. `rank_N`
+        contains, for each element, the number of earlier elements with the same id. `count_E`
+        contains the number of elements with each id. The operation needs a single stable sort and
+        does not allocate a tensor of size [N, E].
     """
     key_N = torch.where(ids_N < 0, experts, ids_N)
     order_N = stable_order(key_N, experts + 1)
@@ -105,9 +106,9 @@ def slot_sources(position_TK: Tensor, slots: int) -> Tensor:
 def sorted_choices(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort choices by expert and return (source_N, position_TK, count_E), all int64.
 
-    The tensor `source_N` contains the index of the choice in each row. Rows are ordered by expert.
-    The rows of one expert are in the order of the choices. The tensor `position_TK` contains the
-    row of each choice, and `count_E` the number of rows of each expert.
+    The tensor `source_N` contains, for each row, the index of its choice. Rows are ordered by
+    expert. The rows of one expert are in the order of the choices. The tensor `position_TK`
+    contains the row of each choice, and `count_E` the number of rows of each expert.
 
     ids_TK: int64 [T, K], the expert of each choice, in -1..E-1. A choice of -1 has the position -1.
     Rows after the rows of the last expert have the source -1.
@@ -120,13 +121,13 @@ def sorted_choices(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def slot_index(ids_TK: Tensor, experts: int) -> Tensor:
-    """Return the slot of each choice within the slots of its expert, int64 [T, K]. Choices of -1
-    have the slot -1.
+    """For each choice, return the index of its slot among the slots of its expert, int64 [T, K].
+    Choices of -1 have the slot -1.
 
-    The slots of an expert are filled first by first choices, then by second choices and so on. The
-    slot of choice j of token t is the number of tokens that have the same expert as a choice i < j,
-    plus the number of tokens before t that have the same expert as choice j. Tutel calls this
-    number the "location".
+    The slots of an expert are assigned first to first choices, then to second choices, and so on.
+    The slot of choice j of token t is the number of choices i < j, of any token, that selected the
+    same expert, plus the number of tokens before t whose choice j selected the same expert. Tutel
+    calls this number the "location".
     """
     tokens, k = ids_TK.shape
     ids_N = ids_TK.t().reshape(-1)  # choice-major, so that first choices get slots before second

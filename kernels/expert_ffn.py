@@ -3,9 +3,9 @@ This module defines the strategies that consist of torch operations.
 
 A strategy is a differentiable function `(x, rows, parameters) -> y`, where y has the same shape and
 dtype as x. If `rows` is a `RowCounts`, x contains rows [R, D], ordered by expert. If `rows` is a
-`RowPlan`, x contains tokens [T, D], and y is the weighted sum of each token's rows. Strategies that
-gather and combine inside their kernels do not create copies of the tokens. Experts without rows get
-zero gradients rather than missing gradients.
+`RowPlan`, x contains tokens [T, D], and y contains the weighted sum of the output rows of each
+token. Strategies whose kernels gather and combine rows do not create copies of the tokens. Experts
+without rows get zero gradients rather than missing gradients.
 
 The modules `cpu.expert_ffn` and `gpu.expert_ffn` define the strategies `fused` and `kernels`.
 """
@@ -40,8 +40,7 @@ class LowRank(NamedTuple):
 
     Attributes:
         a_LIR, b_LRO: low-rank matrices of the adapter, with shapes [L, I, R] and [L, R, O].
-        factor_LO: factor [L, O] by which the output of the adapted weights is multiplied. None
-            means 1.
+        factor_LO: factors [L, O] by which the adapted weights are multiplied. None means 1.
     """
 
     a_LIR: Tensor
@@ -63,8 +62,7 @@ class FFNParameters:
             the experts are not gated, `w_gate_LDF` is None.
         bias_in_LF, bias_gate_LF: biases [L, F] that belong to w_in and w_gate.
         w_out_LFD: output weight [L, F, D].
-        bias_out_LD: bias [L, D]. The bias has all D columns even if the experts are split into
-            shards.
+        bias_out_LD: bias [L, D]. The bias has all D columns, even if the experts are sharded.
         activation: name of the activation function, a key of `ACTIVATIONS`.
         memory: workspace that provides the memory for large temporary tensors.
         choice: how the strategy `auto` selects a strategy; see `experts.compute_selection`.
@@ -78,7 +76,7 @@ class FFNParameters:
         clamp, linear_offset: settings of gated experts; see `gated`. Only strategies for which
             `is_stepwise` is True support these settings.
         recompute: whether to save only the inputs of the activation function for backward, and to
-            recompute its outputs. With dropout, the values after dropout are also saved.
+            recompute its outputs. With dropout, the activations after dropout are also saved.
         schedule: schedule of the strategy `kernels`; a key of `kernels.groups.SCHEDULES`.
         keep: function that saves rows for backward if the number of rows is known only on the
             device. Only the strategies in `KEEPS_ROWS` call `keep`. If `keep` is None, autograd
@@ -88,7 +86,7 @@ class FFNParameters:
             is returned only once. The object is None if no other call shares the parameters.
         precision: precision of the matmuls in the strategy `kernels`; see `experts.precision`.
             Other strategies use torch's precision settings.
-        rounded: the module's store of rounded weights, for precisions in which weights are rounded.
+        rounded: the module's cache of rounded weights, for precisions in which weights are rounded.
             If `rounded` is None, each call rounds the weights.
         adapters: adapters of these experts. The adapter "in" applies to w_in and w_gate, whose
             outputs are concatenated, and the adapter "out" applies to w_out. Only strategies that
@@ -121,17 +119,17 @@ class FFNParameters:
     later: LaterGrads | None = None
 
     def leaving(self, *inputs: Tensor | None) -> LaterGrads | None:
-        """Return the object that collects postponed weight gradients, or None if these gradients
-        must be computed immediately in backward.
+        """Return the object that collects postponed weight gradients, or None if backward must
+        compute these gradients immediately.
 
-        Return None if no input needs a gradient. Without such an input, no rank waits for a
-        gradient, and autograd would not record the call without its weights.
+        Return None if no input requires a gradient. In this case, autograd does not record a call
+        from which the weights are detached, and no rank waits for a gradient.
         """
         wanted = any(x is not None and x.requires_grad for x in inputs)
         return self.later if wanted and torch.is_grad_enabled() else None
 
     def operands(self, x: Tensor) -> tuple[Tensor, list[Tensor | None], Mapping[str, Tensor]]:
-        """Return the inputs for one autograd function, and a mapping of those inputs that are in
+        """Return the inputs for one autograd function, and a mapping with those inputs that are in
         `main_grad_weights`.
 
         The inputs are x, with shape [R, D] or [T, D], and the list [w_in, b_in, w_gate, b_gate,
@@ -166,8 +164,8 @@ def from_matmul(matmul: GroupedMatmul, keeps_rows: bool = False,
 
     The matmul multiplies the rows of expert l by its matrix `w_LIO[l]` and adds its bias.
 
-    keeps_rows: whether the rows of every tensor that autograd saves have the same order as
-    `rows_RI`. Only tensors with this order of rows can be stored elsewhere.
+    keeps_rows: whether every tensor that autograd saves has its rows in the order of `rows_RI`.
+    Only such tensors can be stored by `FFNParameters.keep`.
     elementwise: function that decorates the activation function.
     """
 
@@ -204,8 +202,8 @@ def _ffn_keeping(matmul: GroupedMatmul, x: Tensor, counts: DeviceCounts,
 
 def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], x: Tensor,
                   rows: RowCounts | RowPlan) -> Tensor:
-    """Apply a function of rows, `compute(rows_RD, counts) -> rows_RD`, to rows or to tokens. The
-    output has the same shape as x.
+    """Apply a function `compute(rows_RD, counts) -> rows_RD` to rows or to tokens. The output has
+    the same shape as x.
 
     x: rows [R, D] if `rows` is a `RowCounts`, or tokens [T, D] if it is a `RowPlan`. Tokens are
     gathered into rows before the computation, and the output rows are combined afterwards.
@@ -245,7 +243,7 @@ def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParame
 def _products(matmul: GroupedMatmul, rows_RI: Tensor, counts: RowCounts,
               maps: Sequence[tuple[Tensor, Tensor | None]], adapter: LowRank | None
               ) -> list[Tensor]:
-    """Multiply the same rows by several weights, and add the bias of each weight.
+    """Multiply the same rows by several weights, and add the bias of each weight to its product.
 
     If there is an adapter, two grouped matmuls apply it to all of these weights.
     """
@@ -334,8 +332,8 @@ def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
 
 
 def _for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
-    """For each row, return the entry of `values_LO` that belongs to its expert, [R, O]. Filler rows
-    contain 0.
+    """Return, for each row, the entry of `values_LO` that belongs to the row's expert, [R, O].
+    Filler rows contain 0.
     """
     device = values_LO.device
     if not isinstance(counts, DeviceCounts):
@@ -379,9 +377,7 @@ def is_stepwise(strategy: Strategy) -> bool:
 
 
 def stepwise_strategy() -> Strategy:
-    """Return a strategy with dropout, clamp and offset: `grouped` if available, otherwise
-    `batched`.
-    """
+    """Return a strategy with dropout, clamp and offset: `grouped` or, if unavailable, `batched`."""
     return strategies.get("grouped" if _HAS_GROUPED else "batched")
 
 

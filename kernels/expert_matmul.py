@@ -27,9 +27,7 @@ from moe_plugin.kernels.registry import accumulate_dtype, op
 
 
 def rows_of(x: Tensor, token_R: Tensor | None) -> Tensor:
-    """Return the rows [R, .] that an operation reads, given x and `token_R` as described in this
-    module's docstring.
-    """
+    """Return the rows [R, .] that an operation reads; see `token_R` in the module's docstring."""
     if token_R is None:
         return x
     if x.shape[0] == 0:
@@ -45,7 +43,7 @@ def expert_matmul(x: Tensor, groups: RowGroups, w_LIO: Tensor, b_LO: Tensor | No
     """Compute `rows @ w + b` for each group of rows. The output is [R, O] in the dtype of x.
 
     Args:
-        x: rows or tokens of width I.
+        x: rows or tokens, with I values each.
         groups: number of rows of each expert.
         w_LIO: weights [L, I, O]. A transposed view is allowed.
         b_LO: biases [L, O], or None.
@@ -86,7 +84,7 @@ def expert_matmul_act(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tensor 
     """For plain experts, return (h, a), both [R, F], where `h = rows @ w + b` and `a = act(h)`.
 
     Args:
-        x: rows or tokens of width D.
+        x: rows or tokens, with D values each.
         groups: number of rows of each expert.
         w_LDF: weights [L, D, F] of the first matmul.
         b_LF: biases [L, F], or None.
@@ -107,7 +105,7 @@ def expert_matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tenso
     The outputs are `h = rows @ w + b`, `gate = rows @ v + v_bias`, and `a = act(gate) * h`.
 
     Args:
-        x: rows or tokens of width D.
+        x: rows or tokens, with D values each.
         groups: number of rows of each expert.
         w_LDF, v_LDF: weights [L, D, F] of the input matmul and of the gate matmul.
         b_LF, v_bias_LF: biases [L, F] of the two matmuls. Either both biases are given or both are
@@ -139,7 +137,7 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
     the gate weight of row r. This gradient is computed without saved output rows.
 
     Args:
-        grad: gradient of rows or tokens of width D.
+        grad: gradient of rows or tokens, with D values each.
         groups: number of rows of each expert.
         w_LFD: weights [L, F, D] of the second matmul.
         h_RF, gate_RF: the tensors h and gate [R, F] from the forward pass.
@@ -148,8 +146,8 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
         activation: name of the activation function, a key of `ACTIVATIONS`.
         precision: precision of float32 matmuls, "ieee" or "tf32".
     Returns: Three tensors [R, F], and the partial sums `dots` [C, R] in the dtype of the scale. The
-        caller must sum `dots` over C, the number of partial sums. C may be any number. The values
-        of filler rows are arbitrary.
+        caller must sum `dots` over C, the number of partial sums. The values of filler rows are
+        arbitrary.
     """
     u_RF = expert_matmul.implementation("torch")(grad, groups, w_LFD.transpose(1, 2), None,
                                                  token_R, precision)
@@ -159,8 +157,7 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
 def back_through_activation(u_RF: Tensor, h_RF: Tensor, gate_RF: Tensor | None,
                             scale_R: Tensor | None,
                             activation: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Compute the outputs of `expert_matmul_act_backward`, given the output u [R, F] of its matmul.
-    """
+    """Compute the outputs of `expert_matmul_act_backward` from its matmul's output u [R, F]."""
     act = ACTIVATIONS[activation]
     s_RF = u_RF if scale_R is None else (u_RF * scale_R[:, None]).to(u_RF.dtype)
     inner_RF = h_RF if gate_RF is None else gate_RF
@@ -180,10 +177,10 @@ def back_through_activation(u_RF: Tensor, h_RF: Tensor, gate_RF: Tensor | None,
 @op
 def expert_weight_grad(x: Tensor, grad: Tensor, groups: RowGroups, x_token_R: Tensor | None,
                        grad_token_R: Tensor | None, precision: str) -> Tensor:
-    """Compute `rows^T @ grad_rows` for each group of rows. The output is [L, I, O] in the dtype of
-    x. For a group without rows, the output is zero.
+    """Compute `rows^T @ grad_rows` for each group of rows, that is, the weight gradient of each
+    expert. The output is [L, I, O] in the dtype of x. For a group without rows, the output is zero.
 
-    x, grad: rows or tokens of widths I and O. Each tensor has its own `token_R`.
+    x, grad: rows or tokens, with I and O values each. Each tensor has its own `token_R`.
     """
     rows_RI, grad_RO = rows_of(x, x_token_R), rows_of(grad, grad_token_R)
     # A product over no rows writes zeros, so that no group needs special treatment.
@@ -237,7 +234,7 @@ def expert_bias_grad(grad: Tensor, groups: RowGroups, token_R: Tensor | None,
     dtype of grad.
 
     Args:
-        grad: rows or tokens of width O.
+        grad: rows or tokens, with O values each.
         groups: number of rows of each expert.
         token_R: index of the token of each row, or None if `grad` contains rows.
         scale_R: factor of each row, float32 [R] (float64 for float64 inputs), or None.

@@ -1,15 +1,16 @@
 """Block-scaled fp8 (e4m3), for rows that are sent to other ranks and for the operands of the
 experts' matmuls.
 
-Compared with bfloat16, a row requires half the bytes, plus one float32 scale per block. For
-matmuls, 128 values of a row, or 128 x 128 values of a weight, share a scale.
+Compared with bfloat16, a row takes half as many bytes, plus one float32 scale per block. For
+matmuls, a block consists of 128 values of a row, or of 128 x 128 values of a weight.
 
 The matmuls are the row-wise operations of `expert_matmul`, but both operands are rounded first, as
 in DeepSeek-V3 (2024, section 3.3). Sums are computed in float32. Weight gradients are computed in
 the layer's dtype. For finite inputs of ordinary magnitude, rounding changes an operand x to
-`x (1 + e)` with |e| <= 2^-4, plus an error of at most 2^-10 times the scale of its block. The error
-of a sum of K products is therefore at most `sum |x w| (2^-3 + 2^-8)`, plus the contribution of the
-2^-10 term. For normally distributed values, the error is about 4 % of the norm of the product.
+`x (1 + e)` with |e| <= 2^-4. An absolute error of at most 2^-10 times the scale of the block is
+added. The error of a sum of K products is therefore at most `sum |x w| (2^-3 + 2^-8)`, plus the
+effect of the absolute errors. For normally distributed values, the error is about 4 % of the norm
+of the product.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def dequantize_fp8(codes_RD: Tensor, scales_RB: Tensor, block: int, dtype: torch
     """Convert fp8 codes back to values. Return `codes * scale` in `dtype`, [R, D].
 
     Args:
-        codes_RD: codes of the rows, e4m3 [R, D].
+        codes_RD: fp8 codes, e4m3 [R, D].
         scales_RB: scales of the blocks, float32 [R, ceil(D / block)].
         block: number of values that share a scale.
         dtype: dtype of the output.
@@ -143,7 +144,7 @@ class Fp8Weight(RoundedWeight):
 
     def transpose(self, first: int, second: int) -> Fp8Weight:
         """Return the weight with axes 1 and 2 swapped. The codes of the transposed weight are
-        stored along the summed dimension of its matmul.
+        contiguous along the summed dimension of its matmul.
 
         The transpose is computed only once. The blocks are square, so the rounded values do not
         change.

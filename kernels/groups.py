@@ -26,14 +26,13 @@ from moe_plugin.records import DeviceCounts, RowCounts
 # is not stored.
 @op
 def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> Tensor:
-    """Copy the runs of `x_N` that have a slot to their slots. Return the slots of `pages_SP`, [S,
-    P].
+    """Copy each run of `x_N` that has a slot to this slot. Return the slots of `pages_SP`, [S, P].
 
     The last run is padded with zeros.
 
     Args:
         x_N: values [N] of any dtype, where N <= M * P.
-        record_M: record with the slot of each run, int64 [M].
+        record_M: the slot of each run, int64 [M].
         pages_SP: buffer on the device, of the dtype of x, which is changed in place.
         host_SP: buffer in host memory, of the dtype of x, which is changed in place.
     """
@@ -53,7 +52,7 @@ def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
     Elements of runs without a slot have arbitrary values.
 
     Args:
-        record_M: record with the slot of each run, int64 [M], where length <= M * P.
+        record_M: the slot of each run, int64 [M], where length <= M * P.
         pages_SP, host_SP: floating-point buffers on the device and in host memory.
         length: number of elements to return.
         enough: bool scalar tensor on the device. If `enough` is False, all returned elements are
@@ -83,7 +82,7 @@ def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
     outer].
 
     In 2DH (Tutel), the chunks are ordered by destination rank (node, local). The chunks are
-    reordered to (local, node), so that each rank sends one contiguous piece to each rank of its
+    reordered to (local, node), so that each rank sends one contiguous chunk to each rank of its
     node. A second call with swapped `outer` and `inner` reverses the reordering.
 
     x: tensor [outer * inner * c, ...] of any dtype. The output has the same shape and dtype.
@@ -104,15 +103,14 @@ def tile_table(lengths_L: Tensor, height: int, total: int,
     [M] and [1]. The tensor `used` contains the number of tiles.
 
     No tile spans two groups. The host does not wait for the device. The table has M = total //
-    height + L entries, which is an upper bound of the number of tiles for any lengths. Unused
-    entries at the end have group -1 and row 0.
+    height + L entries, which is enough for any lengths. Unused entries at the end have group -1 and
+    row 0.
 
     Args:
-        lengths_L: int64 [L], number of rows of each group. The rows of the groups are stored one
-            after another.
+        lengths_L: int64 [L], number of rows of each group. The groups are stored one after another.
         height: number of rows in a tile.
         total: total number of rows of all groups, or an upper bound of this number.
-        least: number (0 or 1) of tiles that are created for a group without rows.
+        least: number of tiles (0 or 1) that are created for a group without rows.
     """
     groups, device = lengths_L.numel(), lengths_L.device
     if groups == 0:
@@ -142,9 +140,9 @@ class TileSchedule:
     schedules are bitwise equal.
 
     Attributes:
-        specialize: whether the warps of a program have different tasks: loading operands,
-            multiplying, or storing outputs. Specialized warps are used for matmuls with a single
-            matrix whose rows need no gathering.
+        specialize: whether different warps of a program load operands, multiply, and store outputs.
+            Specialized warps are used for matmuls with a single matrix whose rows need no
+            gathering.
         split: number of parts (1 or 2) in which the columns of a tile are stored.
     """
 
@@ -167,10 +165,10 @@ class RowGroups:
     Attributes:
         counts: number of rows of each group.
         device: device on which the tables are stored.
-        beside: whether other kernels, which implement an exchange, run at the same time as matmuls
-            over these rows.
-        schedule: schedule for matmuls that are computed by Triton; a key of `SCHEDULES`. RowGroups
-            stores the name and not the schedule, because graphs can store names.
+        beside: whether the kernels of an exchange run at the same time as matmuls over these rows.
+        schedule: name of the schedule for matmuls that are computed by Triton; a key of
+            `SCHEDULES`. RowGroups stores the name rather than the schedule, because a graph can
+            contain the name.
     """
 
     counts: RowCounts
@@ -204,9 +202,7 @@ class RowGroups:
 
     @cached_property
     def group_R(self) -> Tensor:
-        """The group to which each row belongs, int64 [R] on the device. Filler rows have the index
-        of the last group.
-        """
+        """The group of each row, int64 [R] on the device. Filler rows belong to the last group."""
         if isinstance(self.counts, DeviceCounts):
             row_R = torch.arange(self.total, device=self.device)
             group_R = torch.searchsorted(self.lengths_L.cumsum(0), row_R, right=True)
@@ -235,8 +231,8 @@ class RowGroups:
         """Pad each group to a positive multiple of `step` rows, and return (groups, row_P).
 
         The tensor `row_P`, int64 [P], contains the row index for each of the P positions, or -1 for
-        padding. The padded groups are computed once, and all matmuls with blocks along the rows
-        share them. The host does not wait for the device.
+        padding. The padded groups are computed once and shared by all matmuls with blocks along the
+        rows. The host does not wait for the device.
         """
         if step not in self._filled:
             self._filled[step] = self._fill(step)

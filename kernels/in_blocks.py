@@ -1,14 +1,14 @@
 """Matmuls and row-wise functions whose output for a row does not depend, bit for bit, on the other
 rows.
 
-Math libraries choose the summation order of a matmul by the number of rows. Math libraries also
-process the last elements of a tensor differently from elements that fill a whole vector register.
-Without this module, the output for the same token can therefore have different bits in different
-batches. This module divides all rows into blocks of `BLOCK` rows, which have the same memory
-alignment, and multiplies each block separately. The last block is padded. Elementwise functions are
-computed on pieces that fill all vector registers. For each matrix size, a check that runs once
-tests whether the library treats all rows of a block identically. Gradients are computed from all
-rows at once, as in a normal matmul.
+The order in which a math library sums the products of a matmul depends on the number of rows. Math
+libraries also process the last elements of a tensor differently from elements that fill a whole
+vector register. Without this module, the output for the same token can therefore have different
+bits in different batches. This module divides all rows into blocks of `BLOCK` rows with the same
+memory alignment, and computes a separate matmul for each block. The last block is padded.
+Elementwise functions are computed on pieces that fill all vector registers. For each matrix size, a
+check tests once whether the library treats all rows of a block identically. Gradients are computed
+with a single matmul over all rows, as usual.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
 
     Args:
         x_RI: rows [R, I] that are multiplied.
-        w_IO: weights [I, O], with the same floating-point dtype as the rows. Under autocast both
+        w_IO: weights [I, O], with the same floating-point dtype as the rows. Under autocast, both
             operands are cast.
     Raises:
         ValueError: If this machine's library sums the rows of a block in different orders, or if
@@ -112,9 +112,7 @@ def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
 
 
 def in_pieces(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return an elementwise function that processes its input in pieces of `PIECE` elements. The
-    last piece is padded.
-    """
+    """Return an elementwise function that processes padded pieces of `PIECE` elements."""
     def pieces(x: Tensor) -> Tensor:
         filled = F.pad(x.flatten(), (0, -x.numel() % PIECE))
         if not x.numel():
@@ -125,7 +123,7 @@ def in_pieces(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor
 
 
 class ScoreInPieces(ScoreFunction):
-    """A score function that is computed in pieces, so that a token's scores do not depend on other
+    """A score function that is evaluated in pieces, so that a token's scores do not depend on other
     tokens. With this score function, the router uses separate operations instead of a fused kernel.
 
     The softmax, which reads a whole row, is computed by torch.

@@ -18,9 +18,8 @@ class Op:
     also used on CPUs.
 
     `add(name, why_not)` registers an implementation. The function `why_not(*args)` returns None if
-    the implementation supports these arguments. If the arguments are not supported, `why_not`
-    returns the reason. A call uses the most recently added implementation that supports the
-    arguments.
+    the implementation supports these arguments, and otherwise the reason why it does not. A call
+    uses the most recently added implementation that supports the arguments.
 
     Attributes:
         interpreted: whether GPU implementations run on the CPU in Triton's interpreter.
@@ -52,7 +51,7 @@ class Op:
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """When this context ends, remove all implementations that were added inside the context."""
+        """Context manager that removes, on exit, all implementations that were added inside it."""
         before = dict(self._implementations), self._others_on_cpu
         try:
             yield
@@ -107,6 +106,6 @@ def op(fn: Callable[..., Any]) -> Op:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums are computed: float32, or float64 for float64 inputs."""
+    """Return the dtype in which sums are accumulated: float32, or float64 for float64 inputs."""
     # `promote_types` would take as long as a whole operation.
     return dtype if dtype == torch.float64 else torch.float32

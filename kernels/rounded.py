@@ -1,9 +1,9 @@
 """Matmuls with rounded operands. This code is shared by fp8 and the block-scaled formats.
 
-A format defines how rows and weights are rounded and multiplied. `RoundedProducts` implements the
-row-wise operations of `expert_matmul` in such a format. Weights are not rounded at each use. Each
-weight is rounded once, and the forward pass, its recomputation and the backward pass share the
-rounded weight (`RoundedWeights`).
+A format defines how rows and weights are rounded, and how the rounded operands are multiplied.
+`RoundedProducts` implements the row-wise operations of `expert_matmul` for such a format. Weights
+are not rounded at each use. Each weight is rounded once. The forward pass, its recomputation and
+the backward pass share the rounded weight (`RoundedWeights`).
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from moe_plugin.kernels.groups import RowGroups
 
 
 class RoundedWeight:
-    """A weight that is stored in a low-precision format. Matmuls accept this object in place of a
-    tensor.
-    """
+    """A weight in a low-precision format. Matmuls accept this object in place of a tensor."""
 
     def transpose(self, first: int, second: int) -> RoundedWeight:
-        """Return the weight with axes 1 and 2 swapped, for the matmuls of backward. Other axes
-        cannot be swapped.
+        """Return the weight with axes 1 and 2 swapped, for the matmuls in the backward pass. Other
+        axes cannot be swapped.
         """
         raise NotImplementedError
 
@@ -53,13 +51,13 @@ class RoundedProducts:
         raise NotImplementedError
 
     def grads(self, x: Tensor, groups: RowGroups, token_R: Tensor | None) -> Any:
-        """Round gradients of rows or tokens, with the same arguments as `rows`."""
+        """Round the gradients of rows or tokens. The arguments are the same as for `rows`."""
         return self.rows(x, groups, token_R)
 
     def product(self, rows: Any, groups: RowGroups, weight: Any, b_LO: Tensor | None,
                 token_R: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Compute `rows @ w + b` for each group of rows, [R, O] in `dtype`. The operands must be
-        created with `rows` and `weight`.
+        outputs of `rows` and `weight`.
         """
         raise NotImplementedError
 
@@ -86,7 +84,7 @@ class RoundedProducts:
 
     def back(self, x: Tensor, groups: RowGroups, w_LIO: Weight, b_LO: Tensor | None,
              token_R: Tensor | None, precision: str) -> Tensor:
-        """The operation `expert_matmul` with rounded operands, where x is a gradient."""
+        """The operation `expert_matmul` with rounded operands, for gradients x."""
         return self._times(self.grads(x, groups, token_R), groups, w_LIO, b_LO, token_R, x.dtype)
 
     def sum(self, x_RI: Tensor, y_RI: Tensor, groups: RowGroups, w_LIO: Weight, v_LIO: Weight,
@@ -104,9 +102,7 @@ class RoundedProducts:
     def gated(self, x: Tensor, groups: RowGroups, w_LDF: Weight, b_LF: Tensor | None,
               v_LDF: Weight, v_bias_LF: Tensor | None, token_R: Tensor | None, activation: str,
               precision: str) -> tuple[Tensor, Tensor, Tensor]:
-        """The operation `expert_matmul_gated` with rounded operands. The rows are rounded only
-        once.
-        """
+        """The operation `expert_matmul_gated` with rounded operands. The rows are rounded once."""
         rows = self.rows(x, groups, token_R)
         h_RF = self._times(rows, groups, w_LDF, b_LF, token_R, x.dtype)
         gate_RF = self._times(rows, groups, v_LDF, v_bias_LF, token_R, x.dtype)
@@ -143,19 +139,19 @@ class _Made:
     spent: bool = False
 
     def still(self, parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-        """Return true if the parameter has probably not changed since the weight was rounded."""
+        """Return true if the parameter has apparently not changed since the weight was rounded."""
         return (not self.spent and self.parameter() is parameter and self.dtype == dtype
                 and self.version == parameter._version and self.address == parameter.data_ptr())
 
 
 class RoundedWeights:
-    """The rounded weights of one module, by parameter name. A rounded weight is stored when a step
-    first uses the weight.
+    """The rounded weights of one module, by parameter name. A weight is rounded, and the rounded
+    weight is stored, when it is first used in a step.
 
     The weight is rounded again if the parameter's version counter or memory address has changed, or
-    if a backward pass has used the rounded weight. After a backward pass, an optimizer may change
-    the parameters. Optimizers that keep copies or shards of the parameters can change a parameter
-    without changing its version counter (`parameter.data`, Megatron's buffers, FSDP2's all-gather).
+    if a backward pass has used the rounded weight. Optimizers that store copies or shards of the
+    parameters can change a parameter without changing its version counter (`parameter.data`,
+    Megatron's buffers, FSDP2's all-gather).
     """
 
     def __init__(self) -> None:
@@ -163,9 +159,7 @@ class RoundedWeights:
 
     def get(self, name: str, parameter: nn.Parameter, w_LIO: Tensor,
             products: RoundedProducts) -> RoundedWeight:
-        """Return the rounded weight of a parameter. w_LIO: the parameter, or the tensor to which it
-        was cast.
-        """
+        """Return the rounded weight of a parameter. w_LIO: the parameter, possibly cast."""
         rounded = self._made.get(name)
         if rounded is None or not rounded.still(parameter, w_LIO.dtype):
             # Always for backward, because the recomputation of a checkpoint reuses a weight that
@@ -189,7 +183,7 @@ class RoundedCall:
 
     Attributes:
         weights: mapping from the field names of `FFNParameters` to rounded weights.
-        kept: the module's store of rounded weights, or None if the rounded weights are used only in
+        kept: the module's cache of rounded weights, or None if the rounded weights are used only in
             this call.
     """
 
@@ -209,11 +203,11 @@ def rounded_call(products: RoundedProducts, kept: RoundedWeights | None,
 
     Args:
         products: the matmuls of the format.
-        kept: the module's store of rounded weights. If `kept` is None, the rounded weights are
+        kept: the module's cache of rounded weights. If `kept` is None, the rounded weights are
             discarded after the call.
         parameters: parameters by name. Only parameters of type `nn.Parameter` are looked up in
             `kept`.
-        values: by name, the tensors that are multiplied (parameters, or parameters that were cast).
+        values: the tensors to multiply, by name. Each is a parameter or a cast parameter.
     """
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     if capturing:  # a replayed CUDA graph must round the weights of its own step

@@ -1,8 +1,8 @@
 """Compute the scores, the k best experts, their weights and all balance statistics in one pass over
 the logits.
 
-The pass reads only the logits [T, E], which always exist, and writes no other tensor of this size.
-If two experts have equal scores, the expert with the lower index is chosen first.
+The pass reads only the logits [T, E] and writes no other tensor of this size. If two experts have
+equal scores, the expert with the lower index is chosen first.
 
 Notation: T is the number of tokens, E the number of experts, K the number of choices per token. The
 scores are `s = score(logits)` for a softmax or another `ScoreFunction`, and `p = s / sum_e s`.
@@ -35,9 +35,9 @@ def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
     """Return the indices of the k largest scores in decreasing order, int64 [T, K]. If scores are
     equal, the lower index comes first.
 
-    This function is needed because `torch.topk` does not define the order of equal scores. `max`
-    and a stable sort return the first of several equal scores. `argmax` also returns the first of
-    equal scores, but takes up to three times as long.
+    This function is needed because `torch.topk` does not define the order of equal scores. Like
+    this function, `max` and a stable sort return the first of several equal scores. `argmax` also
+    returns the first of equal scores, but takes up to three times as long.
 
     scores_TE: floating-point scores [T, E].
     """
@@ -52,8 +52,8 @@ def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def best_scores(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the indices from `top_k_stable` and the corresponding scores [T, K]. The returned
-    scores are differentiable.
+    """Return the indices that `top_k_stable` selects, and their scores [T, K]. The returned scores
+    are differentiable.
     """
     # If a gradient is needed, `gather` is used, so that a first pass saves the same tensors as a
     # recomputation with given choices.
@@ -71,21 +71,21 @@ def _sorts(scores_TE: Tensor, k: int) -> bool:
 
 
 def group_members(groups_TG: Tensor, groups: int, experts: int) -> Tensor:
-    """Return a bool tensor [T, E]. Entry [t, e] is True if expert e belongs to one of the groups of
-    token t.
+    """Return a bool tensor [T, E] whose entry [t, e] is True if expert e belongs to one of the
+    groups of token t.
 
-    groups_TG: int64 [T, G], indices of the groups of each token. G may be any number.
+    groups_TG: int64 [T, G], the indices of G groups for each token.
     """
     chosen_TG = torch.zeros(groups_TG.shape[0], groups, dtype=torch.bool, device=groups_TG.device)
     return chosen_TG.scatter_(1, groups_TG, True).repeat_interleave(experts // groups, dim=1)
 
 
 def in_best_groups(scores_TE: Tensor, groups: int, take: int, best: int) -> Tensor:
-    """Return the scores of the experts in each token's `take` best groups, and -inf for all other
-    experts, [T, E]. A group consists of consecutive experts.
+    """Return the scores [T, E], in which the scores of experts outside each token's `take` best
+    groups are replaced by -inf. A group consists of consecutive experts.
 
-    best: number of scores per group. The score of a group is the sum of its `best` largest scores.
-    If scores are equal, the lower index comes first.
+    best: number of scores that determine the score of a group. The score of a group is the sum of
+    its `best` largest scores. If scores are equal, the lower index comes first.
     """
     tokens, experts = scores_TE.shape
     scores_TGP = scores_TE.view(tokens, groups, experts // groups)
@@ -101,12 +101,12 @@ class Rule:
 
     Attributes:
         k: number of choices per token.
-        normalize: whether to divide the weights by `max(sum over the choices + add, least)`.
+        normalize: whether to divide the weights by `max(sum of the chosen weights + add, least)`.
         score: the function that converts logits to scores.
         groups: number of groups of consecutive experts. All groups have the same size. For each
             group, its `best` largest scores are summed. Only experts in the `take` groups with the
             largest sums may be chosen. If `groups` is 0, any expert may be chosen.
-        z: whether to compute the sum z and the logsumexp of each token.
+        z: whether to compute the z sum and the logsumexp of each token.
     """
 
     k: int
@@ -133,8 +133,8 @@ class Routed:
 
 def route_by_steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor | None, rule: Rule,
                    chosen_TK: Tensor | None = None, bias_E: Tensor | None = None) -> Routed:
-    """A reference implementation of `route` that consists of separate torch operations and uses
-    torch's autograd.
+    """A reference implementation of `route` in separate torch operations, differentiated by
+    autograd.
 
     s_TE: scores computed from the logits.
     p_TE: the scores divided by their sum.
@@ -185,12 +185,12 @@ def route_top_k(logits_TE: Tensor, mask_T: Tensor | None, chosen_TK: Tensor | No
                 bias_E: Tensor | None, rule: Rule) -> tuple[Tensor | None, ...]:
     """Return (ids_TK, weights_TK, lse_T, importance_E, z, p_log_p).
 
-    The tensor `ids_TK` contains the experts with the k largest values of s + bias (ties go to the
-    lower index), or `chosen_TK` if it is given. The weights are the scores s of these experts. If
-    `Rule.normalize` is true, the weights are divided by their sum. The tensor `lse` is the
-    logsumexp of the logits. Only real tokens are included in the sums
-    `importance_e = sum_t p(t, e)`, `z = sum_t lse(t)^2` and `p_log_p = sum_te p log p`. `lse` and
-    `z` may be None if `Rule.z` is False.
+    The tensor `ids_TK` contains the experts with the k largest values of s + bias (ties are broken
+    in favor of the lower index), or `chosen_TK` if it is given. The weights are the scores s of
+    these experts. If `Rule.normalize` is true, the weights are divided by their sum. The tensor
+    `lse` is the logsumexp of the logits. The sums `importance_e = sum_t p(t, e)`,
+    `z = sum_t lse(t)^2` and `p_log_p = sum_te p log p` include only real tokens. `lse` and `z` may
+    be None if `Rule.z` is False.
     """
     s_TE = rule.score.scores(logits_TE)
     return _steps(logits_TE, s_TE, rule.score.shares(s_TE), mask_T, rule, chosen_TK, bias_E,
@@ -211,19 +211,19 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
                          rule: Rule, sure: bool) -> Tensor:
     """Compute the gradient of the logits, [T, E], in one pass.
 
-    A gradient of None is treated as zeros.
+    If the gradient of an output is None, it is treated as zeros.
 
     Let w be the weights computed from the chosen scores s, and let g be the gradient of w. With
-    normalization, the gradient of log s of a choice is `w (g - <g, w>)`. Without normalization, the
-    gradient of log s is `w g`. For a softmax without normalization, s times the sum of `w g` is
-    also subtracted from the gradient of each logit. If G is the gradient of the importance,
-    `p (G - <p, G>)` is added to the gradient of log s. The gradients of log s are multiplied by the
-    slope of the score function to obtain the gradients of the logits. The sum z contributes
-    `2 lse softmax(logits) grad_z` to the gradients of the logits.
+    normalization, the gradient with respect to the log s of a choice is `w (g - <g, w>)`. Without
+    normalization, this gradient is `w g`. For a softmax without normalization, s times the sum of
+    `w g` is also subtracted from the gradient of each logit. If G is the gradient of the
+    importance, `p (G - <p, G>)` is added to the gradients with respect to log s. The gradients with
+    respect to log s are multiplied by the slope of the score function to obtain the gradients of
+    the logits. The sum z adds `2 lse softmax(logits) grad_z` to the gradients of the logits.
 
     Args:
         lse_T: logsumexp of the logits of each token. Used only if `grad_z` is given.
-        sure: True if the sum of each token's chosen scores was certainly not below the minimum
+        sure: True if the sum of each token's chosen scores is known to be at least the minimum
             divisor, so that normalization divided by exactly this sum.
     """
     s_TE = rule.score.scores(logits_TE)
@@ -257,8 +257,8 @@ def _grad_of_importance(s_TE: Tensor, mask_T: Tensor | None, grad_E: Tensor, rul
 
 def _grad_of_choices(s_TE: Tensor, ids_TK: Tensor, weights_TK: Tensor, grad_TK: Tensor, rule: Rule,
                      sure: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of the chosen logits [T, K], and for each token the factor [T, 1] by
-    which s is multiplied in the gradients of all logits.
+    """Return the gradient of the chosen logits [T, K], and a factor [T, 1] per token: s times this
+    factor is subtracted from the gradients of all logits.
     """
     pull_TK = weights_TK * grad_TK
     total_T1 = outside_T1 = pull_TK.sum(1, keepdim=True)

@@ -1,16 +1,16 @@
-"""Differentiable operations that copy tokens to rows and rows to tokens, used by all dispatchers.
+"""Differentiable operations that copy tokens to rows and combine rows into tokens.
 
 Notation: T is the number of tokens, K the number of choices per token, R the number of rows, D the
 width. The tensors x, rows and grad have the same floating-point dtype. The tensor `weights_TK` is
 float32 (or float64). The int64 tensor `source_R` contains the index t*K + j of each row's choice,
-or -1 for an empty slot. The int64 tensor `position_TK` contains the row of each choice, or -1 for
-no row. Each row contains at most one choice, and a choice has at most one row.
+or -1 for an empty row. The int64 tensor `position_TK` contains the row of each choice, or -1 for no
+row. Each row belongs to at most one choice, and each choice has at most one row.
 
 If `complete` is true, every choice has a row and every row has a choice, so `source_R` and
-`position_TK` contain no -1. If the caller sets `complete`, the special handling of -1 is skipped.
+`position_TK` contain no -1, and the special handling of -1 is skipped.
 
-A NaN or infinity in a row never affects other tokens, because values of other tokens are never
-multiplied by 0.
+A NaN or infinity in a row never affects other tokens, because no token's output includes another
+token's values, not even multiplied by 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SUM = 0  # the mode "sum" of torch.embedding_bag
 @op
 def take_rows(x_TD: Tensor, source_R: Tensor, top_k: int, weights_TK: Tensor | None,
               complete: bool = False) -> Tensor:
-    """Gather tokens to rows: `rows[r] = weight(source r) * x[source r // K]`, 0 in empty slots."""
+    """Gather tokens to rows: `rows[r] = weight(source r) * x[source r // K]`, or 0 if empty."""
     if x_TD.shape[0] == 0 or source_R.numel() == 0:
         return x_TD.new_zeros(source_R.numel(), x_TD.shape[1])
     choice_R = source_R if complete else source_R.clamp(min=0)
@@ -76,8 +76,8 @@ def bags(index_BK: Tensor, scale_BK: Tensor | None,
 
     bfloat16 rows can be multiplied only by bfloat16 factors. Each float32 factor is therefore split
     into two bfloat16 factors. The sum of the two bfloat16 factors differs from the float32 factor
-    by at most 2^-17. With split factors, each row is read twice, but the second time from the
-    cache. Without a split, a float32 copy of all rows would be written and read.
+    by at most 2^-17. With split factors, each row is read twice, but the second read hits the
+    cache. Without split factors, a float32 copy of all rows would be written and read.
     """
     if scale_BK is None or dtype != torch.bfloat16 or scale_BK.dtype == dtype:
         return index_BK, scale_BK
@@ -89,7 +89,8 @@ def bags(index_BK: Tensor, scale_BK: Tensor | None,
 def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
     """Compute `out[b] = sum_j scale[b, j] * x[index[b, j]]` on a CPU, [B, D] in the dtype of x.
 
-    The sum is computed in float32 (or float64) and rounded once, in bfloat16 with ties away from 0.
+    The sum is computed in float32 (or float64) and rounded once. For bfloat16, ties are rounded
+    away from 0.
 
     index_BK, scale_BK: indices (int64, without -1) and factors, as returned by `bags`.
     """
@@ -105,8 +106,8 @@ def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
 
 def _reads(position_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype,
            complete: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return, for each choice, the row to read and its weight, and a bool tensor [T] that is True
-    for tokens without any row.
+    """For each choice, return the row to read and its weight. Also return a bool tensor [T] that is
+    True for tokens without rows.
 
     If the returned weight is None, all weights are 1. If the third output is None, every token has
     a row. If a choice has no row, another row of the same token is read with weight 0, because a
@@ -126,7 +127,7 @@ def _reads(position_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype,
 
 
 def _clear(rows_RD: Tensor, empty_R: Tensor) -> Tensor:
-    """Set rows to zero in place if their entry in `empty_R` (bool [R]) is True."""
+    """Set those rows to zero, in place, for which `empty_R` (bool [R]) is True."""
     if _on_host(empty_R):
         return rows_RD.index_fill_(0, empty_R.nonzero()[:, 0], 0)  # touches only these rows
     return rows_RD.masked_fill_(empty_R[:, None], 0)
@@ -140,7 +141,7 @@ def _on_host(index: Tensor) -> bool:
 @op
 def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
              complete: bool = False) -> Tensor:
-    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` in float32 or float64, 0 without a row.
+    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` (0 without a row) in float32 or float64.
     """
     dtype = accumulate_dtype(rows_RD.dtype)
     if rows_RD.shape[0] == 0 or position_TK.numel() == 0:
@@ -160,8 +161,8 @@ def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
 def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> Tensor:
     """Compute `dot_rows` on a CPU for operands that have the same dtype.
 
-    torch computes these dot products as the gradient of an embedding bag's factors, with 0 for
-    index -1.
+    torch can compute these dot products as the gradient of an embedding bag's per-sample weights.
+    For the index -1, this gradient is 0.
     """
     choices = position_TK.shape[1]
     choice_N = torch.arange(position_TK.numel(), device=position_TK.device)
@@ -173,10 +174,7 @@ def _dots_in_one_pass(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor) -> 
 
 def _dots_in_pieces(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
                     dtype: torch.dtype) -> Tensor:
-    """Compute `dot_rows` on a CPU for 16-bit operands. A few tokens are converted at a time.
-
-    For the reason why the pieces are small, see `widened`.
-    """
+    """Compute `dot_rows` on a CPU for 16-bit operands, a few tokens at a time; see `widened`."""
     (tokens, choices), width = position_TK.shape, rows_RD.shape[1]
     dots_TK = rows_RD.new_empty(tokens, choices, dtype=dtype)
     # Choices without a row read row 0; their results are set to 0 at the end.
@@ -281,10 +279,11 @@ class _Permute(torch.autograd.Function):
 
 @op
 def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
-    """Compute the sum of `values[c, index]` over c. The output has the shape of `index` and the
-    dtype of `values`. For the index -1, the output is 0.
+    """For each index, compute the sum over c of `values[c, index]`. The output has the shape of
+    `index` and the dtype of `values`. For the index -1, the output is 0.
 
-    This function copies numbers from choices to rows (`RowPlan.source_R`) and back (`position_TK`).
+    This function copies one value per choice to the rows (`RowPlan.source_R`), or one value per row
+    to the choices (`position_TK`).
 
     Args:
         values_CN: tensor [C, N]. The values are summed in the order of c.
@@ -296,14 +295,14 @@ def take_values(values_CN: Tensor, index: Tensor) -> Tensor:
 
 
 def at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
-    """Return the value of each row's choice, [R], in its dtype, or 0 for an empty slot."""
+    """Return, for each row, the value of its choice, [R] (dtype unchanged), or 0 if it is empty."""
     if values_TK.numel() == 0:
         return values_TK.new_zeros(source_R.numel())
     return values_TK.reshape(-1)[source_R.clamp(min=0)].masked_fill(source_R < 0, 0)
 
 
 def at_choices(values_R: Tensor, position_TK: Tensor, complete: bool = False) -> Tensor:
-    """Return the value of each choice's row, [T, K], in its dtype, or 0 for a choice without a row.
+    """Return, for each choice, the value of its row, [T, K] (dtype unchanged), or 0 without a row.
     """
     if complete:
         return values_R[position_TK]

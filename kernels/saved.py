@@ -1,4 +1,4 @@
-"""Control over the tensors that autograd saves. Rows can be stored elsewhere or recomputed."""
+"""Control over the tensors that autograd saves: rows can be stored elsewhere or recomputed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ Function = Callable[..., Tensor]
 def through_recomputed(consume: Function, produce: Function, *inputs: Tensor) -> Tensor:
     """Compute `consume(produce(*inputs))`, and save only the inputs for backward.
 
-    In backward, `produce` runs again when `consume` first needs its output. Under torch.compile,
-    this function is an ordinary call, because the compiler decides which tensors are saved.
+    In backward, `produce` runs again when its output is first needed. Under torch.compile, this
+    function is an ordinary call, because the compiler decides which tensors are saved.
 
     Args:
         consume: function that maps one tensor to the output, for example a matmul. If `consume`
-            saves its argument or a view of it, the saved tensor is discarded and recomputed in
-            backward. If `consume` saves a cast copy of its argument, the copy is not discarded.
+            saves its argument or a view of its argument, the saved tensor is discarded and
+            recomputed in backward. If `consume` saves a cast copy of its argument, the copy is not
+            discarded.
         produce: inexpensive function that uses no random numbers and whose output is newly
             allocated.
     """
@@ -66,8 +67,8 @@ def _again(node: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 class _Produce(torch.autograd.Function):
-    """An autograd function that computes `produce(*inputs)`. The backward pass of this function
-    runs `produce` a second time and differentiates the second run.
+    """An autograd function that computes `produce(*inputs)`. In backward, `produce` runs a second
+    time, and the second run is differentiated.
     """
 
     @staticmethod
@@ -90,7 +91,7 @@ class _Produce(torch.autograd.Function):
 
 
 class KeptRows(Protocol):
-    """Rows that backward needs and that are stored outside of autograd."""
+    """Rows that are needed in backward and stored outside of autograd."""
 
     def rows(self) -> Tensor:
         """Return the rows [R, width], in a buffer of the same length as the original buffer. The
@@ -109,9 +110,7 @@ class _Buffer:
         self._again: Callable[[], Tensor | None] = lambda: None
 
     def rows(self) -> Tensor:
-        """Return the rows [R, width]. While any reference to the returned tensor exists, every call
-        returns the same tensor.
-        """
+        """Return the rows [R, width]: the same tensor as long as it is referenced."""
         again = self._again()
         if again is None:
             with torch.no_grad():
@@ -135,8 +134,8 @@ class _View:
 
 
 class _Packer:
-    """The pack function of autograd's hooks for saved tensors. The packer decides which saved
-    tensors are rows, and stores each buffer once.
+    """The pack function of autograd's hooks for saved tensors. The function decides which saved
+    tensors contain rows, and stores each buffer once.
     """
 
     def __init__(self, keep: Callable[[Tensor], KeptRows], x_RD: Tensor,
@@ -147,9 +146,7 @@ class _Packer:
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Buffer]]] = {}
 
     def pack(self, saved: Tensor) -> Any:
-        """Return a `_View` if the tensor contains rows that are stored elsewhere, otherwise the
-        tensor itself.
-        """
+        """Return a `_View` for rows that are stored elsewhere, otherwise the tensor itself."""
         part = self._part(saved)
         if part is None:
             return saved
@@ -167,9 +164,7 @@ class _Packer:
                      int(saved.storage_offset()) - start)
 
     def _part(self, saved: Tensor) -> tuple[int, int] | None:
-        """If a tensor is a view of rows, return (first element, width) of the view. Otherwise
-        return None.
-        """
+        """If a tensor is a view of rows, return the view's (first element, width), else None."""
         storage = saved.untyped_storage()
         if not saved.is_floating_point() or storage._cdata in self.others or not saved.numel():
             return None
@@ -190,13 +185,13 @@ def _unpack(packed: Any) -> Tensor:
 @contextlib.contextmanager
 def rows_kept(keep: Callable[[Tensor], KeptRows], x_RD: Tensor, widths: Collection[int],
               others: Collection[Tensor | None]) -> Iterator[None]:
-    """Inside this context, call `keep` to store the rows that autograd saves.
+    """Context manager that passes the rows that autograd saves inside it to `keep`.
 
     Two types of tensors are treated as rows: `x_RD` [R, D], which must be contiguous, and any other
     tensor with R * w elements for some w in `widths`. In each tensor of this size that is created
-    inside the context, row r must contain data of row r of x.
+    inside the context, row r must be computed from row r of x.
 
-    others: tensors that are never treated as rows, regardless of their size, for example weights.
+    others: tensors that never contain rows, regardless of their size, such as weights.
     """
     packer = _Packer(keep, x_RD, widths,
                      {t.untyped_storage()._cdata for t in others if t is not None})

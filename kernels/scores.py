@@ -1,8 +1,8 @@
 """Scores of experts: functions that compute float32 logits from low-precision tokens, and the
 registry of score functions.
 
-A score function is a class with the formula, the gradient, and the list of kernels that implement
-the function.
+A score function is a class that defines the formula, its gradient, and the kernels that implement
+it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ScoreFunction:
             If `kernels` is empty, the router uses separate torch operations.
         is_softmax: True if the scores of a token sum to 1 and each logit affects the scores of all
             experts.
-        elementwise: True if each score depends only on the logit of the same expert. If
-            `elementwise` is True, the scores can be computed with `batch_invariant`.
+        elementwise: True if each score depends only on the logit of the same expert. Only
+            elementwise scores (and softmax) can be computed with `batch_invariant`.
     """
 
     kernels: frozenset[str] = frozenset()
@@ -48,16 +48,14 @@ class ScoreFunction:
         raise NotImplementedError
 
     def reference(self, logits_TE: Tensor) -> Tensor:
-        """Compute the scores by the simplest formula. The exactness tests compare scores with this
-        formula.
-        """
+        """Compute the scores with the simplest formula, as a reference for the exactness tests."""
         return self.scores(logits_TE)
 
     def slope_(self, pull: Tensor, scores: Tensor) -> Tensor:
         """Multiply `pull` in place by the slope `d log(score) / d logit` of each expert. Both
         tensors may have any shape.
 
-        For a softmax, the term that is common to all logits is excluded.
+        For a softmax, the term that is the same for all logits is excluded.
         """
         raise NotImplementedError
 
@@ -90,15 +88,13 @@ class Softmax(ScoreFunction):
         return e_TE / e_TE.sum(1, keepdim=True)
 
     def slope_(self, pull: Tensor, scores: Tensor) -> Tensor:
-        """Multiply by a slope of 1; see `ScoreFunction.slope_`."""
+        """Return `pull` unchanged, because the slope is 1; see `ScoreFunction.slope_`."""
         return pull
 
 
 @score_functions.register("sigmoid")
 class Sigmoid(ScoreFunction):
-    """The sigmoid, `1 / (1 + exp(-logit))`. The score of an expert does not depend on other
-    experts.
-    """
+    """The sigmoid, `1 / (1 + exp(-logit))`. The scores of different experts are independent."""
 
     kernels = frozenset({"torch", "triton"})
     elementwise = True
@@ -108,7 +104,7 @@ class Sigmoid(ScoreFunction):
         return torch.sigmoid(logits_TE)
 
     def slope_(self, pull: Tensor, scores: Tensor) -> Tensor:
-        """Multiply by a slope of 1 - score; see `ScoreFunction.slope_`."""
+        """Multiply `pull` by the slope 1 - score; see `ScoreFunction.slope_`."""
         return pull.mul_(1 - scores)
 
 
@@ -116,7 +112,7 @@ SOFTMAX = Softmax()
 
 
 def divisor(total_T1: Tensor, add: float = ADDED, least: float = 0.0) -> Tensor:
-    """Return `max(total + add, least)`, by which scores with the sum `total` are divided."""
+    """Return `max(total + add, least)`, the divisor of scores whose sum is `total`."""
     total_T1 = total_T1 + add
     return total_T1.clamp(min=least) if least else total_T1
 
@@ -127,16 +123,16 @@ def shares(scores_TE: Tensor, add: float = ADDED, least: float = 0.0) -> Tensor:
 
 
 def shares_of_rest(weights_TK: Tensor, add: float, least: float) -> Tensor:
-    """Compute `shares` of the weights that each token has left. If a token has no weights left, the
-    output is 0.
+    """Normalize the remaining weights of each token; see `shares`. If a token has no remaining
+    weights, the output is 0.
     """
     # The smallest normal number as divisor turns 0 / 0 into 0.
     return shares(weights_TK, add, max(least, torch.finfo(weights_TK.dtype).tiny))
 
 
 class _WideLinear(torch.autograd.Function):
-    """A linear map with float32 outputs. For backward, tokens are saved in their original dtype
-    instead of float32.
+    """A linear map with float32 outputs. Tokens are saved for backward in their original dtype
+    rather than in float32.
     """
 
     @staticmethod
@@ -176,12 +172,11 @@ class _WideLinear(torch.autograd.Function):
 
 
 def in_parts(x_TD: Tensor) -> bool:
-    """Return true if matmuls with these tokens are split into several 16-bit matmuls that are
-    summed.
+    """Return true if matmuls with these tokens are computed as sums of several 16-bit matmuls.
 
     Matmuls are split if the tokens are bfloat16 and on a GPU, and if torch can return float32 sums.
     Each float32 operand is split into three bfloat16 tensors, which together represent all 24 bits.
-    With split operands, only the sum is rounded. With split operands, the matrix units can read the
+    With these operands, only the sum is rounded. In addition, the matrix units can read the
     bfloat16 tokens without conversion. A float32 matmul would not use the matrix units and would
     need a float32 copy of the tokens. The split matmul takes one fifth of the time of the float32
     matmul (measured on an H100).
@@ -208,8 +203,8 @@ def _parts(x: Tensor, dim: int, number: int) -> Tensor:
 
 
 def _sum_of_parts(a: Tensor, b: Tensor, size: int, dim: int) -> Tensor:
-    """Multiply the 16-bit matrices a and b with a float32 output, and sum the output over
-    consecutive groups of `size` elements along `dim`.
+    """Multiply the 16-bit matrices a and b in float32, and sum the output over consecutive groups
+    of `size` elements along `dim`.
     """
     product = torch.mm(a, b, out_dtype=torch.float32)
     return product if product.shape[dim] == size else product.unflatten(dim, (-1, size)).sum(dim)
@@ -252,8 +247,8 @@ def _product_of_parts(grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
     """Compute `grad @ weight` for float32 operands with bfloat16 matmuls. The error is about 2^-16
     before rounding.
 
-    Each operand is split into larger and smaller parts. One matmul sums the products of the larger
-    parts, and the products of each operand's larger part and the other operand's smaller part.
+    Each operand is split into a larger and a smaller part, both bfloat16. One matmul sums the
+    product of the two larger parts and the two products of a larger and a smaller part.
     """
     experts = len(weight_ED)
     grads_T2E, weights_2ED = _parts(grad_TE, 1, 2), _parts(weight_ED, 0, 2)

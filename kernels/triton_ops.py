@@ -1,6 +1,6 @@
-"""The operations that have a Triton implementation, and functions that decide when Triton is used.
+"""The operations with a Triton implementation, and functions that decide when Triton is used.
 
-Triton is not imported before the first of these operations runs.
+Triton is imported when the first of these operations runs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ INSTALLED = find_spec("triton") is not None
 
 
 def why_not(*args: Any) -> str | None:
-    """Return the reason why Triton cannot be used for these arguments, or None if it can be used.
-    """
+    """Return the reason why Triton cannot be used for these arguments, or None if it can."""
     if torch.compiler.is_compiling():
         return "torch.compile fuses the torch reference"
     if not INSTALLED:
@@ -56,15 +55,13 @@ def why_not(*args: Any) -> str | None:
 
 @functools.cache
 def no_bfloat16(device: torch.device) -> str | None:
-    """Return the reason why this GPU does not support bfloat16, or None if bfloat16 is supported.
-    Cached per device.
-    """
+    """Return the reason why this GPU does not support bfloat16, or None. Cached per device."""
     return _below(device, (8, 0), "bfloat16")
 
 
 def _below(device: torch.device, needed: tuple[int, int], what: str) -> str | None:
-    """Return the reason why an NVIDIA GPU does not support a number format. Return None if the
-    format is supported, or if the GPU is not from NVIDIA.
+    """Return the reason why an NVIDIA GPU does not support a number format, or None if the format
+    is supported or the GPU is not an NVIDIA GPU.
     """
     if torch.version.hip is not None:
         return None
@@ -76,9 +73,7 @@ def _below(device: torch.device, needed: tuple[int, int], what: str) -> str | No
 
 
 def route_why_not(*args: Any) -> str | None:
-    """Return the reason from `why_not`, or a message if the kernel does not implement the score
-    function.
-    """
+    """Return the reason from `why_not`, or a message if the kernel lacks the score function."""
     reason = why_not(*args)
     if reason is not None:
         return reason
@@ -87,9 +82,7 @@ def route_why_not(*args: Any) -> str | None:
 
 
 def product_why_not(*args: Any) -> str | None:
-    """Return the reason from `why_not`, or the reason why matmuls of the installed Triton cannot
-    run on the GPU.
-    """
+    """Return the reason from `why_not`, or why Triton cannot run matmuls on this GPU."""
     reason, device = why_not(*args), _gpu(args)
     if reason is not None or device is None:
         return reason
@@ -102,8 +95,8 @@ def product_why_not(*args: Any) -> str | None:
 
 @functools.cache
 def no_products(device: torch.device) -> str | None:
-    """Return the reason why no matmul of the installed Triton can run on this GPU, or None if
-    matmuls can run.
+    """Return the reason why the installed Triton cannot run any matmul on this GPU, or None if it
+    can.
 
     Cached per device.
     """
@@ -155,18 +148,14 @@ def fp8_why_not(*args: Any) -> str | None:
 
 
 def fp8_product_why_not(*args: Any) -> str | None:
-    """Return the reason from `fp8_why_not`, or the reason why Triton's matmuls cannot run on the
-    GPU.
-    """
+    """Return the reason from `fp8_why_not`, or why Triton cannot run matmuls on this GPU."""
     reason, device = fp8_why_not(*args), _gpu(args)
     return reason if reason is not None or device is None else no_products(device)
 
 
 @functools.cache
 def no_e4m3(device: torch.device) -> str | None:
-    """Return the reason why this GPU does not support float8 e4m3fn, or None if float8 e4m3fn is
-    supported. Cached per device.
-    """
+    """Return the reason why this GPU does not support float8 e4m3fn, or None. Cached per device."""
     if torch.version.hip is None:
         return _below(device, (8, 9), "e4m3")
     name = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
@@ -201,8 +190,7 @@ def _late(name: str) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Register the Triton implementations of the operations. The package calls this function once.
-    """
+    """Register the Triton implementations of the operations. The package calls it once."""
     special = {"router": route_why_not, "expert_matmul": product_why_not, "fp8": fp8_why_not}
     for name, module in MODULES.items():
         can = fp8_product_why_not if name == "expert_matmul_fp8" else special.get(module, why_not)

@@ -1,21 +1,21 @@
 """Weight gradients that are accumulated in place or computed after the backward pass.
 
-`GradSums` adds up the gradients of calls that use the same weights, `MainGrad` adds gradients to a
-buffer of the host framework, and `LaterGrads` postpones the computation.
+`GradSums` sums the gradients of calls that use the same weights, `MainGrad` adds gradients to a
+buffer of the host framework, and `LaterGrads` postpones the computation of gradients.
 
-If a layer call is split into pieces, each piece is a call with the same weights. Autograd would
-allocate a full weight gradient for each piece and add these gradients one by one. These additions
-would read or write three times the size of the weights for each piece.
+If a layer call is split into several pieces, each piece is a separate call with the same weights.
+Autograd would allocate a full weight gradient for each piece and add these gradients one by one.
+For each piece, these additions would read or write memory of three times the size of the weights.
 
 Megatron (`gradient_accumulation_fusion`) accumulates gradients over the micro-batches of a step in
 a buffer, `parameter.main_grad`, which is fp32 by default. Megatron's gradient hook adds
 `parameter.grad` to this buffer, unless `parameter.grad_added_to_main_grad` indicates that backward
 has already done so (megatron-core, `tensor_parallel/layers.py` and
-`distributed/distributed_data_parallel.py`). In this package, backward itself adds every gradient to
-this buffer. Strategies that support `MainGrad` add the outputs of their matmuls directly to the
-buffer. In all other cases (gathered or borrowed experts, other strategies, autocast), the layer
-computes with `redirect_grad(parameter)` instead of the parameter. Both methods may be used in the
-same step, or even in the same backward pass. No gradient is lost or counted twice.
+`distributed/distributed_data_parallel.py`). In this package, the backward pass itself adds every
+gradient to this buffer. Strategies that support `MainGrad` add the outputs of their matmuls
+directly to the buffer. In all other cases (gathered or borrowed experts, other strategies,
+autocast), the layer uses `redirect_grad(parameter)` in place of the parameter. Both methods may be
+used in the same step, or even in the same backward pass. No gradient is lost or counted twice.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from moe_plugin.kernels.workspace import Workspace
 class _Sum:
     """The gradient of one weight while it is being accumulated.
 
-    experts: the experts whose gradient has been written so far.
+    experts: indices of the experts whose gradients have been written so far.
     dtype: dtype of the result. 16-bit gradients of several calls are added in float32.
     """
 
@@ -54,11 +54,12 @@ class _Sum:
 
 @dataclass
 class GradSums:
-    """Sums of the weight gradients of all calls in one forward pass. Create one object per pass.
+    """Sums of the weight gradients of all calls in one forward pass. Create one object per forward
+    pass.
 
-    A single backward pass must include all of these calls. If a backward pass is aborted, its sums
-    remain in this object. The next backward pass over the same graph (`retain_graph`) discards
-    these sums.
+    A single backward pass must include all of these calls. If a backward pass is aborted, its
+    partial sums remain in this object. The next backward pass over the same graph (`retain_graph`)
+    discards them.
 
     calls: number of calls whose forward pass has run and whose backward pass is expected.
     """
@@ -69,8 +70,8 @@ class GradSums:
     _task: int = -1  # autograd's number of the backward pass that the sums belong to
 
     def begin(self, name: str, w_LIO: Tensor, memory: Workspace) -> tuple[Tensor, set[int]]:
-        """Return the gradient of the weight `name` [L, I, O], and the experts that it contains so
-        far.
+        """Return the buffer [L, I, O] for the gradient of the weight `name`, and the indices of the
+        experts whose gradients it already contains.
         """
         self._forget_aborted()
         if name not in self._sums:
@@ -81,14 +82,13 @@ class GradSums:
         return self._sums[name].grad_LIO, self._sums[name].experts
 
     def wide(self, dtype: torch.dtype) -> bool:
-        """Return true if gradients of this dtype are added in float32, because the sum would
-        otherwise be rounded to 16 bits after each of several calls.
+        """Return true if gradients of this dtype must be added in float32. Otherwise, the sum would
+        be rounded to 16 bits after each of several calls.
         """
         return self.calls > 1 and dtype.itemsize == 2
 
     def end(self, name: str) -> Tensor | None:
-        """Return the gradient to report for a call: the sum [L, I, O] for the last call, or None.
-        """
+        """Return the gradient that a call reports: the sum [L, I, O] for the last call, or None."""
         if not self.last(name):
             return None
         total = self._sums.pop(name)  # removed, because the graph may serve another pass
@@ -98,13 +98,13 @@ class GradSums:
         return total.grad_LIO.to(total.dtype)
 
     def so_far(self, name: str) -> Tensor | None:
-        """Return the gradient of the weight `name` [L, I, O] accumulated so far, or None."""
+        """Return the sum of the gradients [L, I, O] of the weight `name` so far, or None."""
         self._forget_aborted()
         return self._sums[name].grad_LIO if name in self._sums else None
 
     def give(self, name: str, grad_LIO: Tensor) -> Tensor | None:
-        """Store the gradient of all experts: either a new gradient, or the gradient from `so_far`
-        after the call has added its own gradient. The return value is the same as for `end`.
+        """Store the gradient of all experts: a new gradient, or the gradient from `so_far` to which
+        the call has added its own gradient. The return value is the same as for `end`.
         """
         if name not in self._sums:
             made = grad_LIO.float() if self.wide(grad_LIO.dtype) else grad_LIO
@@ -112,7 +112,8 @@ class GradSums:
         return self.end(name)
 
     def last(self, name: str) -> bool:
-        """Record that the backward of a call has run, and return true for the weight's last call.
+        """Record that the backward pass of a call has run. Return true if this was the last call
+        that uses the weight.
         """
         self._forget_aborted()
         ended = self._ended.get(name, 0) + 1
@@ -130,9 +131,10 @@ class GradSums:
 
 
 def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
-    """Allocate the gradient of a weight, with the same order of axes in memory as the weight.
+    """Allocate the gradient of a weight. The axes of the gradient have the same order in memory as
+    those of the weight.
 
-    If the order were different, autograd would make a slow copy.
+    With a different order, autograd would make a slow copy.
     """
     experts, inner, outer = w_LIO.shape
     if w_LIO.stride(1) == 1 != w_LIO.stride(2):
@@ -141,8 +143,8 @@ def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
 
 
 class WeightGrad:
-    """The gradient of one weight [L, I, O] that is returned as a tensor. This class has the same
-    interface as `MainGrad`.
+    """The gradient of one weight [L, I, O] that backward returns as a tensor. This class has the
+    same interface as `MainGrad`.
 
     name, memory: see `GradSums.begin`.
     """
@@ -155,7 +157,7 @@ class WeightGrad:
 
     def add_matmuls(self, experts: Sequence[int | slice], a_s: Sequence[Tensor],
                     b_s: Sequence[Tensor]) -> None:
-        """Add each matmul `a @ b` to the gradient of one expert or of several experts.
+        """Add each matmul `a @ b` to the gradient of one or more experts.
 
         The operands are [I, N] and [N, O] for one expert. For several experts, the operands have a
         leading axis of experts. Each expert must occur only once.
@@ -188,11 +190,11 @@ WEIGHTS = ("w_in_LDF", "w_gate_LDF", "w_out_LFD")
 
 
 def has_main_grad(parameter: Tensor) -> bool:
-    """Return true if the host framework reads this parameter's gradient from `main_grad`.
+    """Return true if the host framework reads this parameter's gradient only from `main_grad`.
 
-    Return False if the host's hook also reads the ordinary gradient. This is the case for
-    parameters of Megatron-FSDP and for parameters with `zero_out_wgrad`. All of these attributes
-    are set by Megatron. Other host frameworks do not use them.
+    The result is False for parameters of Megatron-FSDP and for parameters with `zero_out_wgrad`,
+    because Megatron's hook also reads their ordinary gradient. All of these attributes are set by
+    Megatron. Other host frameworks do not use them.
     """
     if not parameter.requires_grad or not isinstance(getattr(parameter, "main_grad", None), Tensor):
         return False
@@ -229,10 +231,9 @@ class MainGrad:
 def placeholder_grad(parameter: Tensor) -> Tensor | None:
     """Return the gradient that backward reports for a parameter whose gradient is in `main_grad`.
 
-    Autograd runs the hooks of the parameter only if it receives a tensor with the shape and dtype
-    of the parameter. The placeholder contains zeros, because a user's hook may read it. If the
-    parameter has no attribute `grad_added_to_main_grad`, None is returned, because no hook needs a
-    tensor.
+    Autograd runs a parameter's hooks only if it receives a tensor with the parameter's shape and
+    dtype. The placeholder contains zeros, because a user's hook may read it. If the parameter has
+    no attribute `grad_added_to_main_grad`, None is returned, because no hook needs a tensor.
     """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
@@ -254,8 +255,8 @@ class _RedirectGrad(torch.autograd.Function):
 
 
 def redirect_grad(parameter: nn.Parameter) -> Tensor:
-    """Return the parameter in a form that can be used in any operation. The gradient of this use is
-    added to `parameter.main_grad` in backward.
+    """Return a tensor that can replace the parameter in any operation. In backward, the gradient of
+    the returned tensor is added to `parameter.main_grad`.
     """
     return _RedirectGrad.apply(parameter)
 
@@ -264,7 +265,7 @@ class LaterGrads:
     """Weight gradients that backward passes postpone. The postponed gradients are computed when
     `compute` is called.
 
-    Before that, the gradients of the rows, for which other ranks wait, can be computed and sent.
+    Until then, the gradients of the rows, for which other ranks wait, can be computed and sent.
     """
 
     def __init__(self) -> None:
@@ -276,9 +277,11 @@ class LaterGrads:
 
     @staticmethod
     def cut_off(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[bool, ...]]:
-        """Detach the weights of a call from the graph, and return which weights need a gradient.
+        """Detach the weights of a call from the graph, and return for each weight whether it needs
+        a gradient.
 
-        Autograd ignores detached weights, so weight hooks do not run before gradients exist.
+        Autograd ignores detached weights, so the hooks of these weights do not run before the
+        gradients exist.
 
         tensors: the list [w_in, b_in, w_gate, b_gate, w_out, b_out].
         """
@@ -288,7 +291,7 @@ class LaterGrads:
 
     def add(self, work: Callable[[], Mapping[str, Tensor | None]]) -> None:
         """Postpone the weight gradients of a backward pass. The function `work` computes the
-        gradients and returns them by name. Gradients that are not needed are None.
+        gradients and returns them in a dict by name. Gradients that are not needed are None.
         """
         self._left.append(work)
 
@@ -298,12 +301,12 @@ class LaterGrads:
 
     @torch.no_grad()
     def compute(self, weights: Mapping[str, Tensor], hooks: bool = False) -> None:
-        """Compute the postponed gradients in the order of the backward passes, and add them to the
-        attribute `grad` of each weight.
+        """Compute the postponed gradients in the order of the backward passes, and add each to the
+        `grad` attribute of its weight.
 
-        weights: the weights, under the names that are used in `add`.
-        hooks: if True, behave like a single backward pass: sum the gradients of each weight, and
-        then pass the sum through the hooks of the weight.
+        weights: the weights, by the names that are used in `add`.
+        hooks: if True, proceed as in a single backward pass: sum the gradients of each weight, and
+        then pass the sum to the hooks of the weight.
         """
         left, self._left = self._left, []
         sums: dict[str, Tensor] = {}
@@ -344,8 +347,8 @@ class RowWeightGrads:
               g_gate: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the weights w_in and w_gate.
 
-        If both gradients are needed, a single operation computes them. A single operation can be
-        used only if both gradients or neither of them are added to existing memory.
+        If both gradients are needed, one operation computes both. One operation is possible only if
+        both gradients, or neither of them, are added to existing memory.
         """
         if g_h is None or g_gate is None:
             return (None if g_h is None else self.one("w_in_LDF", x, g_h, token_R, None),

@@ -1,16 +1,16 @@
 """Reusable memory for large CPU tensors. Reusing memory avoids page faults in every step.
 
-glibc maps new memory for every large tensor, and the operating system clears each page on first
+For every large tensor, glibc maps new memory, and the operating system clears each page on first
 access. Clearing the pages takes about 60 us per MiB, which is longer than writing the values. A
-`Workspace` retains the memory of large tensors and reuses it as soon as no tensor refers to it.
-Callers do not have to release memory, because the reference count of each storage is read. Memory
-is therefore never reused while it contains a saved activation, a gradient that the user retains, or
-a tensor that is used a second time in the same graph. If memory cannot be reused, the next request
-receives different memory.
+`Workspace` retains the memory of large tensors and reuses it as soon as it is no longer referenced.
+Callers do not have to release memory explicitly, because the reference count of each storage is
+checked. Memory is therefore never reused while it contains a saved activation, a gradient that the
+user retains, or a tensor that is needed again by the same graph. While memory cannot be reused,
+requests receive different memory.
 
-All modules of a process share one `MemoryPool`, so the memory that one layer no longer needs can be
-used by the next layer. The layers of a model therefore retain only as much memory as they use at
-the same time, and not the sum of each layer's maximum.
+All modules of a process share one `MemoryPool`, so that memory that one layer no longer needs can
+be used by the next layer. The layers of a model therefore retain only as much memory as they use at
+any one time, rather than the sum of each layer's maximum.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 
 @dataclass
 class _Kept:
-    """The memory for one purpose and one data type.
+    """The memory that is reserved for one purpose and one data type.
 
     Attributes:
         storages: all storages, both free and in use.
-        seen: for each storage, the number of the last request during which the storage was in use.
-        requests: number of requests made so far.
-        swept: value of `requests` at the last sweep.
+        seen: for each storage, the number of the last request at which the storage was in use.
+        requests: number of requests so far.
+        swept: the value of `requests` at the last sweep.
     """
 
     storages: list[torch.UntypedStorage] = field(default_factory=list)
@@ -54,10 +54,10 @@ class _Kept:
     def take(self, size: int) -> torch.UntypedStorage:
         """Return the smallest free storage of at least `size` bytes, or a new storage.
 
-        A new storage replaces a free storage that is slightly too small. For each size, the number
-        of storages therefore never exceeds the number of storages in use at the same time. A
-        storage is released if it was not used during the last `PATIENCE` requests, and during twice
-        as many requests as there are storages.
+        A new storage replaces a free storage that is slightly too small. For each size, there are
+        therefore never more storages than have been in use at the same time. A storage is released
+        if it has not been used for more than `PATIENCE` requests, and for more than twice as many
+        requests as there are storages.
         """
         self.requests += 1
         free = self._free()
@@ -78,7 +78,8 @@ class _Kept:
     def _free(self) -> list[int]:
         """Return the indices of the free storages.
 
-        Storages that were free for too long, or that are shared with other processes, are removed.
+        Storages that have been free for too long, or that are shared with other processes, are
+        removed.
         """
         free, old = [], set()
         patience = max(PATIENCE, 2 * len(self.storages))
@@ -98,8 +99,7 @@ class _Kept:
         return free
 
     def sweep(self) -> bool:
-        """Release storages that have been free since the last sweep. Return true if any storage
-        remains.
+        """Release storages that were not used since the last sweep. Return true if storages remain.
         """
         unused = self.requests == self.swept
         self.swept = self.requests
@@ -121,10 +121,10 @@ class MemoryPool:
         self.begin()
 
     def begin(self) -> None:
-        """Reset this object: remove all memory and create a new lock.
+        """Reset the pool: remove all memory and create a new lock.
 
-        A forked process must call this method, because a thread of the parent process may have held
-        the lock.
+        A forked process must call this method, because another thread of the parent process may
+        have held the lock.
         """
         self._lock = threading.Lock()
         self._kept: dict[tuple[str, torch.dtype], _Kept] = {}
@@ -147,7 +147,7 @@ class MemoryPool:
             self._kept = {}
 
     def kept_bytes(self) -> dict[str, int]:
-        """Return the number of bytes of the retained memory by purpose, including memory in use."""
+        """Return the number of bytes retained for each purpose, including memory in use."""
         sizes: dict[str, int] = {}
         with self._lock:
             for (purpose, _), kept in self._kept.items():
@@ -182,7 +182,7 @@ def shared_pool() -> MemoryPool:
 
 
 class Workspace:
-    """Data that a module retains between calls: reusable CPU memory and state objects.
+    """Data that a module retains between calls: CPU memory for reuse, and state objects.
 
     A copy of a workspace (made by pickle or deepcopy) starts empty. Concurrent and re-entrant calls
     are supported.
@@ -198,9 +198,7 @@ class Workspace:
         self._states: dict[type, Any] = {}
 
     def state(self, kind: type[T]) -> T:
-        """Return the module's state object of this type. On first use, the object is created
-        without arguments.
-        """
+        """Return the module's state object of this type, created without arguments on first use."""
         with self._lock:
             if kind not in self._states:
                 self._states[kind] = kind()
@@ -209,7 +207,7 @@ class Workspace:
     def empty(self, purpose: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """Return an uninitialized tensor of a given shape, with the dtype and device of `like`.
 
-        If memory for the same `purpose` is free, it is reused.
+        Free memory for the same `purpose` is reused.
         """
         size = math.prod(shape) * like.element_size()
         reusable = like.device.type == "cpu" and size >= SMALL_BYTES and _use_count is not None
@@ -218,15 +216,13 @@ class Workspace:
         return self.pool.empty(purpose, shape, like)
 
     def clear(self) -> None:
-        """Discard all state objects, and release all free memory, including free memory of other
-        modules.
-        """
+        """Discard all state objects, and release the free memory of all modules."""
         self.pool.clear()
         with self._lock:
             self._states = {}
 
     def kept_bytes(self) -> int:
-        """Return the number of bytes of the pool's memory, including memory in use."""
+        """Return the size of the pool's memory in bytes, including memory in use."""
         return sum(self.pool.kept_bytes().values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Workspace:

@@ -2,19 +2,19 @@
 
 The views of all rows are created before the first matmul. A matmul evicts the data of the Python
 interpreter from the CPU's caches. Python code between two matmuls therefore runs several times
-slower than the same code in a separate loop. In addition, a single call can create the views of all
-rows.
+slower than the same code in a loop without matmuls. In addition, one call can create the views of
+all rows.
 
-If several experts are multiplied in one batched matmul, their rows are padded to the number of rows
-of the longest expert. The padding consists of copies of the expert's last row. The gradient of a
-copy is zero. The copies therefore add nothing to the weight gradients, and a NaN in one expert does
-not affect other experts.
+If several experts are computed by one batched matmul, the rows of each expert are padded to the
+number of rows of the largest expert. The padding consists of copies of the expert's last row. The
+gradient of a copy is zero. The copies therefore add nothing to the weight gradients, and a NaN in
+the rows of one expert does not affect other experts.
 
 Notation: R is the number of rows (ordered by expert), P the number of rows with padding, N the
 number of rows of one block, B the number of experts of one unit, M the number of rows of each of
 these experts, C the number of rows that the unit's matmuls compute (M or a few more, see
 `Unit.computed`), W the width, T the number of tokens and K the number of choices. Experts that are
-multiplied in one batched matmul share a view with a leading axis of experts.
+computed by one batched matmul share a view whose first axis is the expert.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Unit(NamedTuple):
     Attributes:
         first: index of the first expert.
         experts: number of experts in the unit, B.
-        rows: number of rows that each expert occupies in memory, M. If there are several experts,
-            all are padded to the number of rows of the longest expert (see `Padding`).
+        rows: number of rows in memory for each expert, M. If there are several experts, each is
+            padded to the number of rows of the largest expert (see `Padding`).
         computed: number of rows that the matmul computes. The number includes all rows in memory.
             For a single expert, it also includes a few of the next rows if a matmul with more rows
             is faster (`RowRule.fast`). The additional output rows are overwritten when the next
@@ -50,13 +50,14 @@ class Unit(NamedTuple):
 
     @property
     def index(self) -> int | slice:  # type: ignore[override]  # not the method of tuples
-        """The index that selects the unit's experts in a tensor [L, ...]."""
+        """The index that selects the unit's experts in a tensor of shape [L, ...]."""
         return self.first if self.experts == 1 else slice(self.first, self.first + self.experts)
 
 
 @dataclass
 class UnitBlock:
-    """A group of units. All operations are applied to one block before the next block starts.
+    """A group of units. All operations are applied to one block before the first operation of the
+    next block starts.
 
     Attributes:
         rows: slice that selects the block's rows among all rows.
@@ -93,8 +94,8 @@ class UnitBlock:
         """Split x [N, W] into one view per unit: [M, W], or [B, M, W] if the unit has several
         experts.
 
-        All views are created in one call. Creating a single view takes as long as an operation of a
-        small expert.
+        All views are created in one call, because creating a single view takes as long as one of a
+        small expert's operations.
         """
         parts = (x,) if len(self.units) == 1 else x.split_with_sizes(self._sizes)
         return parts if self.single else tuple(
@@ -121,7 +122,8 @@ class UnitBlock:
                                                          strict=True)])
 
     def clipped(self, end: int) -> UnitBlock:
-        """Return a copy of the block whose matmuls compute no rows at or after row `end`."""
+        """Return a copy of the block. The matmuls of the copy compute no row at or after row `end`.
+        """
         left = end - self.rows.start
         return UnitBlock(self.rows, [
             unit._replace(computed=min(unit.computed, left - start))
@@ -129,8 +131,8 @@ class UnitBlock:
 
 
 def units_of(counts: list[int], limit: int, rule: RowRule) -> list[Unit]:
-    """Create units for all experts that have rows. Experts are joined into units of up to `limit`
-    rows where a joint matmul is faster.
+    """Create units for all experts that have rows. Experts are combined into units of up to `limit`
+    rows if one joint matmul is faster.
     """
     # Joining saves time only for 16-bit products, see `RowRule`.
     if not rule.narrow:
@@ -158,8 +160,8 @@ def _unit(first: int, experts: int, most: int, rule: RowRule) -> Unit:
 
 
 def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[UnitBlock]:
-    """Group experts into blocks of at most `limit` rows. An expert with more than `limit` rows
-    forms a block of its own.
+    """Group experts into blocks of at most `limit` rows. An expert with more than `limit` rows has
+    a separate block.
 
     counts: number of rows of each expert. Experts without rows are skipped.
     """
@@ -182,9 +184,9 @@ def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[UnitBlock]:
 
 
 def clipped(blocks: list[UnitBlock]) -> list[UnitBlock]:
-    """Return copies of the blocks whose matmuls compute no rows after the last row.
+    """Return copies of the blocks. The matmuls of the copies compute no row after the last row.
 
-    This is necessary if this package does not own the memory of the rows.
+    This is necessary if the rows are in memory that this package did not allocate.
     """
     return [block if block.exact else block.clipped(blocks[-1].rows.stop) for block in blocks]
 
@@ -194,7 +196,7 @@ class Padding:
     """A mapping between unpadded rows and padded rows.
 
     Attributes:
-        row_P: int64 [P], the index of the unpadded row that each padded row contains.
+        row_P: int64 [P], the index of the unpadded row that is copied to each padded row.
         real_P: bool [P], False for padding.
         padded_R: int64 [R + 1], the position of each unpadded row among the padded rows. The last
             element is -1, so that an index of -1 is mapped to -1.
@@ -205,9 +207,7 @@ class Padding:
     padded_R: Tensor
 
     def positions(self, position: Tensor) -> Tensor:
-        """Convert positions of unpadded rows to positions of padded rows (int64 of any shape; -1
-        means no row).
-        """
+        """Convert positions of unpadded rows (int64, -1 for no row) to positions of padded rows."""
         return self.padded_R[position]
 
 
@@ -245,12 +245,12 @@ class UnitRows(NamedTuple):
 
 
 class BlockRows:
-    """The rows of all blocks, or a buffer for the rows of one block, which each block overwrites.
+    """The rows of all blocks, or a buffer for the rows of one block that is reused for each block.
 
     Attributes:
         memory: tensor [R, W] if `whole` is true, otherwise [N of the largest block, W].
-        of_block: for each block, a view of its rows [N, W].
-        of_units: for each block, views of the rows of its units.
+        of_block: a view of the rows [N, W] of each block.
+        of_units: views of the rows of each unit, for each block.
     """
 
     def __init__(self, blocks: list[UnitBlock], memory: Tensor, whole: bool,
@@ -259,12 +259,12 @@ class BlockRows:
 
         Args:
             blocks: the blocks.
-            memory: tensor with the rows. The tensor may end with additional rows, to which matmuls
-                write the results that they compute beyond the last expert's rows.
-            whole: True if the memory contains the rows of all blocks, False if each block
-                overwrites the memory.
-            by_row: whether row-wise matmuls read or write the memory. If `by_row` is False,
-                `of_units` is empty.
+            memory: tensor with the rows. The tensor may have additional rows at its end. The
+                matmuls of the last expert may compute additional rows, which are written there.
+            whole: True if the memory contains the rows of all blocks, False if it is reused for
+                each block.
+            by_row: whether the operands or outputs of row-wise matmuls are in this memory. If
+                `by_row` is False, `of_units` is empty.
         """
         self._blocks = blocks
         self.of_block: list[Tensor] = []
@@ -297,8 +297,8 @@ class GatheredRows:
     Args:
         blocks: the blocks.
         x_TW: tokens.
-        token_R: index of the token of each row.
-        rows: memory for the rows of one block.
+        token_R: index of each row's token.
+        rows: buffer for the rows of one block.
     """
 
     def __init__(self, blocks: list[UnitBlock], x_TW: Tensor, token_R: Tensor,
@@ -322,7 +322,7 @@ class WeightedRows:
     Args:
         blocks: the blocks.
         x_TW: tokens.
-        token_R: index of the token of each row.
+        token_R: index of each row's token.
         scale_R: the factor of each row, in float32 (float64 for float64 rows).
     """
 
@@ -344,7 +344,7 @@ class WeightedRows:
 
 
 def by_block(blocks: list[UnitBlock], x: Tensor, computed: bool = False) -> list[Tensor]:
-    """Split a tensor whose axis 0 has size R into one tensor per block.
+    """Split a tensor of size R along axis 0 into one tensor per block.
 
     computed: whether to include the additional rows that the block's matmuls compute.
     """

@@ -3,19 +3,19 @@ autograd function.
 
 All operations are applied to one block of experts before the next block starts, so that the rows of
 the block stay in the cache (see `blocks`). The rows of a block are gathered into a buffer, and each
-matmul writes directly to its destination. For backward, the module's `Workspace` stores the input
-of the activation function. The `Workspace` also stores the output of the activation function if
+matmul writes directly to its destination. For backward, the input of the activation function is
+stored in the module's `Workspace`. The output of the activation function is also stored there if
 reading it is cheaper than recomputing it and `FFNParameters.recompute` is off. The output rows are
-stored if the gradient of the gates needs them. If `native.passes` is available, the compiled code
-performs all operations between two matmuls in one pass. In this case, output rows are stored only
-for experts with an output bias (see `FFNCall.late`), and gated experts recompute the output of the
-activation function.
+stored if the gradient of the gates needs them. If `native.passes` is available, compiled code
+performs all operations between two matmuls in a single pass over the values. In this case, output
+rows are stored only for experts with an output bias (see `FFNCall.late`), and the output of the
+activation function is recomputed for gated experts.
 
 In float32, each expert of a block is computed by one thread, and several experts run in parallel
 (`products.SideBySide`). In 16-bit dtypes, the experts run one after another, and each expert uses
-all threads. In 16-bit dtypes, consecutive experts with few rows are also padded and multiplied in
-one matmul (`products.RowRule`), which multiplies the time of the layer by 0.55 to 0.99 (AMD Zen 5).
-With 64 experts of 128 rows and widths 256 and 512, the time decreases from 34.3 to 29.9 ms.
+all threads. In 16-bit dtypes, consecutive experts with few rows are also padded and computed by one
+batched matmul (`products.RowRule`), which multiplies the time of the layer by 0.55 to 0.99 (AMD Zen
+5). With 64 experts of 128 rows and widths 256 and 512, the time decreases from 34.3 to 29.9 ms.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _FusedFFN(torch.autograd.Function):
 
 
 class _Forward:
-    """The memory of one forward pass, and the operations that are applied to each block."""
+    """The buffers of one forward pass, and the operations that are applied to each block."""
 
     def __init__(self, call: FFNCall, x: Tensor, w_in: Tensor, b_in: Tensor | None,
                  w_gate: Tensor | None, b_gate: Tensor | None, w_out: Tensor,
@@ -180,9 +180,7 @@ class _Forward:
 
 
 class _Backward:
-    """The memory and the gradients of one backward pass, and the operations that are applied to
-    each block.
-    """
+    """The buffers and gradients of one backward pass, and the operations applied to each block."""
 
     def __init__(self, ctx: Any, grad_y: Tensor) -> None:
         self.call = call = ctx.call
@@ -248,7 +246,7 @@ class _Backward:
             self.columns[W_IN] = self.columns[W_GATE] = gathered.columns()
 
     def _left_weights(self) -> dict[str, Tensor | None]:
-        """Compute and return the weight gradients that `run` has postponed."""
+        """Compute and return the weight gradients that `run` postponed."""
         self.bias_into = {}
         self._begin_weights(self.call.wanted)
         for block in range(len(self.call.blocks)):
@@ -260,9 +258,7 @@ class _Backward:
         return {name: g.result() for name, g in self.grads.items()}
 
     def run(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, of the gates and of all parameters. Gradients that are not
-        needed are None.
-        """
+        """Return the gradients of x, of the gates and of all parameters (None if not needed)."""
         for block in range(len(self.call.blocks)):
             self._block(block)
         if self.call.later is not None:
@@ -281,8 +277,8 @@ class _Backward:
         self._input_side(block)
 
     def _native(self, block: int, grad_NF: Tensor, h_NF: Tensor, up_NF: Tensor | None) -> None:
-        """Compute the gradient of the activation function's input, and `inner` for the weight
-        gradient of the last matmul.
+        """Compute the gradient of the activation function's input, and `inner`, which is needed for
+        the weight gradient of the last matmul.
         """
         up_grad_NF = None if self.up_grad is None else self.up_grad.of_block[block]
         scale_N = self.scales[block]
@@ -329,15 +325,13 @@ class _Backward:
         return [None] * len(blocks) if x_R is None else by_block(blocks, x_R)
 
     def _read_grad(self) -> BlockRows | GatheredRows | WeightedRows:
-        """Return the gradient of the output rows. If `late` is true, this gradient is not
-        multiplied by the gates.
-        """
+        """Return the gradient of the output rows, not multiplied by the gates if `late` is true."""
         if self.scale_R is None or self.call.late:
             return self.call.gathered(self.grad_y, "gathered grad")
         return WeightedRows(self.call.blocks, self.grad_y, self.call.maps.token_R, self.scale_R)
 
     def _add_weight_grads(self, name: str, block: int, grads: Sequence[Tensor]) -> None:
-        """Add the gradients of one matrix and of its bias, if these gradients are needed."""
+        """Add the gradients of one weight matrix and of its bias, if these gradients are needed."""
         if name in self.bias_into:
             for into, grad in zip(self.bias_into[name][block], grads, strict=True):
                 torch.sum(grad, -2, out=into)
@@ -346,8 +340,7 @@ class _Backward:
                                          self.columns[name][block], grads)
 
     def _input_side(self, block: int, rows: bool = True) -> None:
-        """Compute the weight and bias gradients of the first matmuls, and the gradient of the rows.
-        """
+        """Compute the weight and bias gradients of the first matmuls, and the rows' gradient."""
         grads = {W_IN: self.activation_grad} if self.up is None else {
             W_IN: self.up_grad, W_GATE: self.activation_grad}
         if self.input is not None:

@@ -20,11 +20,11 @@ from moe_plugin.records import RowPlan
 
 @dataclass(frozen=True)
 class Maps:
-    """For each row, the indices of the tensors from which it is read and to which it is written.
+    """For each row, the index from which it is read and the index to which it is written.
 
     Attributes:
         token_R, source_R, position_TK, complete: see `kernels.rows`, which also describes the
-            padding of batches. All of them are None if `x` contains rows without padding. With
+            padding of batches. All attributes are None if `x` contains rows without padding. With
             padding, each row is treated as a token with a single choice, and `source_R` is None.
         real_R: bool [R], False for padding rows. None without padding.
     """
@@ -37,8 +37,8 @@ class Maps:
 
     @classmethod
     def of(cls, plan: RowPlan | None, padding: Padding | None) -> Maps:
-        """Create the mapping for a call. If `plan` is None, the input of the call contains rows,
-        otherwise tokens.
+        """Create the mapping for a call. If `plan` is None, the input of the call contains rows.
+        Otherwise, it contains tokens.
         """
         if padding is None:
             return cls() if plan is None else cls(plan.token_R, plan.source_R, plan.position_TK,
@@ -51,7 +51,7 @@ class Maps:
 
 @dataclass(frozen=True)
 class FFNCall:
-    """The arguments of a call for which autograd does not compute gradients.
+    """The arguments of a call that need no gradient.
 
     Attributes:
         counts: number of rows of each expert.
@@ -59,8 +59,8 @@ class FFNCall:
         native: the compiled passes, or None if torch's operations are used.
         keep: whether to save tensors for a backward pass.
         keep_after: whether to save the output of the activation function. If `native` is used and
-            this output is saved, the derivative of the activation function overwrites the input of
-            the activation function.
+            this output is saved, the derivative of the activation function overwrites the
+            function's input.
         late: True if `native` applies the gates to the gradients of the inner values rather than to
             the gradient of the output. In this case, `native` also computes the gradient of the
             gates.
@@ -84,9 +84,7 @@ class FFNCall:
     wanted: tuple[bool, ...]
 
     def make(self, purpose: str, width: int, like: Tensor, whole: bool = False) -> BlockRows:
-        """Allocate memory for the rows of all blocks if `whole` is true, otherwise for the largest
-        block.
-        """
+        """Allocate memory for all blocks if `whole` is true, otherwise for the largest block."""
         end = 0
         for block in self.blocks:
             end = max(end, block.reach + (block.rows.start if whole else 0))
@@ -95,17 +93,14 @@ class FFNCall:
         return BlockRows(self.blocks, memory, whole)
 
     def gathered(self, x: Tensor, purpose: str) -> BlockRows | GatheredRows:
-        """Return the gathered rows of the tokens x [T, W]. If `x` already contains rows [R, W],
-        return `x`.
-        """
+        """Return the gathered rows of tokens x [T, W], or x itself if it already contains rows."""
         if self.maps.token_R is None:
             return BlockRows(self.blocks, x, True)
         return GatheredRows(self.blocks, x, self.maps.token_R, self.make(purpose, x.shape[1], x))
 
 
 def by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
-    """For each block, return the slices of a tensor [L, ...] that belong to the units of the block.
-    """
+    """For each block, return the slices of a tensor [L, ...] with the experts of each unit."""
     one_by_one = x_L.unbind(0)  # one operation, where indexing would take one per view
     parts: list[list[Tensor]] = []
     for block in blocks:
@@ -119,9 +114,7 @@ def by_unit(x_L: Tensor, blocks: list[UnitBlock]) -> list[list[Tensor]]:
 
 
 class Linear:
-    """The operation `x @ w + b` for each expert. The views for all experts are created in a single
-    operation.
-    """
+    """The operation `x @ w + b` for each expert. A single operation creates all experts' views."""
 
     def __init__(self, call: FFNCall, w_LIO: Tensor, b_LO: Tensor | None = None) -> None:
         self.w = by_unit(w_LIO, call.blocks)

@@ -1,6 +1,7 @@
-"""Matmuls of the experts on a CPU. The implementation depends on the instructions of the processor.
+"""Matmuls of the experts on a CPU. The implementation depends on the instruction set of the
+processor.
 
-16-bit matmuls use 16-bit instructions of the processor, or are computed in float32. Several float32
+16-bit matmuls use the processor's 16-bit instructions, or are computed in float32. Several float32
 matmuls run in parallel.
 
 Without AVX-512 (x86) or bf16 instructions (Arm), torch multiplies 16-bit matrices one element at a
@@ -12,7 +13,7 @@ in float32.
 In float32 each matmul is computed by one thread (`SideBySide`, `native/products.c`). With 64
 experts of 128 rows and widths 256 and 352, three matmuls take 30.7 ms instead of 44.4 ms, and with
 2 rows they take 3.5 ms instead of 7.5 ms. With 8 experts of 1,024 rows and widths 512 and 1,376,
-the times are equal (AMD Zen 5, two threads).
+both implementations take the same time (AMD Zen 5, two threads).
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ PARTS = 4  # every piece except the last can be cut into this number of equal pa
 
 
 def widened(x_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Convert a CPU tensor piece by piece. Yield (span, x[span] in `dtype`) for each piece. All
-    pieces share the same memory.
+    """Convert a CPU tensor in chunks of rows. Yield (span, x[span] in `dtype`) for each chunk. All
+    chunks share the same memory.
 
     x_ND: tensor [N, D] that is converted.
     """
@@ -104,8 +105,8 @@ def add_products(into: Sequence[Tensor], a_s: Sequence[Tensor], b_s: Sequence[Te
                  memory: Workspace) -> None:
     """Add each matmul `a @ b` to a tensor, which may have a different dtype; see `Products`.
 
-    With a different dtype, the largest temporary tensor is the matmul of one expert, or the matmuls
-    of several experts if their size is at most `TEMPORARY_BYTES`.
+    With a different dtype, the largest temporary tensor is the product of one expert, or of several
+    experts if its size is at most `TEMPORARY_BYTES`.
     """
     if into and into[0].dtype == a_s[0].dtype:
         products_of(into[0])(a_s, b_s, into, into)
@@ -121,15 +122,15 @@ def add_products(into: Sequence[Tensor], a_s: Sequence[Tensor], b_s: Sequence[Te
 
 @dataclass(frozen=True)
 class RowRule:
-    """Rules that choose the fastest number of rows for a matmul on a CPU.
+    """Rules that determine how many rows a CPU matmul computes.
 
     Attributes:
         narrow: True if the matmuls are computed with 16-bit instructions of the processor. The time
             per row of float32 matmuls does not depend on the number of rows, and several float32
             matmuls run in parallel.
         work: number of multiplications per row.
-        least: minimum number of matmuls that joining experts must save, because padding also takes
-            time.
+        least: minimum number of matmuls that combining experts must save, because padding also
+            takes time.
     """
 
     narrow: bool = False
@@ -137,17 +138,16 @@ class RowRule:
     least: int = 4
 
     def fast(self, rows: int) -> int:
-        """Return `rows`, or a number that is larger by up to `MOST_ADDED` if a matmul with more
-        rows is faster.
+        """Return `rows`, or a number of rows that is larger by up to `MOST_ADDED` if a matmul of
+        that size is faster.
 
-        For 256 rows or more, oneDNN splits the rows of a 16-bit matmul into pieces of equal size.
+        For 256 or more rows, oneDNN splits the rows of a 16-bit matmul into pieces of equal size.
         The number of pieces is a divisor of the number of rows. For example, 989 rows of width 512
         took 1.5 times as long as 996 rows (inner width 2048, AMD Zen 5). Rounding the number of
         rows up multiplies the average time of the four row-wise matmuls by 0.94 to 0.97 (960 to
         1,100 rows), 0.97 (740 to 810 rows) and 0.98 (256 to 400 rows). The number of rows is
-        rounded up to a multiple of a step that depends on the number of rows. Among the steps from
-        2 to 32, the chosen steps were the fastest. Below 256 rows, rounding up does not reduce the
-        time.
+        rounded up to a multiple of a step that depends on the number of rows. The chosen step is
+        the fastest of the steps from 2 to 32. Below 256 rows, rounding up does not reduce the time.
         """
         step = 1 if rows < 256 or not self.narrow else 4 if rows < 512 else MOST_ADDED + 1
         return -(-rows // step) * step
@@ -156,17 +156,17 @@ class RowRule:
         """Return true if it is faster to compute an expert in the same matmul as the experts before
         it.
 
-        All joined experts are padded to the number of rows of the longest expert. If the longest
+        All combined experts are padded to the number of rows of the largest expert. If the largest
         expert has more than `FEW` rows, the number of padded rows must be at most twice the number
-        of real rows. Starting a matmul costs time, because memory is allocated, the matmul is
-        planned, and threads wait for each other. 64 experts with 100 to 153 rows took 18.1 ms in
-        groups of 16, 19.4 ms in groups of 4, and 23.9 ms without groups (six matmuls of widths 256
-        and 512, AMD Zen 5).
+        of real rows. Each additional matmul costs time: memory is allocated, the matmul is planned,
+        and threads wait for each other. 64 experts with 100 to 153 rows took 18.1 ms in groups of
+        16, 19.4 ms in groups of 4, and 23.9 ms without groups (six matmuls of widths 256 and 512,
+        AMD Zen 5).
 
-        experts: number of experts that were joined before this expert.
-        most: largest number of rows of one of the joined experts.
-        own: total number of rows of the joined experts.
-        rows: number of rows of the expert.
+        experts: number of experts combined so far.
+        most: number of rows of the largest expert combined so far.
+        own: total number of rows of the experts combined so far.
+        rows: number of rows of the expert that may be added.
         """
         if not self.narrow:
             return False
@@ -177,9 +177,7 @@ class RowRule:
 
 
 def row_rule(like: Tensor, width: int, inner: int) -> RowRule:
-    """Return the rules for experts of these widths, for matmuls with the dtype and device of
-    `like`.
-    """
+    """Return the rules for experts of these widths, for matmuls with `like`'s dtype and device."""
     narrow = like.device.type == "cpu" and like.dtype in _NATIVE and not in_float32(like.dtype)
     return RowRule(narrow, width * inner + ELEMENT * (width + inner))
 
@@ -221,7 +219,7 @@ class SideBySide:
     """Computes several matmuls in parallel, with one thread per matmul.
 
     The matmuls run one after another if there is only one matmul, if the matrices have different
-    strides, or if a matrix is not stored densely.
+    strides, or if a matrix is not dense in memory.
 
     gemm: address of the MKL function sgemm.
     """
@@ -253,17 +251,13 @@ class SideBySide:
 
 @functools.cache
 def side_by_side() -> SideBySide | None:
-    """Return the compiled functions, or None; see `why_one_by_one`. The compiled functions are
-    loaded only once.
-    """
+    """Return the compiled functions, loaded only once, or None; see `why_one_by_one`."""
     library, gemm = build.library("products.c"), _gemm_of_torch()
     return None if isinstance(library, str) or gemm is None else SideBySide(library, gemm)
 
 
 def _gemm_of_torch() -> int | None:
-    """Return the address of the function sgemm in the MKL library that torch uses, or None if torch
-    uses another library.
-    """
+    """Return the address of sgemm in the MKL library that torch uses, or None without MKL."""
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         gemm: Any = ctypes.CDLL(str(path)).sgemm_ if torch.backends.mkl.is_available() else None

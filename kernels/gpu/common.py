@@ -1,6 +1,4 @@
-"""Functions shared by the Triton kernels: activations, tile sizes, and a check whether Triton's
-interpreter is used.
-"""
+"""Functions shared by the Triton kernels: activations, tile sizes, a check for the interpreter."""
 
 from __future__ import annotations
 
@@ -46,8 +44,8 @@ def needs_upcast(dtype: torch.dtype) -> bool:
 def bounded_registers(most: int, chip: Chip | None = None) -> dict[str, int]:
     """Return launch options that limit the registers per thread of a kernel on NVIDIA GPUs.
 
-    If `chip` is given, kernels on Hopper GPUs are not limited. Without a limit, NVIDIA's assembler
-    may spill a few bytes to memory so that more programs can run at once.
+    If `chip` is given, the registers of kernels on Hopper GPUs are not limited. Without a limit,
+    NVIDIA's assembler may spill a few bytes to memory in order to run more programs at once.
     """
     free = torch.version.hip is not None or (chip is not None and chip.kind == "hopper")
     return {} if free else {"maxnreg": most}

@@ -42,7 +42,7 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
     gradients.
 
     x: rows [R, D] or tokens [T, D]. The output has the same shape and dtype as `x`; see `Strategy`.
-    On other devices, the kernels' torch references are used.
+    On other devices, the reference implementations of these kernels in torch are used.
     """
     p, plan = parameters, rows if isinstance(rows, RowPlan) else None
     counts = rows.counts if isinstance(rows, RowPlan) else rows
@@ -83,13 +83,13 @@ def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) 
 
 
 def _traced(x: Tensor) -> bool:
-    """Return true if the call is only traced: under torch.compile, and for fake or meta tensors."""
+    """Return true if the call is only traced: under torch.compile, or with fake or meta tensors."""
     return torch.compiler.is_compiling() or x.is_meta or type(x) not in (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """Data shared by the forward and backward pass of a call, except tensors; see `FFNParameters`.
+    """The non-tensor data shared by the forward and backward pass of a call; see `FFNParameters`.
 
       later: object that collects postponed weight gradients, or None if they
     cannot be postponed. wanted: see `LaterGrads.cut_off`.
@@ -121,7 +121,8 @@ def _expert_ffn(x: Tensor, gates_TK: Optional[Tensor], source_R: Optional[Tensor
         b_in, b_gate, b_out: biases [L, F], [L, F] and [L, D], in the dtype of x.
         counts: number of rows of each expert, or None if known only on the device.
         lengths_L: number of rows of each expert, int64 [L]. Ignored if `counts` is given.
-    Returns: y with the shape of x; h and gate [R, F] for backward (an empty gate without gating).
+    Returns: y with the shape of x, and the tensors h and gate [R, F] for backward (without gating,
+    gate is empty).
     """
     return _forward(_groups(counts, lengths_L, x, source_R), x, gates_TK, source_R, position_TK,
                     w_in, b_in, w_gate, b_gate, w_out, b_out, activation, precision)
@@ -155,8 +156,7 @@ def _forward(groups: RowGroups, x: Tensor, gates_TK: Tensor | None, source_R: Te
 
 
 def _factors(rounded: RoundedCall | None, *weights: Tensor | None) -> tuple[Any, ...]:
-    """Return the matmul operands that replace w_in, w_gate and w_out, for example rounded weights.
-    """
+    """Return the matmul operands that replace w_in, w_gate and w_out, such as rounded weights."""
     if rounded is None:
         return weights
     return tuple(rounded.weights.get(name) for name in WEIGHTS)
@@ -303,7 +303,8 @@ expert_ffn_uneven = _operation("_uneven", **_not_captured())
 class _Direct(torch.autograd.Function):
     """An autograd function that computes `expert_ffn` for real tensors.
 
-    Not a torch operation, because its backward may write to buffers such as `main_grad`.
+    This function is not a torch operation, because its backward may write to buffers such as
+    `main_grad`.
     """
 
     @staticmethod
@@ -331,8 +332,7 @@ class _Direct(torch.autograd.Function):
 
 
 class _Saved:
-    """A replacement for an autograd context. This object contains the tensors that `_Direct` saves.
-    """
+    """A replacement for an autograd context, with the tensors that `_Direct` saves."""
 
     call: _Call
     saved_tensors: tuple[Any, ...] = ()
@@ -343,7 +343,7 @@ class _Saved:
 
 
 class _Stashed(torch.autograd.Function):
-    """The same computation as `_Direct`, for rows that are stored with `keep`."""
+    """An autograd function like `_Direct`, for rows that are stored with `keep`."""
 
     @staticmethod
     def forward(ctx: Any, keep: Callable[[Tensor], KeptRows], call: _Call,

@@ -97,9 +97,7 @@ class _Product:
         return weight_tiles(w, self.tiling.depth, self.tiling.columns)
 
     def rows(self, x: Tensor) -> Any:
-        """Return a TMA descriptor of the rows, or None if the rows must be gathered or the GPU has
-        no TMA.
-        """
+        """Return a TMA descriptor of the rows, or None for gathered rows or without TMA."""
         if not self.copies or self.token is not None:
             return None
         return row_tiles(x, (self.tiling.rows, self.tiling.depth))
@@ -117,9 +115,7 @@ class _Product:
 
     @property
     def table(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The group and the first row of each row tile, and the number of tiles, as tensors on the
-        device.
-        """
+        """On the device: the group and first row of each row tile, and the number of tiles."""
         return self.groups.tiles(self.tiling.rows)
 
     @property
@@ -161,9 +157,9 @@ def programs(chip: Chip, tiling: Tiling, work: int, groups: RowGroups) -> int:
     """Return the number of programs for `work` tiles. As many programs are used as can run at the
     same time, or fewer if there are few tiles.
 
-    If other kernels run at the same time, one program per tile is launched. Otherwise, a persistent
-    program could not compute its tiles while another kernel occupies its multiprocessor, and the
-    other kernel could not start until a persistent program has computed all of its tiles.
+    If other kernels run at the same time, one program is launched per tile. Otherwise, a persistent
+    program could not start its tiles while another kernel occupies its multiprocessor, and the
+    other kernel could not start before a persistent program has finished all of its tiles.
     """
     if groups.beside:
         return max(1, work)
@@ -233,9 +229,7 @@ def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups:
 def _weight_grads(x: Tensor, grads: Sequence[Tensor], groups: RowGroups, x_token_R: Tensor | None,
                   grad_token_R: Tensor | None, precision: str, outs: Sequence[Tensor],
                   add: bool) -> None:
-    """Compute one or two weight gradients for the same rows. The rows of each tile are loaded only
-    once.
-    """
+    """Compute one or two weight gradients for the same rows, and load each tile of rows once."""
     x, grads, chip = x.contiguous(), [g.contiguous() for g in grads], chip_of(x.device)
     pair, inner, outer = len(grads) > 1, x.shape[1], grads[0].shape[1]
     gathers = x_token_R is not None or grad_token_R is not None

@@ -1,6 +1,7 @@
 """Block-scaled fp8 in Triton: quantization of rows and weights, and matmuls with fp8 operands.
 
-Each block of a row is processed in one pass, which finds the largest value and converts all values.
+Each block of a row is processed in one pass, which finds the largest value and then converts all
+values.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def quantize_weights_kernel(w, codes, scales, inner, outer, high, wide, stride_g
                             ROUND: tl.constexpr, BLOCK: tl.constexpr):
     """Quantize one block of one group.
 
-    The kernel computes the scale and the codes of one block, and stores the codes transposed.
+    The kernel computes the scale and the codes of the block, and stores the transposed codes.
     """
     group = tl.program_id(1)
     row, column = tl.program_id(0) // wide, tl.program_id(0) % wide

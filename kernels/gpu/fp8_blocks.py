@@ -19,9 +19,7 @@ from moe_plugin.kernels.groups import RowGroups
 
 def why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: Tensor | None,
             token_R: Tensor | None, dtype: torch.dtype) -> str | None:
-    """Return the reason why this implementation does not support these arguments, or None if they
-    are supported.
-    """
+    """Return the reason why these arguments are not supported, or None if they are supported."""
     if {x_blocks.block, w_blocks.block} != {BLOCK}:
         return f"blocks of {x_blocks.block}, but only {BLOCK} are supported"
     if {x_blocks.codes.dtype, w_blocks.codes.dtype} != {torch.float8_e4m3fn}:

@@ -1,11 +1,11 @@
 """Grouped matmuls over rows in Triton, fused with the gathering of rows and the activation.
 
 Rows are gathered while they are loaded, and the activation is applied before the output is stored.
-A tile consists of BM rows of one group and BN columns. `tile_table` computes a table on the device,
-which contains the group and the first row of each tile. A launch starts as many programs as can run
-at once. These programs together process the tiles of all groups. On GPUs with TMA, weights are
-copied tile by tile, and so are rows that need no gathering. Sums are computed in float32 in a fixed
-order, so repeated runs give the same output.
+A tile consists of BM rows of one group, and BN columns. `tile_table` creates a table on the device
+with the group and the first row of each tile. As many programs are launched as can run at once.
+Together they process the tiles of all groups. On GPUs with TMA, weights and rows that are not
+gathered are copied tile by tile. Sums are computed in float32 in a fixed order, so repeated runs
+give the same output.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ except ImportError:  # before Triton 3.4
 
 
 def row_tiles(x_RI: Tensor, tile: Sequence[int]) -> Any:
-    """Return a TMA descriptor for rows [R, I] with tiles of shape `tile`, or None if unsupported.
-    """
+    """Return a TMA descriptor for rows [R, I] and tiles of shape `tile`, or None if unsupported."""
     return _made(x_RI, tile)
 
 
@@ -45,8 +44,8 @@ def weight_tiles(w_LIO: Tensor, depth: int, columns: int) -> tuple[Any, bool]:
 
 
 def _made(x: Tensor, tile: Sequence[int]) -> Any:
-    """Return a TMA descriptor, or None if TMA cannot be used. TMA requires 16-byte alignment of
-    addresses and strides, and a contiguous last axis.
+    """Create a TMA descriptor, or return None if TMA cannot be used. TMA requires 16-byte alignment
+    of addresses and strides, and a contiguous last axis.
     """
     step = 16 // x.element_size()
     if TensorDescriptor is None or x.numel() == 0 or x.stride(-1) != 1 or x.data_ptr() % 16:
@@ -63,9 +62,10 @@ def copies_tiles(tensor: Tensor, chip_copies: bool) -> bool:
 
 @triton.jit
 def tile_at(t, columns, rows_of_tiles, GROUP: tl.constexpr):
-    """Return (row tile, column tile) for tile t.
+    """Return the indices (row tile, column tile) of tile t.
 
-    Consecutive tiles share a column tile in up to GROUP row tiles, so weights stay in the L2 cache.
+    Consecutive tiles use the same columns for up to GROUP row tiles, so that the weights stay in
+    the L2 cache.
     """
     # Without groups, each row tile would read all weights from memory again.
     width = GROUP * columns
@@ -112,8 +112,7 @@ def load_rows(x, x_tiles, first, at, live, start, K: tl.constexpr, BK: tl.conste
 @triton.jit
 def load_weights(w, w_tiles, group, start, column, wide, stride_group, stride_k, stride_n,
                  K: tl.constexpr, TRANSPOSED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Load a tile [BK, BN] of one group's weights w [L, K, wide]. Elements outside of w are zero.
-    """
+    """Load a tile [BK, BN] of one group's weights w [L, K, wide], with zeros outside of w."""
     if w_tiles is None:
         k = start + tl.arange(0, BK)
         n = column + tl.arange(0, BN)
@@ -187,7 +186,7 @@ def halves(x, BM: tl.constexpr, BN: tl.constexpr):
 def finish(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
            BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
            BC: tl.constexpr):
-    """Store BC columns of a matmul's output, and of the outputs that are derived from it."""
+    """Store BC columns of a matmul's output and of the outputs that are computed from it."""
     n = column + tl.arange(0, BC)
     # Offsets inside the tile use 32 bits; 64-bit offsets would spill registers.
     where = tl.arange(0, BM)[:, None] * wide + n[None, :]
@@ -209,7 +208,7 @@ def finish(total, second, column, bias, v_bias, out, gate, after, group, tile, i
 def finish_parts(total, second, column, bias, v_bias, out, gate, after, group, tile, inside, wide,
                  BIAS: tl.constexpr, PAIR: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr,
                  BC: tl.constexpr, SPLIT: tl.constexpr):
-    """Call `finish` for BC columns, either at once or in two halves."""
+    """Call `finish` for the BC columns, either once or once for each half."""
     if SPLIT == 2:
         total, right = halves(total, BM, BC)
         second, second_right = halves(second, BM, BC)

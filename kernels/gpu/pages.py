@@ -1,8 +1,8 @@
-"""The operations `write_pages` and `read_pages` in Triton. Both operations access only those runs
-that have a slot.
+"""The operations `write_pages` and `read_pages` in Triton. Only runs of values that have a slot are
+copied.
 
 The pages in host memory are pinned, and the kernels access them over the PCIe bus or a similar
-link. The device decides which runs of values are stored on the host. The host does not wait for
+link. The device decides which runs of values are stored in host memory. The host does not wait for
 this decision.
 """
 

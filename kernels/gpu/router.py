@@ -32,9 +32,7 @@ def divisor(total, ADD: tl.constexpr, LEAST: tl.constexpr):
 @triton.jit
 def in_best_groups(left, e, experts, GROUPS: tl.constexpr, TAKE: tl.constexpr, BEST: tl.constexpr,
                    BT: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr):
-    """For each token, return the scores of the experts in its best groups, and -inf for all other
-    experts.
-    """
+    """Return each token's scores of the experts in its best groups, and -inf for other experts."""
     size = experts // GROUPS
     g = tl.arange(0, BG)
     scores = tl.full([BT, BG], -float("inf"), tl.float32)
@@ -69,9 +67,9 @@ def top_k_kernel(logits, mask, chosen, bias, ids, weights, lse_out, sums, tokens
                  BT: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr):
     """Compute `route_top_k` for one tile of tokens.
 
-    sums: tensor [programs, E + 2] with partial sums of importance, z and p log p. The caller adds
-    the partial sums in a fixed order. BEST: number of scores that are summed to obtain the score of
-    a group; 0 means all scores.
+    sums: tensor [programs, E + 2] with each program's partial sums of importance, z and p log p.
+    The caller adds the partial sums in a fixed order. BEST: number of scores that are added to
+    obtain the score of a group, or 0 for all scores.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     e = tl.arange(0, BE)

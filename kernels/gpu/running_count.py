@@ -1,8 +1,8 @@
 """The operations `running_count`, `sorted_choices` and `choice_load` in Triton. The kernels process
 the choices in blocks.
 
-Each choice is compared only with the earlier choices in its block, so no tensor of size [N, E] is
-needed.
+Each choice is compared only with the earlier choices in its block, so that no tensor of size [N, E]
+is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def expert_of(ids, n, number, experts):
 def histogram_kernel(ids, counts, number, experts, BLOCK: tl.constexpr):
     """For each expert e, count the choices in this block and store the count in `counts[e, block]`.
 
-    Atomic additions of integers give the same result in any order.
+    Atomic additions of integers give the same result in any order, so the counts are deterministic.
     """
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = expert_of(ids, n, number, experts)
@@ -82,8 +82,8 @@ def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS:
 
 @triton.jit
 def load_kernel(ids, load, number, experts, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Add 1 to `load[n % K, ids[n]]`. Atomic additions of integers give the same result in any
-    order.
+    """For each choice n, add 1 to `load[n % K, ids[n]]`. Atomic additions of integers give the same
+    result in any order.
     """
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = expert_of(ids, n, number, experts)

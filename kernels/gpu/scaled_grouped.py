@@ -25,9 +25,7 @@ TILE_ROWS, TILE_COLUMNS = 128, 4
 
 @functools.cache
 def no_scaled_grouped_mm(device: torch.device) -> str | None:
-    """Return the reason why torch has no block-scaled grouped matmul on this device, or None if it
-    has such a matmul.
-    """
+    """Return the reason why torch lacks a block-scaled grouped matmul for this GPU, or None."""
     if device.type != "cuda":
         return "not on a GPU"
     if torch.version.hip is not None:
@@ -46,18 +44,14 @@ def no_scaled_grouped_mm(device: torch.device) -> str | None:
 
 def matmul_why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: Tensor | None,
                    token_R: Tensor | None, dtype: torch.dtype) -> str | None:
-    """Return the reason why torch's matmul cannot compute `expert_matmul_blocks`, or None if it
-    can.
-    """
+    """Return the reason why torch's matmul cannot compute `expert_matmul_blocks`, or None."""
     return no_scaled_grouped_mm(x_blocks.device) or _not_so(
         dtype, (x_blocks, w_blocks), w_blocks.width, w_blocks.codes.shape[1])
 
 
 def weight_grad_why_not(x_blocks: Blocks, grad_blocks: Blocks, groups: RowGroups,
                         dtype: torch.dtype) -> str | None:
-    """Return the reason why torch's matmul cannot compute `expert_weight_grad_blocks`, or None if
-    it can.
-    """
+    """Return the reason why torch's matmul cannot compute `expert_weight_grad_blocks`, or None."""
     return no_scaled_grouped_mm(x_blocks.device) or _not_so(
         dtype, (x_blocks, grad_blocks), x_blocks.codes.shape[0], grad_blocks.codes.shape[0])
 
@@ -118,7 +112,7 @@ def _call(a: Blocks, b: Blocks, a_scales: Tensor, b_scales: Tensor, groups: RowG
 
 
 def _to_tiles(scales: Tensor) -> Tensor:
-    """Pad scales [..., M, B] with zeros until all tiles are complete."""
+    """Pad scales [..., M, B] with zeros to a whole number of tiles."""
     rows, columns = scales.shape[-2:]
     filled = F.pad(scales.view(torch.uint8),
                    (0, -columns % TILE_COLUMNS, 0, -rows % TILE_ROWS))
@@ -126,8 +120,7 @@ def _to_tiles(scales: Tensor) -> Tensor:
 
 
 def _tiles(scales: Tensor) -> Tensor:
-    """Divide padded scales into tiles, and return the tiles one after another, [..., M / 128, B /
-    4, 512].
+    """Divide padded scales into tiles, and return the tiles as a tensor [..., M / 128, B / 4, 512].
 
     Inside a tile, the scale (r, c) is at position `16 (r % 32) + 4 (r // 32) + c` (cuBLAS, 1D block
     scaling factors layout).
@@ -141,7 +134,7 @@ def _tiles(scales: Tensor) -> Tensor:
 
 
 def _tiled_rows(scales_RB: Tensor, groups: RowGroups) -> Tensor:
-    """Return the scales [R', B'] in tiles. The rows of each group start at a tile boundary."""
+    """Return the scales [R', B'] in tiles. Each group of rows starts at a tile boundary."""
     rows, lengths_L = scales_RB.shape[0], groups.lengths_L
     tiled_L = torch.div(lengths_L + (TILE_ROWS - 1), TILE_ROWS, rounding_mode="floor") * TILE_ROWS
     shift_L = (tiled_L.cumsum(0) - tiled_L) - (lengths_L.cumsum(0) - lengths_L)
@@ -154,9 +147,7 @@ def _tiled_rows(scales_RB: Tensor, groups: RowGroups) -> Tensor:
 
 
 def _tiled_columns(scales_MB: Tensor, block: int, groups: RowGroups) -> Tensor:
-    """Return the scales [M', B'] in tiles, group after group. The columns of each group start at a
-    tile boundary.
-    """
+    """Return the scales [M', B'] in tiles. Each group of columns starts at a tile boundary."""
     columns, device = scales_MB.shape[1], scales_MB.device
     # Columns after the last group are treated as an additional group.
     blocks_G = _with_rest(torch.div(groups.lengths_L, block, rounding_mode="floor"), columns)

@@ -71,11 +71,11 @@ WEIGHT_REGISTERS, FP8_REGISTERS = 255, 240
 
 @dataclass(frozen=True)
 class Tiling:
-    """The size of a tile, and options for computing the tile.
+    """The size of a tile, and options of the kernel that computes the tile.
 
     Attributes:
         rows, columns: size of the output tile.
-        depth: number of elements along the summed dimension that one step processes.
+        depth: number of elements along the summed dimension that are processed per step.
         warps: number of warps per program.
         stages: number of stages of the software pipeline that loads operands.
         programs: number of programs that run on one multiprocessor at the same time.
@@ -141,15 +141,15 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
     Args:
         chip: properties of the GPU.
         dtype: dtype of the operands.
-        rows_each: average number of rows per expert. If experts have few rows, a tile with many
-            rows would be mostly empty.
-        results: number of sums that a program accumulates at the same time (2 for the gate and up
-            matrices).
-        extra: whether the epilogue of the kernel reads additional tiles.
+        rows_each: average number of rows per expert. With few rows per expert, a large tile would
+            be mostly empty.
+        results: number of output tiles that a program accumulates at the same time (2 for the gate
+            and up matrices).
+        extra: whether the kernel reads additional tiles before it stores the output.
         precision: see `experts.precision`. Float32 matmuls that use the matrix units
             have larger tiles.
-        gathers: whether the rows are gathered. A flat loop is 2 to 13 % faster for rows in order
-            and 5 to 40 % slower for gathered rows (measured on an H100).
+        gathers: whether the rows are gathered. A flat loop is 2 to 13 % faster for rows that are
+            not gathered and 5 to 40 % slower for gathered rows (measured on an H100).
         odd: True if a width is not a multiple of 16 bytes.
     """
     high = 64 if rows_each <= 96 else 128
@@ -172,8 +172,8 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
 
 
 def router_tokens(columns: int, values: int) -> int:
-    """Return the number of tokens in one tile of the router's kernels. A tile has `values` values,
-    and `columns` values per token.
+    """Return the number of tokens in one tile of the router's kernels. A tile contains `values`
+    values in total, and `columns` values per token.
     """
     return max(1, min(128, values // columns))
 
@@ -186,10 +186,11 @@ def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str 
         chip: properties of the GPU.
         dtype: dtype of the operands.
         gathers: whether the rows of either operand are gathered. For gathered rows, the row indices
-            are loaded one stage before the rows. With gathered rows, Triton merges two stages into
-            one buffer, so both pipelines have 4 buffers (2 on GPUs before Hopper).
+            are loaded one stage before the rows. For gathered rows, Triton merges two stages into
+            one buffer, so the pipelines for gathered and for other rows have 4 buffers each (2 on
+            GPUs before Hopper).
         precision: see `experts.precision`.
-        results: number of weight gradients for the same rows that a program sums at the same time.
+        results: number of weight gradients that a program sums at the same time for the same rows.
         odd: True if a width is not a multiple of 16 bytes.
     """
     if odd and dtype != torch.float32:
@@ -206,19 +207,18 @@ def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str 
 
 def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,
                    least: int = LEAST_PART) -> int | None:
-    """Return the number of rows per part if the sums of weight gradients are split into parts, or
-    None if they are not split.
+    """Return the number of rows per part if the sums over rows in weight gradients are split into
+    parts, or None if they are not split.
 
-     For each program that the GPU can run at the
-    same time, about `PROGRAMS_OF_A_WAVE` parts are created, no matter how the rows are distributed
-    over the experts. As a result, the whole GPU is used even if most of the rows belong to a single
-    expert. Sums are never split if the matrix of one expert has more tiles than the number of
-    parts.
+    About `PROGRAMS_OF_A_WAVE` parts are created for each program that the GPU can run concurrently,
+    regardless of how the rows are distributed across the experts. The whole GPU is therefore used
+    even if most of the rows belong to a single expert. The sums are never split if one expert's
+    matrix has more tiles than there would be parts.
 
     Args:
         chip: properties of the GPU.
         tiling: tile size of the weight gradient, as returned by `weight_tiling`.
-        tiles: number of tiles in the matrix of one expert.
+        tiles: number of tiles in one expert's matrix.
         rows: total number of rows of all experts.
         least: minimum number of rows in a part.
     """

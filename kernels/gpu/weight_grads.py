@@ -1,10 +1,10 @@
 """Weight and bias gradients of grouped rows in Triton, computed as `rows^T @ grad_rows` for each
 group.
 
-The tiles of all matrices form one list. A launch starts as many programs as can run at once, and
-these programs process the list of all tiles. If most of the rows belong to one group, the sum of
-this group is split into parts, which several programs compute. A second kernel adds the parts in a
-fixed order, so repeated runs give the same gradients.
+The tiles of all matrices form one list. As many programs are launched as can run at once. Together
+they process all tiles in the list. If most of the rows belong to one group, the sum over this
+group's rows is split into parts, which several programs compute. A second kernel adds the parts in
+a fixed order, so repeated runs give the same gradients.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def add_rows(total, second, x, x_tiles, grad, grad_tiles, also, also_tiles, x_to
              X_GATHER: tl.constexpr, G_GATHER: tl.constexpr, PAIR: tl.constexpr,
              UPCAST: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr, BI: tl.constexpr,
              BO: tl.constexpr, BR: tl.constexpr):
-    """Add `x[rows]^T @ grad[rows]` to `total` for BR rows, starting at row `first`. With PAIR, also
-    add the second gradient of the same rows to `second`.
+    """Add `x[rows]^T @ grad[rows]` to `total` for the BR rows that start at row `first`. With PAIR,
+    also add the product for the second gradient of the same rows to `second`.
     """
     r = first + tl.arange(0, BR)
     a = operand(x, x_tiles, x_token, r, end, first, column_i, column_i + tl.arange(0, BI), I,
@@ -203,7 +203,7 @@ def weight_kernel(x, x_tiles, grad, grad_tiles, also, also_tiles, x_token, grad_
 
 @triton.jit
 def join_block(parts, out, at, group, end, length, height, size, ADD: tl.constexpr):
-    """Add the partial sums of the values `at` of one group's matrix, in a fixed order."""
+    """Add the partial sums of the elements `at` of one group's matrix, in a fixed order."""
     first = end - length
     total = (at * 0).to(tl.float32)
     while first < end:
@@ -223,7 +223,7 @@ def join_kernel(parts, also_parts, out, also_out, ends, lengths, height, size, g
     """Compute `out[group]` as the sum of its parts in a fixed order. With ADD, add the sum of the
     parts to `out[group]`; see `weight_kernel`.
 
-    Only few groups are split, so the programs divide the blocks of these groups among themselves.
+    Only a few groups are split, so the blocks of these groups are divided among all programs.
     size: number of values in one matrix, I * O.
     """
     # Every program reads the lengths of all groups to find those that are cut, because only the

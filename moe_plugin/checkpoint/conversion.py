@@ -1,7 +1,7 @@
 """Conversion of a checkpoint to another format or layout.
 
-A conversion processes one block of a tensor at a time. An interrupted conversion can be resumed.
-The converted checkpoint is moved to its final path only when it is complete.
+A conversion processes tensors in blocks, one block at a time. An interrupted conversion can be
+resumed. The converted checkpoint is moved to its final path only when it is complete.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ class Conversion:
         layout: parallel sizes and data type of the converted checkpoint.
         model_only: whether to leave out the optimizer state.
         force: whether to replace an existing folder at `target` that this conversion did not write.
-        advance: function that is called with the number of bytes that were verified, reused or
+        advance: function that is called with the number of bytes that were just verified, reused or
             written. Several threads call this function.
-        kept: names of the files that an interrupted conversion completed and that this run reuses.
+        kept: names of the files that an interrupted conversion completed and this conversion
+            reuses.
     """
 
     source: Source
@@ -106,9 +107,7 @@ class Conversion:
         return True
 
     def _plan(self) -> dict[str, Any]:
-        """Return the values that identify a conversion: the files of the source, the format and the
-        layout.
-        """
+        """Return the values that identify a conversion: source files, format and layout."""
         files = {str(path.absolute()): [path.stat().st_size, path.stat().st_mtime_ns]
                  for path in self.source.files()}
         layout = {name: str(value) for name, value in asdict(self.layout).items()
@@ -166,7 +165,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Progress(WriteProgress):
-    """Write progress that is saved in a JSON file, in the same folder as the written files."""
+    """Write progress that is recorded in a JSON file, in the same folder as the written files."""
 
     def __init__(self, conversion: Conversion, plan: Mapping[str, Any]) -> None:
         self._conversion, self._folder = conversion, conversion.scratch

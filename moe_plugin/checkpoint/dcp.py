@@ -10,8 +10,7 @@ from moe_plugin.experts.base import current_name
 
 
 class FormerNamesPlanner(DefaultLoadPlanner):
-    """A load planner that finds the experts' biases under either their current names or their
-    former names.
+    """A load planner that finds the experts' biases under their current or former names.
 
     Example: `dcp.load(state, checkpoint_id=folder, planner=FormerNamesPlanner())`.
     """

@@ -1,6 +1,4 @@
-"""Lazy tensors that are computed from other tensors of a checkpoint. Values are read only when they
-are needed.
-"""
+"""Lazy tensors that are computed from other tensors of a checkpoint when they are read."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def transposed(tensor: Derived, order: Sequence[int]) -> Derived:
 
 
 def part_of(tensor: Derived, window: Window) -> Derived:
-    """Return the values in a window of the tensor, as a separate tensor."""
+    """Return a window of the tensor as a separate tensor."""
     outer = check_window(window, tensor.entry.shape)
 
     def read(inner: Window) -> Tensor:
@@ -58,9 +56,7 @@ def part_of(tensor: Derived, window: Window) -> Derived:
 
 
 def pieces_of(tensor: Derived, count: int, axis: int = 0) -> list[Derived]:
-    """Split the tensor along an axis into `count` pieces of equal size. `count` must divide the
-    size of the axis.
-    """
+    """Split an axis of the tensor, whose size is a multiple of `count`, into equal pieces."""
     size, before = tensor.entry.shape[axis] // count, (slice(None),) * axis
     return [part_of(tensor, (*before, slice(at * size, (at + 1) * size))) for at in range(count)]
 
@@ -98,9 +94,7 @@ def joined(parts: Sequence[Derived], axis: int) -> Derived:
 
 
 def every(tensor: Derived, first: int, step: int, axis: int) -> Derived:
-    """Return every `step`-th element along an axis, starting at `first`. `step` must divide the
-    size of the axis.
-    """
+    """Return every `step`-th element along an axis, whose size is a multiple of `step`."""
     before, size = (slice(None),) * axis, tensor.entry.shape[axis] // step
     shape = (*tensor.entry.shape[:axis], size, *tensor.entry.shape[axis + 1:])
 
@@ -114,8 +108,7 @@ def every(tensor: Derived, first: int, step: int, axis: int) -> Derived:
 
 
 def interleaved(parts: Sequence[Derived], axis: int) -> Derived:
-    """Interleave tensors of equal shape along an axis. The result has the key of the first tensor.
-    """
+    """Interleave tensors of equal shape along an axis. The result has the first tensor's key."""
     whole, count, before = joined(parts, axis), len(parts), (slice(None),) * axis
 
     def read(window: Window) -> Tensor:
@@ -154,8 +147,8 @@ def item_of(tensor: Derived, index: int) -> Derived:
 
 
 def cast(one: Derived, dtype: torch.dtype) -> Derived:
-    """Convert the tensor to a different data type. If `keeps_float32` is set, the data type is at
-    least float32.
+    """Convert the tensor to a different data type. If the tensor has `keeps_float32` set, the new
+    data type is at least as wide as float32.
 
     Raises:
         CheckpointError: If the tensor contains quantization codes, which cannot be cast.

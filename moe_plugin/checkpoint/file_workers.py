@@ -1,8 +1,8 @@
 """Threads that write several files in parallel. If one thread fails, all of them stop.
 
-A single thread can read data, compute its checksum and write it about as fast as one core can copy
-memory. Two threads are therefore enough for the bandwidth of a fast disk. Additional threads would
-only wait for memory or for the disk.
+A single thread reads data, computes its checksum and writes it about as fast as one core can copy
+memory. Two threads are therefore enough to use the full bandwidth of a fast disk. Additional
+threads would only wait for memory or for the disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GAP = 1 << 16  # a gap of more bytes is slower to read than to skip with a secon
 
 def read_strided(file: int, start: int, shape: Sequence[int], stride: Sequence[int],
                  dtype: torch.dtype) -> Tensor:
-    """Read a strided tensor from a file into new memory. In memory, the axes have the same order as
+    """Read a strided tensor from a file into new memory. The axes have the same order in memory as
     in the file.
 
     Args:
@@ -81,8 +81,8 @@ AT_ONCE = 2
 
 
 class Stopped(Exception):
-    """Raised in a worker thread if its file is no longer needed, because another worker or the
-    caller has failed.
+    """Raised in a worker thread to stop writing a file that is no longer needed, because another
+    worker or the caller has failed.
     """
 
 
@@ -96,8 +96,8 @@ def usable_cores() -> int:
 class FileWorkers:
     """A context manager that writes several files in parallel, in threads.
 
-    The contents of up to `at_once` files are produced at the same time. In addition, one file may
-    be waiting for the disk. All files are complete when the context ends.
+    The contents of up to `at_once` files are produced at the same time. In addition, one completely
+    written file may be waiting to be flushed to disk. All files are complete when the context ends.
 
     Args:
         at_once: number of files whose contents are produced at the same time. Defaults to two, or
@@ -112,7 +112,8 @@ class FileWorkers:
         self._error: BaseException | None = None
 
     def start(self, make: Callable[[], Iterator[None]]) -> None:
-        """Write a file in a worker thread. If all workers are busy, wait until one is free.
+        """Start writing a file in a worker thread. If all workers are busy, this method waits until
+        one is free.
 
         Args:
             make: function that writes the file. `make` is called in a worker thread. `make` must
@@ -120,8 +121,8 @@ class FileWorkers:
                 before the file is flushed to disk. `make` must call `check` regularly, and must
                 close its file if `check` raises.
         Raises:
-            BaseException: If the `make` function of another file failed. If several files failed,
-                the first error is raised.
+            BaseException: If writing another file failed. If writing several files failed, the
+                first error is raised.
         """
         self._room.acquire()
         try:
@@ -132,9 +133,7 @@ class FileWorkers:
             raise
 
     def check(self) -> None:
-        """Raise `Stopped` if the files are no longer needed, because a worker or the caller has
-        failed.
-        """
+        """Raise `Stopped` if a worker or the caller has failed, so the files are not needed."""
         if self.stopping.is_set():
             raise Stopped
 

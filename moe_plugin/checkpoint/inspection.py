@@ -1,4 +1,4 @@
-"""Summarize a checkpoint as JSON values. Tensor values are not read."""
+"""Summarize a checkpoint as JSON values. The values of tensors are not read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ _NUMBER = re.compile(r"^(local_experts\.)?\d+\.")
 
 
 def summary(source: Source) -> dict[str, Any]:
-    """Return the format, step, layout, files, fields, layers, tensors and settings of a checkpoint.
-    """
+    """Return a checkpoint's format, step, layout, files, fields, layers, tensors and settings."""
     return {
         "format": source.format, "step": source.values.get("step"),
         "layout": dict(source.describe()), "files": len(source.files()),
@@ -28,8 +27,8 @@ def summary(source: Source) -> dict[str, Any]:
 
 
 def _settings(values: Mapping[str, Any]) -> Any:
-    """Return the settings of the model or of the run that a checkpoint contains. In a plain
-    checkpoint, `extra` contains the settings.
+    """Return the model or run settings that a checkpoint contains. In a plain checkpoint, `extra`
+    contains the settings.
     """
     extra = values.get("extra")
     candidates = [values.get(name) for name in ("settings", "model", "config")]
@@ -69,7 +68,7 @@ def _name(dtype: Any) -> str:
 
 def plain(value: Any) -> Any:
     """Convert settings to JSON values. Namespaces become mappings. Objects that cannot be
-    represented in JSON become strings.
+    represented in JSON are converted to strings.
     """
     if isinstance(value, argparse.Namespace):
         value = vars(value)

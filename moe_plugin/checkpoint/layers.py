@@ -1,6 +1,4 @@
-"""Build the settings, names and weights of `MoELayer`s from the MoE layers of a
-framework-independent source.
-"""
+"""Build the settings, names and weights of `MoELayer`s from a framework-independent source."""
 
 from __future__ import annotations
 
@@ -31,13 +29,13 @@ from moe_plugin.utils.regular_files import check_output, half_of, write_remedy
 def write_experts(source: Source, path: str | os.PathLike[str],
                   advance: Callable[[int], None] = lambda _: None) -> None:
     """Write the experts of all layers to a safetensors file. Only one block of a tensor is in
-    memory at a time.
+    memory at any time.
 
     The file is written under a temporary name and renamed to `path` when it is complete.
 
     Args:
         source: an open checkpoint of any format. See `formats.open_source`.
-        path: path of the file. The path must end with `.safetensors`.
+        path: path of the file, which must end with `.safetensors`.
         advance: function that is called after each write, with the number of bytes written.
     Raises:
         CheckpointError: If the checkpoint has no feed-forward experts, or if the file cannot be
@@ -78,7 +76,7 @@ NEUTRAL_NAMES = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 
 
 def layer_settings(source: Source, prefix: str) -> dict[str, Any]:
-    """Return the settings with which an `MoELayer` computes the same function as an MoE layer of a
+    """Return settings for which an `MoELayer` computes the same function as an MoE layer of a
     framework-independent source.
 
     Args:
@@ -135,7 +133,7 @@ def _router(s: DecoderSettings, biased: bool) -> dict[str, Any]:
 
 
 def local_window(name: str, shape: tuple[int, ...], place: Placement) -> tuple[slice, ...]:
-    """Return the window of an expert tensor that a rank stores.
+    """Return the part of an expert tensor that a rank stores, as a window.
 
     Args:
         name: name of the tensor without the prefix `experts.`. The name must be a key of
@@ -190,15 +188,15 @@ def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
 
 
 def full_state(layer: MoELayer, below: str | tuple[str, ...] = "") -> Mapping[str, Tensor]:
-    """Return the state dict of a layer with the experts of all ranks. The state dict equals the
-    state dict of the same layer on a single rank.
+    """Return the state dict of a layer, including the experts of all ranks. The result is equal to
+    the state dict of the same layer on a single rank.
 
     If the experts are distributed over several ranks, all ranks must call this function.
 
     Args:
         layer: the layer.
-        below: prefix or tuple of prefixes. Only tensors whose names start with one of these
-            prefixes are returned. By default, all tensors are returned.
+        below: prefix or tuple of prefixes. Only tensors whose names start with one of them are
+            returned. By default, all tensors are returned.
     """
     state = {name: value.detach() for name, value in layer.state_dict().items()
              if isinstance(value, torch.Tensor) and name.startswith(below)}

@@ -46,9 +46,7 @@ Layers = Mapping[str, Mapping[str, Any]]
 
 
 def marked(derived: Iterable[Derived], layers: Layers) -> list[Derived]:
-    """Set `TensorEntry.keeps_float32` for the tensors that must stay in float32, and return all
-    tensors.
-    """
+    """Set `keeps_float32` for the tensors that must stay in float32, and return all tensors."""
     tensors = list(derived)
     widest = _bytes_of_experts(tensors, layers)
     return [replace(one, entry=replace(one.entry, keeps_float32=True))
@@ -71,8 +69,7 @@ def _keeps_float32(key: Key, entry: TensorEntry, layers: Layers, widest: Mapping
 
 
 def _bytes_of_experts(tensors: Iterable[Derived], layers: Layers) -> dict[str, int]:
-    """For each layer, return the size in bytes of the widest floating-point type among its experts.
-    """
+    """For each layer, return the bytes per element of its experts' widest floating-point type."""
     widest: dict[str, int] = {}
     for tensor in tensors:
         (field, name), dtype = tensor.key, tensor.entry.dtype
@@ -95,9 +92,9 @@ class NameRule:
 
     Attributes:
         theirs: name of the tensor in the format.
-        ours: names of the framework-independent tensors, in the order in which the format's tensor
-            contains them.
-        swap: whether the last two axes of the format's tensor are swapped, compared with the
+        ours: names of the framework-independent tensors, in the order in which they are stored in
+            the format's tensor.
+        swap: whether the last two axes of the format's tensor are swapped relative to the
             framework-independent tensors.
         axis: axis of the format's tensor along which the framework-independent tensors are
             concatenated.
@@ -105,8 +102,8 @@ class NameRule:
             if all sizes are equal.
         groups: number of consecutive groups along `axis`. Each group contains a slice of every
             framework-independent tensor.
-        in_turn: whether the elements of the framework-independent tensors alternate along `axis`.
-        row: whether the format stores the vector as a matrix with a single row.
+        in_turn: whether slices of the framework-independent tensors alternate along `axis`.
+        row: whether the format stores the vector as a matrix with one row.
     """
 
     theirs: str
@@ -137,9 +134,7 @@ class NameRule:
         return [self._swapped(_joined(pieces, self.axis)) for pieces in pieces_by_tensor]
 
     def join(self, parts: Iterable[Derived]) -> Derived:
-        """Join framework-independent tensors into a tensor of the format. This method is the
-        inverse of `split`.
-        """
+        """Join framework-independent tensors into a tensor of the format; inverse of `split`."""
         if self.row:
             return stacked(list(parts))
         if self.in_turn:
@@ -170,9 +165,7 @@ class _Index:
             alike.append((re.compile(pattern), rule))
 
     def find(self, name: str) -> list[tuple[NameRule, dict[str, str]]]:
-        """Return all rules that match a name. Each rule is returned together with the numbers that
-        its placeholders match.
-        """
+        """Return all rules that match a name, each with the values of its placeholders."""
         return [(rule, match.groupdict())
                 for pattern, rule in self._alike.get(_NUMBER.sub("0", name), ())
                 if (match := pattern.fullmatch(name))]
@@ -193,7 +186,7 @@ class NameTable:
     def neutral_name(self, name: str) -> str:
         """Return the framework-independent name for a tensor name of this format. If the first
         matching rule lists several names, return the first of them. If no rule matches, return
-        `name`.
+        `name` unchanged.
         """
         return next((rule.ours[0].format(**at) for rule, at in self._theirs.find(name)), name)
 
@@ -213,7 +206,7 @@ class NameTable:
             tensors: tensors of the format.
             others: function that is called for each tensor whose name matches no rule. `others`
                 converts the tensor or raises an error.
-            experts: number of experts in a layer, or 0 to determine this number from the tensors.
+            experts: number of experts in a layer, or 0 if it must be determined from the tensors.
         Raises:
             CheckpointError: If an expert is missing, or if an expert's tensor has a wrong number of
                 axes.
@@ -242,7 +235,7 @@ class NameTable:
         """Convert the framework-independent tensors of a source to tensors of the format and yield
         them.
 
-        Tensors that contain a single expert are yielded last, expert by expert.
+        Tensors that contain a single expert are yielded last, one expert after another.
 
         Raises:
             CheckpointError: If a tensor of the format cannot be built because one of its
@@ -288,7 +281,7 @@ def _required_key(source: Source, key: Key, rule: NameRule) -> Key:
 
 
 def same_parts(theirs: str, ours: str, names: Any) -> Iterator[NameRule]:
-    """Yield rules for tensors that differ only in their names.
+    """Yield rules that only rename tensors.
 
     Args:
         theirs, ours: prefixes of all names of the format, and of all framework-independent names.

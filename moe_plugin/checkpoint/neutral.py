@@ -1,11 +1,11 @@
 """Framework-independent names, shapes and settings of decoder models. In the code, they are called
 "neutral".
 
-For each format, one conversion to these names and one conversion from these names are enough to
-convert between all formats. Letters in shapes: D is the width of the model, V the size of the
-vocabulary, A the number of query heads, K the number of key and value heads, H the width of a head,
-P the number of positions, E the number of experts, F the inner width of an expert or MLP, G the
-inner width of the shared expert, and L the latent width.
+To convert between all formats, each format needs only one conversion to these names and one
+conversion from them. Letters in shapes: D is the width of the model, V the size of the vocabulary,
+A the number of query heads, K the number of key and value heads, H the width of a head, P the
+number of positions, E the number of experts, F the inner width of an expert or MLP, G the inner
+width of the shared expert, and L the latent width.
 
     embed.weight                         [V, D]
     position.weight                      [P, D]         learned positions only
@@ -34,11 +34,11 @@ inner width of the shared expert, and L the latent width.
     output.weight                        [V, D]         absent if it equals the embedding
 
 For rotary positions, element `i` of a head is paired with element `i + H/2`, as in Hugging Face and
-Megatron. The tensors of the optimizer state have the same names and shapes as the parameters. The
-keys of `Source.layers` are the prefixes `layers.N.moe.`. In a source with framework-independent
-names, `values["model"]` contains the dict that `DecoderSettings.to_dict()` returns, and
-`values["step"]` is the number of optimizer steps. If the source contains optimizer state,
-`values["optimizer"]` contains the entries that are listed in `OPTIMIZER_VALUES`.
+Megatron. Optimizer state is stored under the name of its parameter and has the same shape. The keys
+of `Source.layers` are the prefixes `layers.N.moe.`. In a source with framework-independent names,
+`values["model"]` is the dict that `DecoderSettings.to_dict()` returns, and `values["step"]` is the
+number of optimizer steps. If the source contains optimizer state, `values["optimizer"]` contains
+the entries listed in `OPTIMIZER_VALUES`.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class DecoderSettings:
             `experts.activation`.
         gated: whether MLPs and experts compute `act(x @ w_gate) * (x @ w_in)`.
         gate_clamp, linear_offset: see the settings `experts.clamp` and `experts.linear_offset`.
-        weights_first: whether routing weights multiply the inputs of the experts (True) or their
-            outputs (False).
+        weights_first: whether inputs (True) or outputs (False) of the experts are multiplied by the
+            routing weights.
         positions: type of the position encoding: "rotary" (with `rotary_base`), "learned",
             "sinusoidal" or "none".
         rotary_part: fraction of each head's width that is rotated. The rotated dimensions are the
@@ -111,12 +111,12 @@ class DecoderSettings:
             multiplied by `router_scale`.
         groups, group_top_k, group_scores: see the settings `router.groups`, `router.group_top_k`
             and `router.group_scores`. If `groups` is 0, routing is not limited to groups.
-        rotary_scaling: scaling of rotary positions, in the form of Hugging Face's `rope_scaling`
-            with its key "rope_type". If positions are not scaled, `rotary_scaling` is empty.
+        rotary_scaling: scaling of rotary positions, in the form of Hugging Face's `rope_scaling`,
+            including its key "rope_type". If positions are not scaled, `rotary_scaling` is empty.
         window: number of previous tokens to which each token can attend, or 0 for all tokens.
-        latent: settings of latent attention. The keys of `latent` are listed in `LATENT`.
-        extra: all other settings, under their names in the checkpoint's format. If a format does
-            not support a setting in `extra`, it raises an error that names the setting.
+        latent: settings of latent attention. The keys are listed in `LATENT`.
+        extra: all other settings, under the names that the checkpoint's format uses. If a format
+            does not support a setting in `extra`, it raises an error that names the setting.
     """
 
     heads: int
@@ -227,8 +227,8 @@ class NeutralModel:
 
     @property
     def group_scores(self) -> int | None:
-        """Return the number of expert scores that are summed to obtain the score of a group, or
-        None if there are no groups.
+        """Return the number of expert scores that are added to obtain the score of a group, or None
+        if there are no groups.
         """
         s = self.settings
         return None if not s.groups else s.group_scores or max(1, s.top_k // s.group_top_k)
@@ -236,15 +236,15 @@ class NeutralModel:
 
 def unfit(model: DecoderSettings, checks: Iterable[tuple[str, bool, str]], held: Container[str],
           extra: Container[str]) -> list[str]:
-    """Return the settings of a model that a format does not support, together with the allowed
-    values.
+    """Return the settings of a model that a format does not support, with the values that it
+    allows.
 
     Args:
         model: settings of the model.
-        checks: one tuple for each checked setting: its name, whether its value is allowed, and a
+        checks: a tuple for each checked setting: its name, whether its value is allowed, and a
             description of the allowed values.
-        held: names of the settings that the format can represent. All settings that are not in
-            `held` must have their default values.
+        held: names of the settings that the format can represent. All other settings must have
+            their default values.
         extra: keys of `model.extra` that the format supports.
     """
     values = vars(model)
@@ -272,7 +272,7 @@ def zeros(like: Derived, name: str) -> Derived:
 
 
 def is_zero(source: Source, name: str) -> bool:
-    """Return true if a small tensor contains only zeros in every field."""
+    """Return true if a small tensor is all zeros, both in the model and in the optimizer state."""
     return not any(bool(source.read(key).any()) for key in source.entries if key[1] == name)
 
 

@@ -1,10 +1,10 @@
 """Convert between the state dicts of several ranks and one full state dict.
 
 The state dict of a rank contains only those experts that this rank stores. A *full* state dict
-contains all experts, like the state dict of a single rank. In a full state dict, axis 0 of an
-expert tensor therefore has the size E. For every number of ranks among which the experts can be
-divided, `merge` and `split` are inverses of each other. Both functions also accept lazy tensors
-(`source.Derived`), and then return lazy tensors.
+contains all experts, like the state dict of a single rank. The first axis of an expert tensor
+therefore has the size E. `merge` and `split` are inverses of each other for every number of ranks
+among which the experts can be divided. Both functions also accept lazy tensors (`source.Derived`),
+for which they return lazy tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GROUPS = "optimizer_groups"  # key in `Source.values`
 
 
 def moe_layers(state: State) -> dict[str, dict[str, int]]:
-    """Return the extra state of every MoE layer in a state dict, by the prefix of the layer.
+    """Return the extra state of every MoE layer in a state dict, keyed by the layer's prefix.
 
     See `MoELayer.get_extra_state`.
     """
@@ -49,13 +49,13 @@ def merge(states: Sequence[State],
           layers: Mapping[str, Mapping[str, int]] | None = None) -> dict[str, Any]:
     """Merge the state dicts of all ranks in one expert-parallel group into a full state dict.
 
-    All entries that do not belong to experts are copied from rank 0.
+    All entries except those of experts are copied from rank 0.
 
     Args:
         states: one state dict per rank, in rank order. All state dicts must have the same keys.
         layers: extra states of the MoE layers, by the prefix of each layer. Defaults to the extra
-            states in the state dict of rank 0. Needed if the state dicts contain no extra states,
-            as is the case for optimizer states.
+            states in rank 0's state dict. Required if the state dicts contain no extra states, as
+            is the case for optimizer states.
     Raises:
         ValueError: If the number of state dicts is not the size of the group, or if the state dicts
             are not in rank order.
@@ -117,9 +117,7 @@ def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, 
 
 
 def _layer_of(key: str, layers: Mapping[str, Mapping[str, int]]) -> str | None:
-    """Return the prefix of the MoE layer to which the expert parameter `key` belongs, or None if
-    all ranks share this entry.
-    """
+    """Return the prefix of the MoE layer that the entry `key` belongs to, or None."""
     for prefix in layers:
         if key.startswith(prefix) and (key.startswith(prefix + "experts.")
                                        or key == prefix + "_extra_state"):
@@ -190,7 +188,8 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
 
 
 def window_of_rank(shape: Sequence[int], rank: int, local: int, shards: int, axis: int) -> Window:
-    """Return the window of an expert tensor that one rank of an expert-parallel group stores.
+    """Return the part of an expert tensor that one rank of an expert-parallel group stores, as a
+    window.
 
     Args:
         shape: shape of the tensor with all experts.
@@ -209,9 +208,7 @@ def window_of_rank(shape: Sequence[int], rank: int, local: int, shards: int, axi
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    """Return the shape of a value. For numbers, scalar tensors and other objects without axes, the
-    shape is empty.
-    """
+    """Return the shape of a value, which is empty for objects without axes."""
     if isinstance(value, Derived):
         return value.entry.shape
     return tuple(value.shape) if isinstance(value, Tensor) else ()
@@ -234,12 +231,12 @@ def _axis(key: str, name: str) -> int:
 def column_source(format: str, columns: Columns, layers: Mapping[str, Mapping[str, int]],
                   values: Mapping[str, Any], description: Mapping[str, Any],
                   paths: Sequence[Path]) -> DerivedSource:
-    """Build a source from columns. A column contains the values of one field, by name. Values that
-    are not tensors are stored in `values[COLUMNS]`.
+    """Build a source from columns. A column contains the values of one field, keyed by name. Values
+    that are not tensors are stored in `values[COLUMNS]`.
 
     Args:
         format, layers, values: attributes of the new source, as described in `Source`.
-        columns: dicts of values by name, for each field. The values are tensors on disk, which
+        columns: for each field, a dict of values by name. The values are tensors on disk that
             contain all experts, or other objects.
         description, paths: return values of `Source.describe` and `Source.files` for the new
             source.
@@ -254,8 +251,8 @@ def column_source(format: str, columns: Columns, layers: Mapping[str, Mapping[st
 
 def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, Any],
                   description: Mapping[str, Any], paths: Sequence[Path]) -> DerivedSource:
-    """Build a source whose tensors contain all experts, from the columns that the ranks of one
-    expert-parallel group store.
+    """Build a source with the experts of all ranks from the columns that each rank of one
+    expert-parallel group stores.
 
     Args:
         format, values: attributes of the new source, as described in `Source`.
@@ -271,8 +268,8 @@ def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, An
 
 
 def columns_of(source: Source) -> dict[str, dict[str, Any]]:
-    """Return all tensors and other values of a source as columns: a dict of values by name, for
-    each field.
+    """Return all tensors and other values of a source as columns, that is, as one dict of values by
+    name for each field.
     """
     whole: dict[str, dict[str, Any]] = {MODEL: {}}
     for field, name in source.entries:
@@ -315,8 +312,8 @@ def sizes_of(layers: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
 
 
 def bytes_of_ranks(source: Source, world: int, ep: int) -> int:
-    """Return the total size in bytes of the tensors that `world` ranks write. Each rank writes the
-    experts that it stores, and all tensors that do not belong to experts.
+    """Return the total size in bytes of the tensors that `world` ranks write together. Each rank
+    writes the experts that it stores, and all tensors that do not belong to experts.
     """
     ahead, total = tuple(prefix + "experts." for prefix in source.layers), 0
     for (_, name), entry in source.entries.items():

@@ -4,7 +4,7 @@ checkpoint.
 Experts and their optimizer state are sent point to point, from the ranks that currently store them
 to the ranks that will store them. `planner.resharding` plans these transfers. No rank gathers all
 experts. Data that stays on the same rank is not sent. If several ranks store the same experts, each
-of these ranks sends a share of the data.
+of them sends a share of the data.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
     group.
 
     Call this function between `optimizer.step()` and the next forward pass, because it discards the
-    gradients of experts. The layers remain the same objects. The parameters also remain the same
-    objects, except the parameters of experts. The optimizer state of the old expert parameters is
-    transferred to the new expert parameters. If other objects refer to the old expert parameters,
-    set up these objects again with the new parameters. For example, if
-    `gradients.sync.reduce_experts` was called before, call it again, or pass the new groups to
-    `sync_gradients`. A layout tuner loses its measurements. All ranks of `world` must call this
-    function. During the call, a rank needs enough memory for two copies of one layer's experts.
+    gradients of experts. The layers remain the same objects, and so do all parameters except those
+    of experts. The optimizer state of the old expert parameters is transferred to the new expert
+    parameters. Other objects that refer to the old expert parameters must be set up again with the
+    new parameters. For example, if `gradients.sync.reduce_experts` was called before, call it
+    again, or pass the new groups to `sync_gradients`. A layout tuner discards its measurements. All
+    ranks of `world` must call this function. During the call, each rank needs enough memory for two
+    copies of one layer's experts.
 
     Args:
         model: model of a plain PyTorch training loop, with or without a wrapper.
-        optimizer: optimizer of all expert parameters that are trained. In the optimizer's state,
-            every tensor that belongs to a parameter must have either the shape of the parameter or
-            a single element. All optimizers of torch except Adafactor satisfy this condition. If
+        optimizer: optimizer of all expert parameters that are being trained. In the optimizer's
+            state, every tensor of a parameter must have either the shape of the parameter or a
+            single element. All optimizers of torch except Adafactor satisfy this condition. If
             moving averages of the weights are stored outside of the optimizer, call this function
             for them separately, without an optimizer. Optional.
-        comm: the new expert-parallel group of this rank. The experts must be divisible among the
-            ranks of the new group. If the group has size 1, every rank stores all experts.
+        comm: the new expert-parallel group of this rank. It must be possible to divide the experts
+            among the ranks of the new group. If the group has size 1, every rank stores all
+            experts.
         world: group of all data-parallel ranks. Defaults to the ranks of the default process group.
         copies: mapping from parameters to the tensors that the optimizer updates instead, such as
             float32 copies of 16-bit weights. The copies of expert parameters are replaced in this
@@ -65,7 +66,7 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
     Returns: a mapping from the old expert parameters to the new expert parameters.
     Raises:
         ValueError: If the model, the optimizer or the groups do not support the change. Possible
-            reasons are custom experts, ranks that have the same tokens, experts that cannot be
+            reasons are custom experts, ranks that process the same tokens, experts that cannot be
             divided among the ranks, groups of different sizes, parameters that are sharded or
             missing in the optimizer, and optimizer states that have unsupported shapes or differ
             between ranks. The error is raised before any data is moved.
@@ -86,7 +87,7 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
 
 
 def check_sizes(model: nn.Module, sizes: Mapping[int, int], world: int) -> None:
-    """Raise `ValueError` if the experts cannot be divided among an expert-parallel group of one of
+    """Raise `ValueError` if the experts cannot be divided among expert-parallel groups of one of
     these sizes.
 
     The error message names the setting, its value, the allowed values and a remedy. See
@@ -94,8 +95,8 @@ def check_sizes(model: nn.Module, sizes: Mapping[int, int], world: int) -> None:
 
     Args:
         model: the model.
-        sizes: mapping from a training step to the size of the expert-parallel group that is used
-            from this step on.
+        sizes: mapping from a training step to the size that expert-parallel groups have from this
+            step on.
         world: number of data-parallel ranks.
     """
     for step, size in sizes.items():
@@ -157,7 +158,7 @@ def _experts_of(layers: Mapping[str, MoELayer]) -> dict[str, Tensor]:
 
 def _check_states(tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None,
                   world: Comm) -> None:
-    """Check that all ranks will move the same tensors with the same optimizer state.
+    """Check that all ranks move the same tensors with the same optimizer state.
 
     tensors: parameters and buffers to be moved.
     """
@@ -212,7 +213,7 @@ def _positions(name: str, comm: Comm, world: Comm) -> Positions:
     if {size for _, size in places} != {comm.size} or not complete:
         raise ValueError(
             f"expert-parallel groups ({name}) do not cover the {world.size} ranks of the world "
-            f"(rank and size of the group, by rank: {places[:16]}); "
+            f"((rank in its group, group size) of each rank: {places[:16]}); "
             "every rank must be in exactly one group, and all groups must have the same size")
     return ranks
 
@@ -258,8 +259,8 @@ def _wrapped_like(old: Tensor, value: Tensor) -> Tensor:
 
 
 def _rebuilt(layer: MoELayer, comm: Comm) -> MoELayer:
-    """Build a copy of a layer for a different expert-parallel group. The copy has the router of the
-    old layer, and its experts are uninitialized.
+    """Build a copy of a layer for a different expert-parallel group. The copy uses the router of
+    the old layer. The experts of the copy are uninitialized.
     """
     probe: Any = layer.experts.anchor
     cards = [probe.device] if probe.device.type == "cuda" else []
@@ -288,7 +289,7 @@ def _keep_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def _layout(place: Placement, name: str, local: Tensor, positions: Positions) -> TensorLayout:
-    """Describe which window of an expert parameter each global rank stores."""
+    """Describe which part of an expert parameter each global rank stores, as windows."""
     axis, shards = SHARD_AXIS[name], place.shards
     shape = [place.experts, *local.shape[1:]]
     shape[axis] *= shards

@@ -1,4 +1,4 @@
-"""Atomic checkpoints of plain PyTorch training. Any number of ranks can load a checkpoint.
+"""Atomic checkpoints for training in plain PyTorch. Any number of ranks can load a checkpoint.
 
 See `formats.plain` for the files. Checksums are verified before loading.
 """
@@ -47,7 +47,7 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
          extra: Mapping[str, Any] | None = None, keep_old: bool = False) -> None:
     """Write a checkpoint. All ranks of `comm` must call this function.
 
-    Files are moved into place at the end, so a killed run leaves the old or new checkpoint intact.
+    If the process is killed during saving, either the old or the new checkpoint is intact.
 
     Args:
         model: model of a plain training loop, without a DDP wrapper. FSDP2 is supported.
@@ -58,7 +58,7 @@ def save(directory: str | os.PathLike[str], model: nn.Module,
     Raises:
         CheckpointError: If a rank could not write or `extra` is not JSON. Raised on all ranks.
         ValueError: If the layers use several groups and `comm` is not given, or if experts with
-            adapters are on several ranks.
+            adapters are divided among several ranks.
     """
     comm = comm or _group_of(model)
     _refuse_adapters(model, comm)
@@ -105,7 +105,7 @@ def _check_extra(extra: Mapping[str, Any]) -> None:
 
 
 def _group_of(model: nn.Module) -> Comm:
-    """Return the group of the model's layers. Each of its ranks writes its own file."""
+    """Return the group of the model's layers. Each rank of this group writes its own file."""
     from moe_plugin.layer import layers_in  # slow to import, so only imported if there is a model
 
     groups = {layer.comm.name: layer.comm for layer in layers_in(model)}
@@ -117,7 +117,7 @@ def _group_of(model: nn.Module) -> Comm:
 
 
 def _refuse_adapters(model: nn.Module, comm: Comm) -> None:
-    """Raise `ValueError` if experts with adapters are on several ranks and cannot be joined."""
+    """Raise `ValueError` if experts with adapters, which cannot be joined, are on several ranks."""
     from moe_plugin.layer import named_layers_in
 
     for name, layer in named_layers_in(model).items():
@@ -131,7 +131,7 @@ def _refuse_adapters(model: nn.Module, comm: Comm) -> None:
 
 
 def _check_group(state: Mapping[str, Any], comm: Comm) -> None:
-    """Raise `ValueError` if the ranks that write are not the ranks that share the experts."""
+    """Raise `ValueError` unless the ranks that write are those among which experts are divided."""
     for prefix, origin in moe_layers(state).items():
         if origin["ep_size"] != comm.size:
             raise ValueError(
@@ -143,7 +143,7 @@ def _check_group(state: Mapping[str, Any], comm: Comm) -> None:
 
 @contextmanager
 def _on_all_ranks(comm: Comm, target: Path) -> Iterator[None]:
-    """Run a block that fails on all ranks if it fails on one. The error names the failed ranks."""
+    """Raise an error on all ranks, which names the failed ranks, if the block fails on any rank."""
     error: Exception | None = None
     try:
         yield
@@ -175,12 +175,12 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
     this function. Each rank verifies some of the files and reads only the tensors that it stores.
 
     Args:
-        leave: function that returns the names of model tensors that are not loaded. Not supported
-            with an optimizer. Optional.
+        leave: function that returns the names of model tensors that must not be loaded. Not
+            supported with an optimizer. Optional.
     Returns: the values that were passed to `save` as `extra`.
     Raises:
-        CheckpointError: If the checkpoint is missing, truncated, or of another model.
-        ValueError: If `optimizer` and `leave` are both given, or if `save` would raise it.
+        CheckpointError: If the checkpoint is missing, truncated, or from another model.
+        ValueError: If both `optimizer` and `leave` are given, or for the reasons listed in `save`.
     """
     if leave is not None and optimizer is not None:
         raise ValueError("leave cannot be combined with an optimizer, because the saved optimizer "
@@ -215,7 +215,7 @@ def load(directory: str | os.PathLike[str], model: nn.Module,
 
 @contextmanager
 def _refuse_other_values(source: Path) -> Iterator[None]:
-    """Raise `CheckpointError` for errors due to types or shapes that `save` never writes."""
+    """Raise `CheckpointError` for errors caused by types or shapes that `save` never writes."""
     try:
         yield
     except CheckpointError:
@@ -224,7 +224,7 @@ def _refuse_other_values(source: Path) -> Iterator[None]:
         raise CheckpointError(f"checkpoint {str(source)!r}: {short(error, 500)}") from error
     except UNREADABLE as error:
         raise CheckpointError(
-            f"checkpoint {str(source)!r} contains something other than save() writes "
+            f"checkpoint {str(source)!r} contains data that save() does not write "
             f"({type(error).__name__}: {short(error)}); use another checkpoint") from error
 
 
@@ -248,7 +248,7 @@ def _whole_folder(target: Path, comm: Comm) -> tuple[Path, dict[str, Any]]:
 
 
 def _verify(source: Path, comm: Comm) -> dict[str, Any]:
-    """Verify the files, divided among the ranks. Return the index, or fail on all ranks."""
+    """Verify each file on one rank, and return the index. If a file is damaged, all ranks fail."""
     error, sealed = None, True
     try:
         index, sealed = read_index(source)
@@ -276,11 +276,11 @@ def _check_layers(theirs: Mapping[str, Mapping[str, int]],
             raise ValueError(
                 f"the checkpoint has num_experts={theirs[prefix]['num_experts']} in layer "
                 f"{prefix!r}, but the model has {origin['num_experts']}; build the model with the "
-                "checkpoint's number")
+                "number in the checkpoint")
 
 
 def _of_wrappers(prefix: str, theirs: Collection[str]) -> str:
-    """Return advice if only the checkpoint or only the model has a wrapper such as DDP."""
+    """Return advice for when only the checkpoint or only the model has a wrapper such as DDP."""
     for start, inner in (("module.", "model.module"), ("_orig_mod.", "model._orig_mod")):
         if prefix.startswith(start) and prefix.removeprefix(start) in theirs:
             return f"; the model is in a wrapper: pass {inner}"
@@ -299,7 +299,7 @@ def _check_tensors(state: Mapping[str, Any], model_state: Mapping[str, Any]) -> 
         shape = theirs.entry.shape if isinstance(theirs, Derived) else type(theirs).__name__
         if isinstance(model_state[key], Tensor) and shape != tuple(model_state[key].shape):
             raise ValueError(f"{key!r} has shape {shape} in the checkpoint, but shape "
-                             f"{tuple(model_state[key].shape)} in the model; build the saved model")
+                             f"{tuple(model_state[key].shape)} in the model; build the same model")
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -339,7 +339,7 @@ def _check_kind(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None
     """Raise `ValueError` if the optimizer state belongs to a different optimizer class.
 
     Newer versions of torch add flags to optimizers, and schedulers add settings. Two classes are
-    therefore different only if each has a setting (not a flag) that the other lacks.
+    therefore considered different only if each has a setting (not a flag) that the other lacks.
     """
     numbers = {name for name, value in optimizer.defaults.items()
                if value is not None and not isinstance(value, bool)}
@@ -372,7 +372,7 @@ def _load_optimizer(state: dict[str, Any], model: nn.Module,
 
 
 def whole(state: Any, comm: Comm) -> Any:
-    """Gather the sharded tensors in a state dict to whole tensors. Collective over their ranks.
+    """Gather all sharded tensors in a state dict into full tensors. Collective over their ranks.
 
     Args:
         state: nested mappings. Sharded tensors must have the same order on all ranks.
@@ -394,7 +394,7 @@ def whole(state: Any, comm: Comm) -> Any:
 
 
 def as_stored(value: Any, target: Any) -> Any:
-    """Shard a whole tensor like the tensor `target`, and return all other values unchanged."""
+    """Shard a full tensor like the tensor `target`. Return all other values unchanged."""
     if is_sharded(target) and isinstance(value, Tensor) and value.shape == target.shape:
         return sharded_as(value, target)
     return value

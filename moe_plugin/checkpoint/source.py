@@ -1,8 +1,8 @@
-"""Checkpoints as lazily read tensors.
+"""Checkpoints whose tensors are read lazily.
 
 Every reader of a checkpoint is a `Source`. A source provides the name, shape and data type of each
 tensor, and can read any slice of a tensor. A conversion is a `View` of another source. Every writer
-accepts a source. Therefore, a conversion needs memory for only one slice at a time.
+accepts a source. A conversion therefore needs memory for only one slice at a time.
 """
 
 from __future__ import annotations
@@ -40,16 +40,15 @@ UNREADABLE = (RuntimeError, OSError, pickle.UnpicklingError, EOFError, ValueErro
 
 
 class CheckpointError(ValueError):
-    """The error for a checkpoint that is missing, damaged or unsuitable. The message names the file
-    and states a remedy.
-    """
+    """Raised if a checkpoint is unusable. The message names the file and states a remedy."""
 
 
 @contextmanager
 def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
-    """A context that converts errors from reading untrusted or damaged files to `CheckpointError`.
+    """A context manager that converts errors from reading untrusted or damaged files to
+    `CheckpointError`.
 
-    what: start of the error message, with the file and the problem.
+    what: beginning of the error message, with the file and the problem.
     """
     try:
         yield
@@ -61,9 +60,7 @@ def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
 
 
 def refuse_damaged(paths: Iterable[Path]) -> None:
-    """Raise `CheckpointError` if a file does not match its checksum. Files without a checksum are
-    skipped.
-    """
+    """Raise `CheckpointError` if a file has a checksum and does not match it."""
     for path in filter(Path.is_file, paths):
         with refused_if_unreadable(f"checkpoint file {str(path)!r} is damaged",
                                    "use another checkpoint"):
@@ -77,7 +74,8 @@ class TensorEntry:
     Attributes:
         shape: shape of the tensor with all experts. For expert tensors, axis 0 has the size E.
         dtype: data type in the checkpoint.
-        keeps_float32: whether `cast` converts the tensor to at least float32. See `name_table`.
+        keeps_float32: whether the tensor must stay in float32 (or a wider type) when `cast`
+            converts it. See `name_table`.
     """
 
     shape: tuple[int, ...]
@@ -96,9 +94,7 @@ class TensorEntry:
 
 
 def is_code(dtype: torch.dtype) -> bool:
-    """Return true if a data type represents quantization codes (one-byte floats that require
-    scales).
-    """
+    """Return true for the data types of quantization codes: one-byte floats that require scales."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
@@ -108,8 +104,8 @@ def full_window(shape: Sequence[int]) -> Window:
 
 
 def check_window(window: Window | None, shape: Sequence[int]) -> Window:
-    """Complete a window so that every axis has a start and a stop. Axes that are missing in the
-    window are selected completely.
+    """Complete a window, so that it has a start and a stop for every axis. Axes that the window
+    omits are selected completely.
 
     Raises:
         ValueError: If the window has more axes than the tensor, has a step other than 1, or exceeds
@@ -132,9 +128,7 @@ def check_window(window: Window | None, shape: Sequence[int]) -> Window:
 
 
 def blocks(entry: TensorEntry, limit: int) -> Iterator[Window]:
-    """Yield windows that together cover a tensor, in memory order. Each window has at most `limit`
-    bytes.
-    """
+    """Yield windows of at most `limit` bytes that together cover a tensor, in memory order."""
     row, axis = entry.dtype.itemsize, len(entry.shape)
     while axis > 0 and row * entry.shape[axis - 1] <= limit:
         axis -= 1
@@ -175,12 +169,12 @@ class Source(ABC):
     layers: Mapping[str, Mapping[str, int]]
 
     def read(self, key: Key, window: tuple[slice, ...] | None = None) -> Tensor:
-        """Read a tensor or a window of a tensor. No other values are read from the files.
+        """Read a tensor or a window of a tensor. Only these values are read from the files.
 
         Args:
             key: field and name of the tensor.
-            window: one slice per axis. Trailing axes without a slice are read completely. Defaults
-                to the whole tensor.
+            window: one slice per axis. Trailing axes that are not listed are read completely.
+                Defaults to the whole tensor.
         Raises:
             CheckpointError: If the tensor does not exist, or if a file is damaged.
             ValueError: If the window is not valid for the tensor.
@@ -210,7 +204,8 @@ class Source(ABC):
         return Derived(key, self.entries[key], lambda window: self.read(key, window))
 
     def decoded(self, dtype: torch.dtype) -> Source:
-        """Return a view of this source in which quantized weights are dequantized.
+        """Return a view of this source that contains dequantized weights instead of quantized
+        weights.
 
         When a quantized weight is read, it is converted directly to `dtype`. All other tensors are
         unchanged.
@@ -218,19 +213,16 @@ class Source(ABC):
         return self
 
     def describe(self) -> Mapping[str, Any]:
-        """Return the parallel sizes, the step and the settings that `moe-plugin inspect` displays.
-        """
+        """Return the parallel sizes, the step and the settings for `moe-plugin inspect`."""
         return {}
 
     def files(self) -> Sequence[Path]:
-        """Return the files that contain tensors. A conversion verifies all of these files that have
-        checksums.
-        """
+        """Return the files with tensors. A conversion verifies those that have checksums."""
         return ()
 
     def unsealed(self) -> Sequence[Path]:
-        """Return the files that contain tensors but have no checksum. Damage in files without a
-        checksum is not detected.
+        """Return the files that contain tensors but have no checksum. If such a file is damaged,
+        the damage is not detected.
         """
         return [path for path in self.files() if checksums.seal_of(path) is None]
 
@@ -246,8 +238,7 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Derived:
-    """A lazy tensor. A lazy tensor has a key, a shape, a data type, and a function that reads any
-    window of the tensor.
+    """A lazy tensor: a key, a shape, a data type, and a function that reads any window of it.
 
     Attributes:
         read: function that returns the values of a window. The window must have a start and a stop
@@ -264,7 +255,7 @@ class Derived:
 
 
 class DerivedSource(Source):
-    """A source that consists of independent lazy tensors.
+    """A source that consists of lazy tensors that do not come from a common source.
 
     Args:
         derived: all tensors of the source.
@@ -306,8 +297,8 @@ class DerivedSource(Source):
 
 
 class View(DerivedSource):
-    """A source whose tensors are derived from those of another source. Only the required values of
-    the other source are read.
+    """A source whose tensors are derived from those of another source. Only the values that are
+    needed are read from the other source.
 
     Args:
         origin: the source from which values are read. Closing the view also closes `origin`.

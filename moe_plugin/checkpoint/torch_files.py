@@ -1,6 +1,6 @@
 """Reading and writing `torch.save` files tensor by tensor.
 
-When a file is read or written, its structure comes before the values of its tensors.
+The structure of a file is read or written before the values of its tensors.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class StoredTensor:
 
 def _stored_tensor(path: Path, tensor: Tensor, part: tuple[int, int],
                    check: Callable[[], None]) -> StoredTensor:
-    """Return the location in the file of a tensor that was returned by `_structure`.
+    """For a tensor that `_structure` returned, return its location in the file.
 
     Args:
-        part: start and end of the data that `torch.save` wrote, in bytes from the start of the
-            file.
+        part: first and last position, in bytes from the start of the file, of the data that
+            `torch.save` wrote.
     Raises:
         ValueError: If the tensor is not dense, or if it is not completely inside the range `part`
             of the file.
@@ -105,9 +105,7 @@ def _stored_tensor(path: Path, tensor: Tensor, part: tuple[int, int],
 
 
 def _structure(load: Callable[..., Any]) -> Any:
-    """Call `load` and return its result. The tensors of the result contain file positions instead
-    of values.
-    """
+    """Call `load` and return its result, with file positions instead of values in the tensors."""
     if TorchVersion(torch.__version__) >= "2.13":
         return load(map_location="meta")
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
@@ -121,15 +119,15 @@ def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = F
     """Load a `torch.save` file without reading the values of its tensors. Each tensor is replaced
     by a `Derived`.
 
-    Tensors with the same storage and shape share one read function.
+    Tensors with the same storage and shape have the same read function.
 
     Args:
         path: path of the file.
         allowed: classes that the file may contain. See `trust.load`.
         what: description of the file for error messages.
-        trusted: whether to unpickle all classes.
-        stream, part: for a file that is stored inside another file: a stream of its bytes, and the
-            start and end of these bytes in the outer file.
+        trusted: whether to unpickle arbitrary classes.
+        stream, part: for a file that is stored inside another file: a stream with its bytes, and
+            the start and end of these bytes in the outer file.
     Raises:
         ValueError: If the file contains tensors that are not dense, or that extend beyond the end
             of the file.
@@ -154,7 +152,7 @@ def open_mapping(path: Path, remedy: str, allowed: Iterable[Any] = (), trusted: 
         path: path of the file.
         remedy: advice for the error message about a damaged file.
         allowed, trusted: see `open_lazily`.
-        check: function that raises `ValueError` if the format does not allow this mapping.
+        check: function that raises `ValueError` if the mapping is not valid in this format.
     Raises:
         CheckpointError: If the file is truncated, is damaged, or contains no valid mapping.
     """
@@ -180,7 +178,7 @@ def _with_stored_tensors(path: Path, state: Any, part: tuple[int, int],
 
 
 def read_all(value: Any) -> Any:
-    """Copy nested mappings, lists and tuples. `Derived` tensors are read into new memory."""
+    """Copy nested mappings, lists and tuples, and read `Derived` tensors into new memory."""
     def read(tensor: Derived) -> Tensor:
         return tensor.read(full_window(tensor.entry.shape)).contiguous()
 
@@ -188,9 +186,7 @@ def read_all(value: Any) -> Any:
 
 
 def _map_values(value: Any, type_: type, change: Callable[[Any], Any]) -> Any:
-    """Copy nested mappings, lists and tuples. Copy nested mappings, lists and tuples, and apply
-    `change` to all values of type `type_`.
-    """
+    """Copy nested mappings, lists and tuples, and apply `change` to values of type `type_`."""
     if isinstance(value, type_):
         return change(value)
     if isinstance(value, Mapping):
@@ -205,14 +201,14 @@ class SealedWriter:
     time.
 
     Two files are written in parallel if two cores are available. Data is flushed to disk in the
-    background. When the context ends, all files have been flushed to disk. If several tensors share
-    one read function, their values are stored only once in a file.
+    background. When the context ends, all files have been flushed to disk. If several tensors have
+    the same read function, their values are stored only once in a file.
 
     Args:
-        advance: function that is called with the number of tensor bytes that were written. Several
-            threads call this function.
-        at_once: number of files that are written in parallel. By default, `FileWorkers` chooses
-            this number.
+        advance: function that is called with the number of tensor bytes that were just written.
+            Several threads call this function.
+        at_once: number of files that are written in parallel. Defaults to the number that
+            `FileWorkers` chooses.
     """
 
     def __init__(self, advance: Callable[[int], None] = lambda _: None,
@@ -253,13 +249,12 @@ class SealedWriter:
 
     def fill(self, path: Path, order: Sequence[tuple[int, Derived]],
              done: Callable[[], None] = lambda: None) -> None:
-        """Start writing tensors into an existing file. `checksums.seal` must be called afterwards
-        to complete the file.
+        """Start writing tensors into an existing file. The file is complete only after a call of
+        `checksums.seal`.
 
         Args:
             path: path of the file.
-            order: pairs of a position in bytes and the tensor to be written at this position,
-                sorted by position.
+            order: pairs (position in bytes, tensor to be written there), sorted by position.
             done: function that another thread calls after the file has been flushed to disk.
         """
         self._workers.start(partial(self._make, path, order, done))
@@ -275,7 +270,7 @@ class SealedWriter:
 
     def _fill(self, file: io.FileIO, pieces: Iterator[tuple[int | None, memoryview]],
               disk: Executor) -> int:
-        """Write blocks of data into a file. Return the checksum of the whole file."""
+        """Write blocks of data into a file, and return the checksum of the whole file."""
         size, at, crc, begun = os.path.getsize(file.name), 0, 0, 0
         for start, data in pieces:
             self._workers.check()
@@ -301,7 +296,7 @@ class SealedWriter:
 def _blocks(order: Iterable[tuple[int, Derived]],
             reader: Executor) -> Iterator[tuple[int | None, memoryview]]:
     """Yield the bytes of all tensors, one block at a time. The first block of each tensor is
-    yielded with the tensor's position in the file, and all other blocks with None.
+    yielded together with the tensor's position in the file, all other blocks together with None.
 
     Another thread reads the next block while the caller processes the current block.
     """
@@ -318,8 +313,8 @@ def _blocks(order: Iterable[tuple[int, Derived]],
 
 
 def _in_memory() -> Callable[[Tensor], Derived]:
-    """Return a function that converts tensors in memory to `Derived` tensors. For the same tensor,
-    the function always returns the same `Derived`.
+    """Return a function that wraps tensors in memory as `Derived` tensors. For the same tensor, the
+    function always returns the same `Derived`.
     """
     known: dict[int, Derived] = {}
 
@@ -342,9 +337,7 @@ def _bytes_of(tensor: Derived, window: Window) -> memoryview:
 
 
 def _sum_existing(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, int]:
-    """Include the existing bytes between tensors in the checksum. Return the new position and the
-    new checksum.
-    """
+    """Add the existing bytes between tensors to the checksum, and return (position, checksum)."""
     while at < until:
         file.seek(at)
         data = file.read(min(until - at, BLOCK))
@@ -353,9 +346,7 @@ def _sum_existing(file: io.FileIO, at: int, until: int, crc: int) -> tuple[int, 
 
 
 def _offsets_by_id(written: Any, skeleton: Any) -> dict[int, int]:
-    """Return the position in the file of each tensor in a skeleton. The keys are the `id()`s of the
-    tensors.
-    """
+    """Return the file position of each tensor in a skeleton, keyed by the tensor's `id()`."""
     pairs: Any = zip(_tensors(written), _tensors(skeleton), strict=True)
     return {id(fake): stored.untyped_storage()._checkpoint_offset for stored, fake in pairs}
 

@@ -27,8 +27,8 @@ _LEGACY = 4  # number of pickles ahead of the tensors in a `torch.save` file tha
 
 
 class UntrustedFile(ValueError):
-    """Raised if a file contains classes that are not allowed. Loading a file with other classes
-    could run code that the file contains.
+    """Raised if a file contains classes that are not allowed. Unpickling such classes could run
+    code that is stored in the file.
     """
 
     def __init__(self, what: str, classes: Iterable[str]) -> None:
@@ -47,8 +47,8 @@ def load(file: Any, allowed: Iterable[Any], what: str, **options: Any) -> Any:
         options: additional keyword arguments of `torch.load`.
     Raises:
         UntrustedFile: If the pickle refers to classes that are not in `allowed`. RuntimeError,
-            pickle.UnpicklingError: If the file is damaged, so that `torch.load` cannot read it.
-        ValueError: If loading the file would require more memory than the size of the file.
+            pickle.UnpicklingError: If the file is damaged and `torch.load` cannot read it.
+        ValueError: If loading the file would need more memory than the size of the file.
     """
     check_sizes(file, what)
     known = {*get_safe_globals()}
@@ -73,7 +73,7 @@ def check(file: Any, what: str, cause: BaseException | None = None) -> None:
     Args:
         file: path of the file, or an open stream.
         what: description of the file for error messages.
-        cause: original error, to which the `UntrustedFile` error is chained. Optional.
+        cause: original error, which becomes the cause of the `UntrustedFile` error. Optional.
     """
     check_sizes(file, what)
     listed = {*of_torch._get_allowed_globals(), *of_torch._get_user_allowed_globals()}
@@ -84,11 +84,10 @@ def check(file: Any, what: str, cause: BaseException | None = None) -> None:
 
 
 def check_sizes(file: Any, what: str) -> None:
-    """Raise `ValueError` if the zip file that `torch.save` wrote is compressed, or if its members
-    are larger than the file.
+    """Raise `ValueError` if a zip file in the format of `torch.save` is compressed, or if its
+    members are together larger than the file.
 
-    Reading a compressed file, or a file with such members, could exhaust the memory. `torch.save`
-    never writes such files.
+    Reading such a file could exhaust the memory. `torch.save` never writes such files.
     """
     with _opened(file) as stream, contextlib.suppress(zipfile.BadZipFile):
         members = zipfile.ZipFile(stream).infolist()
@@ -104,7 +103,7 @@ def check_sizes(file: Any, what: str) -> None:
 @contextlib.contextmanager
 def _opened(file: Any) -> Iterator[Any]:
     """Yield a stream of the bytes of a file. If `file` is a stream, reading starts at its current
-    position, and this position is restored at the end.
+    position. This position is restored at the end.
     """
     if isinstance(file, str | os.PathLike):
         with open(file, "rb") as stream:
@@ -118,10 +117,10 @@ def _opened(file: Any) -> Iterator[Any]:
 
 
 class _FromStart(io.RawIOBase):
-    """A stream that supports seeking only from the start of the stream.
+    """A stream that converts every seek to a seek from the start of the stream.
 
-    This class is a workaround: torch's views of a range of a file use the wrong sign for offsets
-    from the end.
+    This is a workaround for a bug in torch: its views of a range of a file use the wrong sign for
+    offsets from the end.
     """
 
     def __init__(self, file: Any) -> None:
@@ -174,8 +173,8 @@ class Unpickler(pickle.Unpickler):
         allowed: names of the allowed classes, in the form `module.name`.
         what: description of the file for error messages.
     Raises:
-        UntrustedFile: If the pickle refers to a class that is not allowed. The method `load` raises
-            this error.
+        UntrustedFile: If the pickle refers to a class that is not allowed. This error is raised by
+            the method `load`.
     """
 
     def __init__(self, stream: Any, allowed: Iterable[str], what: str) -> None:
@@ -183,9 +182,7 @@ class Unpickler(pickle.Unpickler):
         self._allowed, self._what = frozenset(allowed), what
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed class, or a data type of torch. Raise `UntrustedFile` for all other
-        names.
-        """
+        """Return an allowed class or a data type of torch, or raise `UntrustedFile`."""
         if f"{module}.{name}" in self._allowed:
             return super().find_class(module, name)
         if module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype):

@@ -2,19 +2,19 @@
 function.
 
 Copies: every expert is a copy of the layer's MLP, and the routers are initialized randomly. The
-weights of the chosen experts sum to 1. The layer therefore has the same output as the MLP, no
-matter which experts are chosen. Source: Komatsuzaki and others 2023, Sparse Upcycling.
+weights of the chosen experts sum to 1. The layer therefore has the same output as the MLP,
+regardless of which experts are chosen. Source: Komatsuzaki and others 2023, Sparse Upcycling.
 
 Granular experts: the MLP is split into `G` slices along the inner width. For each slice, the layer
 has `E / G` experts that are copies of this slice. Expert `c * G + g` is slice `g` of copy `c`. The
 layer has the same output as the MLP only if all slices are chosen equally often and with equal
-weights. Therefore, the router is initialized with one random row per copy. All `G` experts of a
-copy (a virtual group) have this row. Because the `G` experts of a copy have equal scores, the
-router always chooses whole groups if `top_k` is a multiple of `G`. The weights of each slice sum to
-`1 / G`. To compensate, the output of the layer is multiplied by `G`. Source: He and others 2024,
-Upcycling Large Language Models into Mixture of Experts, section "virtual group initialization".
-This implementation applies the factor `G` only to the output matrices, which is exact for every
-activation function.
+weights. The router is therefore initialized with one random row per copy. This row is repeated for
+all `G` experts of the copy (a virtual group). Because the `G` experts of a copy have equal scores,
+the router always chooses whole groups if `top_k` is a multiple of `G`. The weights of the experts
+for each slice sum to `1 / G`. To compensate, the output of the layer is multiplied by `G`. Source:
+He and others 2024, Upcycling Large Language Models into Mixture of Experts, section "virtual group
+initialization". This implementation multiplies only the output matrices by `G`, which is exact for
+every activation function.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class Upcycling:
         top_k: number of experts per token.
         granularity: number of slices into which each MLP is split (G), or 1 if experts are copies
             of the whole MLP.
-        shared: fraction (0 <= x < 1) of the MLP's output that a shared expert contributes. The
+        shared: fraction (0 <= x < 1) of the MLP's output that the shared expert contributes. The
             shared expert is a copy of the MLP, and the routed experts contribute the rest of the
             output.
         shared_gate: whether the shared expert has the gate that Qwen2-MoE uses.
-        every: distance between MoE layers. Among every `every` consecutive layers, the last layer
-            is converted to an MoE layer. If `every` is 1, all layers are converted.
-        encoder_every, decoder_every: like `every`, but for the encoder or the decoder of a
-            translation model. If this distance is 0, no layer of the encoder or decoder is
-            converted. Defaults to `every`.
+        every: number of layers from one MoE layer to the next. The last layer of every group of
+            `every` layers is converted to an MoE layer. If `every` is 1, all layers are converted.
+        encoder_every, decoder_every: like `every`, but for the encoder and the decoder of a
+            translation model. If the value is 0, no layer of the encoder or decoder is converted.
+            Defaults to `every`.
         router_std: standard deviation of the random rows of the routers.
         seed: random seed for the rows of the routers.
     """
@@ -102,8 +102,7 @@ class Upcycling:
 
 
 def upcycle(source: Source, plan: Upcycling) -> View:
-    """Return a lazy view of a framework-independent dense model as a framework-independent Mixture
-    of Experts.
+    """Return a lazy view that converts a framework-independent dense model to a Mixture of Experts.
 
     The new model cannot use the optimizer state of the dense model. The optimizer state is
     therefore left out, and a message is logged.
@@ -140,14 +139,14 @@ def refuse_experts(source: Source, top_k: int = 0) -> None:
 
 
 def tell_left_out(source: Source) -> None:
-    """Log which data of a checkpoint the new checkpoint does not contain."""
+    """Log which data of the old checkpoint is missing in the new checkpoint."""
     if left_out := sorted({field for field, _ in source.entries if field != MODEL}):
-        logger.info("left out the optimizer state %s, which starts from zero in a model of experts",
+        logger.info("left out the optimizer state %s, which starts from zero in the new model",
                     ", ".join(left_out))
 
 
 def _mlps(source: Source) -> dict[int, dict[str, Derived]]:
-    """Return the tensors of each layer's MLP, by the layer index and the name within the MLP."""
+    """Return the tensors of each layer's MLP, keyed by layer index and name within the MLP."""
     mlps: dict[int, dict[str, Derived]] = {}
     for key in source.entries:
         parts = key[1].split(".")
@@ -176,8 +175,8 @@ def moe_tensors(mlp: Mapping[str, Derived], plan: Upcycling, layer: int,
     Args:
         mlp: tensors of the MLP, by their framework-independent names within the MLP.
         plan: settings of the conversion.
-        layer: number of the MoE layer, which must be unique. The layer number is part of the
-            router's random seed.
+        layer: index of the MoE layer, which must be unique because it is part of the router's
+            random seed.
         prefix: prefix for the names of the new tensors.
     Raises:
         CheckpointError: If the MLP cannot be split into `plan.granularity` slices.
@@ -230,9 +229,7 @@ def _scaled(one: Derived, factor: float) -> Derived:
 
 
 def _router(like: Derived, plan: Upcycling, layer: int) -> Derived:
-    """Return router weights with one random row per copy. The row is repeated for all experts of
-    the copy.
-    """
+    """Return router weights with one random row per copy, repeated for all experts of the copy."""
     entry = TensorEntry((plan.experts, like.entry.shape[1]), like.entry.dtype)
 
     def read(window: Window) -> Tensor:
@@ -245,8 +242,8 @@ def _router(like: Derived, plan: Upcycling, layer: int) -> Derived:
 
 
 def write_new(source: Source, to: Format, target: Path) -> None:
-    """Write a source as a new checkpoint. The names in the source must be those of the target
-    format. If writing fails, incomplete files are removed.
+    """Write a source as a new checkpoint. The source must use the names of the target format. If
+    writing fails, incomplete files are removed.
 
     Raises:
         CheckpointError: If the target already exists, if the format cannot store the source, or if

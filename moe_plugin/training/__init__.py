@@ -1,3 +1,3 @@
-"""Code that runs around each training step: runs, features, gradients, fault tolerance and
-ensembles.
+"""Code that runs before, during and after each training step: runs, features, gradients, fault
+tolerance and ensembles.
 """

@@ -1,7 +1,7 @@
 """A training run in any host framework, and the features that are called before, during and after
 its steps.
 
-A feature is a `RunFeature`. A feature does not depend on the host framework. Each host framework
+A feature is a `RunFeature`, which does not depend on the host framework. Each host framework
 creates one `Run` with the enabled features, and calls it at several points of each step:
 
     with run.around_step(StepInput(number)):
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def _of_each(name: str) -> Any:
-    """Return a method of `Run` that calls the method `name` of every feature, in order."""
+    """Return a method for `Run` that calls the method `name` of every feature, in order."""
 
     def call(run: Run, *facts: Any) -> None:
         for feature in run.features:
@@ -41,8 +41,8 @@ class Run(RunFeature):
 
     Attributes:
         number: index of the current or last step, counted from 1.
-        left_out: reason why the current step does not change the parameters, or None if the step is
-            not skipped.
+        left_out: reason why the current step does not change the parameters, or None if it changes
+            them.
     """
 
     after_passes = _of_each("after_passes")
@@ -97,13 +97,12 @@ class Run(RunFeature):
 
     def compute(self, passes: Callable[[], Result],
                 undo: Callable[[], None] = lambda: None) -> Result:
-        """Return the result of `passes()`. As long as `passes` raises `StepRepeat`, the function is
-        called again.
+        """Return the result of `passes()`. If `passes` raises `StepRepeat`, call `passes` again.
 
         Args:
             passes: function that clears the gradients and runs all forward and backward passes of a
-                step, or that runs all forward passes of an evaluation. After these passes, the
-                function must call `after_passes`.
+                step, or that runs all forward passes of an evaluation. After these passes, it must
+                call `after_passes`.
             undo: function that is called before `passes` is called again.
         """
         reset = self.before_passes()

@@ -1,8 +1,8 @@
-"""The list of all features of a run. All host frameworks use the same list.
+"""The list of all features that a run can have. All host frameworks use this list.
 
-To add a feature, add a row to `FEATURES` with the setting that enables the feature and a function
-that creates the feature from `HostSeams`. If a host framework does not support a feature,
-`moe_plugin.config.lacks` lists this feature with the reason.
+To add a feature, add a row to `FEATURES` with the setting that enables it, and a function that
+creates it from `HostSeams`. If a host framework does not support a feature,
+`moe_plugin.config.lacks` contains the feature and the reason.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HostSeams:
         models: the parts of the model on this rank, without wrappers.
         world: group of all ranks that share the models.
         data: data-parallel ranks. Defaults to `world`.
-        layers: the MoE layers, by the names that are used in records; see
+        layers: the MoE layers, keyed by the names that are used in records; see
             `observe.features.listen`.
         records: group of ranks whose statistics are combined, or None if this rank has no layers.
         rank: rank of this process in timelines and traces. Defaults to this rank's index in
@@ -54,18 +54,19 @@ class HostSeams:
         speaks: whether this rank logs warnings about dropped choices.
         start: see `TwinCheck`.
         kept: see `TwinCheck`.
-        skips_steps: whether the loss scaler of the host framework skips steps that are not finite.
+        skips_steps: whether the loss scaler of the host framework skips steps with non-finite
+            gradients.
         streamed: trainer for streamed weights, which updates a model block by block. `streamed` is
             None if weights are not streamed.
         replicas: position of this run among several replicas, or None if there is only one replica.
-        resize: function that creates the feature for `resize` settings, or `activations` is None if
-            the host framework does not support this feature.
+        resize: function that creates the feature for `resize` settings. None if the host framework
+            does not support this feature.
         activations: function that creates the feature for `offload.activations`. None if the host
             framework does not support this feature.
         votes: function that creates the feature for `guard.votes`. None if the host framework does
             not support this feature.
-        more: additional features of this run. The additional features are called before
-            `FiniteSteps` checks whether gradients are finite, so they may change gradients.
+        more: additional features of this run. These features are called before `FiniteSteps` checks
+            whether gradients are finite, so they may change gradients.
     """
 
     host: str
@@ -96,8 +97,8 @@ class FeatureRow(NamedTuple):
         setting: name of the setting or section of settings that enables the feature. An empty
             string means that every run has the feature.
         kinds: classes that the created feature can have.
-        make: function that creates the feature from the settings and the information of the host
-            framework. If the feature is disabled, `make` returns None. Collective.
+        make: function that creates the feature from the settings and the host framework's
+            information, or returns None if the feature is disabled. Collective.
     """
 
     setting: str
@@ -146,8 +147,8 @@ def _activations(settings: RunConfig, host: HostSeams) -> Activations | None:
 
 def _told(host: HostSeams, seam: Made | None, setting: str) -> Made:
     if seam is None:
-        raise ValueError(f"{setting} is not supported in this run of {HOSTS[host.host]}, which "
-                         "does not provide a function for it: leave it out")
+        raise ValueError(f"{setting} is not supported in this run of {HOSTS[host.host]}, "
+                         "because no function that implements it was passed: leave it out")
     return seam
 
 
@@ -179,8 +180,8 @@ def make_run(settings: RunConfig, host: HostSeams) -> Run:
     """Create the run of a host framework, with the features that the settings enable. Collective.
 
     Raises:
-        ValueError: If the host framework does not support a feature, or if the settings of a
-            feature are not valid.
+        ValueError: If the host framework does not support a feature, or if a feature's settings are
+            not valid.
     """
     refuse_lacking(settings, host.host)
     made: list[RunFeature | None] = []

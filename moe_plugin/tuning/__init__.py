@@ -1,1 +1,1 @@
-"""Choices of layouts, exchanges and expert implementations that are made during training."""
+"""Choices of layouts, exchanges and expert implementations, made during training."""

@@ -1,9 +1,9 @@
 """Experts that their owner ranks lend to other ranks for one forward call (`planner.spill`).
 
-All-to-alls in the background send the weights, so autograd sends the gradients back to the owners
-with the reverse all-to-alls. If h ranks borrow an expert, the owner divides the weights into h
-parts and sends one part to each borrower. The borrowers then exchange their parts. In backward, the
-borrowers sum the gradients of each part, and the owner receives each sum once.
+The weights are sent by asynchronous all-to-alls. Autograd reverses these all-to-alls to send the
+gradients back to the owners. If h ranks borrow an expert, the owner divides the weights into h
+parts and sends a different part to each borrower. The borrowers then exchange their parts. In
+backward, the borrowers sum the gradients of each part, so the owner receives each sum only once.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class BorrowedExperts:
     """The experts that a rank borrows for one forward call.
 
     The weights are transferred while rows are sent and while the rank's own experts are computed.
-    All ranks must start and wait for these transfers, both in forward and in backward.
+    All ranks must start these transfers and wait for them, both in forward and in backward.
 
     Args:
         experts: experts of the layer.
-        place: placement, which states which ranks store which experts.
+        place: placement that states which ranks store which experts.
         spill: plan that states which ranks compute the rows of each expert.
 
     Attributes:
@@ -61,11 +61,11 @@ class BorrowedExperts:
         self._parameters: FFNParameters | None = None
 
     def split(self, work: ExpertRows) -> Iterator[ExpertRows]:
-        """Yield the rows of the rank's own experts and then the rows of the borrowed experts, if
-        any.
+        """Yield the rows of the rank's own experts, followed by the rows of the borrowed experts,
+        if any.
 
         If this rank borrows nothing, the rows of its own experts are linked to the weight exchanges
-        in the autograd graph, so that backward runs these exchanges.
+        in the autograd graph, so that backward still runs these exchanges.
         """
         assert isinstance(work.rows, RowCounts)
         if self.travel is not None:
@@ -94,9 +94,9 @@ class BorrowedExperts:
 
 
 class _SentWithGuests(Sent):
-    """Rows that were sent to this rank. Borrowed experts compute some of these rows.
+    """Rows that were sent to this rank, some of which are computed by borrowed experts.
 
-    sent: rows of all experts that this rank computes, in pieces.
+    sent: rows of all experts that this rank computes, divided into pieces.
     """
 
     def __init__(self, sent: Sent, borrowed: BorrowedExperts) -> None:
@@ -112,8 +112,8 @@ class _SentWithGuests(Sent):
 
 
 class BorrowingDispatcher(WrappedDispatcher):
-    """A dispatcher that sends rows with an inner dispatcher and, if the plan contains loans, lends
-    weights.
+    """A dispatcher that sends rows with an inner dispatcher and lends weights if the plan contains
+    loans.
 
     Args:
         inner: dispatcher that creates a `SpillingPlan` or an `OncePlan`.
@@ -125,7 +125,7 @@ class BorrowingDispatcher(WrappedDispatcher):
         self.experts = experts
 
     def dispatch(self, x_TD: Tensor, plan: SpillingPlan | OncePlan, anchor: Tensor | None) -> Sent:
-        """See `Dispatcher`. The transfer of weights starts before the rows are sent."""
+        """See `Dispatcher`. The transfer of weights starts before any rows are sent."""
         if plan.spill is None:
             return self.inner.dispatch(x_TD, plan, anchor)
         borrowed = BorrowedExperts(self.experts, self.placement, plan.spill)
@@ -136,7 +136,7 @@ class BorrowingDispatcher(WrappedDispatcher):
 
 
 class _Tie(torch.autograd.Function):
-    """An identity function that makes backward reverse the weight exchanges on this rank.
+    """An identity function whose backward reverses the weight exchanges on this rank.
 
     A rank that borrows nothing does not use any of the weights that have arrived. Without this
     function, backward on this rank would skip the exchanges, and the owners would wait for this
@@ -158,7 +158,7 @@ class _WeightTransfer:
 
     Args:
         local: parameters of the experts that this rank stores.
-        place: placement, which states which ranks store which experts.
+        place: placement that states which ranks store which experts.
         spill: plan that states which ranks compute the rows of each expert.
         anchor: tensor that links the exchanges to the autograd graph; see `comm.functional`.
     """
@@ -174,7 +174,7 @@ class _WeightTransfer:
 
     def pass_on(self) -> None:
         """Send the parts that this rank has received from the owners to the other borrowers. Only
-        the first call sends.
+        the first call sends anything.
         """
         if not self.shared or self._others is not None:
             return
@@ -196,9 +196,10 @@ class _WeightTransfer:
     def arrived(self) -> Tensor:
         """Wait until the weights of the borrowed experts have arrived, and return them.
 
-        The returned tensor has the shape [G * P]. The returned tensor contains the P elements of
-        each of the G borrowed experts, expert by expert. Even if this rank borrows nothing, the
-        result depends on all exchanges, so that backward reverses the exchanges on every rank.
+        The returned tensor has the shape [G * P] and contains the P elements of each of the G
+        borrowed experts, one expert after another. Even if this rank borrows nothing, the result
+        depends on all exchanges in the autograd graph, so that backward reverses the exchanges on
+        every rank.
         """
         self.pass_on()
         if self._others is None:
@@ -217,10 +218,10 @@ class _WeightTransfer:
 
 def _post(place: Placement, anchor: Tensor | None, rows_N: Tensor, send: list[int],
           recv: list[int]) -> Callable[[], Tensor]:
-    """Start an exchange in the background. Return a function that waits for the received elements
-    and returns them.
+    """Start an exchange in the background, and return a function that waits for the received
+    elements and returns them.
 
-    Weights are always sent exactly as they are in memory, no matter in which format rows are sent.
+    Weights are sent exactly as they are in memory, regardless of the format in which rows are sent.
     """
     exact = dataclasses.replace(place, algorithm=algorithms.get("linear"))
     piece = Piece(send, recv, RowCounts([sum(recv)]))
@@ -234,8 +235,8 @@ def _from_owner(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
     """Return the elements that this rank lends, the number of elements sent to each rank, and the
     number of elements received from each rank.
 
-    From each expert that it borrows, a borrower receives one part. The received parts are in the
-    order of the experts.
+    A borrower receives one part of each expert that it borrows. The received parts are in the order
+    of the experts.
     """
     rank, ranks = place.comm.rank, range(place.comm.size)
     # one vector per expert, so that parts have nearly equal lengths and may span parameters
@@ -273,10 +274,11 @@ def _cut(x_N: Tensor, lengths: list[int]) -> Sequence[Tensor]:
 
 def _as_parameters(flat_N: Tensor, local: Mapping[str, Tensor], numbers: list[int],
                    place: Placement) -> dict[str, Tensor]:
-    """Convert [G * P] elements to the parameters [G, ...] of the given experts or shards, by name.
+    """Convert [G * P] elements to the parameters [G, ...] of the given experts or expert shards, by
+    name.
 
-    The output bias of a shard is padded to the whole width. Each shard has its own position within
-    the whole width.
+    The output bias of a shard is padded to the whole width, and each shard has its own position
+    within this width.
     """
     sizes = [value[0].numel() for value in local.values()]
     parts = flat_N.view(len(numbers), -1).split(sizes, dim=1)

@@ -1,6 +1,4 @@
-"""Selection of the collectives that a group uses (`comm.collectives`). The setting `auto` is
-included.
-"""
+"""Selection of the collectives that a group uses (`comm.collectives`), including `auto`."""
 
 from __future__ import annotations
 
@@ -33,16 +31,16 @@ class WrongNetwork(ValueError):
 
 
 def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> Comm:
-    """Return a prepared group that uses the collectives selected by the settings.
+    """Return a prepared group with the collectives that the settings select.
 
-    If the group already uses these collectives, the group itself is returned. All ranks must call
-    this function, because the first rank plans the trees.
+    If the group already uses these collectives, return the group itself. All ranks must call this
+    function, because the first rank plans the trees.
 
     Args:
         comm: a prepared group.
         config: communication settings.
         measures: whether `auto` may measure times. If `measures` is False, `auto` uses predicted
-            times even if there is no cluster file.
+            times, even without a cluster file.
 
     Raises:
         ValueError: If the network file cannot be read, or if the network has a wrong number of
@@ -61,10 +59,9 @@ def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> C
 
 
 def prepare_replicas(comm: Comm, config: CommConfig, measures: bool = True) -> Comm:
-    """Prepare a new group of ranks that store the same experts. The group uses the configured
-    collectives.
+    """Prepare a new group of ranks that store the same experts, with the configured collectives.
 
-    See `with_collectives`. With native collectives, no messages are sent.
+    See `with_collectives`. With native collectives, this function sends no messages.
     """
     if collective_kinds.get(config.collectives) is not Collectives:
         comm.prepare()
@@ -74,13 +71,13 @@ def prepare_replicas(comm: Comm, config: CommConfig, measures: bool = True) -> C
 
 
 def network_of(comm: Comm, config: CommConfig) -> tuple[Network, str]:
-    """Return the network between the ranks of a prepared group, and a description of the source of
-    this information.
+    """Return the network between the ranks of a prepared group, and a description of where this
+    information comes from.
 
     If `comm.network` is set (see `find_network`), the network must have as many ranks as the group
-    or as the whole job. If the network file describes a single node, this node is repeated for each
-    node of the group. If `comm.network` is not set, the nodes are those of the topology. Without
-    `comm.network`, the links are those of the cluster file, or typical links.
+    or as the whole job. If the network file describes a single node, all nodes of the group are
+    assumed to be like this node. If `comm.network` is not set, the nodes are those of the topology,
+    and the links are those of the cluster file, or typical links.
 
     Raises:
         ValueError: If the network cannot be read, or if it has a wrong number of ranks.
@@ -124,7 +121,7 @@ def _of_group(network: Network, comm: Comm, where: str) -> Network:
 def _of_some_cost(cluster: Cluster) -> Cluster:
     """Return a copy of the cluster in which all links have a finite bandwidth.
 
-    A calibrated cluster may contain links with almost no cost, for example links inside emulated
+    A calibrated cluster may contain links with almost zero cost, for example links inside emulated
     nodes.
     """
     intra, inter = (replace(link, beta_s=max(link.beta_s, LEAST_BETA_S))
@@ -140,12 +137,12 @@ def _cluster(comm: Comm) -> Cluster:
 @collective_kinds.register("auto")
 @dataclass(frozen=True)
 class AutoCollectives(Collectives):
-    """Collectives that use the native or the forest implementation, depending on which is faster
-    for each collective and size.
+    """Collectives that use either the native or the forest implementation, whichever is faster for
+    each collective and size.
 
-    Trials run in the same way as those of all-to-all algorithms (`tuning.exchange_tuner`).
+    Trials run in the same way as trials of all-to-all algorithms (`tuning.exchange_tuner`).
 
-    cluster: cluster for predicting times. If `cluster` is None, times are measured.
+    cluster: cluster that is used to predict times, or None if times are measured.
     """
 
     forest: Forest
@@ -157,7 +154,7 @@ class AutoCollectives(Collectives):
         """Create the collectives. If no trees can be planned, native collectives are returned.
 
         Raises:
-            WrongNetwork: If the configured network is not valid. Invalid networks must not be
+            WrongNetwork: If the configured network is not valid. Such a network must not be
                 ignored.
         """
         try:
@@ -180,9 +177,7 @@ class AutoCollectives(Collectives):
         return self._run(comm, "all_reduce", x, x.nbytes)
 
     def start_all_reduce(self, comm: Comm, x: Tensor) -> Callable[[], Tensor]:
-        """See `Collectives`. If the call is a trial, the reduction is already complete when this
-        method returns.
-        """
+        """See `Collectives`. In a trial, the reduction is already complete on return."""
         name, trial_of = self._turn(comm, "all_reduce", x, x.nbytes)
         if trial_of is None:
             return self._named(name).start_all_reduce(comm, x)
@@ -204,16 +199,14 @@ class AutoCollectives(Collectives):
         return min(self.predicted(comm, kind, size).values())
 
     def active(self, comm: Comm) -> str:
-        """Return the names of the collectives that have been chosen so far. See `Collectives`."""
+        """Return the names of the implementations chosen so far. See `Collectives`."""
         predicted = set(Predictions.of(comm).known.values())
         tuner = Choices.of(comm).tuner
         measured = {entry.settled for entry in tuner.entries.values() if entry.known}
         return f"auto: {', '.join(sorted(predicted | measured))}".rstrip(": ")
 
     def chosen(self, comm: Comm, kind: str, size: int) -> Collectives | None:
-        """Return the collective that was chosen for a total of `size` bytes, or None if trials are
-        pending.
-        """
+        """Return the implementation chosen for `size` bytes, or None if trials are pending."""
         if self.cluster is not None:
             known, key = Predictions.of(comm).known, (self.forest.key, self.cluster, kind, size)
             if key not in known:
@@ -224,9 +217,7 @@ class AutoCollectives(Collectives):
         return self._named(tuner.latest(bucket).choice) if tuner.known(bucket) else None
 
     def predicted(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
-        """Return the predicted times of `native` and `forest` for a total of `size` bytes, in
-        seconds.
-        """
+        """Return the predicted times of `native` and `forest` for `size` bytes, in seconds."""
         group, piece = GroupShape(comm.size), size / comm.size
         native = {"all_gather": all_gather_s, "reduce_scatter": reduce_scatter_s,
                   "all_reduce": all_reduce_s}[kind]
@@ -243,8 +234,8 @@ class AutoCollectives(Collectives):
 
     def _turn(self, comm: Comm, kind: str, x: Tensor,
               size: int) -> tuple[str, tuple[str, int] | None]:
-        """Return the name of the collective to run, and the bucket of its trial. The bucket is None
-        if the call is not a trial.
+        """Return the name of the implementation to run, and the bucket of its trial, or None if the
+        call is not a trial.
         """
         if self.cluster is not None:
             chosen = self.chosen(comm, kind, size)
@@ -270,23 +261,23 @@ class AutoCollectives(Collectives):
 
 @dataclass
 class Predictions:
-    """Predicted choices of `auto`, by network, cluster, collective and total number of bytes.
+    """Predictions of the setting `auto`, keyed by network, cluster, collective and total number of
+    bytes.
 
-    There are few predictions, because a model uses only a few different sizes. The object is stored
-    in the state of the group.
+    There are only a few predictions, because a model uses only a few different sizes. The object is
+    stored in the state of the group.
     """
 
     known: dict[tuple[str, Cluster, str, int], str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, comm: Comm) -> Predictions:
-        """Return the predictions of a group. The predictions are created on first use."""
+        """Return the predictions of a group. The object is created on first use."""
         return comm.state.get(cls)
 
 
 class Choices:
-    """The trials of the collectives in one group. The object is stored in the state of the group.
-    """
+    """The trials of the collectives in one group, stored in the state of the group."""
 
     def __init__(self, rules: TunerSettings = RULES) -> None:
         self.tuner: Tuner[tuple[str, int], str] = Tuner(
@@ -294,5 +285,5 @@ class Choices:
 
     @classmethod
     def of(cls, comm: Comm) -> Choices:
-        """Return the trials of a group. The trials are created on first use."""
+        """Return the trials of a group. They are created on first use."""
         return comm.state.get(cls)

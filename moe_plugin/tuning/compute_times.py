@@ -1,8 +1,8 @@
-"""Measured choices of the strategy that computes experts. The choices are shared within a process
-and stored in the user's cache.
+"""Measured choices of the strategy that computes the experts. The choices are shared within a
+process and stored in the user's cache.
 
-Measuring times does not make the host wait for the device. Later runs load the stored choices, and
-check them occasionally.
+The host does not wait for the device in order to measure times. Later runs load the stored choices,
+and check them occasionally.
 """
 
 from __future__ import annotations
@@ -51,13 +51,12 @@ class ComputeChoice:
 
 
 class MeasuredChoices:
-    """Choices of the strategy that computes experts, by key. The choices are stored in memory and
-    in files.
+    """Choices of the strategy that computes the experts, stored in memory and in files.
 
     Args:
         folder: folder for the files. Defaults to a folder in the user's cache. If the folder is not
-            writable, choices are kept only while this object exists.
-        clock: function that returns the time of a monotonic clock, in seconds.
+            writable, choices are stored only while this object exists.
+        clock: function that returns the time of a monotonic clock in seconds.
     """
 
     def __init__(self, folder: Path | None = None,
@@ -69,8 +68,8 @@ class MeasuredChoices:
         self.unlock()
 
     def unlock(self) -> None:
-        """Create a new lock. A forked process must also call this method, because a thread of the
-        parent process may have held the old lock.
+        """Create a new lock. A forked process must also call this method, because another thread of
+        the parent process may have held the old lock.
         """
         self._lock = threading.Lock()
 
@@ -79,7 +78,7 @@ class MeasuredChoices:
         """Return the candidate in `names` to use for the key `text`.
 
         Until a choice is known, the first name is returned. If this call runs measurements, each
-        candidate runs at most once with all rows.
+        candidate processes all rows at most once.
 
         Args:
             text: description of the load, which is the key of the choice.
@@ -108,8 +107,7 @@ class MeasuredChoices:
         return ComputeChoice(entry.settled, entry.latest.why)
 
     def _measure(self, key: Key, start: Callable[[int], Runs], device: torch.device) -> None:
-        """If a round is due, run all trials of warm-up rounds, and then the trials of this round.
-        """
+        """If a round is due, run all trials of warm-up rounds and then those of this round."""
         begun, calls, runs = self.clock(), self._calls.pop(key), dict[int, Runs]()
         while True:
             name, calls = self.tuner.choose(key, calls), 0
@@ -164,7 +162,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class SharedChoices:
-    """A reference from a module to the choices that all modules of the process share."""
+    """A reference from a module to the choices that are shared by all modules of the process."""
 
     def __init__(self) -> None:
         shared = _SHARED.get("choices")
@@ -176,8 +174,8 @@ class SharedChoices:
 def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float | None]:
     """Start a run. Return a function that returns the time of the run in seconds.
 
-    On a GPU, the run is only launched. The returned function returns None while the GPU is still
-    computing.
+    On a GPU, the run is only launched, and the returned function returns None until the GPU has
+    finished.
     """
     if device.type != "cuda":
         begun = time.perf_counter()
@@ -210,8 +208,7 @@ class ChoiceFiles:
                           self._folder) / "expert-compute"
 
     def get(self, key: Key) -> KeptDecision | None:
-        """Return the stored decision for a key, or None if the file is missing or cannot be read.
-        """
+        """Return the stored decision for a key, or None if the file is missing or unreadable."""
         try:
             loaded = _load(self._path(key))
         except (OSError, ValueError):
@@ -219,7 +216,7 @@ class ChoiceFiles:
         return loaded[1] if loaded and loaded[0] == key[0] else None
 
     def put(self, key: Key, kept: KeptDecision) -> None:
-        """Write the file for a key. If writing fails, a warning is logged."""
+        """Write the file for a key. If writing fails, log a warning."""
         try:
             path = self._path(key)
             path.parent.mkdir(exist_ok=True)
@@ -243,7 +240,7 @@ class ChoiceFiles:
             self._path(key).unlink()
 
     def forget_all(self) -> int:
-        """Remove all files, including files that cannot be read. Return the number of removed
+        """Remove all files, including those that cannot be read, and return the number of removed
         files.
 
         Raises: OSError, ValueError: If the files cannot be removed.
@@ -254,7 +251,7 @@ class ChoiceFiles:
         return len(paths)
 
     def listed(self) -> list[tuple[str, KeptDecision]]:
-        """Return the key and the decision from each file."""
+        """Return the key and the decision of each file."""
         try:
             records = [_load(path) for path in sorted(self.place().glob("*.json"))]
         except (OSError, ValueError):
@@ -266,9 +263,7 @@ class ChoiceFiles:
 
 
 def _load(path: Path) -> tuple[str, KeptDecision] | None:
-    """Return the key and the decision from a file, or None if the file is missing, outdated or
-    unreadable.
-    """
+    """Return the key and decision of a file, or None if it is missing, outdated or unreadable."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         if record.get("version") != FILE_VERSION:  # earlier versions lack the spread

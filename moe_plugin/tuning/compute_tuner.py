@@ -1,19 +1,19 @@
-"""Automatic choice of the strategy that computes experts, for a device and a load
+"""Automatic choice of the strategy that computes the experts, for each device and load
 (`compute: auto`).
 
-The forward and backward passes of each candidate are timed. The trials use the layer's own weights
-and random rows that represent the load of the bucket. The trials do not affect the call that starts
-them. The trials are not part of the call's autograd graph. The trials do not use the call's
-autocast or its hooks on saved tensors, and they draw no numbers from torch's random generators.
+The forward and backward passes of each candidate are timed. Trials use the layer's own weights, and
+random rows that represent the load of the bucket. Trials do not affect the call that starts them:
+they are not part of its autograd graph, do not use its autocast or its hooks on saved tensors, and
+do not advance torch's random generators.
 
-Pure functions determine the candidates for a load without timing. On a GPU, the strategy `kernels`
-is split into several candidates, such as "kernels split". There is one candidate for each matmul
-schedule that Triton supports on this GPU (`kernels.groups.SCHEDULES`). All schedules compute
-bitwise identical outputs.
+Pure functions determine the candidates for a load without timing anything. On a GPU, the strategy
+`kernels` provides several candidates, such as "kernels split": one for each matmul schedule that
+Triton supports on this GPU (`kernels.groups.SCHEDULES`). All schedules compute bitwise identical
+outputs.
 
 Candidates are selected by the rule of EPS-MoE (Qian et al., 2024): one grouped GEMM for few rows
 per expert, one GEMM per expert for many rows, and otherwise the faster of the two. All candidates
-that the rule allows are timed. Ranks may make different choices, because the choice affects neither
+that this rule allows are timed. The choices of the ranks may differ, because they affect neither
 shapes nor collectives.
 """
 
@@ -48,7 +48,7 @@ SMALL_LAYER = 1 << 30
 
 @dataclass(frozen=True)
 class ComputeLoad:
-    """The properties of a forward call on which the choice depends.
+    """The properties of a forward call that the choice depends on.
 
     Attributes:
         device: device type, such as "cuda".
@@ -80,14 +80,12 @@ class ComputeLoad:
 
     @property
     def bucket(self) -> int:
-        """The base-2 logarithm of the number of rows per expert, rounded. All loads in the same
-        bucket share a choice.
-        """
+        """The rounded log2 of the number of rows per expert. Loads in a bucket share a choice."""
         return round(math.log2(max(1.0, self.rows_each)))
 
     @property
     def label(self) -> str:
-        """A description of the load for keys and log lines."""
+        """A description of the load, for keys and log lines."""
         kind = ("gated " if self.gated else "") + ("even " if self.even else "") + (
             f"own tokens k{self.top_k}" if self.planned else "rows")
         return (f"{str(self.dtype).removeprefix('torch.')} D{self.width} F{self.inner} "
@@ -98,13 +96,13 @@ def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
     """Return the names of candidate strategies. If nothing is measured, the first candidate is
     used.
 
-    On a CPU, the candidates are `fused`, which runs one GEMM per expert, and for few rows also
+    On a CPU, the candidates are `fused`, which runs one GEMM per expert, and, for few rows, also
     `grouped` and (if all experts have the same number of rows) `batched`. On a GPU, the candidates
     are this package's grouped kernels, torch's grouped GEMM and, for at least `FEW_ROWS` rows per
     expert, one GEMM per expert. On an H100, a training step of `transformers` with torch's grouped
     GEMM takes 0.95 to 1.04 times as long as with this package's kernels. This ratio is lowest at
     4,096 rows per expert. This package's kernels are the first candidate, because torch's kernels
-    store more tensors for backward. torch's kernels are used only if they are faster.
+    store more tensors for backward. torch's kernels are used only if they are measurably faster.
 
     Args:
         load: load of the call.
@@ -122,7 +120,7 @@ def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
 
 
 def why_unmeasured(load: ComputeLoad, names: Sequence[str], setting: str) -> str | None:
-    """Return the reason why the first candidate can be used without measuring, or None if
+    """Return the reason why no measurement is needed and the first candidate is used, or None if
     candidates must be measured.
 
     Args:
@@ -142,8 +140,8 @@ def why_unmeasured(load: ComputeLoad, names: Sequence[str], setting: str) -> str
 def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
     """Compute the experts with the fastest strategy for this device and load.
 
-    A rule selects the candidates. If there are several candidates, the candidate with the shortest
-    measured time is used (see `experts.compute_selection`).
+    A rule selects the candidates. If there are several, the candidate with the shortest measured
+    time is used (see `experts.compute_selection`).
     """
     counts = rows.counts if isinstance(rows, RowPlan) else rows
     _, width, inner = parameters.w_in_LDF.shape
@@ -156,7 +154,7 @@ def auto(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Ten
 
 
 def computed(name: str, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """Compute the rows with a candidate and return the output. See `Strategy`."""
+    """Compute the rows with one candidate and return the output. See `Strategy`."""
     strategy, _, schedule = name.partition(" ")
     if schedule:
         parameters = dataclasses.replace(parameters, schedule=schedule)
@@ -164,8 +162,7 @@ def computed(name: str, x: Tensor, rows: RowCounts | RowPlan, parameters: FFNPar
 
 
 def choose(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> ComputeChoice:
-    """Return the name of the strategy that `auto` uses for these rows. Modules share measurements.
-    """
+    """Return the strategy that `auto` uses for these rows. Modules share measurements."""
     counts = rows.counts if isinstance(rows, RowPlan) else rows
     if torch.compiler.is_compiling():
         return ComputeChoice(_compiled(x, counts), "under torch.compile")
@@ -203,10 +200,10 @@ def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> ComputeLo
 
 def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters: FFNParameters,
           part: int = 1) -> Runs:
-    """For each candidate, return a function that runs its forward and backward passes with the load
-    of a bucket.
+    """For each candidate, return a function that runs the candidate's forward and backward passes
+    with the load of a bucket.
 
-    part: the functions use `1 / part` of the bucket's rows. By default, all rows are used.
+    part: the functions use only `1 / part` of the bucket's rows. By default, all rows are used.
     """
     tensors = {f.name: getattr(parameters, f.name) for f in dataclasses.fields(parameters)}
     with _clean(device):
@@ -232,9 +229,9 @@ def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters:
 def sample_load(load: ComputeLoad, device: torch.device,
                 part: int = 1) -> tuple[Tensor, RowCounts | RowPlan]:
     """Return rows, or tokens with a row plan, that represent the load of a bucket. The rows are
-    assigned to the experts in turn.
+    assigned to the experts in round-robin order.
 
-    part: `1 / part` of the bucket's rows are created. By default, all rows are created.
+    part: only `1 / part` of the bucket's rows are created. By default, all rows are created.
     """
     total = -(-load.experts * 2**load.bucket // part) // load.top_k * load.top_k
     counts = RowCounts([len(range(expert, total, load.experts)) for expert in range(load.experts)])
@@ -254,10 +251,11 @@ def sample_load(load: ComputeLoad, device: torch.device,
 
 @contextlib.contextmanager
 def _clean(device: torch.device) -> Iterator[None]:
-    """Run a block of code with torch's default thread-local state, as in a new thread.
+    """Context manager that runs its block with torch's default thread-local state, as in a new
+    thread.
 
-    Only the innermost hooks on saved tensors run. Therefore, this context sets hooks that disable
-    all outer hooks.
+    torch runs only the innermost hooks on saved tensors. This context therefore sets hooks that
+    disable all outer hooks.
     """
     hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
     with torch.inference_mode(False), torch.enable_grad(), hooks, torch.autocast(
@@ -275,10 +273,10 @@ def _compiled(x: Tensor, counts: RowCounts) -> str:
 
 
 def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
-    """Return the names of the strategies that can compute these rows on this device without falling
-    back to another strategy.
+    """Return the names of the strategies that can compute these rows on this device without a
+    fallback to another strategy.
 
-    If only the device knows the row counts, strategies that read the row counts on the host are
+    If the row counts are known only on the device, strategies that read them on the host are
     excluded.
     """
     if x.device.type == "cpu" and in_float32(_dtype(x)):
@@ -300,10 +298,11 @@ def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
 
 
 def takes_counts_of_device(name: str) -> bool:
-    """Return true if a strategy can compute rows whose counts are known only on the device.
+    """Return true if a strategy can compute rows whose counts are known only on the device, so that
+    the host does not wait for the device.
 
-    With such a strategy, the host does not wait for the device. All other strategies read the
-    counts on the host. `grouped` also reads the counts on the host if it passes the rows to `loop`.
+    All other strategies read the counts on the host. `grouped` also reads the counts on the host
+    if it falls back to `loop`.
     """
     return name == "grouped" or (name in ("auto", "kernels") and INSTALLED)
 
@@ -311,8 +310,8 @@ def takes_counts_of_device(name: str) -> bool:
 def _may_measure(device: torch.device) -> bool:
     """Return true if trials are allowed during the current call.
 
-    Trials are not allowed if gradients are disabled (there may be no memory for gradients), while a
-    CUDA graph is captured, or under a mode that intercepts operations.
+    Trials are not allowed if gradients are disabled (memory for gradients may not be available),
+    while a CUDA graph is captured, or under a mode that intercepts operations.
     """
     intercepted = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
     return torch.is_grad_enabled() and not intercepted and not capturing(device)

@@ -19,12 +19,12 @@ class TunerSettings:
     """Settings that control the trials of a tuner.
 
     Attributes:
-        tries: number of candidates that are timed for a new load bucket. Candidates with the best
-            predicted times are timed first. None means all.
-        within: candidates are not timed if their predicted time exceeds the best predicted time by
-            more than this factor.
-        contest: rules that determine when two candidates are distinguished.
-        drift: relative change of the chosen candidate's time that is treated as drift.
+        tries: number of candidates that are timed for a new load bucket. Candidates with the
+            shortest predicted times are timed first. None means all.
+        within: a candidate is not timed if its predicted time exceeds the shortest predicted time
+            by more than this factor.
+        contest: rules that determine when the times of two candidates are considered different.
+        drift: relative change in the chosen candidate's time that counts as drift.
         patience: number of consecutive calls with drift after which candidates are timed again.
         watch: after a choice is made, one of every `watch` calls is timed.
         allowance, budget: the number of trials is limited to `max(allowance, budget * calls)`.
@@ -79,9 +79,9 @@ class KeptDecision:
         why: the reason for the decision.
         spread: spread of the measured times; see `Contest.spread`.
         seconds: measured time of each candidate in seconds, by name.
-        behind: times of candidates that were excluded because they are much slower, relative to the
+        behind: for candidates that were excluded because they are much slower: time relative to the
             fastest candidate, by name.
-        made: time of the decision in seconds since 1970.
+        made: time of the decision, in seconds since 1970.
     """
 
     name: str
@@ -107,7 +107,7 @@ class Memory(Protocol[Stored]):
 
 def listed_times(choices: Iterable[Hashable], seconds: Mapping[Any, float],
                  failed: Collection[Hashable]) -> str:
-    """List the candidates and their measured times in a string for logs and reports."""
+    """Format the candidates and their measured times as a string for logs and reports."""
     listed = []
     for choice in choices:
         name = getattr(choice, "words", choice)
@@ -118,9 +118,7 @@ def listed_times(choices: Iterable[Hashable], seconds: Mapping[Any, float],
 
 
 def new_fields(saved: Any, choices: Iterable[Any]) -> dict[str, Any]:
-    """Return the fields that a saved choice lacks and that have a default, with their default
-    values.
-    """
+    """Return the fields that a saved choice lacks and that have defaults, with these defaults."""
     kind = next(iter(choices), None)
     if not is_dataclass(kind) or not isinstance(saved, Mapping):
         return {}
@@ -129,7 +127,7 @@ def new_fields(saved: Any, choices: Iterable[Any]) -> dict[str, Any]:
 
 
 def filled(saved: Any, new: Mapping[str, Any]) -> Any:
-    """Return a copy of a saved choice with the missing fields added."""
+    """Return a copy of a saved choice to which the missing fields are added."""
     return {**new, **saved} if isinstance(saved, Mapping) else saved
 
 
@@ -162,7 +160,7 @@ class Trials(Generic[Choice]):
             based.
         calls, explored: number of calls so far, and number of trials so far.
         untimed: number of calls since the last timed call.
-        timed: whether the call that `choose` was called for most recently is timed.
+        timed: whether the call for which `choose` was called most recently is timed.
     """
 
     predicted: dict[Choice, float | None]

@@ -1,7 +1,7 @@
 """Descriptions of layers, links and processors for the planner.
 
-The settings may name files with descriptions of links and processors. If the settings name no
-files, typical values are used.
+The settings may specify files that describe links and processors. Otherwise, typical values are
+used.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _CPU = Device(name="default", flops=5e10, half_rows=16, memory_bytes_s=8e9, laun
 class Calibration:
     """The calibrated cluster that `prepare_group.prepare` stores in the state of a group.
 
-    cluster: cluster from the file that the settings name, or None if they name no file.
+    cluster: cluster from the file that the settings specify, or None if they specify no file.
     """
 
     cluster: Cluster | None = None
 
 
 def default_cluster(comm: Comm, device: torch.device) -> Cluster:
-    """Return the calibrated cluster of a group, or a cluster with typical links, with the nodes of
-    the group.
+    """Return the calibrated cluster of a group, or a cluster with the group's nodes and typical
+    links.
 
     The group must be prepared, because its topology determines the nodes.
     """
@@ -70,15 +70,15 @@ def default_cluster(comm: Comm, device: torch.device) -> Cluster:
 
 
 def default_device(config: MoEConfig, device: torch.device) -> Device:
-    """Return the device from the file that the settings name, or a typical device of this type."""
+    """Return the device from the file that the settings specify, or a typical device."""
     if config.tuner.device:
         return load_device(config.tuner.device)
     return _GPU if device.type == "cuda" else _CPU
 
 
 def count_visits(routing: Routing, place: Placement, copies: Sequence[int]) -> list[float]:
-    """Return the number of ranks and of nodes that this rank's tokens are sent to, per selected
-    expert.
+    """Count the ranks and the nodes that this rank's tokens are sent to, and return these counts
+    per selected expert.
 
     For each r in `copies`, the result contains the number of ranks and then the number of nodes. If
     no token has selected an expert, all numbers are 0. The host waits for the device.
@@ -112,12 +112,11 @@ def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
 
     Args:
         config: settings of the layer.
-        place: placement, which states which ranks store the layer's parameters.
-        probe: a parameter of the layer. The dtype of this parameter determines the element size.
-        tokens: number of tokens on the rank with the most tokens.
-        skew: number of rows on the rank with the most rows, divided by the mean over all ranks.
-            Defaults to 1.
-        visits: numbers of ranks and nodes per token that were measured during the run. Defaults to
+        place: placement that states which ranks store the layer's parameters.
+        probe: a parameter of the layer, whose dtype determines the element size.
+        tokens: maximum number of tokens on any rank.
+        skew: maximum number of rows on any rank, divided by the mean over all ranks. Defaults to 1.
+        visits: measured numbers of ranks and nodes to which each token is sent. Defaults to
             unknown.
     """
     return LayerShape(tokens=max(1, tokens), model_dim=config.model_dim,

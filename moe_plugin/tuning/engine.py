@@ -1,11 +1,11 @@
 """The trial engine times candidates and selects the fastest candidate for each load bucket.
 
-The engine is a pure state machine. The engine does not use torch, ranks or clocks. The engine
-selects layouts, all-to-all algorithms, collectives and expert implementations. A new bucket starts
-with the candidate that has the best predicted time, or with the first candidate. Candidates are
-timed in rounds until the fastest candidate is known (`planner.trials`). After a decision, the
-fastest candidate is used. The time of the fastest candidate is watched for drift, and the other
-candidates are checked occasionally.
+The engine is a pure state machine, which does not use torch, ranks or clocks. The engine selects
+layouts, all-to-all algorithms, collectives and expert implementations. In a new bucket, the first
+choice is the candidate with the shortest predicted time, or the first candidate. Candidates are
+timed in rounds until the fastest one is known (`planner.trials`). From then on, the fastest
+candidate is used. The time of this candidate is watched for drift, and the other candidates are
+checked occasionally.
 
 All ranks make the same choices, because all rules are deterministic and because times are reduced
 over ranks before the engine receives them.
@@ -44,16 +44,16 @@ RETRIED = 0.01  # share of a bucket's calls that retries of candidates far behin
 
 
 class Tuner(Generic[Bucket, Choice]):
-    """Tuner. Call `choose` before each call, and `record` when the time of the call is known.
+    """Tuner. Call `choose` before each call, and `record` when the call's time is known.
 
     Args:
         candidates: function that returns the candidates for a bucket. Each candidate is mapped to
-            its predicted time in seconds, or to None if the time is unknown. The preferred
+            its predicted time in seconds, or to None if there is no prediction. The preferred
             candidate must be first. All ranks must have the same candidates.
         settings: settings that control the trials.
         memory: storage for decisions of earlier runs; see `known`.
-        always: function that returns candidates that are timed no matter what their predicted times
-            are.
+        always: function that returns the candidates that are timed regardless of their predicted
+            times.
     """
 
     def __init__(self, candidates: Callable[[Bucket], Mapping[Choice, float | None]],
@@ -109,15 +109,13 @@ class Tuner(Generic[Bucket, Choice]):
         return entry.known
 
     def latest(self, bucket: Bucket) -> TunerDecision:
-        """Return the latest decision for a bucket, which contains the current choice and the
-        reason.
-        """
+        """Return the latest decision for a bucket, including the current choice and the reason."""
         latest = self._entry(bucket).latest
         assert latest is not None  # every entry begins with a decision
         return latest
 
     def exploring(self, bucket: Bucket) -> bool:
-        """Return true if trials of the bucket, or their times, are pending."""
+        """Return true if trials of the bucket, or the times of these trials, are pending."""
         entry = self.entries.get(bucket)
         return entry is not None and (entry.running or self._goes_on(entry))
 
@@ -126,7 +124,7 @@ class Tuner(Generic[Bucket, Choice]):
         return self.entries[bucket].timed
 
     def tries(self, bucket: Bucket) -> bool:
-        """Return true if the current round has trials that have not started."""
+        """Return true if the current round still has trials to start."""
         contest = self.entries[bucket].contest
         return contest is not None and contest.trying
 
@@ -136,9 +134,7 @@ class Tuner(Generic[Bucket, Choice]):
         return contest is not None and contest.warm_ups > 0
 
     def record(self, bucket: Bucket, choice: Choice, seconds: float) -> None:
-        """Record the time of a call. All ranks must pass the same time. Infinity means that the
-        call failed.
-        """
+        """Record the time of a call, which must be equal on all ranks. Infinity means failure."""
         entry = self.entries.get(bucket)
         if entry is None:
             return
@@ -150,9 +146,7 @@ class Tuner(Generic[Bucket, Choice]):
             self._watch(bucket, entry, seconds)
 
     def repeat(self, bucket: Bucket, choice: Choice) -> None:
-        """Schedule a trial again. Called instead of `record` if the time of a trial is not
-        meaningful.
-        """
+        """Repeat a trial whose time is not meaningful. Call this method instead of `record`."""
         entry = self.entries.get(bucket)
         if entry is not None and entry.contest is not None and entry.running:
             entry.contest.repeat(choice)
@@ -176,10 +170,11 @@ class Tuner(Generic[Bucket, Choice]):
 
     def _calibrated(self, bucket: Bucket,
                     predicted: dict[Choice, float | None]) -> dict[Choice, float | None]:
-        """Correct predicted times by the prediction error in the nearest bucket that was explored.
+        """Correct predicted times by the prediction error in the nearest bucket with measured
+        times.
 
-        The prediction error is that of the same candidate if it is known, otherwise the median
-        error. Buckets are tuples of integers.
+        For each candidate, the prediction error of this candidate is used if it is known, otherwise
+        the median error. Buckets are tuples of integers.
         """
         explored: list[Any] = [b for b, e in self.entries.items() if e.measured]
         wanted: Any = bucket
@@ -200,9 +195,7 @@ class Tuner(Generic[Bucket, Choice]):
                 for c, seconds in predicted.items()}
 
     def _affords(self, entry: Trials[Choice], trials: int) -> bool:
-        """Return true if the budget allows this number of trials. The first round is always
-        allowed.
-        """
+        """Return true if the limit allows this many trials. The first round is always allowed."""
         rules, spent = self.settings, entry if self.settings.each else self
         left = max(rules.allowance, rules.budget * spent.calls) - spent.explored
         return left >= trials or (left > 0 and not spent.explored)
@@ -221,7 +214,7 @@ class Tuner(Generic[Bucket, Choice]):
             entry, len(contest.contenders()))
 
     def _begin(self, bucket: Bucket, entry: Trials[Choice]) -> None:
-        """If a round is due and the budget allows it, begin the round."""
+        """Begin a round if it is due and the limit on trials allows it."""
         contest = entry.contest
         if entry.open and contest is not None:
             if self._goes_on(entry):
@@ -250,8 +243,7 @@ class Tuner(Generic[Bucket, Choice]):
         return tried + [c for c in self.always() if c in expected and c not in tried]
 
     def _contest(self, entry: Trials[Choice], tried: Sequence[Choice]) -> Contest[Choice]:
-        """Create a new contest. Candidates that were much slower in earlier contests are excluded.
-        """
+        """Create a comparison of candidates, without those that were much slower before."""
         cold = () if self.settings.contest.warm_up else set(tried) - self._used
         contest = Contest(tried, entry.settled, self.settings.contest, cold)
         before = entry.contest
@@ -347,9 +339,7 @@ class Tuner(Generic[Bucket, Choice]):
         self._unread.append(entry.latest)
 
     def state(self) -> dict[str, Any]:
-        """Return the state as JSON values for a checkpoint. Buckets with few trials will be
-        explored again.
-        """
+        """Return the state as JSON values. Buckets with few trials will be explored again."""
         buckets = [{
             "bucket": plain(bucket), "settled": plain(entry.settled),
             "known": entry.known,
@@ -361,11 +351,11 @@ class Tuner(Generic[Bucket, Choice]):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> list[str]:
-        """Load a saved state. For each bucket that must be measured again, return the reason.
+        """Load a saved state. Return the reason for each bucket that must be measured again.
 
         Saved choices that are no longer candidates, for example because the number of ranks has
-        changed, are left out. New fields of choices get their default values. If candidates have
-        different values in a new field, the bucket is measured again.
+        changed, are left out. New fields of choices are set to their default values. If candidates
+        have different values in a new field, the bucket is measured again.
         """
         if state.get("version") != STATE_VERSION:
             raise ValueError(

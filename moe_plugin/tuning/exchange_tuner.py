@@ -1,8 +1,8 @@
-"""Choice of the fastest all-to-all algorithm (`all_to_all: auto`), and exchanges that are run as
+"""Choice of the fastest all-to-all algorithm (`all_to_all: auto`), and exchanges that also serve as
 trials.
 
 The fastest algorithm is either predicted by a calibrated model or measured. All ranks use the same
-algorithm. The output of a trial is used in the same way as the output of any other exchange.
+algorithm. The output of a trial is used like the output of any other exchange.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def bucket_of(size: float) -> int:
 def turn(tuner: Tuner[Any, str], bucket: Any, x: Tensor) -> tuple[str, bool]:
     """Return the candidate to use in this call, and whether the call must be timed.
 
-    All ranks return the same values. Calls that are captured into a CUDA graph are never trials.
+    All ranks return the same values. Calls that are captured in a CUDA graph are never trials.
     """
     if capturing(x.device):
         return tuner.latest(bucket).choice, False
@@ -50,14 +50,15 @@ def turn(tuner: Tuner[Any, str], bucket: Any, x: Tensor) -> tuple[str, bool]:
 
 def trial(tuner: Tuner[Any, str], bucket: Any, name: str, comm: Comm, x: Tensor,
           run: Callable[[str], Tensor], what: str) -> Tensor:
-    """Run a candidate as a trial, and return its output. The time of the slowest rank is recorded.
+    """Run a candidate as a trial, record the time of the slowest rank, and return the candidate's
+    output.
 
     Args:
         tuner: tuner that records the time.
         bucket: load bucket of the call.
         name: name of the candidate; see `turn`.
         comm: the group.
-        x: input tensor of the candidate.
+        x: input tensor.
         run: function that runs the candidate with the given name.
         what: description of the trial for the log line that reports a decision.
     """
@@ -78,10 +79,10 @@ AGREE_EVERY = 64
 
 
 class ExchangeTuner:
-    """Selects the algorithm for the exchanges of one group. The tuner is stored in the state of the
-    group.
+    """Selects the all-to-all algorithm for the exchanges of one group. The tuner is stored in the
+    state of the group.
 
-    Each bucket covers the sizes between two consecutive powers of two, in bytes per rank.
+    Each bucket contains the sizes, in bytes per rank, between two consecutive powers of two.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -101,8 +102,8 @@ class ExchangeTuner:
     def size(self, comm: Comm, x: Tensor, even: bool) -> float:
         """Return the number of bytes per rank. The number is the same on all ranks.
 
-        If ranks send different amounts, the ranks agree on a size in the first call, and later only
-        occasionally. The choice of an algorithm does not need the exact size.
+        If ranks send different amounts, they agree on a size in the first call, and later only
+        occasionally, because the choice of an algorithm does not need the exact size.
         """
         own_bytes = float(x.numel() * x.element_size())
         if even:
@@ -120,8 +121,8 @@ class ExchangeTuner:
     def chosen(self, comm: Comm, size: float) -> str | None:
         """Return the algorithm for exchanges of `size` bytes per rank.
 
-        With a cluster file, the algorithm is predicted. Without a cluster file, the algorithm is
-        measured. If there have been too few trials, None is returned.
+        With a cluster file, the choice is predicted. Without a cluster file, it is measured, and
+        None is returned if there have been too few trials.
         """
         if self.cluster is None:
             known = self.tuner.known(bucket_of(size))
@@ -135,10 +136,10 @@ class ExchangeTuner:
 class AutoAllToAll(Exchange):
     """An all-to-all that uses the fastest registered algorithm for each size.
 
-    With a cluster file, the algorithm is predicted. Without a cluster file, algorithms are measured
-    in the first calls. Later, the choice is checked occasionally. Algorithms are excluded if the
-    group does not meet their requirements. The reason for excluding an algorithm is logged. All
-    ranks use the same algorithm in every call.
+    With a cluster file, the choice is predicted. Without a cluster file, algorithms are measured in
+    the first calls, and the choice is checked occasionally afterwards. Algorithms are excluded if
+    the group does not meet their requirements, and the reason is logged. All ranks use the same
+    algorithm in every call.
     """
 
     def __call__(self, comm: Comm, x: Tensor, send: Sequence[int] | None = None,
@@ -149,8 +150,8 @@ class AutoAllToAll(Exchange):
                 recv: Sequence[int] | None) -> Exchange:
         """Return the exchange to run in this call.
 
-        All ranks must call this method, in the order of the program. A trial must not run in the
-        background, because it is measured.
+        All ranks must call this method in the same order. If the exchange is a trial, it must not
+        run in the background, because it is timed.
         """
         tuner = ExchangeTuner.of(comm)
         if tuner.cluster is None and len(tuner.names) == 1:

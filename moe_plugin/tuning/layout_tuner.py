@@ -1,11 +1,11 @@
-"""Tunes the layout of one layer for the current load (`parallel: auto`). All ranks agree on the
+"""Tunes the layout of one layer for the current load (`parallel: auto`). The ranks agree on the
 current load.
 
-In one small all-reduce, the ranks agree on the maximum of the load, of the imbalance and of the
-latest measured time. While trials are pending, the ranks agree in every call. After the trials, the
-ranks agree at least in every `EVERY`-th call. The ranks agree more often if this takes at most the
-fraction `SHARE` of the layer's time. All other calls use the latest choice, and nothing is sent or
-measured.
+One small all-reduce computes the maximum of the load, of the imbalance and of the latest measured
+time over all ranks. While trials are pending, this all-reduce runs in every call. After the trials,
+it runs at least in every `EVERY`-th call. The all-reduce runs more often if this takes at most the
+fraction `SHARE` of the layer's time. All other calls use the latest choice and neither send nor
+measure anything.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Dimension:
 
 @dataclass(frozen=True)
 class _Run:
-    """A timed call. disturbances: number of all-to-all trials before the call."""
+    """A timed call. disturbances: number of trials of all-to-all algorithms before the call."""
 
     bucket: Bucket
     choice: LayoutChoice
@@ -81,8 +81,8 @@ class _Run:
 
 
 class LayoutTuner:
-    """Selects the layout for each call of one layer. For each layer, all ranks must create one
-    tuner.
+    """Selects the layout for each call of one layer. All ranks must create one tuner for each
+    layer.
 
     Args:
         config: settings of the layer.
@@ -130,9 +130,9 @@ class LayoutTuner:
     def layout(self, routing: Routing, training: bool) -> tuple[LayerLayout, CallTimer | None]:
         """Return the layout for this call, and a timer if the call must be timed.
 
-        In training, some calls communicate, so all ranks must make these calls. All other calls
+        In training, some calls communicate, and all ranks must take part in them. All other calls
         return the latest choice without communication. If a forward pass is recomputed, it uses the
-        same layout as the original forward pass.
+        layout of the original forward pass.
         """
         self.timer, choice = None, self.current
         if training:
@@ -179,9 +179,7 @@ class LayoutTuner:
         self.due = True
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
-        """Return the decisions made since this method was last called. Rank 0 also logs these
-        decisions.
-        """
+        """Return the decisions made since the last call. Rank 0 also logs these decisions."""
         fresh = self.tuner.pop_decisions()
         for d in fresh if self.comm.rank == 0 else ():
             log.info("layout at call %d, load %s: %s %s (%s)", d.call, d.bucket, d.event,
@@ -189,9 +187,7 @@ class LayoutTuner:
         return fresh
 
     def agree(self, routing: Routing) -> Bucket:
-        """Return the bucket of the largest load on any rank. Also pass the latest measured time to
-        the tuner.
-        """
+        """Return the bucket of the largest load on any rank, and give the tuner the latest time."""
         begun = time.perf_counter()
         load_E = expert_load(routing.ids_TK, self.config.num_experts)
         rows, hottest = (int(n) for n in torch.stack([load_E.sum(), load_E.max()]).tolist())
@@ -219,14 +215,12 @@ class LayoutTuner:
         return _nearest(size, self.bucket[0]), _nearest(imbalance, self.bucket[1])
 
     def _disturbances(self) -> int:
-        """Return the number of all-to-all trials so far. Trials of all-to-all algorithms disturb
-        the times of layouts.
-        """
+        """Return the number of all-to-all trials so far, which disturb the times of layouts."""
         tuned = self.comm.size > 1 and self.config.comm.all_to_all == "auto"
         return ExchangeTuner.of(self.comm).trials if tuned else 0
 
     def candidates(self, bucket: Bucket) -> dict[LayoutChoice, float]:
-        """Return the layouts that fit into memory with their predicted times in seconds. The
+        """Return the layouts that fit into memory, with their predicted times in seconds. The
         layouts are sorted by time, with the fastest layout first.
         """
         values = {d.name: d.values(self) for d in DIMENSIONS}
@@ -240,15 +234,15 @@ class LayoutTuner:
         return {c.choice: c.seconds for c in fitting or costs[:1]}
 
     def always_timed(self) -> list[LayoutChoice]:
-        """Return the layouts that are always timed, no matter what their predicted times are."""
+        """Return the layouts that are timed regardless of their predicted times."""
         return [*self.plain(), *self.gathered()]
 
     def plain(self) -> list[LayoutChoice]:
         """Return the configured layout with each possible value of `send`.
 
-        Predictions may wrongly exclude these layouts if processors, not links, are the bottleneck.
-        Timing these layouts ensures that the chosen layout is not slower than the configured
-        layout.
+        The predictions may wrongly rule out these layouts if processors rather than links are the
+        bottleneck. Timing these layouts ensures that the chosen layout is not slower than the
+        configured layout.
         """
         return [replace(self.layouts.fixed, send=send) for send in self.layouts.sends()]
 
@@ -256,8 +250,8 @@ class LayoutTuner:
         """If there are few ranks, return the layouts that gather tokens.
 
         With few ranks, gathering tokens sends only slightly more data than an all-to-all. Gathering
-        needs a single collective in each direction. The predicted time of this collective is the
-        least reliable of all predictions.
+        needs a single collective in each direction. The predicted time of this collective is less
+        reliable than all other predictions.
         """
         few = self.comm.size <= FEW_RANKS * self.config.router.experts_per_token
         if not few or not self.layouts.gathers_tokens:
@@ -276,9 +270,7 @@ class LayoutTuner:
         return layer_shape(c, place, self.probe, tokens, skew, self.visits)
 
     def algorithms(self) -> list[str]:
-        """Return the all-to-all algorithms that are candidates. The configured algorithm is first
-        in the list.
-        """
+        """Return the candidate all-to-all algorithms, starting with the configured algorithm."""
         name = self.config.comm.all_to_all
         assert name is not None  # set with the placement
         if name == "auto" or self.comm.size == 1 or algorithms.get(name).lacks(self.comm):
@@ -291,13 +283,13 @@ class LayoutTuner:
         return [False, True] if self.layouts.gathers_tokens else [False]
 
     def spills(self) -> list[str]:
-        """Return the policies for rows of overloaded experts that are candidates."""
+        """Return those policies for the rows of overloaded experts that are candidates."""
         named = self.config.parallel.spill
         open_ = ["never", "least_loaded"] if self.layouts.spills else ["never"]
         return open_ if named is None else [named]
 
     def degrees(self) -> list[int]:
-        """Return the overlap degrees that are candidates. All overlap degrees are powers of two."""
+        """Return the overlap degrees that are candidates. All of them are powers of two."""
         most = self.config.tuner.max_d if self.layouts.traits.supports_pieces else 1
         return [2**i for i in range(most.bit_length())]
 
@@ -323,7 +315,7 @@ DIMENSIONS = [
 
 
 def calls_between(cost: float, seconds: float) -> int:
-    """Return the number of calls between two agreements.
+    """Return the number of calls from one agreement of the ranks to the next.
 
     Args:
         cost: time of one agreement in seconds.

@@ -1,6 +1,6 @@
-"""All layouts that one layer can use with the parameters that it stores.
+"""All layouts that a layer can use with the parameters that it stores.
 
-Changing the layout neither moves parameters nor changes the output. With r = 0, all parameters are
+A change of layout neither moves parameters nor changes the output. With r = 0, all parameters are
 gathered, and tokens stay on their rank. With r >= 1, the row of a token is sent to r ranks for each
 chosen expert, and each of these ranks computes 1/r of the expert's inner width. See
 `records.Placement` and docs/adaptive.md.
@@ -41,11 +41,12 @@ from moe_plugin.tuning.standing import LayerReplicas
 class Layouts:
     """The layouts that one layer can use. Each layout is created when it is first requested.
 
-    All ranks must request the same layouts, because creating a layout may require communication.
+    All ranks must request the same layouts, because the creation of a layout may require
+    communication.
 
     Args:
         config: settings of the layer.
-        place: placement, which states which ranks store the layer's parameters.
+        place: placement that states which ranks store the layer's parameters.
         experts: experts of the layer.
 
     Attributes:
@@ -108,7 +109,8 @@ class Layouts:
         """Return the possible values of `LayoutChoice.send`. The configured value is first in the
         list.
 
-        With bounded rows, there is only one value, because used and unused slots are sent.
+        With bounded rows, there is only one value, because all slots are sent, whether they are
+        used or not.
         """
         named, comm = self.config.dispatch.send, self.place.comm
         if named != "auto" and comm.size > 1:
@@ -118,9 +120,7 @@ class Layouts:
         return ["rows", "ranks", *["nodes"] * (comm.topology.why_flat() is None)]
 
     def visited_copies(self) -> list[int]:
-        """Return the values of r for which the tuner counts the ranks and nodes that tokens are
-        sent to.
-        """
+        """Return the values of r for which the tuner counts visited ranks and nodes."""
         return [r for r in self.legal() if r] if len(self.sends()) > 1 else []
 
     def piece_axes(self, send: str) -> tuple[str, ...]:
@@ -130,9 +130,7 @@ class Layouts:
             axis for axis in axes if axis in OnceDispatcher.traits.piece_axes)
 
     def at(self, choice: LayoutChoice) -> LayerLayout:
-        """Return the layout for a choice. Raise `ValueError` if the layer does not support this
-        choice.
-        """
+        """Return the layout for a choice. Raise `ValueError` if the layer does not support it."""
         if choice not in self._made:
             self._made[choice] = self._make(choice)
         return self._made[choice]
@@ -156,9 +154,7 @@ class Layouts:
                            None if configured else strategies.get(choice.kernel), **more)
 
     def _alone(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Create a layout without an all-to-all. If there are several ranks, this layout gathers
-        experts.
-        """
+        """Create a layout without an all-to-all. With several ranks, the layout gathers experts."""
         context = DispatchContext(
             Placement(LocalComm(), place.experts, place.algorithm), configured=self.traits,
             counts_on_device=self.experts.supports_gather and takes_counts_of_device(choice.kernel))
@@ -166,9 +162,7 @@ class Layouts:
                             gather=place.comm if place.comm.size > 1 else None)
 
     def _exchanging(self, choice: LayoutChoice, place: Placement) -> LayerLayout:
-        """Create a layout that exchanges rows. If rows may spill to other ranks, the layout also
-        borrows experts.
-        """
+        """Create a layout that exchanges rows and, if rows may spill, borrows experts."""
         place = dataclasses.replace(place, copies=choice.r)
         overlap = Overlap(choice.d, choice.d_backward, self.config.experts.shared_overlap,
                           choice.piece_axis)
@@ -184,9 +178,7 @@ class Layouts:
                             first_shard=place.shard // shards * shards)
 
     def _sending(self, send: str) -> type[Dispatcher]:
-        """Return the class of the dispatcher. The value `nodes` requires several nodes with several
-        ranks each.
-        """
+        """Return the dispatcher class. `nodes` requires several nodes with several ranks each."""
         if send == "rows":
             return self.dispatcher
         flat = send == "ranks" or self.place.comm.topology.why_flat()
@@ -268,9 +260,7 @@ class Layouts:
                              "parallel.spill='never'")
 
     def _spill_planner(self, policy: str) -> SpillPlanner:
-        """Return a planner that uses the loads of the current call or, for `standing`, the loads of
-        earlier steps.
-        """
+        """Return a planner that uses this call's loads or, for `standing`, those of past steps."""
         comm, probe = self.place.comm, self.experts.anchor
         assert probe is not None
         shape = layer_shape(self.config, self.place, probe, tokens=1)

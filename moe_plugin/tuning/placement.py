@@ -1,6 +1,7 @@
 """Placement of a layer's experts and tokens on the ranks of a prepared group.
 
-If several ranks have the same tokens, a schedule of Parm divides these tokens among the ranks.
+If several ranks have the same tokens, these tokens are divided among the ranks according to one of
+Parm's schedules.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def agree_on_settings(config: MoEConfig, comm: Comm, agreed: Mapping[str, Any],
                       **more: Any) -> None:
     """Check that all ranks create the same layer and use the same versions.
 
-    All ranks must call this function; see `agree`. If a setting names a file, the contents of the
-    file are also compared, because each node may have a different file.
+    All ranks must call this function; see `agree`. If a setting specifies a file, the contents of
+    the file are also compared, because each node may have a different file.
 
     Args:
         config: settings of the layer.
@@ -58,8 +59,8 @@ def agree_on_settings(config: MoEConfig, comm: Comm, agreed: Mapping[str, Any],
         more: additional values, by name, that determine the shapes and dtypes of exchanged data.
 
     Raises:
-        ValueError: If any value is different on different ranks. All ranks raise this error, which
-            names the differences.
+        ValueError: If the ranks have different values. This error is raised on all ranks and names
+            the differences.
     """
     settings = {name: value for name, value in {**flatten(to_dict(config)), **agreed}.items()
                 if not name.startswith(OWN_SETTINGS)}
@@ -83,10 +84,10 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
                   experts: Callable[[int], nn.Module] | None = None, *,
                   dtype: torch.dtype | None = None, device: Any = None,
                   host: HostContext = HostContext()) -> tuple[MoEConfig, Placement, Comm | None]:
-    """Return the settings, the placement, and the group of ranks that share tokens. All ranks must
-    call this function.
+    """Return the settings, the placement, and the group of ranks that divide the same tokens among
+    themselves. All ranks must call this function.
 
-    The group is None if no tokens are shared before routing; see `with_schedule`. First, the
+    The group is None if tokens are not divided before routing; see `with_schedule`. First, the
     settings of all ranks are compared (`agree_on_settings`). Finally, this function checks that the
     weights fit into memory.
 
@@ -113,11 +114,9 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
 
 
 def may_measure(config: MoEConfig) -> bool:
-    """Return true if settings that the user has not set may be chosen by measurements during
-    training.
+    """Return true if measurements during training may determine settings that the user has not set.
 
-    Return False for bounded rows, because the host must never wait for the device if rows are
-    bounded.
+    Return False for bounded rows, because the host must not wait for the device in this case.
     """
     return not dispatchers.get(config.dispatch.name).traits.bounded
 
@@ -128,8 +127,9 @@ def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
 
     On several nodes, where these choices matter most, the all-to-all algorithm and the layout are
     chosen by measurements during training. On one node, the layout is predicted once, so that runs
-    are bitwise reproducible. The layout is fixed if the settings specify a layout, if results must
-    not depend on measured times, or if the dispatcher has only one layout. See also `may_measure`.
+    are bitwise reproducible. The layout is fixed if it is specified by the settings, if results
+    must not depend on measured times, or if the dispatcher has only one layout. See also
+    `may_measure`.
     """
     parallel, traits = config.parallel, dispatchers.get(config.dispatch.name).traits
     named = (parallel.r is not None or parallel.d > 1 or parallel.d_backward > 0
@@ -148,18 +148,18 @@ def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
 
 def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None,
                   dtype: torch.dtype | None = None) -> tuple[MoEConfig, Placement, Comm | None]:
-    """Return the settings and the placement for `parallel.replicas`, and the group that shares
-    tokens in schedule S1.
+    """Return the settings and the placement for `parallel.replicas`, and the group that divides the
+    same tokens among its ranks in schedule S1.
 
-    The group is None if no tokens are shared before routing. No tokens are shared with a single
+    The group is None if tokens are not divided before routing. No tokens are divided with a single
     replica, with schedule S2 (`Placement.replicas` contains its ranks), and with dispatchers that
     require the same tokens on all ranks.
 
     Args:
         config: settings of the layer.
         place: placement of the layer's experts on the ranks.
-        tokens: number of tokens per call and rank. The number of tokens must be the same on all
-            ranks. By default, a typical number is assumed.
+        tokens: number of tokens per call and rank, which must be the same on all ranks. By default,
+            a typical number is assumed.
         dtype: dtype of the rows. Defaults to torch's default dtype.
 
     Raises:

@@ -2,15 +2,15 @@
 (`parallel.prefill`).
 
 The layout is predicted once, for the number of tokens in the layer's first training call. Nothing
-is measured, so runs are bitwise reproducible. After the prediction, ranks do not have to agree
-again.
+is measured, so runs are bitwise reproducible. After the prediction, the ranks do not communicate
+again to agree on a layout.
 
-With `parallel.prefill`, each evaluation call is divided into pieces depending on its load. Source:
-Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference", 2024. The time
-of the forward pass is predicted for a single piece, and for several pieces along rows or experts.
-The prediction includes the host's work for each piece. The fastest number of pieces is used. If the
-fastest number of pieces would save less than 5 %, a single piece is used. For each piece, the
-kernel is chosen by the load of this piece (`experts.compute: auto`).
+With `parallel.prefill`, each evaluation call is divided into a number of pieces that depends on its
+load. Source: Qian et al., "EPS-MoE: Expert Pipeline Scheduler for Cost-Efficient MoE Inference",
+2024. The time of the forward pass is predicted for a single piece, and for several pieces that
+divide the rows or the experts. The prediction includes the host's work for each piece. The fastest
+number of pieces is used. If dividing would save less than 5 %, a single piece is used. For each
+piece, the kernel is chosen according to the load of this piece (`experts.compute: auto`).
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ class PredictedLayout:
     """The layout of one layer. The layout is the configured layout until the first training call,
     and the predicted layout from then on.
 
-    All ranks must call this object in the same order. The first training call runs one all-reduce,
-    so all ranks must make this call.
+    All ranks must call this object in the same order. The first training call runs an all-reduce,
+    so all ranks must take part in it.
 
     Args:
         config: settings of the layer.
-        layouts: the layouts of the layer from which a layout is selected.
+        layouts: the layouts of the layer from which one is selected.
         probe: a parameter of the layer, whose device and dtype are used.
 
     Attributes:
         current: layout that the next call will use.
-        settled: whether the layout was predicted or was loaded from a checkpoint. If `settled` is
-            True, no more decisions are made.
+        settled: whether the layout was predicted or loaded from a checkpoint, so that no more
+            decisions are made.
         decisions: decisions that `pop_decisions` has not returned yet.
     """
 
@@ -85,22 +85,22 @@ class PredictedLayout:
         """Return the layout for this call, and None instead of a timer. Evaluation calls use the
         current layout.
 
-        During compilation, the graph cannot depend on a number that other ranks send. Therefore,
-        the configured layout is used until the first call that is not compiled.
+        During compilation, the graph cannot depend on a number that other ranks send. The
+        configured layout is therefore used until the first call that is not compiled.
         """
         if training and not self.settled and not torch.compiler.is_compiling():
             self._settle(routing)
         return self.layouts.at(self.current), None
 
     def pop_decisions(self) -> tuple[TunerDecision, ...]:
-        """Return the decision, if it was not returned before."""
+        """Return the decision if it has not been returned before."""
         fresh, self.decisions = self.decisions, ()
         return fresh
 
     def state(self) -> dict[str, Any]:
         """Return JSON values for a checkpoint.
 
-        A resumed run uses the same layout, no matter how many tokens its first batch has.
+        A resumed run uses the same layout, regardless of the number of tokens in its first batch.
         """
         return {"ranks": self.comm.size,
                 "predicted": self.current.as_dict() if self.settled else None}
@@ -154,9 +154,7 @@ class PredictedLayout:
         log_once(self.comm, text, text)  # layers of the same shape share one line
 
     def _sent(self, choice: LayoutChoice, visits: Visits | None) -> str:
-        """Describe how often the row of a token is sent. Return "" if the row is sent once per
-        expert.
-        """
+        """Describe how often a token's row is sent, or return "" if it is sent once per expert."""
         if choice.send == "rows":
             return ""
         cluster = default_cluster(self.comm, self.probe.device)
@@ -190,14 +188,14 @@ class PredictedLayout:
 
 def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
                  memory_bytes: float) -> tuple[LayerCost, LayerCost]:
-    """Return the cost of the configured layout and the cost of the recommended layout.
+    """Return the costs of the configured layout and of the recommended layout.
 
     The recommended layout is the fastest layout that saves enough time and fits into memory.
 
     Args:
-        costs: costs of all layouts. The costs are sorted by time, with the fastest layout first.
+        costs: costs of all layouts, sorted by time, with the fastest layout first.
         fixed: layout that the settings specify.
-        memory_bytes: memory size of the device in bytes.
+        memory_bytes: size of the device's memory in bytes.
     """
     configured = next(cost for cost in costs if cost.choice == fixed)
     for cost in costs:
@@ -208,7 +206,7 @@ def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
 
 
 def _with_sizes(kept: KeptRouting, sizes: SentSizes, dispatcher: Dispatcher) -> KeptRouting:
-    """Add row counts that are already known to the routing, so that the dispatcher does not
+    """Add to the routing the row counts that are already known, so that the dispatcher does not
     exchange them again.
     """
     while isinstance(dispatcher, WrappedDispatcher):
@@ -244,7 +242,7 @@ class PrefillPieces:
                 ("parallel.spill", spill, spill not in (None, "never"), "'never'")):
             if bad:
                 raise ValueError(f"parallel.prefill=True cannot be combined with {name}={value!r}, "
-                                 f"because its rows cannot be divided by load. Use {remedy}, or "
+                                 f"whose rows cannot be divided by load. Use {remedy}, or "
                                  "parallel.prefill=False")
         self._chosen: dict[tuple[LayoutChoice, int], LayoutChoice] = {}
 
@@ -252,11 +250,10 @@ class PrefillPieces:
         """Return the layout with the best number of pieces for this load, and the routing.
 
         All ranks return the same layout. If the ranks have exchanged row counts, the returned
-        routing contains these counts. The largest number of tokens on any rank is sent together
-        with the row counts, which the ranks must exchange anyway. With fixed slots or
-        `dispatch.equal_tokens`, the largest number of tokens is known without communication. In all
-        other cases (with `dispatch.send`, or with a capacity and exact rows), an all-reduce is
-        needed.
+        routing contains them. The maximum number of tokens on any rank is sent together with the
+        row counts, which the ranks must exchange anyway. With fixed slots or
+        `dispatch.equal_tokens`, this maximum is known without communication. In all other cases
+        (with `dispatch.send`, or with a capacity and exact rows), an all-reduce is needed.
         """
         if not layout.choice.exchanges or self.comm.size == 1 or layout.choice.spill != "never":
             return layout, kept
@@ -276,9 +273,7 @@ class PrefillPieces:
         return chosen, kept if sizes is None else _with_sizes(kept, sizes, chosen.dispatcher)
 
     def choice(self, layout: LayoutChoice, tokens: int) -> LayoutChoice:
-        """Return the layout with the best number of pieces for `tokens` tokens on the rank with the
-        most tokens.
-        """
+        """Return the layout with the best number of pieces for at most `tokens` tokens per rank."""
         if not layout.exchanges or self.comm.size == 1 or layout.spill != "never":
             return layout
         load = max(1, tokens).bit_length()  # calls of one power of two share a choice

@@ -1,6 +1,4 @@
-"""Prepare a group according to its settings for the topology, the cluster model, the watchdog and
-the all-to-all.
-"""
+"""Prepare a group for the configured topology, cluster model, watchdog and all-to-all."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ DEFAULT_WHEN_UNSET = {
 
 @dataclass
 class _Announced:
-    """The keys of all messages that were logged for a group."""
+    """The keys of all messages that have been logged for a group."""
 
     names: set[str] = field(default_factory=set)
 
@@ -38,18 +36,18 @@ class _Announced:
 def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
     """Prepare a group according to its settings, and return the configured all-to-all.
 
-    All ranks must call this function with the same settings. Ranks agree on the topology only in
-    this function.
+    All ranks must call this function with the same settings. This is the only function in which the
+    ranks agree on the topology.
 
     Args:
         comm: the group.
         config: communication settings.
-        measures: whether settings that the user has not set may be chosen by measurements; see
+        measures: whether measurements may determine settings that the user has not set; see
             `exchange_name`.
 
     Raises:
-        ValueError: If a name is unknown, if a file cannot be read, or if the topology has other
-            ranks than the group.
+        ValueError: If a name is unknown, if a file cannot be read, or if the topology contains
+            other ranks than the group.
     """
     if config.all_to_all is not None:
         algorithms.get(config.all_to_all)  # reject unknown names before anything is sent
@@ -68,23 +66,21 @@ def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
 
 
 def spans_nodes(comm: Comm) -> bool:
-    """Return true if a prepared group spans several nodes. Groups of simulated ranks do not span
-    nodes.
-    """
+    """Return true if a prepared group spans several nodes. Simulated ranks never span nodes."""
     return comm.size > 1 and comm.separate and len(comm.topology.nodes) > 1
 
 
 def exchange_name(comm: Comm, config: CommConfig, measures: bool = True) -> str:
     """Return the name of the all-to-all for a prepared group.
 
-    If the settings do not name an algorithm, the name is `auto` for a group that spans several
-    nodes, otherwise `linear`.
+    If the settings specify no algorithm, the name is `auto` for a group that spans several nodes,
+    and `linear` otherwise.
 
     Args:
         comm: a prepared group.
         config: communication settings.
-        measures: whether settings that the user has not set may be chosen by measurements during
-            training. If `measures` is False, `linear` is used instead of `auto`.
+        measures: whether measurements during training may determine settings that the user has not
+            set. If `measures` is False, `linear` is used instead of `auto`.
     """
     unset = DEFAULT_WHEN_UNSET["comm.all_to_all"]
     return config.all_to_all or unset[measures and spans_nodes(comm)]
@@ -96,8 +92,8 @@ def _exchange(comm: Comm, config: CommConfig, measures: bool) -> Exchange:
 
 
 def _announce(comm: Comm, name: str) -> None:
-    """Log the nodes of a group's ranks, and the reason if an algorithm is run as `linear`. Each
-    message is logged once per group.
+    """Log the nodes of a group's ranks, and the reason if `linear` is used in place of another
+    algorithm. Each message is logged once per group.
     """
     topology = comm.topology
     reason = algorithms.get(name).lacks(comm)
@@ -117,8 +113,8 @@ def read_topology(text: str, size: int, nics: int = 1) -> Topology:
     """Return the topology that `comm.topology` specifies for a group of `size` ranks.
 
     Args:
-        text: number of ranks per node (in rank order), or path of a YAML file with the ranks of
-            each node, such as `nodes: [[0, 1], [2, 3]]`.
+        text: number of ranks per node (with ranks numbered node by node), or path of a YAML file
+            that lists the ranks of each node, such as `nodes: [[0, 1], [2, 3]]`.
         size: number of ranks.
         nics: number of network cards per node. Defaults to 1.
 

@@ -1,5 +1,5 @@
-"""Replicas of hot experts in a training layer. The replicas stay in place for several steps
-(`planner.standing`).
+"""Replicas of heavily loaded experts in a training layer. The replicas are placed once for several
+steps (`planner.standing`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class LayerReplicas:
     """A `dispatch.base.SpillPlanner` that changes its plan only between steps.
 
-    A recomputed forward pass therefore uses the same plan as the original forward pass.
+    A recomputed forward pass therefore uses the same plan as the original pass.
 
     Args:
         parallel: parallelism settings of the layer.
@@ -51,9 +51,7 @@ class LayerReplicas:
         self.standing = StandingReplicas(comm.size, costs, parallel.guests, parallel.replan)
 
     def __call__(self, counts_WV: Counts) -> SpillPlan | None:
-        """Return the plan for a call. During training, the load of the call is added to the
-        statistics.
-        """
+        """Return the plan for a call. In training, the call's load is added to the statistics."""
         if self._paused:
             return None
         if counts(self.experts.training):
@@ -62,7 +60,7 @@ class LayerReplicas:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A context in which no plans are made and loads are ignored."""
+        """Context manager inside which no plans are made and loads are ignored."""
         self._paused = True
         try:
             yield
@@ -72,7 +70,7 @@ class LayerReplicas:
     def finish_step(self) -> None:
         """Finish an optimizer step.
 
-        If a placement is due and speeds are measured, all ranks must call this method.
+        If replicas are about to be placed and speeds are measured, all ranks must call this method.
         """
         if not self.standing.finish_step():
             return
@@ -85,15 +83,15 @@ class LayerReplicas:
 
 
 class MeasuredSpeeds:
-    """The measured speed of each rank's experts in rows per second. The speed is averaged in the
-    same way as the throughput in SWARM.
+    """The measured speed of each rank's experts in rows per second. Speeds are averaged like the
+    throughput in SWARM.
 
     Only the forward passes of experts are measured, because these passes do not wait for other
     ranks.
 
     Args:
         comm: the ranks.
-        experts: experts of the layer. Hooks are registered for these experts.
+        experts: experts of the layer. Hooks on these experts are used for the measurement.
     """
 
     def __init__(self, comm: Comm, experts: Experts) -> None:
@@ -107,8 +105,8 @@ class MeasuredSpeeds:
         """Return the speeds of all ranks, or None if no rank has computed any rows. All ranks
         return the same speeds.
 
-        If a rank has not computed any rows, the mean speed of the other ranks is used. All ranks
-        must call this method. On a GPU, the host waits for the device.
+        The mean speed of the other ranks is used for a rank that has not computed any rows. All
+        ranks must call this method. On a GPU, the host waits for the device.
         """
         seconds = sum(_between(start, end) for start, end in self._marks)
         if self._rows and seconds > 0:

@@ -1,4 +1,4 @@
-"""Time the forward and backward passes of one layer call without waiting for the device."""
+"""Measure the forward and backward times of a layer call without waiting for the device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CallTimer:
         self.wants_backward = False
 
     def start(self) -> None:
-        """Start to measure the time of the forward pass."""
+        """Start measuring the time of the forward pass."""
         self._mark("forward")
 
     def started(self, x: Tensor, anchor: Tensor | None) -> Tensor:
@@ -35,8 +35,8 @@ class CallTimer:
 
         Args:
             x: input tensor of the computation that is timed.
-            anchor: a parameter. The parameter makes backward reach this point even if x needs no
-                gradient.
+            anchor: a parameter. If x does not require a gradient, the parameter ensures that
+                backward reaches this point.
         """
         return _Mark.apply(x, anchor, self, "backward_end")
 
@@ -55,7 +55,7 @@ class CallTimer:
                                                 or "backward_end" in self.marks)
 
     def seconds(self) -> float:
-        """Return the sum of the forward and backward time in seconds, or 0 if the passes have not
+        """Return the sum of the forward and backward times in seconds, or 0 if the passes have not
         ended.
 
         On a GPU, the host waits for the last recorded event.

@@ -1,7 +1,7 @@
-"""Run code that `torch.compile` does not trace.
+"""Run code without tracing it in `torch.compile`.
 
-Importing this module loads the compiler. Therefore, import this module only where it is needed,
-when `torch.compiler.is_compiling()` is True.
+Importing this module loads the compiler. Import it only where it is needed, when
+`torch.compiler.is_compiling()` is True.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_plugin.utils.selective import hidden_from_policies
 
 @torch.compiler.disable
 def uncompiled(call: Callable[..., Any], *args: Any) -> Any:
-    """Call `call(*args)` outside of compiled graphs, and return its result. The functions that
-    `call` calls are also not compiled.
+    """Call `call(*args)` outside of compiled graphs, and return its result. Functions that are
+    called by `call` are not compiled either.
     """
     return hidden_from_policies(call)(*args)

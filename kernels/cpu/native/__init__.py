@@ -1,4 +1,4 @@
-"""Elementwise passes over the inner values of experts, between two matmuls.
+"""Elementwise operations between two matmuls of an expert, in a single pass over the values.
 
-The passes are implemented in C and compiled on the user's machine.
+The operations are implemented in C and compiled on the user's machine.
 """

@@ -1,7 +1,7 @@
 """Compile the C code in this folder and load the compiled library. The code is compiled once per
 machine and user.
 
-If there is no compiler, or the processor is not supported, torch's operations are used instead, and
+If no compiler is found, or the processor is not supported, torch's operations are used instead, and
 `moe-plugin doctor` reports the reason.
 """
 
@@ -48,9 +48,7 @@ THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class Unavailable(Exception):
-    """Raised if the functions cannot be compiled or cannot run on this machine. The message states
-    the reason.
-    """
+    """Raised, with the reason, if the functions cannot be compiled or run on this machine."""
 
 
 @functools.cache
@@ -76,9 +74,7 @@ def library(source: str, *defines: str) -> ctypes.CDLL | str:
 
 
 def why_not(source: str, *defines: str) -> str | None:
-    """Return the reason why the compiled functions of `library` are unavailable, or None if they
-    are available.
-    """
+    """Return the reason why the functions of `library` are unavailable, or None if available."""
     functions = library(source, *defines)
     return functions if isinstance(functions, str) else None
 
@@ -103,8 +99,8 @@ def processor_options(machine: str, capability: str, flags: Collection[str]) -> 
 
 
 def compiler(environment: Mapping[str, str]) -> list[str]:
-    """Return the command of the C compiler. The command is `CC` if this environment variable is
-    set, otherwise the first available entry of `COMPILERS`.
+    """Return the command of the C compiler. The command is the value of the environment variable
+    `CC` if it is set, otherwise the first available entry of `COMPILERS`.
 
     Raises: Unavailable: If no compiler was found.
     """
@@ -135,7 +131,7 @@ def _flags() -> set[str]:
 
 
 def _loaded(source: Path, command: list[str]) -> ctypes.CDLL:
-    """Load the library that `command` builds from a source file on this processor.
+    """Load the library that `command` builds for this processor from a source file.
 
     The library is compiled only if the cache contains no usable library.
     """
@@ -179,9 +175,7 @@ def run_compiler(command: list[str]) -> None:
 
 
 def _folder() -> Path:
-    """Return the folder in which compiled code is stored. Other users must not have write
-    permission for this folder.
-    """
+    """Return the folder for compiled code, to which other users must not have write permission."""
     try:
         folder = cache_home() / "native"
     except RuntimeError as error:  # the user has no home directory

@@ -1,11 +1,11 @@
 """Python wrappers for compiled functions that process CPU tensors.
 
 `NativePasses` contains the operations that the strategy `fused` performs between two matmuls. Each
-operation is a single pass over the values. torch needs several passes over the values, and computes
-gelu and its derivative separately. The forward pass overwrites the input of the activation function
-with the derivative of the activation function. The backward pass multiplies the gradient by this
-derivative and by the row's gate, and accumulates the gradient of the gate. With these passes, the
-time of a layer is multiplied by 0.96, or by 0.95 if its experts are gated (8 experts of widths 512
+operation needs a single pass over the values. torch needs several passes over the values, and
+computes gelu and its derivative separately. The forward pass overwrites the input of the activation
+function with the derivative of the activation function. The backward pass multiplies the gradient
+by this derivative and by the row's gate, and accumulates the gradient of the gate. These passes
+multiply the time of a layer by 0.96, or by 0.95 if its experts are gated (8 experts of widths 512
 and 2048 in bfloat16, 4,096 tokens, k = 2, AMD Zen 5).
 
 Notation of the passes: N is the number of rows, F the inner width, and D the width of a row. All
@@ -13,10 +13,10 @@ tensors are contiguous. The tensors are float32 or bfloat16, except `scale_N` an
 are always float32. Values are computed in float32, and each result is rounded once.
 
 `Scores` contains the matmuls of a router with few experts, for bfloat16 tokens. If one dimension of
-a matrix is a small number of experts, torch's matmuls take three times as long. With 4,096 tokens
-of width 512 and 8 experts, the scores take 0.26 ms instead of 0.76 ms, the gradient of the tokens
-takes 0.17 ms instead of 0.52 ms, and the gradient of the weight takes 0.31 ms instead of 0.97 ms
-(AMD Zen 5, two threads).
+a matrix is a small number of experts, torch's matmuls take three times as long as these. With 4,096
+tokens of width 512 and 8 experts, the scores take 0.26 ms instead of 0.76 ms, the gradient of the
+tokens takes 0.17 ms instead of 0.52 ms, and the gradient of the weight takes 0.31 ms instead of
+0.97 ms (AMD Zen 5, two threads).
 
 `sum_of_rows` adds the rows of each token, for bfloat16 rows without weights. `torch.embedding_bag`
 takes about the same time, but rounds ties away from zero: the sum of two rows is then too large by
@@ -42,7 +42,7 @@ POINTER, INT64, INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 def function(functions: ctypes.CDLL, name: str, *types: type) -> Callable[..., None]:
-    """Return a compiled function as a Python callable without return value. types: types of the
+    """Return a compiled function as a Python callable that returns nothing. types: types of the
     function's arguments.
     """
     compiled = getattr(functions, name)
@@ -53,8 +53,7 @@ def function(functions: ctypes.CDLL, name: str, *types: type) -> Callable[..., N
 def readable(x: Tensor) -> bool:
     """Return true if compiled functions can read `x` directly.
 
-    The tensor must be in CPU memory, and its computation must not be deferred by a mode or a
-    compiler.
+    The tensor must be in CPU memory, and no mode or compiler may defer its computation.
     """
     # Other subclasses of Tensor, such as fake tensors, may have no memory to read.
     return (x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
@@ -62,9 +61,7 @@ def readable(x: Tensor) -> bool:
 
 
 def address(x: Tensor | None) -> int | None:
-    """Return the address of the first element. For a missing tensor, return None, which ctypes
-    passes as NULL.
-    """
+    """Return the address of the first element, or None (which ctypes passes as NULL)."""
     return None if x is None else x.data_ptr()
 
 
@@ -164,7 +161,7 @@ class Scores:
         self._grad_weight = function(functions, "router_grad_weight", *sizes, *pointers, INT64, INT)
 
     def scores(self, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-        """Compute `x @ weight^T`. The output is [T, E]."""
+        """Compute `x @ weight^T`. The output has the shape [T, E]."""
         (tokens, width), experts = x_TD.shape, weight_ED.shape[0]
         scores_TE = weight_ED.new_empty(tokens, experts)
         self._scores(tokens, width, experts, x_TD.data_ptr(), weight_ED.data_ptr(),
@@ -172,9 +169,7 @@ class Scores:
         return scores_TE
 
     def grad_tokens(self, grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
-        """Compute `grad @ weight`. The output, bfloat16 [T, D], is summed in float32 and
-        rounded once.
-        """
+        """Compute `grad @ weight`, bfloat16 [T, D], summed in float32 and rounded once."""
         (tokens, experts), width = grad_TE.shape, weight_ED.shape[1]
         grad_TD = weight_ED.new_empty(tokens, width, dtype=torch.bfloat16)
         self._grad_tokens(tokens, width, experts, grad_TE.data_ptr(), weight_ED.data_ptr(),
@@ -182,7 +177,7 @@ class Scores:
         return grad_TD
 
     def grad_weight(self, grad_TE: Tensor, x_TD: Tensor) -> Tensor:
-        """Compute `grad^T @ x`. The output is [E, D]."""
+        """Compute `grad^T @ x`. The output has the shape [E, D]."""
         (tokens, experts), width = grad_TE.shape, x_TD.shape[1]
         # Each part is summed by one thread, and the parts are added in a fixed order.
         sums_PED = grad_TE.new_empty(PARTS, experts, width)
@@ -205,21 +200,21 @@ def scores_of(x_TD: Tensor, weight_ED: Tensor) -> Scores | None:
 
 @functools.cache
 def compiled_scores() -> Scores | None:
-    """Return the compiled matmuls; see `scores_of`. They are loaded only once."""
+    """Return the compiled matmuls; see `scores_of`. The functions are loaded only once."""
     library = build.library(*_source(None))
     return None if isinstance(library, str) else Scores(library)
 
 
 @functools.cache
 def compiled_sums() -> Callable[..., None] | None:
-    """Return the compiled sum of rows, which is created once; see `sum_of_rows`."""
+    """Return the compiled function for `sum_of_rows`, which is loaded only once."""
     library = build.library("rows.c")
     return None if isinstance(library, str) else function(
         library, "sum_rows", INT64, INT64, INT64, *[POINTER] * 3, INT)
 
 
 def why_not_sums() -> str | None:
-    """Return the reason why this machine has no `compiled_sums`, or None if it has them."""
+    """Return the reason why `compiled_sums` is unavailable, or None if it is available."""
     return build.why_not("rows.c")
 
 

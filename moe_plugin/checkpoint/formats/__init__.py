@@ -1,2 +1,1 @@
-"""Checkpoint formats, each in a separate module or package. The module `all` registers all formats.
-"""
+"""Checkpoint formats, each in a separate module or package. The module `all` registers them."""

@@ -1,8 +1,8 @@
-"""The checkpoint formats that `moe-plugin reshard` and `moe-plugin inspect` support, and their
-registry.
+"""The checkpoint formats that `moe-plugin reshard` and `moe-plugin inspect` support, and the
+registry of formats.
 
-The formats of a host framework are registered in separate modules, so that this package does not
-depend on any host.
+The formats of each host framework are registered in a separate module, so that this package does
+not depend on any host framework.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from moe_plugin.utils.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSizes:
-    """The parallel sizes and the data type of a checkpoint to be written. The format chooses all
-    sizes that are not set.
+    """The parallel sizes and the data type of a checkpoint that is about to be written. If a size
+    is not set, the format chooses it.
 
     Attributes:
         world: total number of ranks. For fairseq, this is the number of data-parallel ranks.
@@ -63,7 +63,7 @@ class CheckpointSizes:
         """Return the number of ranks for a format with one file per expert-parallel rank.
 
         Args:
-            usual: default number of ranks, for the case that neither `world` nor `ep` is set.
+            usual: default number of ranks if neither `world` nor `ep` is set.
         Raises:
             ValueError: If `world` and `ep` differ.
         """
@@ -79,7 +79,7 @@ class CheckpointSizes:
 
 
 class WriteProgress:
-    """Callbacks with which a writer reports its progress. The methods of this base class do
+    """Callbacks through which a writer reports its progress. The methods of this base class do
     nothing.
 
     For each file, a writer calls `keeps(name)`, where `name` is the path within the written folder.
@@ -89,9 +89,7 @@ class WriteProgress:
     """
 
     def keeps(self, name: str) -> bool:
-        """Return true if an interrupted conversion completed this file and the file has not changed
-        since then.
-        """
+        """Return true if an interrupted conversion wrote this file and it is unchanged."""
         return False
 
     def advance(self, nbytes: int) -> None:
@@ -103,8 +101,8 @@ class WriteProgress:
 
 def write_files(path: Path, contents: Mapping[str, Callable[[], Any]],
                 progress: WriteProgress) -> None:
-    """Write files with `torch.save`. The contents of these files may include `Derived` tensors.
-    Files for which `progress.keeps` returns True are skipped.
+    """Write files with `torch.save`. The contents may include `Derived` tensors. Files for which
+    `progress.keeps` returns True are skipped.
 
     Args:
         path: an existing folder.
@@ -125,16 +123,17 @@ class Format(ABC):
 
     Attributes:
         name: registered name.
-        sizes: fields of `CheckpointSizes` that the format supports, without "dtype".
-        views_as: functions that convert a source of this format to a view with the names of another
-            format. The keys of `views_as` are the names of the target formats. The target "neutral"
-            means the framework-independent names in `moe_plugin.checkpoint.neutral`. If the target
-            format cannot represent a tensor or a setting, these functions raise a `CheckpointError`
-            that names it.
-        views_of: functions that convert a source of another format to a view with the names of this
-            format. The keys of `views_of` are the names of the source formats.
-        becomes: names of the only formats to which and from which this format can be converted. If
-            `becomes` is empty, all formats are allowed for which a conversion exists.
+        sizes: names of the `CheckpointSizes` fields that the format supports, excluding "dtype".
+        views_as: functions that convert a source of this format to a view that uses the names of
+            another format. The keys of `views_as` are the names of the target formats. The target
+            "neutral" means the framework-independent names in `moe_plugin.checkpoint.neutral`. If
+            the target format cannot represent a tensor or a setting, these functions raise a
+            `CheckpointError` that names it.
+        views_of: functions that convert a source of another format to a view that uses the names of
+            this format. The keys of `views_of` are the names of the source formats.
+        becomes: names of the only formats that this format can be converted to and from. If
+            `becomes` is empty, this format can be converted to and from every format for which a
+            conversion exists.
     """
 
     name: ClassVar[str]
@@ -162,7 +161,7 @@ class Format(ABC):
 
         Args:
             path: file or folder to examine.
-            trust: whether to unpickle all classes, including classes that are not allowed by
+            trust: whether to unpickle arbitrary classes, including those that are not allowed by
                 default. Unpickling can run code that is stored in the files.
         Raises:
             CheckpointError: If a file is missing or damaged.
@@ -172,13 +171,13 @@ class Format(ABC):
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
         """Write a checkpoint of this format into the folder `path`. Only one slice of a tensor is
-        in memory at a time.
+        in memory at any time.
 
         The folder must exist. The folder is temporary, and it may contain files of an interrupted
         conversion (see `WriteProgress.keeps`).
 
         Args:
-            source: a source whose tensors have this format's names.
+            source: a source whose tensors have the names of this format.
             path: the folder.
             layout: parallel sizes of the checkpoint to be written.
             progress: object to which the writer reports its progress.
@@ -190,9 +189,7 @@ class Format(ABC):
                               "--to")
 
     def nbytes(self, source: Source, layout: CheckpointSizes) -> int:
-        """Estimate the number of tensor bytes that `write` writes. The estimate is used for a
-        progress bar.
-        """
+        """Estimate the total size in bytes of the tensors to write, for a progress bar."""
         return sum(entry.nbytes for entry in source.entries.values())
 
     def check(self, layout: CheckpointSizes) -> None:
@@ -217,9 +214,9 @@ def detect(path: str | Path, trust: bool = False) -> str:
     """Return the name of the format of a checkpoint.
 
     Args:
-        path: path of the checkpoint's folder or file.
-        trust: whether to unpickle all classes, including classes that are not allowed by default.
-            Unpickling can run code that is stored in the files.
+        path: folder or file of the checkpoint.
+        trust: whether to unpickle arbitrary classes, including those that are not allowed by
+            default. Unpickling can run code that is stored in the files.
     Raises:
         CheckpointError: If the path does not exist, or if it matches no format or more than one
             format.
@@ -264,8 +261,8 @@ def open_source(path: str | Path, format: str | None = None, trust: bool = False
     Args:
         path: path of the checkpoint's folder or file.
         format: name of the format. Detected by default.
-        trust: whether to unpickle all classes, including classes that are not allowed by default.
-            Unpickling can run code that is stored in the files.
+        trust: whether to unpickle arbitrary classes, including those that are not allowed by
+            default. Unpickling can run code that is stored in the files.
     Raises:
         CheckpointError: If a file is missing, is damaged, or does not have this format.
         UntrustedFile: If a file contains classes that are not allowed, and `trust` is False.
@@ -288,9 +285,7 @@ def _of_format(what: str, format: str) -> AbstractContextManager[None]:
 
 
 def check_pair(origin: str, to: str) -> None:
-    """Raise `CheckpointError` if a checkpoint of one format cannot be converted to the other
-    format.
-    """
+    """Raise `CheckpointError` if there is no conversion from one format to the other."""
     for name, other in ((origin, to), (to, origin)):
         known = formats.get(name).becomes
         if known and other not in (name, *known):
@@ -302,10 +297,11 @@ def check_pair(origin: str, to: str) -> None:
 
 
 def convert(source: Source, to: str) -> Source:
-    """Return a view of a source with the names of a different format, or with framework-independent
+    """Return a view of a source that uses the names of a different format, or framework-independent
     names.
 
-    If there is no direct conversion between the two formats, intermediate formats are used.
+    If there is no direct conversion between the two formats, the conversion uses intermediate
+    formats.
 
     Raises:
         CheckpointError: If no conversion exists, if the target format cannot represent the source

@@ -62,7 +62,7 @@ def write_index(folder: Path, parts: int, extra: Mapping[str, Any]) -> None:
 
 
 def read_index(source: Path) -> tuple[dict[str, Any], bool]:
-    """Return the index of a checkpoint, and whether the index contains a checksum of itself.
+    """Return the index of a checkpoint, and whether the index contains its own checksum.
 
     Raises:
         CheckpointError: If the index is missing, is damaged, or has an unsupported version.
@@ -95,13 +95,12 @@ def _checked_index(source: Path, index: dict[str, Any]) -> dict[str, Any]:
             or not all(type(size) is int and size >= 0 for size in sizes) or "extra" not in index:
         raise CheckpointError(
             f"checkpoint {str(source)!r}: index.json is damaged (parts={short(parts)}, "
-            f"bytes={short(sizes)}; it needs these entries and extra, with one size for each "
-            "part); use an "
-            "older checkpoint")
+            f"bytes={short(sizes)}): it must contain 'parts', 'extra' and, in 'bytes', one size "
+            "for each part; use an older checkpoint")
     seals = index.get("seals", [None] * parts)  # older checkpoints have no seals
     if not isinstance(seals, list) or len(seals) != parts:
         raise CheckpointError(f"checkpoint {str(source)!r}: index.json is damaged "
-                              f"(seals={short(seals)}, but one seal for each part is expected); "
+                              f"(seals={short(seals)}): 'seals' must contain one entry per part; "
                               "use an older checkpoint")
     return {**index, "seals": seals}
 
@@ -124,8 +123,8 @@ def check_part(folder: Path, index: Mapping[str, Any], rank: int) -> bool:
 
 
 def _part_of_size(folder: Path, index: Mapping[str, Any], rank: int) -> Path:
-    """Return the path of a rank's part, after checking the size of the file. Raise
-    `CheckpointError` if the size of the file differs from the size in the index.
+    """Check the file size of a rank's part, and return the path of the file. Raise
+    `CheckpointError` if the size differs from the size in the index.
     """
     path, size = folder / part_name(rank, index["parts"]), index["bytes"][rank]
     found = path.stat().st_size if path.exists() else None
@@ -142,8 +141,8 @@ def open_folder(folder: Path, trusted: bool = False) -> Source:
 
     Args:
         folder: the folder.
-        trusted: whether to unpickle all classes. Unpickling can run code that is stored in the
-            files.
+        trusted: whether to unpickle arbitrary classes. Unpickling can run code that is stored in
+            the files.
     Raises:
         CheckpointError: If a file is missing or damaged.
     """
@@ -194,10 +193,11 @@ def part_of_rank(source: Source, rank: int, size: int,
 
 
 def to_neutral(source: Source) -> Source:
-    """Return a view with framework-independent names. The source must use either
+    """Return a view that uses framework-independent names. The source must use either
     framework-independent names or the names of `transformers`.
 
-    If `extra` contains the key "hf_config", the source uses the names of `transformers`.
+    If `extra` contains the key "hf_config", the source is assumed to use the names of
+    `transformers`.
     """
     extra = source.values.get("extra")
     if isinstance(extra, Mapping) and "hf_config" in extra:
@@ -223,9 +223,7 @@ def from_neutral(source: Source) -> Source:
 
 @formats.register("plain")
 class PlainFormat(Format):
-    """Folders that `moe_plugin.checkpoint.save` writes, with one part for each expert-parallel
-    rank.
-    """
+    """Folders that `moe_plugin.checkpoint.save` writes, with one part per expert-parallel rank."""
 
     name = "plain"
     views_as, views_of = {NEUTRAL: to_neutral}, {NEUTRAL: from_neutral}

@@ -69,7 +69,7 @@ NAMES: dict[str, tuple[str, bool]] = {
 
 
 def rank_files(path: Path) -> list[Path]:
-    """Return the files of all ranks in rank order. The argument is a pattern, a folder or a single
+    """Return the files of all ranks, in rank order. The argument is a pattern, a folder or a single
     file.
 
     Raises:
@@ -92,8 +92,8 @@ def rank_files(path: Path) -> list[Path]:
 
 
 def _matching(pattern: str) -> dict[int, Path]:
-    """Return all files that match a pattern, by rank. If there are several values of `{size}`, the
-    value with the most files is used.
+    """Return all files that match a pattern, keyed by rank. If the files have several values of
+    `{size}`, the value with the most files is used.
     """
     folder = Path(pattern.split("{")[0] + "_").parent
     escaped = re.escape(pattern).replace(r"\{rank\}", r"(?P<rank>\d+)")
@@ -108,8 +108,8 @@ def _matching(pattern: str) -> dict[int, Path]:
 
 
 def _pattern_of(folder: Path, names: Sequence[str]) -> str:
-    """Return the file name pattern of the files in a folder, or an empty string if no file matches
-    a pattern.
+    """Return the file name pattern that the files in a folder match, or an empty string if there is
+    none.
 
     Raises:
         CheckpointError: If the files match more than one pattern.
@@ -140,7 +140,7 @@ def _check_names(state: Mapping[Any, Any]) -> None:
 
 
 def _open_ranks(paths: Sequence[Path], trusted: bool) -> Source:
-    """Open the files of all ranks as a source. The tensors of the source contain all experts."""
+    """Open the files of all ranks as a source whose expert tensors contain all experts."""
     states = [_open_file(path, trusted) for path in paths]
     prefixes = {name.removesuffix(COUNT): int(_number(value))
                 for name, value in states[0].items() if name.endswith(COUNT)}
@@ -160,7 +160,7 @@ def _open_ranks(paths: Sequence[Path], trusted: bool) -> Source:
 
 def _joined(name: str, paths: Sequence[Path], states: Sequence[Mapping[str, Any]],
             experts: int) -> Derived:
-    """Join the slices of a tensor from all ranks to a tensor with all experts."""
+    """Join the slices of a tensor from all ranks into a tensor with all experts."""
     parts, size = [], len(states)
     for path, state in zip(paths, states, strict=True):
         if not isinstance(state.get(name), Derived):
@@ -186,16 +186,14 @@ def _number(value: Any) -> Any:
 
 
 def to_plain(source: Source) -> View:
-    """Return a view that converts Tutel's names to the names of a model with this package's layers.
-    """
+    """Return a view that converts Tutel's names to those of a model with this package's layers."""
     tensors = _table(source).neutral(map(source.tensor, source.entries), _keep_outside(
         source, "MoELayer has no counterpart for Tutel's tensor", NAMES))
     return View(source, tensors, format="plain", values={**source.values, "extra": {}})
 
 
 def from_plain(source: Source) -> View:
-    """Return a view that converts the names of a model with this package's layers to Tutel's names.
-    """
+    """Return a view that converts the names of this package's layers to Tutel's names."""
     if not source.layers:
         raise CheckpointError("the checkpoint has no MoELayer that could be converted to Tutel's "
                               "layer; choose another format with --to")
@@ -214,11 +212,11 @@ def _table(source: Source) -> NameTable:
 
 
 def _keep_outside(source: Source, missing: str, known: Iterable[str]) -> Others:
-    """Return a function that handles tensors without a name rule. The function keeps tensors
-    outside of MoE layers, and raises an error for tensors inside an MoE layer.
+    """Return a function that handles tensors for which there is no name rule. The function keeps
+    tensors outside of MoE layers, and raises an error for tensors inside an MoE layer.
 
     Args:
-        missing: start of the error message for tensors inside an MoE layer.
+        missing: beginning of the error message for tensors inside an MoE layer.
         known: names of the tensors that an MoE layer can have.
     """
     def others(one: Derived) -> Derived:
@@ -259,7 +257,7 @@ def _part(one: Derived, rank: int, size: int, experts: int) -> Derived:
 
 
 def _filled_up(one: Derived, width: int) -> Derived:
-    """Pad a tensor of shape [E, M] with zeros to shape [E, width]."""
+    """Pad a tensor of shape [E, M] with zeros to the shape [E, width]."""
     def read(window: Window) -> torch.Tensor:
         inside = [slice(min(at.start, end), min(at.stop, end))
                   for at, end in zip(window, one.entry.shape, strict=True)]
@@ -273,9 +271,7 @@ def _filled_up(one: Derived, width: int) -> Derived:
 
 @formats.register("tutel")
 class TutelFormat(Format):
-    """Checkpoints of Tutel, with either one state dict per rank or a single state dict that
-    contains all experts.
-    """
+    """Checkpoints of Tutel: one state dict per rank, or a single state dict with all experts."""
 
     name = "tutel"
     views_as, views_of = {"plain": to_plain}, {"plain": from_plain}

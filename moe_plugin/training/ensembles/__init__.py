@@ -1,3 +1,1 @@
-"""Losses that are computed from the outputs of a model. For losses of routers, see
-`moe_plugin.routing.losses`.
-"""
+"""Losses computed from a model's outputs. See `moe_plugin.routing.losses` for router losses."""

@@ -1,6 +1,6 @@
-"""Confident multiple choice learning (CMCL): ensembles whose members specialize in some samples.
+"""Confident multiple choice learning (CMCL): ensembles of members for different samples.
 
-Each member is confident on its own samples, and predicts a uniform distribution on all others.
+Each member is confident on its own samples and predicts a uniform distribution for all others.
 
 Notation: N is the number of samples, M the number of members (models, heads or experts), C the
 number of classes, G the number of groups of samples. Source: CMCL (Lee and others, 2017).
@@ -27,16 +27,17 @@ Check = tuple[bool, str, str, str]  # is valid, argument, bound, remedy
 
 @dataclass(frozen=True)
 class EnsembleSettings:
-    """Settings of an ensemble that the user requests with command-line arguments (see `flags`).
+    """Settings of an ensemble, from command-line arguments (see `flags`).
 
     Attributes:
         heads: number of heads, M.
         hidden: width of each head's hidden layer.
-        sharing: probability with which a feature of one head is added to those of another head.
+        sharing: probability with which a feature of one head is added to the features of another
+            head.
         k: see `confident_oracle_loss`.
         beta: see `confident_oracle_loss`.
         labels: see `confident_oracle_loss`.
-        by_sequence: whether all samples of a sequence or image have the same responsible heads.
+        by_sequence: whether the same heads are responsible for all samples of a sequence or image.
     """
 
     heads: int
@@ -76,7 +77,7 @@ def flags(whole: str, part: str, meaning: str) -> Flags:
 
 def given_settings(args: argparse.Namespace, known: Flags,
                    checks: Iterable[Check] = ()) -> EnsembleSettings | None:
-    """Return the ensemble settings in parsed arguments, or None if there is a single output layer.
+    """Return the ensemble settings from parsed arguments, or None for a single output layer.
 
     Args:
         args: parsed arguments.
@@ -135,16 +136,16 @@ def uniform_divergence(logits_NMC: Tensor) -> Tensor:
 
 
 def responsible(cross_entropy_NM: Tensor, divergence_NM: Tensor, k: int, beta: float) -> Tensor:
-    """Return the assignment of `k` members to each sample, bool [N, M], that has the smallest loss.
+    """Return the assignment of `k` members to each sample, bool [N, M], with the smallest loss.
 
     For each sample, the chosen members have the k smallest values of `CE_m - beta KL_m`. If values
-    are equal, the lower index is chosen. This is optimal, because the loss is a sum over members,
-    and choosing member m changes it by `CE_m - beta KL_m`.
+    are equal, the member with the lower index is chosen. This is optimal, because the loss is a sum
+    over members, and choosing member m changes it by `CE_m - beta KL_m`.
 
     Args:
         cross_entropy_NM: cross entropy `CE` of each member for each sample, float [N, M].
         divergence_NM: divergence `KL` of each member for each sample, float [N, M].
-        k: number of members per sample.
+        k: number of members that are chosen for each sample.
         beta: weight of the divergence.
     Raises:
         ValueError: If k is outside 1..M.
@@ -165,17 +166,17 @@ def confident_oracle_loss(logits_NMC: Tensor, target_N: Tensor, k: int, beta: fl
     For each sample, the loss trains the best `k` members and pulls all other members towards the
     uniform distribution. The loss is `sum_m [ v_m CE(y, P_m) + beta (1 - v_m) KL(U || P_m) ]`,
     where v is the best assignment of k members to each sample. With beta = 0 and k = 1, this is
-    multiple choice learning. With k = M, the members are independent. The loss is at least float32.
+    multiple choice learning. With k = M, the members are independent. The loss is computed in
+    float32 or a wider dtype.
 
     Args:
         logits_NMC: logits of all members, float [N, M, C].
         target_N: class of each sample, int64 [N].
         k: number of members that are responsible for each sample.
         beta: weight of the divergence for members that are not responsible for a sample.
-        labels: how the divergence is computed. With "exact", the divergence is computed exactly.
-            With "stochastic", the divergence is replaced by the cross entropy with a random label,
-            drawn uniformly for each sample and each other member. The expected gradient is the
-            same.
+        labels: "exact" to compute the divergence exactly, or "stochastic" to replace it by the
+            cross entropy with a random label, drawn uniformly for each sample and each member that
+            is not responsible for it. The expected gradient is the same.
         group_N: optional. Index of the group to which each sample belongs, int64 [N] in
             0..groups-1. All samples of a group (for example, the tokens of a sequence) have the
             same responsible members. By default, each sample is a separate group.
@@ -246,10 +247,10 @@ def sequence_oracle_loss(logits_BTMC: Tensor, target_BT: Tensor, real_BT: Tensor
         beta: see `confident_oracle_loss`.
         labels: see `confident_oracle_loss`.
         by_sequence: whether all tokens of a sequence have the same responsible members.
-    Returns:
-        The losses of all tokens with their responsible members, float32 [B * T]. The second value
-        contains the errors of all tokens, bool [B * T], by name: "oracle" (no member is correct)
-        and "top1" (the mean of the members is wrong). For padding, both errors are False.
+    Returns: The loss of each token, computed with the members responsible for it, float32 [B * T].
+        The second value contains the errors of all tokens, bool [B * T], by name: "oracle" (no
+        member is correct) and "top1" (the mean of the members is wrong). For padding, both errors
+        are False.
     """
     result = sequence_oracle(logits_BTMC, target_BT, real_BT, k, beta, labels=labels,
                              by_sequence=by_sequence)
@@ -290,10 +291,10 @@ def sequence_errors(logits_BTMC: Tensor, target_BT: Tensor, by_sequence: bool) -
 
 def confidence_histograms(logits_NMC: Tensor, chosen_NM: Tensor,
                           real_N: Tensor) -> dict[str, Tensor]:
-    """Compute histograms of how confident the predictions are. `HISTOGRAMS` contains their names.
+    """Compute histograms of the confidence of the predictions. `HISTOGRAMS` contains their names.
 
-    The three histograms, float64 [BINS], describe members that are responsible for a sample, all
-    other members, and the mean of the members; see `confidence_counts`.
+    The three histograms, float64 [BINS], describe the members that are responsible for a sample,
+    all other members, and the mean of the members; see `confidence_counts`.
 
     Args:
         logits_NMC: float [N, M, C].
@@ -328,7 +329,7 @@ def share_features(features: Tensor, probability: float, training: bool, dim: in
         features: float tensor with one axis for the members.
         probability: probability with which an element of `s_nm` is 1.
         training: whether to draw `s_nm` at random (True) or to use its mean (False).
-        dim: the axis of `features` that corresponds to the members.
+        dim: axis of `features` that corresponds to the members.
     Raises:
         ValueError: If the probability is outside [0, 1].
     """
@@ -351,16 +352,16 @@ def share_features(features: Tensor, probability: float, training: bool, dim: in
 
 
 class EnsembleHeads(nn.Module):
-    """M output heads: hidden layer (gelu), shared features, and linear layer to C classes.
+    """M output heads, each with a hidden layer (gelu) and a linear layer to C classes.
 
     Args:
         dim: width of the input features.
         classes: number of classes, C.
         heads: number of heads, M.
         hidden: width of each head's hidden layer. If 0, each head is a single linear layer.
-        sharing: probability with which a feature of one head is added to those of another (see
-            `share_features`). If the probability is 0, features are not shared. Sharing requires a
-            hidden layer.
+        sharing: probability with which a feature of one head is added to the features of another
+            head (see `share_features`). If the probability is 0, features are not shared. Sharing
+            requires a hidden layer.
         dtype: dtype of the parameters.
         device: device of the parameters.
     Raises:

@@ -1,2 +1,1 @@
-"""Gradients of models whose parameters are distributed over ranks: reduction, norms and clipping.
-"""
+"""Gradients of models that are distributed over ranks: reduction, norms and clipping."""

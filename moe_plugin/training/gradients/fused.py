@@ -1,7 +1,8 @@
-"""Select the fused implementations that this machine uses, and state the reasons.
+"""Select the fused implementations that are used on this machine, and give the reason for each
+selection.
 
 apex (github.com/NVIDIA/apex) has kernels only for CUDA devices. A component of apex is used if
-there is a CUDA device and if the compiled extension of this component can be imported. Otherwise,
+there is a CUDA device and the compiled extension of the component can be imported. Otherwise,
 torch's implementation is used.
 """
 
@@ -44,7 +45,7 @@ class FusedPart:
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation that was selected for a purpose.
+    """The implementation that was selected for one purpose.
 
     Attributes:
         role: the purpose of the implementation.
@@ -58,9 +59,7 @@ class Choice:
 
 
 def apex(name: str) -> FusedPart:
-    """Return a component of apex for tensors on a CUDA device. The name of the component is a key
-    in this module.
-    """
+    """Return the component `name` of apex, for tensors on a CUDA device."""
     if not torch.cuda.is_available():
         return FusedPart(None, "apex needs a CUDA device, and there is none")
     return imported(*APEX[name])
@@ -96,7 +95,7 @@ def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,
     role = "fairseq --optimizer adam"
     if old and (torch_fused or fp16_stats):
         other = "--moe-fused-adam" if torch_fused else "--fp16-adam-stats"
-        raise ValueError(f"{other} and --use-old-adam exclude each other: fairseq's own Adam is "
+        raise ValueError(f"{other} and --use-old-adam cannot be combined: fairseq's own Adam is "
                          "not fused and has fp32 statistics; leave one of the two flags out")
     if torch_fused:
         return Choice(role, "torch", "--moe-fused-adam")

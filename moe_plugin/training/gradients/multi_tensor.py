@@ -21,14 +21,14 @@ APEX_DEVICES, APEX_DTYPES = ("cuda",), (torch.float32, torch.float16)
 @torch.no_grad()
 def squared_norm(tensors: Sequence[Tensor], device: torch.device | None = None,
                  copies: Sequence[int] | None = None) -> Tensor:
-    """Return the sum of the squares of all elements, as a 0-dim float64 tensor.
+    """Return the sum of the squares of all elements of all tensors, as a 0-dim float64 tensor.
 
     The host does not wait for the device. The norm of each tensor is computed in float32 (float64
     for float64 tensors). If any tensor contains NaN or Inf, the sum is NaN or Inf.
 
     Args:
         tensors: tensors with any shapes, floating-point dtypes and devices. If there are no
-            tensors, the sum is 0. For a DTensor, only this rank's shard is included.
+            tensors, the sum is 0. For a DTensor, only the shard on this rank is included.
         device: optional. Device of the returned tensor. Defaults to the device of the first tensor.
         copies: optional. For each tensor, the number of ranks that store the same tensor. The
             squares of the tensor are divided by this number. Defaults to 1 for every tensor.
@@ -39,10 +39,10 @@ def squared_norm(tensors: Sequence[Tensor], device: torch.device | None = None,
 
 
 class SquaredNorm:
-    """Computes `squared_norm` for tensors that are not in memory at the same time.
+    """Computes `squared_norm` for tensors that are not all in memory at the same time.
 
-    The sum is bitwise equal to that of `squared_norm`. The exception is a GPU with apex, which
-    computes norms of several tensors at once.
+    The result is bitwise equal to that of `squared_norm`. The exception is a GPU with apex, because
+    apex computes the norms of several tensors at once.
     """
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class SquaredNorm:
         """Add the squares of some of the tensors to the sum.
 
         Args:
-            place: position of these tensors in the order of summation. The calls of `add` may be
-                made in any order.
+            place: position of these tensors in the order of summation. `add` may be called in any
+                order.
             tensors: see `squared_norm`.
             copies: see `squared_norm`.
         """
@@ -68,9 +68,7 @@ class SquaredNorm:
 
     @torch.no_grad()
     def total(self, device: torch.device) -> Tensor:
-        """Return the sum of the squares of all added tensors as a 0-dim float64 tensor on `device`;
-        see `squared_norm`.
-        """
+        """Return the sum of squares so far, 0-dim float64 on `device`; see `squared_norm`."""
         alike: dict[int, dict[tuple[torch.device, torch.dtype], list[Tensor]]] = {}
         for index in sorted(self._parts):
             for count, kind, norms_N in self._parts[index]:
@@ -83,9 +81,7 @@ class SquaredNorm:
 
 
 def _norms(group: list[Tensor]) -> Tensor:
-    """Return the norms [n] of tensors with the same device and dtype, or one norm [1] of all these
-    tensors together.
-    """
+    """Return the norms [n] of tensors with one device and dtype, or one norm [1] of all of them."""
     if (norm_op := _apex(fused.L2_NORM, group)) is not None:
         return norm_op([group], False)[0].reshape(-1)
     precision = torch.promote_types(group[0].dtype, torch.float32)
@@ -99,7 +95,7 @@ def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     Args:
         tensors: tensors or DTensors with any shapes, floating-point dtypes and devices.
         factor: number or 0-dim tensor by which the tensors are multiplied. apex is used only if
-            `factor` is a Python number, because apex would wait for the value of a tensor.
+            `factor` is a Python number. For a tensor, apex would wait for its value.
     """
     for group in _by_device_and_dtype(tensors):
         if isinstance(factor, Tensor):
@@ -111,7 +107,7 @@ def scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor or `PartGradient`. Return any other tensor unchanged."""
+    """Return this rank's shard of a DTensor or `PartGradient`, or any other tensor unchanged."""
     return tensor.to_local() if is_sharded(tensor) else plain(tensor)
 
 
@@ -124,9 +120,7 @@ def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _apex(name: str, group: list[Tensor]) -> Callable[..., Any] | None:
-    """Return apex's function for lists of these tensors, or None if apex does not support these
-    tensors.
-    """
+    """Return apex's function for lists of these tensors, or None if they are not supported."""
     first = group[0]
     if first.device.type not in APEX_DEVICES or first.dtype not in APEX_DTYPES or not all(
             tensor.layout == torch.strided and tensor.is_contiguous() for tensor in group):

@@ -3,7 +3,7 @@
 Muon (Jordan and others 2024) replaces the momentum of a matrix by a nearly orthogonal matrix.
 `torch.optim.Muon` does not accept the parameters of experts, which are stacks of matrices. One
 parameter contains the matrices of many experts, and one tensor may contain both the gate and the up
-matrix of a gated expert. In addition, each rank may store only a part of each matrix.
+matrix of a gated expert. In addition, each rank may store only a shard of each matrix.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from moe_plugin.utils.messages import short
 def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
                   mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
                   **options: Any) -> None:
-    """Wrap routers in separate FSDP units if the dtype of their parameters is different from the
-    rest of the model.
+    """Wrap routers in separate FSDP units if their parameters have a different dtype than the rest
+    of the model.
 
     FSDP2 does not support parameters of different dtypes in the same unit. A router with
     `router.fp32` is also wrapped separately if `mp_policy` lowers the precision of the model,
     because such a router computes in the dtype of its own parameters. The parameters of a router
-    are small, so they stay gathered between forward and backward. Call this function before
-    creating the FSDP units around the routers.
+    are small, so they are not resharded between forward and backward. Call this function before
+    creating the FSDP units that contain the routers.
 
     Args:
         model: the model.
-        ignored_params: parameters of experts, which FSDP ignores.
+        ignored_params: parameters of experts, which FSDP must not shard.
         mp_policy: see `torch.distributed.fsdp.fully_shard`.
         options: additional keyword arguments of `torch.distributed.fsdp.fully_shard`.
     """
@@ -77,21 +77,21 @@ def muon_groups(model: nn.Module, lr: float, adamw_lr: float, *, weight_decay: f
     Muon updates the matrices of experts and of `nn.Linear`. AdamW updates all other parameters
     (routers, embeddings, heads, adapters, vectors).
 
-    The experts are those of `MoELayer` and, in models of `transformers`, those of every class
+    The experts are those of `MoELayer` and, in `transformers` models, those of every class that is
     decorated with `use_experts_implementation`. Weight decay is not applied to vectors (norms and
-    biases). The biases of experts are treated as vectors, although they are stored as matrices [L,
-    F].
+    biases). The biases of experts are also treated as vectors, although they are stored as matrices
+    [L, F].
 
     Args:
         model: the model.
         lr: learning rate of Muon.
         adamw_lr: learning rate of AdamW.
-        weight_decay: weight decay of matrices, both in Muon and in AdamW.
+        weight_decay: weight decay of matrices, in both Muon and AdamW.
         dense: whether Muon also updates the matrices of `nn.Linear`.
-        adamw: regular expression. AdamW updates all parameters whose name contains a match of this
-            pattern.
-    Returns: The nonempty parameter groups. Each group has a `name` and a boolean `muon`, which is
-        True if Muon updates the group.
+        adamw: regular expression. AdamW updates all parameters whose name matches this pattern
+            (`re.search`).
+    Returns: The nonempty parameter groups. Each group has a `name` and a boolean `muon`, which
+        states whether Muon updates the group.
     Raises:
         ValueError: If the model has no trainable matrix that Muon could update.
     """
@@ -123,21 +123,21 @@ def muon_groups(model: nn.Module, lr: float, adamw_lr: float, *, weight_decay: f
 class ExpertMuon(torch.optim.Optimizer):
     """An optimizer that updates stacks of matrices with Muon, and all other parameters with AdamW.
 
-    Each matrix is updated in the same way as by `torch.optim.Muon`. Each Muon group has the options
-    and the state (`momentum_buffer`) of `torch.optim.Muon`. In addition, a Muon group has the
-    options `transposed` and `halves`. If `transposed` is True, the matrices are stored as [..., in,
-    out]. If `halves` is "concatenated" or "alternating", one tensor contains the gate and up
-    matrices, which are treated as separate matrices as in dense models. Groups with `muon=False`
-    have the options of `torch.optim.AdamW`.
+    Each matrix is updated exactly as in `torch.optim.Muon`. Each Muon group has the options and the
+    state (`momentum_buffer`) of `torch.optim.Muon`. In addition, it has the options `transposed`
+    and `halves`. If `transposed` is True, the matrices are stored as [..., in, out]. If `halves` is
+    "concatenated" or "alternating", one tensor contains both the gate and the up matrices. The two
+    matrices are treated separately, as in dense models. Groups with `muon=False` have the options
+    of `torch.optim.AdamW`.
 
     If an expert is split into shards (`parallel.shards`, or more ranks than experts), or if a
-    matrix is a DTensor, its momentum is gathered before the update. In both cases, all ranks must
-    call `step` with gradients for the same parameters.
+    matrix is a DTensor, its momentum is gathered before the update. All ranks must then call `step`
+    with gradients for the same parameters.
 
     Args:
         params: parameter groups from `muon_groups`, or any other parameters or parameter groups.
-            Muon updates 2D parameters, and stacks whose last two axes are [out, in], unless their
-            group contains `muon=False`.
+            Muon updates 2D parameters, and stacks whose last two axes are [out, in], unless
+            `muon=False` is set in their group.
         lr: see `torch.optim.Muon`.
         options: additional keyword arguments of `torch.optim.Muon`.
     Raises:
@@ -156,7 +156,7 @@ class ExpertMuon(torch.optim.Optimizer):
         return {**super().__getstate__(), "_given": self._given}  # options for new groups of a copy
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. Missing options get the defaults of Muon or AdamW; see
+        """Add a parameter group. Missing options are set to the defaults of Muon or AdamW; see
         `torch.optim.Optimizer`.
         """
         param_group.setdefault("muon", True)
@@ -171,7 +171,7 @@ class ExpertMuon(torch.optim.Optimizer):
 
     def _adamw(self) -> _AdamW:
         """Return the inner AdamW optimizer, which is created by the first call. A copy of the
-        `ExpertMuon` optimizer creates its own AdamW.
+        `ExpertMuon` object creates its own AdamW optimizer.
         """
         made: _AdamW | None = vars(self).get("_inner")
         if made is None:
@@ -196,7 +196,7 @@ class ExpertMuon(torch.optim.Optimizer):
 
     def _update(self, parameter: Tensor, group: Mapping[str, Any],
                 place: tuple[str, Placement] | None) -> None:
-        """Update one parameter in the same way as `torch.optim._muon._single_tensor_muon`."""
+        """Update one parameter like `torch.optim._muon._single_tensor_muon`."""
         state, lr = self.state[parameter], float(group["lr"])
         assert parameter.grad is not None
         gradient = plain(parameter.grad)
@@ -216,8 +216,8 @@ class ExpertMuon(torch.optim.Optimizer):
 
 
 class _AdamW(torch.optim.AdamW):
-    """The inner AdamW. This optimizer updates parameters of an outer optimizer during the outer
-    optimizer's step, and stores its state in the outer optimizer.
+    """The inner AdamW. This optimizer runs inside the `step` of an outer optimizer. The inner
+    optimizer updates parameters of the outer optimizer, and stores its state there.
     """
 
     def step_of(self, groups: list[dict[str, Any]], state: Any) -> None:
@@ -255,10 +255,10 @@ def _matrices(stack: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 def _of_whole(part: Tensor, place: tuple[str, Placement] | None,
               compute: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `compute` to complete matrices, and return this rank's part of the output.
+    """Apply `compute` to complete matrices, and return this rank's shard of the output.
 
     Args:
-        part: this rank's part of the tensor.
+        part: this rank's shard of the tensor.
         place: name and placement of an expert parameter. `place` is None for parameters that do not
             belong to experts.
         compute: function of complete matrices that does not change their shape.
@@ -282,7 +282,7 @@ def _of_whole(part: Tensor, place: tuple[str, Placement] | None,
 
 
 def _orthogonalized(stack: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return the update of each matrix in a tensor. The output has the shape of the tensor."""
+    """Return the update for each matrix in a tensor. The output has the shape of the tensor."""
     made = torch.empty_like(stack, dtype=torch.bfloat16)
     source, target = _matrices(stack, group), _matrices(made, group)
     flat_NOI = source.reshape(-1, *source.shape[-2:])
@@ -294,18 +294,17 @@ def _orthogonalized(stack: Tensor, group: Mapping[str, Any]) -> Tensor:
 
 def newton_schulz(x_NOI: Tensor, coefficients: tuple[float, float, float], steps: int,
                   eps: float) -> Tensor:
-    """Orthogonalize each matrix of a stack [N, out, in] in bfloat16, in the same way as
-    `torch.optim.Muon`.
+    """Orthogonalize each matrix of a stack [N, out, in] in bfloat16, like `torch.optim.Muon`.
 
     The iteration `X <- a X + (b G + c G^2) X` with `G = X X^T` is a polynomial of degree 5. The
     iteration starts at `X / ||X||_F`. With these coefficients (Jordan and others 2024), the
-    singular values become close to 1, but not exactly 1.
+    singular values are close to 1 after the iteration, but not exactly 1.
 
     Args:
         x_NOI: the matrices.
         coefficients: the coefficients a, b and c of the iteration.
         steps: number of iterations.
-        eps: minimum norm by which a matrix is divided.
+        eps: lower limit of the norm by which a matrix is divided.
     """
     a, b, c = coefficients
     wide = x_NOI.shape[-2] <= x_NOI.shape[-1]

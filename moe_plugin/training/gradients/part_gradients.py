@@ -1,13 +1,13 @@
-"""Gradients whose parts are distributed over ranks, in a form that torch's own functions process
+"""Gradients that are distributed over ranks, in a form that torch's own functions process
 correctly.
 
-`torch.nn.utils.clip_grad_norm_` computes the norm of the gradients on a single rank. Lightning,
+`torch.nn.utils.clip_grad_norm_` computes the norm of this rank's gradients only. Lightning,
 Accelerate and transformers' Trainer call this function. With expert parallelism, however, each rank
-stores different experts. Without this module, each rank would scale its gradients by a different
-norm, and parameters that must be equal on all ranks would drift apart. Gradients of experts are
-therefore represented as `PartGradient`s. The norm of a `PartGradient` covers the experts of all
-ranks. If a gradient on one rank is not finite, `torch.amp.GradScaler` detects this on all ranks.
-All other operations treat a `PartGradient` as a plain tensor.
+stores the gradients of different experts. Without this module, each rank would scale its gradients
+by a different norm, and parameters that must be equal on all ranks would drift apart. Gradients of
+experts are therefore represented as `PartGradient`s. The norm of a `PartGradient` includes the
+experts of all ranks. If a gradient on one rank is not finite, `torch.amp.GradScaler` detects this
+on all ranks. All other operations treat a `PartGradient` like a plain tensor.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from moe_plugin.utils.dtensors import is_sharded
 
 
 class PartGradient(Tensor):
-    """A gradient whose parts are distributed over ranks. Each rank stores a different part.
+    """A gradient that is distributed over ranks. Each rank stores a different part.
 
     The norms `torch.linalg.vector_norm` and `torch._foreach_norm` (see `PartNorm`), and the check
-    of `GradScaler`, use collectives. All ranks of `comm` must call these functions in the same
-    order. All other functions treat the gradient as a plain tensor and return plain tensors.
+    for non-finite values in `GradScaler`, use collectives. All ranks of `comm` must call these
+    functions in the same order. All other functions treat the gradient as a plain tensor and return
+    plain tensors.
 
     Attributes:
-        comm: the group of ranks that store the parts.
+        comm: group of the ranks that store the parts.
     """
 
     comm: Comm
@@ -59,10 +60,10 @@ class PartGradient(Tensor):
 
 
 def keep_part_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
-    """Convert all future gradients of these parameters to `PartGradient`s over `comm`.
+    """From now on, convert the gradients of these parameters to `PartGradient`s over `comm`.
 
     After this call, `torch.optim.LBFGS` refuses to update these parameters, because it would
-    compute dot products over all parameters.
+    compute dot products over all parameters of this rank only.
     """
     watch_optimizers()
     for parameter in parameters:
@@ -71,26 +72,22 @@ def keep_part_gradients(parameters: Iterable[nn.Parameter], comm: Comm) -> None:
 
 
 def mark_gradient(parameter: Tensor) -> None:
-    """If other ranks store different parts of a parameter's gradient, convert the gradient to a
-    `PartGradient`.
-    """
+    """Convert the gradient to a `PartGradient` if other ranks store different parts of it."""
     comm, gradient = getattr(parameter, "part_comm", None), parameter.grad
     if comm is not None and gradient is not None and not isinstance(gradient, PartGradient):
         parameter.grad = PartGradient.of(gradient, comm)
 
 
 def plain(gradient: Tensor) -> Tensor:
-    """Return a gradient as a plain tensor. The norm of the plain tensor includes only this rank's
-    part.
-    """
+    """Return a gradient as a plain tensor, whose norm includes only this rank's part."""
     return gradient.as_subclass(Tensor) if isinstance(gradient, PartGradient) else gradient
 
 
 def _apart(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function without reducing its output over ranks.
 
-    torch does not allow lists with both DTensors and plain tensors, so the DTensors are passed in a
-    separate call.
+    torch does not allow DTensors and plain tensors in the same list, so the DTensors are passed in
+    a separate call.
     """
     lists = [index for index, arg in enumerate(args) if isinstance(arg, (list, tuple))]
     if not lists or "_foreach" not in getattr(function, "__name__", ""):
@@ -110,7 +107,7 @@ def _apart(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _norm(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Compute `torch.linalg.vector_norm` of one gradient over the parts of all ranks."""
+    """Compute `torch.linalg.vector_norm` of one gradient, including the parts on other ranks."""
     options = dict(zip(("x", "ord", "dim", "keepdim"), args, strict=False)) | dict(kwargs)
     norm, x = function(*args, **kwargs), options["x"]
     if not isinstance(x, PartGradient) or options.get("dim") is not None:
@@ -126,8 +123,8 @@ def _norms(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run `torch._amp_foreach_non_finite_check_and_unscale_`. If any rank has a number that is not
-    finite, all ranks report this.
+    """Run `torch._amp_foreach_non_finite_check_and_unscale_`. If any rank has a non-finite
+    gradient, all ranks report it.
     """
     gradients, found_inf = args[:2]
     _apart(function, args, kwargs)
@@ -137,7 +134,7 @@ def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequence[Tensor]:
-    """Compute the norms of complete tensors from the norms of their parts on each rank. Collective
+    """Compute the norms of complete tensors from the norms of the parts on each rank. Collective
     over `comm`.
 
     Args:
@@ -160,11 +157,11 @@ def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequen
 
 
 class PartNorm(Tensor):
-    """The norm of this rank's part of a gradient. When the norm is used, it is replaced by the norm
-    over the parts of all ranks.
+    """The norm of this rank's part of a gradient. When it is used, it is replaced by the norm of
+    the whole gradient.
 
-    The reduction over ranks is delayed until torch has stacked the norms of all parameters. A
-    single collective reduces all stacked norms.
+    The reduction over ranks is delayed until torch has stacked the norms of all parameters, so that
+    one collective reduces all of them.
     """
 
     comm: Comm
@@ -190,9 +187,7 @@ class PartNorm(Tensor):
 
 
 def _over_ranks(values: Sequence[Any]) -> list[Any]:
-    """Replace each `PartNorm` by the norm over all ranks. One collective is needed for each group
-    and order.
-    """
+    """Replace each `PartNorm` by the full norm, with one collective per group and order."""
     known = [value.full_tensor() if is_sharded(value) else value for value in values]
     alike: dict[tuple[str, float], list[int]] = {}
     for number, value in enumerate(values):

@@ -1,10 +1,10 @@
 """If the optimizer state is sharded, each rank's optimizer updates only a part of each parameter.
 This module determines the part of each parameter that a rank updates.
 
-The optimizer receives plain tensors, so every element-wise optimizer works. Each part is a slice
+The optimizer receives plain tensors, so any elementwise optimizer can be used. Each part is a slice
 along the first axis, and shares its storage with the parameter. For a DTensor, the part is a slice
-of the rank's shard. A parameter that is not sharded is flattened, and the part is 1/size of the
-flattened parameter. The lengths of the slices are the same as those of `torch.chunk`.
+of the rank's shard. A parameter that is not a DTensor is flattened and divided into one slice per
+rank. The lengths of the slices are the same as those of `torch.chunk`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Part:
         parameter: the parameter of the model.
         local: the tensor that the optimizer updates. If this rank updates the whole parameter,
             `local` is `parameter` itself.
-        shape: shape of the full parameter when it was split along its first axis.
+        shape: shape of the full parameter before it was split along its first axis.
         comm: the ranks that update the other parts, or None if this rank updates the whole
             parameter.
-        stays: whether this rank is the only rank that stores this part. If `stays` is True,
-            `parameter` is a DTensor.
+        stays: whether this part is stored on this rank only. If `stays` is True, `parameter` is a
+            DTensor.
     """
 
     parameter: nn.Parameter
@@ -50,9 +50,7 @@ class Part:
     stays: bool = False
 
     def take_gradient(self) -> None:
-        """Move the reduced gradient of the parameter to `local`. If the parameter has no gradient,
-        zeros are used.
-        """
+        """Move the parameter's reduced gradient, or zeros if there is none, to `local`."""
         if self.local is self.parameter:
             return
         gradient = self.parameter.grad
@@ -64,16 +62,14 @@ class Part:
             self.local.grad = torch.zeros_like(self.local)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor with the shape of the parameter. The part is a view
-        if possible.
-        """
+        """Return this rank's part of a tensor shaped like the parameter, as a view if possible."""
         if self.comm is None:
             return whole
         return piece(whole.reshape(self.shape), self.comm)
 
     def whole(self, part: Tensor) -> Tensor:
-        """Gather the parts of all ranks to a tensor with the shape of the parameter. All ranks must
-        call this method.
+        """Gather the parts of all ranks into a tensor with the shape of the parameter. All ranks
+        must call this method.
 
         A tensor whose shape differs from that of `local`, such as a step count, is returned
         unchanged.
@@ -85,9 +81,7 @@ class Part:
 
 
 def piece(whole: Tensor, comm: Comm) -> Tensor:
-    """Return this rank's slice of a tensor along the first axis. The slices of the last ranks may
-    be shorter or empty.
-    """
+    """Return this rank's slice along the first axis. The last slices may be shorter or empty."""
     rows = -(-whole.shape[0] // comm.size)
     first = min(comm.rank * rows, whole.shape[0])
     return whole[first:min(first + rows, whole.shape[0])]
@@ -99,7 +93,7 @@ def shards(parameters: Iterable[nn.Parameter], comm: Comm) -> list[Part]:
 
     Args:
         parameters: parameters of the model.
-        comm: the ranks over which DTensors are sharded along their first axis.
+        comm: the ranks among which DTensors are sharded along their first axis.
     """
     parts: list[Part] = []
     for parameter in parameters:
@@ -115,8 +109,8 @@ def slices(parameters: Iterable[nn.Parameter], comm: Comm, replicas: Comm | None
     Args:
         parameters: contiguous parameters.
         comm: the ranks that store the dense parameters.
-        replicas: the ranks that store the same experts as this rank, or None if there is no other
-            such rank.
+        replicas: the ranks that store the same experts as this rank, or None if no other rank
+            stores them.
     """
     parts = []
     for parameter in parameters:
@@ -170,7 +164,8 @@ def _padded(part: Tensor, shape: torch.Size, comm: Comm) -> Tensor:
 
 
 def count_once(parts: Iterable[Part], ranks: int) -> None:
-    """Mark each tensor of the optimizer with the number of ranks that store the same values.
+    """Mark each tensor of the optimizer with the number of ranks that store the same values, so
+    that a norm counts it once.
 
     Args:
         parts: the parts that this rank updates.

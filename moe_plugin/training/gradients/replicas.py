@@ -1,11 +1,11 @@
-"""Average gradients over the ranks that store the same parameters. The averaging uses buckets and
-runs during backward.
+"""Average gradients over the ranks that store the same parameters. Gradients are averaged in
+buckets during the backward pass.
 
 Each bucket is reduced by a single all-reduce. The all-reduce of a bucket starts as soon as all
-gradients in the bucket are complete. During the all-reduce, backward computes the gradients of
-earlier layers. All ranks start the all-reduces in the same order. Averaging gradients a second time
-does not change them. Gradients may therefore be averaged after every backward pass, or only after
-the last backward pass.
+gradients in the bucket are complete. In the meantime, backward computes the gradients of earlier
+layers. All ranks start the all-reduces in the same order. Averaging gradients that are already
+averaged does not change them. Gradients may therefore be averaged either after every backward pass
+or only after the last one.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ def mark_replicas(parameter: Tensor, ranks: int) -> None:
 
 
 def replicas_of(parameter: Tensor) -> int:
-    """Return the number of ranks that store an expert parameter, or 1 if the parameter is not
-    marked.
-    """
+    """Return the number of ranks that store an expert parameter, or 1 if it is not marked."""
     return getattr(parameter, "expert_replicas", 1)
 
 
 class _Groups:
     """The process groups that `replica_comm` has created.
 
-    Each group is stored under its owner and its ranks, for as long as the owner exists.
+    Each group is stored, by owner and ranks, for as long as its owner exists.
     """
 
     def __init__(self) -> None:
@@ -53,12 +51,12 @@ def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Com
     All ranks of `world` must call this function.
 
     Args:
-        experts: expert-parallel group of this rank. If `experts` has only one rank, every rank
+        experts: expert-parallel group of this rank. If this group has only one rank, every rank
             stores all experts.
         world: group of all data-parallel ranks.
-        owner: optional. The object that owns the group. Later calls with the same owner and ranks
-            return the same group. A run that often changes its expert-parallel size therefore does
-            not run out of connections. Without an owner, every call creates a new group.
+        owner: optional. The object to which the group belongs. Later calls with the same owner and
+            ranks return the same group. A run that often changes its expert-parallel size therefore
+            does not run out of connections. Without an owner, every call creates a new group.
     Raises:
         ValueError: If the expert-parallel groups do not cover all ranks of `world`.
     """
@@ -86,8 +84,8 @@ class Bucket:
     """Parameters with the same dtype and device whose gradients are reduced together.
 
     Attributes:
-        touched: whether a gradient in the bucket has changed since `finish` was last called.
-        started: whether the all-reduce has started but not finished.
+        touched: whether any gradient in the bucket has changed since the last call of `finish`.
+        started: whether the all-reduce has started and has not finished.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -101,19 +99,17 @@ class Bucket:
         return self._wait is not None
 
     def ready(self, passes: int) -> bool:
-        """Return true if `passes` backward passes have contributed to every gradient."""
+        """Return true if every gradient contains the contributions of `passes` backward passes."""
         return all(self._passes.get(parameter, 0) >= passes for parameter in self.parameters)
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Record that a backward pass has added to the gradient of this parameter."""
+        """Record that a backward pass has contributed to the gradient of this parameter."""
         self._passes[parameter] = self._passes.get(parameter, 0) + 1
         self.touched, self._stale = True, self.started
 
     @torch.no_grad()
     def start(self, comm: Comm) -> None:
-        """Start to average the gradients over the ranks of `comm`. If a rank has no gradient for a
-        parameter, zeros are used.
-        """
+        """Start averaging the gradients over the ranks of `comm`. Missing gradients are zero."""
         flat_N = torch.cat([
             (torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1)
             for p in self.parameters
@@ -123,7 +119,7 @@ class Bucket:
 
     @torch.no_grad()
     def finish(self, comm: Comm) -> None:
-        """Wait until the averages are available, and copy them to the parameters' gradients."""
+        """Wait for the averages, and copy them to the gradients of the parameters."""
         if self._wait is not None and self._stale:  # changed after the start, on all ranks
             self._wait()
             self.start(comm)
@@ -140,8 +136,8 @@ class Bucket:
     def forget(self) -> None:
         """Discard the contributions of a failed backward pass.
 
-        If an average was started, it is first completed, because the other ranks of the group also
-        wait for it.
+        If an all-reduce has already started, it is completed first, because the other ranks of the
+        group also wait for it.
         """
         if self._wait is not None:
             self._wait()
@@ -153,9 +149,10 @@ class Bucket:
 
 
 def in_buckets(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
-    """Group parameters of the same dtype and device into lists of at most `size` bytes, in order.
+    """Group parameters that have the same dtype and device into lists of at most `size` bytes, in
+    order.
 
-    A parameter that is larger than `size` is placed in a list of its own.
+    A parameter that is larger than `size` is placed in a separate list.
     """
     made: list[list[nn.Parameter]] = []
     open_: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
@@ -179,8 +176,8 @@ class ReplicaReducer:
             same order.
         comm: the ranks. This group must not be used for other collectives.
         bucket_bytes: maximum size of the gradients in one all-reduce, in bytes.
-        at_end_of_backward: whether gradients are complete when `backward` returns (True) or only
-            after `finish` is called (False).
+        at_end_of_backward: whether gradients are complete when `backward` returns (True), or only
+            after a call of `finish` (False).
 
     Attributes:
         passes: number of backward passes per optimizer step. The all-reduces start during the last
@@ -215,7 +212,7 @@ class ReplicaReducer:
     def _begin(self, task: int) -> None:
         """Register a callback that calls `finish` at the end of the backward pass `task`.
 
-        A reentrant backward pass runs inside an outer backward pass, so the outer pass has not
+        If a reentrant backward pass runs inside an outer backward pass, the outer pass has not
         ended at that time.
         """
         if self._queued != -1 and not self._open:
@@ -232,9 +229,9 @@ class ReplicaReducer:
     def finish(self) -> None:
         """Complete all gradients that have changed since the last call.
 
-        If there were backward passes, all ranks must call this method. If a parameter has no
-        gradient on this rank, it receives the average over all ranks, where missing gradients count
-        as zero.
+        If there was a backward pass, all ranks must call this method. If a parameter has no
+        gradient on this rank, it receives the average over all ranks, in which missing gradients
+        count as zero.
         """
         self._queued = -1
         for bucket in self._touched():
@@ -247,8 +244,8 @@ class ReplicaReducer:
     def forget(self) -> None:
         """Discard the contributions of a backward pass that failed on all ranks.
 
-        If `finish` runs at the end of backward, the next backward pass calls this method.
-        Collective.
+        If `finish` runs at the end of backward, the next backward pass calls this method
+        automatically. Collective.
         """
         for bucket in self._buckets:
             bucket.forget()

@@ -40,7 +40,7 @@ def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm:
     `max_norm`.
 
     This function replaces `torch.nn.utils.clip_grad_norm_` for models whose parameters are
-    distributed over ranks. Shards (DTensors) and the experts of all ranks are each included exactly
+    distributed over ranks. Shards (DTensors) and the experts of all ranks are each counted exactly
     once. Collective.
 
     Args:
@@ -68,8 +68,8 @@ def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm:
 
 
 class PartedClip:
-    """Computes `clip_grad_norm_` for gradients that are not in memory at the same time, such as the
-    gradients of the blocks in a `StreamedTrainer`.
+    """Computes `clip_grad_norm_` for gradients that are not all in memory at the same time, such as
+    those of the blocks in a `StreamedTrainer`.
 
     The clipped gradients are bitwise equal to those of `clip_grad_norm_`, except in the case
     described in `multi_tensor.SquaredNorm`. In each step, call `add` for all gradients, then
@@ -86,7 +86,7 @@ class PartedClip:
         self.forget()
 
     def forget(self) -> None:
-        """Discard all gradients that were added, for example after a failed step."""
+        """Discard all added gradients, for example after a failed step."""
         self._dtype = torch.float32
         self._alike, self._parts = multi_tensor.SquaredNorm(), multi_tensor.SquaredNorm()
 
@@ -108,7 +108,7 @@ class PartedClip:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """Return the norm of all gradients that were added; see `clip_grad_norm_`. Collective."""
+        """Return the norm of all added gradients; see `clip_grad_norm_`. Collective."""
         squared = self.world.all_reduce(self._parts.total(self.world.device))
         norm = (squared + self._alike.total(self.world.device)).sqrt().to(self._dtype)
         self._factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -116,9 +116,7 @@ class PartedClip:
         return norm
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Multiply gradients in place by the factor that reduces the most recent norm to at most
-        `max_norm`.
-        """
+        """Multiply gradients in place so that their last computed norm is at most `max_norm`."""
         multi_tensor.scale_(gradients, self._factor)
 
 
@@ -127,9 +125,7 @@ def _is_part(parameter: nn.Parameter) -> bool:
 
 
 def _copies(parameter: nn.Parameter) -> int:
-    """Return the number of ranks that store the same part of a parameter and therefore add it to
-    the norm.
-    """
+    """Return the number of ranks that store the same part of a parameter and add it to the norm."""
     if not is_sharded(parameter):
         return replicas_of(parameter)
     mesh, copies = parameter.device_mesh, 1
@@ -143,11 +139,11 @@ DivisorOf = Callable[[MoELayer], float | None]
 
 def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = None,
                    replicas: Comm | None = None) -> None:
-    """Replace the gradients on every rank by the gradients of the mean loss over all ranks.
+    """Replace the gradients on every rank by the gradients of the loss averaged over all ranks.
 
     Gradients of shared parameters are averaged over `world`. The gradient of an expert is already
-    the sum over the ranks of its expert-parallel group. This gradient is summed over `replicas` and
-    divided by the size of `world`.
+    summed over the ranks of its expert-parallel group. This gradient is then summed over `replicas`
+    and divided by the size of `world`.
 
     Args:
         model: the model after the backward pass. If a parameter has no gradient on one rank, it
@@ -193,9 +189,9 @@ def exclude_experts(model: nn.Module) -> None:
     """Exclude experts from `DistributedDataParallel` (DDP). Call this function before
     `DistributedDataParallel(model)`.
 
-    Without this call, DDP would overwrite each rank's experts with the experts of rank 0, and would
-    average the gradients of different experts. DDP would also overwrite the counts of each rank's
-    router, and the link costs that each rank uses.
+    Otherwise, DDP would overwrite each rank's experts with the experts of rank 0, and would average
+    the gradients of different experts. DDP would also overwrite the counts of each rank's router,
+    and the link costs that each rank uses.
 
     To reduce the gradients of experts, either call `sync_gradients` after each backward pass, or
     call `reduce_experts` once before training.
@@ -215,9 +211,9 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
                    ) -> list[ReplicaReducer]:
     """Register hooks that reduce the gradients of experts during each backward pass.
 
-    When `backward` returns, the gradients of experts are the gradients of the mean loss over all
-    ranks. All replicas of an expert start with the weights of the first rank that stores this
-    expert. Experts on the meta device are allocated, and receive their values when the model is
+    When `backward` returns, the gradients of experts are those of the loss averaged over all ranks.
+    All replicas of an expert start with the weights of the first rank that stores this expert.
+    Experts on the meta device are allocated, but receive their values only when the model is
     loaded. `ddp_model` and `fully_shard_model` from `moe_plugin.hosts.plain.sharding` call this
     function. Collective.
 
@@ -225,15 +221,15 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
         model: a model with `MoELayer`s. The model must not have run a backward pass yet.
         world: optional. All data-parallel ranks. Defaults to the ranks of the default group.
         bucket_bytes: maximum size of the gradients in one all-reduce between replicas, in bytes.
-        divisor_of: optional. A function that is called with a layer during backward. The function
-            returns the number by which the layer's other gradients are divided after they are
-            summed over ranks. If there is no function, or if the function returns None, the
-            gradients are divided by the number of ranks.
-    Returns: The objects that average the gradients of replicated experts. There is one object for
-        each expert-parallel group.
+        divisor_of: optional. A function that is called during backward with a layer as its
+            argument. The function returns the divisor that is applied to the layer's other
+            gradients after they are summed over ranks. If there is no function, or if it returns
+            None, the gradients are divided by the number of ranks.
+    Returns: The objects that average the gradients of replicated experts, one for each
+        expert-parallel group.
     Raises:
         ValueError: If the expert-parallel groups do not cover all ranks of `world`, if ranks of
-            such a group have the same tokens, or if this function was already called for these
+            such a group process the same tokens, or if this function was already called for these
             experts.
     """
     world = default_comm() if world is None else world
@@ -276,8 +272,8 @@ def _divide_gradients(layers: list[MoELayer], world: int, divisor_of: DivisorOf 
     """Register hooks that divide the gradients of experts before these gradients are averaged over
     replicas.
 
-    After the division, a gradient is that of the mean loss over the ranks of `world`, or that of
-    the sum of the losses divided by another number.
+    After the division, the gradients are those of the loss averaged over the ranks of `world`, or
+    those of the sum of the losses divided by the divisor that `divisor_of` returns.
     """
     ranks = layers[0].comm.size
     hooked = set[nn.Parameter]()
@@ -306,18 +302,14 @@ def _refuse_tied_groups(by_group: Mapping[str, list[MoELayer]]) -> None:
 
 
 def mark_adapters(model: nn.Module) -> None:
-    """Call `mark_experts` for all layers again, because adapters may have been added after the
-    layers were built.
-    """
+    """Call `mark_experts` for all layers again, because adapters may have been added later."""
     for layer in layers_in(model):
         mark_experts(layer.experts)
 
 
 def _tell_world(model: nn.Module, world: Comm) -> None:
     """Set the group of ranks over which routers compute load-dependent biases and over which
-    parameters are compared.
-
-    Biases and gradients are computed over the same ranks.
+    parameters are compared. Gradients are reduced over the same ranks.
     """
     for layer in layers_in(model):
         layer.ddp_check.compare_replicas(world)
@@ -327,10 +319,9 @@ def _tell_world(model: nn.Module, world: Comm) -> None:
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Allocate experts that are on the meta device. The values of these experts are not set.
+    """Allocate experts that are on the meta device, without setting their values.
 
-    The hooks of the allocated experts stay registered when the rest of the model is allocated
-    later.
+    Hooks on these experts remain registered when the rest of the model is allocated later.
     """
     for layer in layers_in(model):
         if any(p.is_meta for p in layer.experts.parameters()):
@@ -339,7 +330,7 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
 
 def _refuse_twice(model: nn.Module) -> None:
     """Raise a `ValueError` if the function was already called. A second call would register the
-    hooks again, and each gradient would be divided twice.
+    hooks twice, so each gradient would be divided twice.
     """
     for name, parameter in expert_parameters(model).items():
         if getattr(parameter, "reduced", False):
@@ -349,7 +340,7 @@ def _refuse_twice(model: nn.Module) -> None:
 
 
 def refuse_same_tokens(layer: MoELayer) -> None:
-    """Raise a `ValueError` if the ranks of a layer's group have the same tokens."""
+    """Raise a `ValueError` if the ranks of a layer's group process the same tokens."""
     name, replicas = layer.config.dispatch.name, layer.config.parallel.replicas
     if replicas > 1 or (layer.comm.size > 1 and dispatchers.get(name).traits.shares_tokens):
         raise ValueError(

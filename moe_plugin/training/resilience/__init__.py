@@ -1,5 +1,5 @@
 """Features for runs in which a rank fails, computes wrong results, exceeds a buffer or is stopped.
 
-If such a problem occurs, the run either continues or ends with a clear message. The behavior is the
-same in every host framework.
+In these cases, the run either continues or ends with a clear message. The behavior is the same in
+every host framework.
 """

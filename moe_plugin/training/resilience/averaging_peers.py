@@ -1,7 +1,8 @@
 """Peers that train independently and average their weights every few steps (local SGD and DiLoCo).
 
-Each peer trains a full copy of the model. The weights are streamed through the device. The two
-methods correspond to `LocalSGD` and `DiLoCo` in torchft. Peers may join and leave at any time.
+Each peer trains a full copy of the model. The weights of each peer are streamed through its device.
+The two methods correspond to `LocalSGD` and `DiLoCo` in torchft. Peers may join and leave at any
+time.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class OuterNesterov:
     """The outer optimizer of DiLoCo: SGD with Nesterov momentum, applied to the mean change of the
     peers' weights.
 
-    Let theta be the weights after the last average, theta_i the current weights of peer i, and b
+    Let theta be the weights after the last averaging, theta_i the current weights of peer i, and b
     the momentum buffer, which is initially 0. The update is `Delta = mean_i(theta - theta_i)`,
     `b <- mu b + Delta` and `theta <- theta - lr (Delta + mu b)`. Source: Douillard and others,
     DiLoCo (arXiv 2311.08105), algorithm
-    1. The default values are those in the DiLoCo paper.
+    1. The default values are those of the DiLoCo paper.
 
     Attributes:
         lr: learning rate of the outer optimizer, which must be above 0.
@@ -70,15 +71,14 @@ class OuterNesterov:
 
 
 class StreamedPeer:
-    """The trainer of this peer, and its connection to the other peers. The peers average their
-    weights over this connection.
+    """The trainer of a peer and its connection to the other peers, over which the weights are
+    averaged.
 
     Weights are averaged one block at a time, so no peer ever has the whole model in memory. When
     the weights are averaged, a joining or returning peer receives the weights of the other peers.
-    With DiLoCo, the joining peer also receives the state of the outer optimizer. The joining peer
-    also receives the counts of the other peers. The counts are integer buffers, which averaging
-    does not change. As usual for local SGD, the inner optimizer of the joining peer starts with a
-    new state.
+    With DiLoCo, it also receives the state of the outer optimizer. The joining peer also receives
+    the counts of the other peers. Counts are integer buffers, which averaging does not change. As
+    usual for local SGD, its inner optimizer starts with a new state.
 
     Args:
         trainer: trainer of this peer. The model and the optimizer of the trainer must be the same
@@ -89,17 +89,18 @@ class StreamedPeer:
         timeout_s: see `ElasticReplica`.
         outer: optional. Outer optimizer of DiLoCo, which must be the same on every peer. The state
             of the outer optimizer is twice as large as the weights. This state is stored in the
-            trainer's storage tier. By default, there is no outer optimizer, and the weights are set
-            to the mean of the peers' weights.
-        resume: optional. A folder to which `save` has written. The trainer and the outer optimizer
-            are restored from this folder.
-        outer_states: optional. The return values of `outer_state` for all blocks, which a host
+            trainer's storage tier. By default, there is no outer optimizer, and the weights are
+            replaced by the mean of the peers' weights.
+        resume: optional. A folder that `save` has written. The trainer and the outer optimizer are
+            restored from this folder.
+        outer_states: optional. The values that `outer_state` returned for all blocks, which a host
             framework restores from its checkpoint. By default, the outer optimizer starts with a
             new state.
 
     Attributes:
-        replica: the connection to the other peers. `replica.members` is the number of peers in the
-            most recent average, and `replica.lost` is the number of averages that failed.
+        replica: the connection to the other peers. `replica.members` is the number of peers whose
+            weights were averaged most recently, and `replica.lost` is the number of averaging
+            rounds that failed.
     Raises:
         ValueError: If `every` is less than 1, or for the reasons listed in `ElasticReplica` and
             `load_weights`.
@@ -130,9 +131,9 @@ class StreamedPeer:
         self._steps_of_others = state["steps"]
 
     def step(self, micro_batches: Sequence[tuple[Tensor, Any]]) -> StepResult:
-        """Run a step of the trainer. If the weights must be averaged after this step, average them.
+        """Run a step of the trainer, and average the weights if an averaging round is due.
 
-        In the first call, the peer first joins the other peers.
+        The first call joins the other peers before the step.
 
         This method raises the same errors as `StreamedTrainer.step` and
         `ElasticReplica.average_parts`.
@@ -144,7 +145,7 @@ class StreamedPeer:
         return result
 
     def stepped(self) -> None:
-        """After a step of the trainer, average the weights if `every` steps have been made."""
+        """Call this after each step of the trainer. It averages the weights every `every` steps."""
         if self.trainer.steps % self.every == 0:
             self.average()
 
@@ -152,7 +153,7 @@ class StreamedPeer:
         """Join the other peers. Afterwards, this peer has the same weights as the other peers.
 
         With DiLoCo, if all peers start together and resume the same saved run, they keep their own
-        weights and no outer step is performed.
+        weights and the outer optimizer performs no step.
         """
         while not self._average(meeting=True):
             pass
@@ -161,14 +162,14 @@ class StreamedPeer:
     def average(self) -> bool:
         """Average the weights of all active peers.
 
-        Returns: False if a peer was lost while the weights were averaged. If a peer was lost, every
-            peer continues with its own weights.
+        Returns: False if a peer was lost while the weights were averaged. If so, every peer
+            continues with its own weights.
         """
         return self._average(meeting=False)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the state of the trainer and of the outer optimizer to a folder, from which a peer
-        can `resume`.
+        """Write the states of the trainer and of the outer optimizer to a folder, which can later
+        be passed as `resume`.
 
         Each peer must use a separate folder. The folder stays locked until `close` is called.
 
@@ -180,9 +181,9 @@ class StreamedPeer:
         return save_weights(self.trainer, folder, self.outer_state)
 
     def outer_state(self, number: int) -> dict[str, list[Tensor]]:
-        """Return a copy of the state that the outer optimizer has for a block.
+        """Return a copy of the outer optimizer's state for a block.
 
-        If the outer optimizer has no state yet, the copy is empty.
+        If there is no state yet, the copy is empty.
         """
         if not self._kept:
             return {}
@@ -220,9 +221,7 @@ class StreamedPeer:
             yield tensors
 
     def _spread_counts(self, number: int) -> None:
-        """Send a block's buffers with dtypes that are not floating-point, so that a joining peer
-        can use them.
-        """
+        """Send a block's buffers whose dtypes are not floating-point to joining peers."""
         buffers = [x for x in self.trainer.blocks[number].saved_buffers().values()
                    if not x.is_floating_point()]
         copies = [x.detach().cpu().contiguous().clone() for x in buffers]
@@ -248,11 +247,10 @@ class StreamedPeer:
 
     def _meet(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
               ) -> Iterator[list[Tensor]]:
-        """If no peer has trained since the last average, send the state of the first active peer to
-        all peers.
+        """If no peer has trained since the last averaging round, send the state of the first active
+        peer to all peers.
 
-        Peers that already have the state of the first active peer keep their own weights, which may
-        be several steps ahead.
+        Peers that already have this state keep their own weights, which may be several steps ahead.
         """
         digest = self._digest()
         first = digest.clone()
@@ -278,10 +276,11 @@ class StreamedPeer:
 
     def _changes(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
                  ) -> Iterator[list[Tensor]]:
-        """For each block, yield the changes of the weights since the last average, and the buffers.
+        """For each block, yield the changes of the weights since the last averaging round, and the
+        buffers.
 
-        The caller averages the yielded tensors in place. After that, the caller uses the averages
-        as the new weights and buffers of the block.
+        The caller averages the yielded tensors in place, and the averages become the block's new
+        weights and buffers.
         """
         for number, tensors in enumerate(blocks):
             flat_N, theta, momenta = self._kept[number].read()
@@ -307,8 +306,8 @@ class StreamedPeer:
 
 
 class _OuterState:
-    """The weights of a block after the last average, and the momentum of the outer optimizer.
-    Weights and momentum are stored in the trainer's storage tier.
+    """The weights of a block after the last averaging round, and the momentum of the outer
+    optimizer. Weights and momentum are stored in the trainer's storage tier.
     """
 
     def __init__(self, trainer: StreamedTrainer, weights: Sequence[Tensor],
@@ -322,7 +321,7 @@ class _OuterState:
         self.held.put(flat_N)
 
     def read(self) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """Return a copy of the whole state, a view of its weights, and a view of its momentum."""
+        """Return a copy of the state, and views of the weights and of the momentum in this copy."""
         flat_N = aligned_buffer(self.layout.nbytes, "cpu")
         self.held.read(flat_N)
         both = self.layout.views(flat_N)
@@ -334,7 +333,7 @@ def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, 
             outer_states: Iterable[BlockState] | None = None) -> StreamedPeer:
     """Create the peer for the settings `offload.average_every`, `outer_lr` and `outer_momentum`.
 
-    For arguments and errors, see `StreamedPeer`.
+    For the arguments and errors, see `StreamedPeer`.
     """
     outer = None if settings.outer_lr is None else OuterNesterov(settings.outer_lr,
                                                                  settings.outer_momentum)
@@ -343,7 +342,8 @@ def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, 
 
 
 class PeerSteps(RunFeature):
-    """A run feature for a host with streamed weights. This run is one of several peers.
+    """A run feature for a host framework with streamed weights, where this run is one of several
+    peers.
 
     Args:
         settings: see `peer_of`.
@@ -363,7 +363,7 @@ class PeerSteps(RunFeature):
         self.peer: StreamedPeer | None = None
 
     def begin(self) -> None:
-        """Join the other peers. This peer starts with the weights of the checkpoint."""
+        """Join the other peers. The weights of this peer are initialized from the checkpoint."""
         self.trainer.steps, place = self.place.done, self.place
         self.peer = peer_of(self.settings, self.trainer, place.lighthouse, place.replica,
                             place.timeout_s, self.saved)
@@ -372,8 +372,8 @@ class PeerSteps(RunFeature):
         self._follow()
 
     def after_step(self, facts: StepFacts) -> None:
-        """If `every` steps have been made since the last average, average the weights. All peers
-        must call this method.
+        """Average the weights if `every` steps have been completed since the last averaging round.
+        All peers must call this method.
         """
         if facts.made and self.peer is not None:
             self.peer.stepped()

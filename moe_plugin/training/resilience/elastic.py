@@ -1,10 +1,10 @@
 """Train several replicas that may join and leave at any time, with torchft.
 
-Gradients are averaged over the active replicas. When a replica is lost, the other replicas lose one
+Gradients are averaged over the active replicas. If a replica is lost, the other replicas lose one
 step. A replica that restarts loads the weights of an active replica. Each replica contains the
 whole model. Each replica is a separate job with its own torchrun. The ranks of a replica share the
-experts as usual. A *lighthouse* (`torchft_lighthouse`, one process for all replicas) keeps track of
-the active replicas. `scripts/train_plain.py` contains an example loop.
+experts as usual. A *lighthouse* (the program `torchft_lighthouse`, which runs once for all
+replicas) keeps track of the active replicas. `scripts/train_plain.py` contains an example loop.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ _MOST_STEPS = (LIVING >> 20) - 2
 
 
 class ElasticReplica:
-    """The connection of this replica to the other replicas. Gradients are averaged over this
-    connection. All ranks of the replica must call the constructor.
+    """The connection of this replica to the other replicas, over which gradients are averaged. All
+    ranks of the replica must call the constructor.
 
     Args:
         lighthouse: address of the lighthouse in the form `http://HOST:PORT`.
         replica: index of this replica, which stays the same if the replica restarts.
-        state: function that returns the state of this rank. If another replica returns, the same
-            rank of that replica loads this state. The state may contain nested values and tensors.
+        state: function that returns this rank's state (nested values and tensors). If another
+            replica returns after a failure, the same rank of that replica loads this state.
         load: function that loads a state that `state` has returned.
-        timeout_s: time in seconds after which a replica without an answer is excluded from a step.
+        timeout_s: seconds after which a replica that does not answer is excluded from a step.
         progress: number of completed steps, as stored in the replica's checkpoint. If replicas
             start together, all of them load the state of the replica with the most steps.
 
     Attributes:
-        members: number of replicas that contributed gradients to the most recent average.
+        members: number of replicas whose gradients were included in the most recent averaging.
         healed: whether this replica loaded the state of another replica during the most recent
-            average. If so, the average does not include the gradients of this replica.
-        lost: total number of steps that were lost.
+            averaging. If so, its own gradients were not included.
+        lost: total number of lost steps.
     Raises:
         ValueError: If torchft is missing, the lighthouse does not answer, or a number is out of
             bounds.
@@ -97,19 +97,19 @@ class ElasticReplica:
         self._manager.load_state_dict({"step": step, "batches_committed": 0})
 
     def average(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Set the gradients to their mean over the active replicas. Collective within the replica.
+        """Replace the gradients by their mean over the active replicas. Collective in the replica.
 
         Call it before the optimizer's step. A returning replica loads the state of an active
-        replica during this call. All replicas then perform the same step.
+        replica during this call, so that all replicas perform the same step afterwards.
 
         Args:
             gradients: gradients of this rank, with any shapes and dtypes. All replicas must pass
-                the same shapes and dtypes. Integer tensors are treated as counts. Counts are
-                summed, not averaged. Entries of None are ignored. If an entry is None on one
-                replica, it must be None on all replicas.
+                the same shapes and dtypes. Integer tensors are treated as counts, which are summed,
+                not averaged. Entries that are None are ignored. If an entry is None on one replica,
+                it must be None on all replicas.
         Returns:
             False if a replica was lost during this step. In that case, the gradients must not be
-                used, no parameter may be changed, and counts are zero.
+                used, no parameter may be changed, and counts are set to zero.
         Raises:
             CommError: If the lighthouse (or a new lighthouse at the same address) does not answer
                 for `QUORUM_S` seconds, or if `MAX_LOST` consecutive steps are lost.
@@ -130,11 +130,11 @@ class ElasticReplica:
         """Replace tensors by their mean over the active replicas, one group of tensors at a time.
 
         All ranks of the replica must call this method. A returning replica receives the mean over
-        the other replicas, and does not load their state. Return value and errors are those of
+        the other replicas instead of their state. The return value and the errors are those of
         `average`. If the return value is False, the tensors must be discarded.
 
-        parts: groups of tensors. All replicas must pass the same shapes and dtypes. Each group is
-        averaged in place before the next group is requested from `parts`.
+        parts: iterable of groups of tensors. All replicas must pass the same shapes and dtypes.
+        Each group is averaged in place before `parts` is asked for the next group.
         """
         self.healed, made = False, False
         before = self._manager.current_step()
@@ -153,16 +153,15 @@ class ElasticReplica:
 
     @property
     def joining(self) -> bool:
-        """True, on all replicas, if a replica joins or returns in the current average."""
+        """True on all replicas if any replica joins or returns during the current average."""
         if self._manager.errored() is not None:  # the average has failed
             return False
         return self._group.size() > self._manager.num_participants()
 
     def spread(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite tensors with those of the first active replica. Collective over all replicas.
+        """Replace tensors by those of the first active replica. All replicas must call this method.
 
-        This method must be called by the iterable `parts`, while `average_parts` requests the next
-        group. These tensors are not averaged.
+        Only `parts` may call it, while `average_parts` requests the next group.
         """
         if self._manager.participating_rank() != 0:
             for x in tensors:
@@ -173,7 +172,7 @@ class ElasticReplica:
                 ) -> list[tuple[list[Tensor], Tensor]]:
         """Reduce tensors over replicas. Return the tensors and one reduced vector for each dtype.
 
-        Integers are summed. `floats` is the reduction for floating-point tensors.
+        Integers are summed. `floats` is the reduction operation for floating-point tensors.
         """
         reduced = []
         for dtype in dict.fromkeys(x.dtype for x in tensors):
@@ -219,7 +218,7 @@ class ElasticReplica:
 
 
 class ModuleState:
-    """Transfers the weights and buffers of models from one replica to another.
+    """Transfers the weights and buffers of models between replicas.
 
     Args:
         models: models, without wrappers that change the names of parameters.
@@ -232,7 +231,7 @@ class ModuleState:
         return [nn.Module.state_dict(model) for model in self.models]
 
     def load(self, given: Sequence[dict[str, Any]]) -> None:
-        """Load another replica's state, or raise a `ValueError` if its models are different."""
+        """Load another replica's state. Raise a `ValueError` if its models are different."""
         try:
             for model, state in zip(self.models, given, strict=True):
                 # torch's own method, because hosts override it to rename or ignore entries
@@ -242,8 +241,8 @@ class ModuleState:
                              f"them: {error}") from error
 
     def step_sums(self) -> list[Tensor]:
-        """Return the sums that all routers collect during a step. If these sums are averaged, the
-        routers of all replicas stay equal.
+        """Return the sums that all routers accumulate during a step. If these sums are averaged,
+        the routers of all replicas remain identical.
         """
         return [sums for model in self.models for module in model.modules()
                 if isinstance(module, RouterModule) for sums in module.step_sums()]
@@ -261,7 +260,7 @@ class ReplicaPlace:
         optimizers: function that returns the optimizers of this rank. Each optimizer must have
             `state_dict` and `load_state_dict`.
         progress: function that returns the number of completed steps and other progress values.
-        take: function that sets the progress of this replica to the progress of another replica.
+        take: function that sets the progress of this replica to that of another replica.
     """
 
     lighthouse: str
@@ -297,13 +296,13 @@ class ReplicaSteps(RunFeature):
         return self.replica is not None and self.replica.healed
 
     def begin(self) -> None:
-        """Join the other replicas. This replica starts with the state of the checkpoint."""
+        """Join the other replicas. This replica is initialized with the state of the checkpoint."""
         place = self._place
         self.replica = ElasticReplica(place.lighthouse, place.replica, self._state, self._take,
                                       place.timeout_s, place.done)
 
     def after_backward(self, gradients: StepGradients) -> None:
-        """Average the gradients. Collective. If a replica was lost, a `LostStep` is raised."""
+        """Average the gradients. Collective. Raise `LostStep` if a replica was lost."""
         assert self.replica is not None
         tensors = [x for x in gradients.tensors() if x is not None]
         if gradients.bad:  # NaN makes all replicas skip this step
@@ -343,11 +342,12 @@ def _give_back(reduced: Sequence[tuple[list[Tensor], Tensor]]) -> None:
 def is_replica(lighthouse: str | None, replica: int, refuse: Callable[[], None]) -> bool:
     """Return true if this run is one of several replicas.
 
-    refuse: function that raises an error if a setting of the host framework cannot be used with
+    refuse: function that raises an error if a setting of the host framework is incompatible with
     replicas.
     Raises:
         ValueError: If torchft is not installed, if the replica number is not valid, if a setting of
-            the host cannot be used with replicas, or if a replica number is set but no lighthouse.
+            the host is incompatible with replicas, or if a replica number is set without a
+            lighthouse.
     """
     if lighthouse:
         refuse()

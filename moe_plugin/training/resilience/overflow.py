@@ -1,4 +1,4 @@
-"""Handle steps and evaluations in which rows exceeded a buffer (`dispatch.name: bounded`)."""
+"""Handle steps and evaluations whose rows do not fit into a buffer (`dispatch.name: bounded`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FiniteSteps(RunFeature):
 
     Attributes:
         skipped: total number of skipped steps.
-        in_a_row: number of consecutive steps that were skipped most recently.
+        in_a_row: number of steps that were skipped in a row, up to now.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class FiniteSteps(RunFeature):
         raise SkipStep(text)
 
     def take_unscaled(self) -> int:
-        """Return the number of steps skipped since the previous call, except steps that were
+        """Return the number of steps skipped since the previous call, excluding those that were
         skipped in order to reduce a loss scale.
         """
         taken, self._unscaled = self._unscaled, 0
@@ -72,8 +72,8 @@ Result = TypeVar("Result")
 class _AskedBefore:
     """For each model, the flags on which the ranks of a group have agreed.
 
-    This object is stored in the state of the group (`comm.state`). Models are stored as weak
-    references.
+    The object is stored in the state of the group (`comm.state`), with weak references to the
+    models.
     """
 
     models: WeakKeyDictionary[nn.Module, Sequence[bool]] = field(
@@ -81,20 +81,20 @@ class _AskedBefore:
 
 
 class RowsCheck:
-    """Checks whether the rows of models exceed a buffer on any rank.
+    """Checks whether rows did not fit into a buffer on any rank.
 
     All ranks must call the constructor.
 
     Args:
-        models: models of this rank. The models of this rank may have no layer with bounded rows
-            even if the models of other ranks have such a layer.
+        models: models of this rank. These models may have no layer with bounded rows, even if the
+            models of other ranks have such a layer.
         world: group of all ranks that share the models, including replicas and pipeline stages.
         asked: optional. Flags on which the ranks have already agreed. If the flags are given, the
             constructor does not communicate.
 
     Attributes:
         active: whether any rank has a layer whose rows must be checked.
-        repeats: whether any rank has a layer that is configured to repeat steps.
+        repeats: whether any rank has a layer that is configured to repeat steps on overflow.
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
@@ -109,9 +109,7 @@ class RowsCheck:
 
     @classmethod
     def of(cls, model: nn.Module, world: Comm) -> RowsCheck:
-        """Create a check for the current layers of a model. All ranks must make the first call for
-        a group.
-        """
+        """Create a check for a model. All ranks must take part in the first call for a group."""
         known = world.state.get(_AskedBefore).models
         check = cls([model], world, known.get(model))
         known[model] = check.active, check.repeats
@@ -119,7 +117,7 @@ class RowsCheck:
 
     @property
     def limits(self) -> list[Limit]:
-        """The current row limits of the layers. The limits depend on the expert-parallel size."""
+        """The current row limits of the layers, which depend on the expert-parallel size."""
         return _limits(self._layers)
 
     def forget(self) -> None:
@@ -128,16 +126,12 @@ class RowsCheck:
             limit.forget()
 
     def overflowed(self) -> bool:
-        """Return true if rows exceeded a buffer on any rank; see
-        `dispatch.rows_limit.overflowed`.
-        """
+        """Return true if rows did not fit on any rank; see `dispatch.rows_limit.overflowed`."""
         return self.active and overflowed(self.limits, self.world)
 
 
 def limits_of(models: Iterable[nn.Module]) -> list[Limit]:
-    """Return the row limits of all layers in these models, including the limits of pages that
-    several layers share.
-    """
+    """Return the row limits of all layers, including those of pages that several layers share."""
     return _limits(layers_in(*models))
 
 
@@ -150,15 +144,14 @@ def _limits(layers: Iterable[MoELayer]) -> list[Limit]:
 
 def until_rows_fit(model: nn.Module, step: Callable[[], Result],
                    world: Comm | None = None) -> Result:
-    """Run `step()` until no rows exceed the buffers, and return its result.
+    """Run `step()` until all rows fit into the buffers, and return its result.
 
-    If rows exceeded a buffer, the gradients are discarded and the step is repeated.
+    If rows do not fit into a buffer, the gradients are discarded and the step is repeated.
 
-    When a step is repeated, the state of torch's random generators, the buffers, and the sums of
-    statistics (`StatsRecorder`) are restored first. When a step is repeated, the row limit is
-    raised on all ranks. Only layers with `dispatch.name=bounded` can cause a repetition. If no rank
-    has a layer with `dispatch.name=bounded`, `step()` is called once. Update the parameters after
-    `until_rows_fit` has returned:
+    Before a step is repeated, the state of torch's random generators, the buffers, and the sums of
+    statistics (`StatsRecorder`) are restored, and the row limit is raised on all ranks. Only layers
+    with `dispatch.name=bounded` can cause a repetition. If no rank has such a layer, `step()` is
+    called once. Update the parameters after `until_rows_fit` has returned:
 
         loss = until_rows_fit(model, lambda: forward_and_backward(batch))
         optimizer.step()
@@ -167,15 +160,16 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
     step without gradients.
 
     Args:
-        model: the model on this rank. All ranks of the group must make the first call for a model.
-        step: function that runs the forward and backward passes. These passes may set the
+        model: the model on this rank. All ranks of the group must take part in the first call for a
+            model.
+        step: function that runs the forward and backward passes. The function may set the
             parameters' gradients or add to them. Before each call, the gradients are set to None,
             unless gradients are disabled.
         world: optional. Group of all ranks that train the model, including replicas. Defaults to
             the default group.
     Raises:
-        RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". Raised on all
-            ranks.
+        RowsOverflow: If rows did not fit into a buffer and `dispatch.on_overflow` is "error".
+            Raised on all ranks.
     """
     world = default_comm() if world is None else world
     rows = RowsFit([model], world, check=RowsCheck.of(model, world))
@@ -208,8 +202,9 @@ class StepStart:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def rewind(self) -> None:
-        """Before the step is repeated, restore the state and discard the statistics of the step."""
-        logger.info("rows of a step did not fit; the bound was raised, and the step is repeated")
+        """Restore the state and discard the statistics, so that the step can be repeated."""
+        logger.info(
+            "rows of a step did not fit; the row limit was raised, and the step is repeated")
         for forget in self._forget_statistics:
             forget()
         self.restore()
@@ -228,7 +223,7 @@ class StepStart:
 
 
 class VotesOnRows(Protocol):
-    """The interface that votes must have to be used by `RowsFit`."""
+    """The interface that `RowsFit` needs to use votes."""
 
     def rows_overflowed(self) -> bool:
         """Return the result of `RowsCheck.overflowed`, as determined by a vote."""
@@ -244,7 +239,7 @@ class RowsFit(RunFeature):
         start: function that is called with a list of models. The function returns a snapshot of the
             state that forward and backward passes change.
         check: optional. An existing check. By default, a new check is created for these models.
-        votes: optional. Votes of the run, if there are any.
+        votes: optional. The votes of the run, if votes are used.
     """
 
     def __init__(self, models: Iterable[nn.Module], world: Comm,
@@ -263,10 +258,10 @@ class RowsFit(RunFeature):
         """Check whether all rows fit into the buffers; see `RunFeature.after_passes`.
 
         Raises:
-            StepRepeat: If rows exceeded a buffer. Before `StepRepeat` is raised, the row limit is
-                raised on all ranks.
-            RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". Raised on
-                all ranks.
+            StepRepeat: If rows did not fit into a buffer. The row limit is raised on all ranks
+                before this exception is raised.
+            RowsOverflow: If rows did not fit and `dispatch.on_overflow` is "error". Raised on all
+                ranks.
         """
         asked = self.check.overflowed if self.votes is None else self.votes.rows_overflowed
         if self.check.active and asked():

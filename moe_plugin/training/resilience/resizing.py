@@ -25,18 +25,18 @@ logger = logging.getLogger(__name__)
 class ExpertParallelSteps(RunFeature):
     """A run feature that sets the expert-parallel size before each step.
 
-    The size is also set before the first step after a checkpoint was loaded, because the checkpoint
+    The size is also set before the first step after loading a checkpoint, because the checkpoint
     may have been written with a different size.
 
     Args:
-        config: settings of the run. `resize` contains the sizes. `observe.jsonl` is the path of the
-            file in which changes are recorded.
-        size: expert-parallel size with which the run was built, which is used until the first
-            change.
-        change: function that changes groups, layers, optimizer and gradient reduction to a new size
+        config: settings of the run. The sizes are in its section `resize`, and `observe.jsonl` is
+            the path of the file in which changes are recorded.
+        size: expert-parallel size with which the run was built. The run uses this size until the
+            first change.
+        change: function that adapts groups, layers, optimizer and gradient reduction to a new size
             by calling `checkpoint.resize.change_expert_parallel`. All ranks must call this
             function.
-        world: data-parallel ranks. Rank 0 writes the records of changes.
+        world: data-parallel ranks. Rank 0 records the changes in the file.
         host: name of the host framework that trains the model.
     """
 
@@ -47,7 +47,7 @@ class ExpertParallelSteps(RunFeature):
         self.change, self.world, self.host = change, world, host
 
     def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
-        """If necessary, change the expert-parallel size before the step starts."""
+        """Change the expert-parallel size before the step starts, if a change is due."""
         wanted = self.resize.size_at(step.number, self.built)
         if wanted != self.size:
             self._change(step.number, wanted)
@@ -87,7 +87,7 @@ def expert_parallel_steps(config: RunConfig, models: Iterable[nn.Module], size: 
         host: see `ExpertParallelSteps`.
     Raises:
         ValueError: If a size is not compatible with the number of ranks or with a layer. The error
-            message states the name of the setting.
+            message contains the name of the setting.
     """
     if not config.resize.expert_parallel_at:
         return None

@@ -33,28 +33,26 @@ _EVERY_S = 0.1  # interval between requests to a lighthouse that does not answer
 
 
 def retries(wait_s: float) -> int:
-    """If a lighthouse is unavailable, torchft repeats its requests. Return how many requests
-    torchft can make within `wait_s` seconds.
+    """While the lighthouse is unavailable, torchft repeats its requests. Return the number of
+    requests that torchft repeats within `wait_s` seconds.
     """
     return max(0, round(wait_s / _EVERY_S) - 1)
 
 
 class Quorums:
-    """A replacement for torchft's quorum client. The replacement assigns a unique number to each
-    quorum.
+    """A replacement for torchft's quorum client that assigns a unique number to each quorum.
 
-    A lighthouse numbers its quorums from 1. After a restart, a lighthouse starts at 1 again.
-    torchft assumes that the quorum has not changed if its number is the same. torchft also uses
-    this number to find the other replicas in a store, and the store may still contain entries of an
-    earlier quorum. This replacement never assigns a number twice. All members of a quorum compute
-    the same number.
+    A lighthouse numbers its quorums from 1. After a restart, it starts at 1 again. torchft assumes
+    that the quorum has not changed if its number is the same. torchft also uses this number to find
+    the other replicas in a store, and the store may still contain entries of an earlier quorum.
+    This class never assigns a number twice. All members of a quorum compute the same number.
 
     Args:
         client: torchft's client.
 
     Attributes:
-        least_count: minimum step count in the current quorum. `least_count` is larger than the step
-            count of any replica in an earlier quorum.
+        least_count: minimum step count in the current quorum, which is larger than the step count
+            of any replica in an earlier quorum.
     """
 
     def __init__(self, client: Any) -> None:
@@ -88,11 +86,11 @@ class FileBatch:
     files.
 
     Attributes:
-        batch: batch from the host framework, or None if this entry only pads a file with fewer
+        batch: batch from the host framework, or None for padding in a file that has fewer
             micro-batches.
         begins: whether this is the first micro-batch of its file.
-        counts: whether the log counts this micro-batch. `counts` is True only on the first worker
-            of the file, so that each micro-batch is counted once.
+        counts: whether this micro-batch is counted in the log. `counts` is True only on the first
+            worker of the file, so that each micro-batch is counted once.
     """
 
     batch: Any
@@ -105,14 +103,14 @@ class StepVotes(RunFeature):
 
     All ranks must call the constructor.
 
-    The micro-batches that all ranks would process without votes are distributed among the files in
-    turn. Each worker computes the micro-batches of its own files. The host framework calls
-    `begin_file` at the start of each file.
+    The micro-batches of all ranks are assigned to the files in round-robin order. Each worker
+    processes the micro-batches of its own files. The host framework calls `begin_file` at the start
+    of each file.
 
     Args:
         ballots: votes among the ranks that store the same parameters as this rank.
-        models: models whose trainable parameters receive the gradients that result from the votes.
-            The trainable parameters must be equal on all voting ranks.
+        models: models whose trainable parameters receive the gradients that win the votes. The
+            trainable parameters must be equal on all voting ranks.
         gradient_of: function that returns the gradient of a parameter, or None if the parameter has
             no gradient.
         start: function that returns a snapshot of the random generators. `start` is called with an
@@ -163,10 +161,10 @@ class StepVotes(RunFeature):
         return self.deal([batch for nth in itertools.zip_longest(*every) for batch in nth])
 
     def deal(self, interleaved: list[Any]) -> list[Any]:
-        """From the micro-batches of all ranks, select those in this rank's files.
+        """Select the micro-batches that belong to this rank's files from those of all ranks.
 
-        interleaved: the first micro-batch of each rank, then the second micro-batch of each rank,
-            and so on.
+        interleaved: the first micro-batch of each rank, followed by the second micro-batch of each
+            rank, and so on.
         """
         me, self.dealt = self.ballots.comm.rank, []
         position, ranks = self.ballots.sharing.rank, self.ballots.sharing.size
@@ -195,9 +193,7 @@ class StepVotes(RunFeature):
         return self._restart
 
     def begin_file(self) -> None:
-        """Start the next file of this rank. When this method is called, the gradients must be zero
-        or belong to the previous file.
-        """
+        """Start the rank's next file. The gradients must be zero or those of the previous file."""
         if self._began is None:
             self._began = self.start([])  # at this point the host has set the seed of this step
         else:
@@ -216,8 +212,8 @@ class StepVotes(RunFeature):
             limit.forget()
 
     def rows_overflowed(self) -> bool:
-        """Return true if a vote decides that rows exceeded a buffer (see `Ballots.rows_needed`).
-        Collective.
+        """Return true if a vote decides that rows did not fit into a buffer (see
+        `Ballots.rows_needed`). Collective.
 
         Call this method after `finish`, or at the end of an evaluation.
         """
@@ -232,11 +228,12 @@ class StepVotes(RunFeature):
         return settle(self.limits, found_N)
 
     def _evaluation_overflowed(self) -> bool:
-        """Vote on an evaluation. In an evaluation, each batch is computed by only one worker.
+        """Vote on whether rows did not fit into a buffer during an evaluation. In an evaluation,
+        each batch is processed by a single worker.
 
-        If rows exceeded a buffer on a majority of workers, the evaluation is repeated or an error
-        is raised. If rows exceeded a buffer only on a minority of workers, the outputs of these
-        workers are NaN, and their row limit is raised for later evaluations.
+        If rows did not fit on a majority of workers, the evaluation is repeated or an error is
+        raised. If rows did not fit only on a minority of workers, the outputs of these workers are
+        NaN, and their row limit is raised for later evaluations.
         """
         own_N = needed_of(self.limits, self.ballots.comm.device)
         most_K = most_of(self.limits, own_N)
@@ -251,8 +248,8 @@ class StepVotes(RunFeature):
         """Return the sums over all files, as determined by votes, float64 [S]. Collective.
 
         Args:
-            mine: for each file of this rank, the sums [S] of this rank's part. Sums may be missing
-                if the device ran out of memory.
+            mine: for each file of this rank, the sums [S] over this rank's part of the file. Files
+                at the end may be missing if the device ran out of memory.
         """
         missing = len(self.ballots.files) - len(mine)
         sums_LS = torch.stack([*mine, *[torch.zeros_like(mine[0])] * missing]).double()
@@ -285,7 +282,7 @@ class StepVotes(RunFeature):
         verdict = self.ballots.verdict()
         first = self.ballots.comm.rank == self.ballots.worker.rank == 0
         if first and (verdict.outvoted or verdict.undecided):
-            logger.warning("step %d: outvoted ranks: %s; parts without a majority: %s", self.step,
+            logger.warning("step %d: outvoted ranks: %s; files without a majority: %s", self.step,
                            self.ranks_of(verdict.outvoted), list(verdict.undecided))
 
     def ranks_of(self, workers: Iterable[int]) -> list[int]:

@@ -1,11 +1,12 @@
-"""Handle a run that its user stops (SIGINT, Ctrl-C).
+"""Handle a run that the user stops (SIGINT, Ctrl-C).
 
-A single rank prints a single line that states the step, the last checkpoint, and how to resume. The
-process may receive the signal twice: from the terminal and from a launcher. Python may also drop
-the `KeyboardInterrupt` that it raises, for example in a destructor. If another rank ends first,
-this rank may detect a broken connection before it receives the signal. Therefore, any error that
-ends a run after the signal is treated as a stop by the user. In addition, loops check in each step
-whether the signal was received (`Stopping.around_step`).
+Only one rank prints a message. The message is a single line that states the step, the last
+checkpoint, and how to resume. The process may receive the signal twice: from the terminal and from
+a launcher. Python may also drop the `KeyboardInterrupt` that it raises, for example in a
+destructor. If another rank terminates first, this rank may detect a broken connection before it
+receives the signal. Any error that terminates a run after the signal is therefore treated as a stop
+by the user. In addition, loops check in each step whether the signal was received
+(`Stopping.around_step`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _WAIT_S = 2.0  # gives the first rank time to print: a launcher may end all rank
 
 
 class Stopping(RunFeature):
-    """The state of a run that is needed to report at which step the run stopped.
+    """The state of a run that is needed to report the step at which the run stopped.
 
     Attributes:
         stopped: whether the user has requested to stop the run.
@@ -62,8 +63,7 @@ class Stopping(RunFeature):
         return nullcontext()
 
     def line(self) -> str:
-        """Return a line that states at which step the run stopped and which checkpoint was saved.
-        """
+        """Return a line that states at which step the run stopped and the last saved checkpoint."""
         if self._step is None:
             return "stopped"
         at = f"stopped at step {self._step()}"
@@ -79,8 +79,8 @@ RUN = Stopping()
 
 @contextmanager
 def stops_in_one_line() -> Iterator[None]:
-    """Handle SIGINT in the main thread during a whole run; see the docstring of this module. After
-    SIGINT, the process ends with exit status `STATUS`.
+    """Context manager that handles SIGINT in the main thread during a whole run; see the docstring
+    of this module. After SIGINT, the process terminates with exit status `STATUS`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

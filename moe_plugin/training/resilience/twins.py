@@ -7,10 +7,10 @@ or if each expert-parallel group has one rank, all data-parallel ranks are twins
 
 The compared values are checksums of each module's output, of the gradient of each output, and of
 the gradients of the parameters. The checksums are compared in the order in which they were
-computed. If a rank computes a wrong value, exchanges send this value to other ranks. Therefore,
-only the first difference is evaluated, because it occurs on the rank that caused it. With three or
-more twins, the twin that differs from the majority is reported. With only two twins, both twins are
-reported.
+computed. If a rank computes a wrong value, all-to-alls and other exchanges propagate it to other
+ranks. Only the first difference is therefore evaluated, because it occurs on the rank that caused
+it. With three or more twins, the twin that differs from the majority is reported. With only two
+twins, both twins are reported.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _HOST_BYTES = 64
 
 @dataclass(eq=False)
 class WrongResultError(RuntimeError):
-    """Raised on all ranks if the results of some ranks differ from the results of their twins.
+    """Raised on all ranks if the results of some ranks differ from those of their twins.
 
     Attributes:
         step: step in which the check failed.
-        ranks: global ranks whose results differ. If the faulty twin cannot be determined, all
-            candidates are listed.
+        ranks: global ranks whose results differ, or all candidates if the faulty twin cannot be
+            determined.
         hosts: host names of the ranks in `ranks`.
         where: description of the first value that differs.
     """
@@ -78,20 +78,19 @@ class TwinCheck(RunFeature):
                 check(step, batch, lambda batch: loss_of(model, batch))
             ...
 
-    The check does not affect the training step. The check changes no gradient, no buffer and no
-    random state. Each check runs one forward pass and one backward pass. A check is made every
-    `every` steps.
+    The check does not affect the training step: it changes no gradient, no buffer and no random
+    state. Each check runs one forward pass and one backward pass. A check runs every `every` steps.
 
     Args:
         model: the model. The model must not be compiled, and it must not use reentrant
             checkpointing, which `autograd.grad` does not support. Collective.
         world: optional. All data-parallel ranks. Defaults to the ranks of the default process
             group.
-        every: number of steps between two checks.
-        start: function that is called with a list of models. `start` returns an object that saves
-            the state which the check must not change.
-        kept: context manager that surrounds a check during training. `kept` restores those parts of
-            the host framework's state that forward and backward passes change.
+        every: number of steps from one check to the next.
+        start: function that is called with a list of models, and returns a snapshot of the state
+            that the check must not change.
+        kept: context manager that is active during a check in training. `kept` restores the state
+            of the host framework that forward and backward passes change.
     Raises:
         ValueError: If `every` is less than 1, or if this rank has no twin.
     """
@@ -121,9 +120,7 @@ class TwinCheck(RunFeature):
         return step % self.every == 0
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:
-        """If a check is due, run the check before the step. If results differ, a `WrongResultError`
-        is raised on all ranks.
-        """
+        """Run a check if it is due. If results differ, all ranks raise `WrongResultError`."""
         assert step.batch is not None and step.loss_of is not None
         if self.due(step.number):
             with self.kept():
@@ -134,7 +131,7 @@ class TwinCheck(RunFeature):
         """Compute one micro-batch on all twins, and compare their results. Collective.
 
         Args:
-            step: index of the step. All ranks must pass the same index. The index determines whose
+            step: index of the step. The index must be the same on all ranks, and determines whose
                 micro-batch all twins compute.
             batch: micro-batch of this rank. The batch may consist of tensors in any containers that
                 can be pickled.
@@ -154,7 +151,7 @@ class TwinCheck(RunFeature):
         self._compare(step, seen)
 
     def _shared(self, batch: Any, root: int) -> Any:
-        """Return the micro-batch of the twin `root`. All twins receive this micro-batch."""
+        """Send the micro-batch of the twin `root` to all twins, and return it."""
         payload = io.BytesIO()
         if self.twins.rank == root:
             torch.save(batch, payload)
@@ -201,8 +198,8 @@ def _first_difference(sums: Sequence[Sequence[Any]],
     """Return the index of the first value that differs between twins, and the ranks whose value is
     wrong.
 
-    A rank's value is wrong if it differs from the majority of the rank's twins. If the value has no
-    majority, all twins that computed it are returned.
+    A rank's value is wrong if it differs from the majority of the rank's twins. If there is no
+    majority, all twins that computed the value are returned.
     """
     for at in range(len(sums[0])):
         wrong: list[int] = []
@@ -221,9 +218,7 @@ def _first_difference(sums: Sequence[Sequence[Any]],
 
 @contextmanager
 def deterministic_layers(layers: Sequence[MoELayer]) -> Iterator[None]:
-    """Use fixed layouts and kernels in these layers, so that the results of twins are bitwise
-    equal.
-    """
+    """Use fixed layouts and kernels in these layers, so that twins' results are bitwise equal."""
     before = torch.are_deterministic_algorithms_enabled()
     only = torch.is_deterministic_algorithms_warn_only_enabled()
     with ExitStack() as stack:
@@ -260,9 +255,7 @@ class _Recorder:
         self._hooks.close()
 
     def gradients(self, loss: Tensor) -> None:
-        """Record the loss and the gradients of all parameters. The attribute `grad` of the
-        parameters does not change.
-        """
+        """Record the loss and the gradients of all parameters, without changing their `grad`."""
         self.add("the loss", loss)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         grads = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
@@ -275,8 +268,8 @@ class _Recorder:
         self.sums.append(checksum(x))
 
     def _before(self, name: str) -> Callable[..., None]:
-        """Return a hook for experts. The hook records the gradients of the rows before these
-        gradients are sent to other ranks.
+        """Return a hook for experts that records the gradients of the rows before these gradients
+        are sent to other ranks.
         """
         def hook(module: nn.Module, args: tuple[ExpertRows]) -> None:
             self._backward(f"the gradient of rows of {name!r}", args[0].x)
@@ -298,10 +291,10 @@ class _Recorder:
 
 @torch.no_grad()
 def checksum(x: Tensor) -> Tensor:
-    """Return two sums over the bits of a tensor, as int64 [2] on the device of the tensor.
+    """Return two checksums of a tensor's bits, as int64 [2] on the tensor's device.
 
-    The first sum changes if any single bit changes. The second sum changes if two elements are
-    swapped.
+    The first checksum changes if any single bit changes. The second checksum changes if two
+    elements are swapped.
     """
     bytes_N = x.detach().contiguous().view(-1).view(torch.uint8)
     words_N = torch.nn.functional.pad(bytes_N, (0, -len(bytes_N) % 8)).view(torch.int64)

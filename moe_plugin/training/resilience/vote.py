@@ -1,4 +1,4 @@
-"""Gradients that are correct even if some ranks compute arbitrary wrong results (ByzShield).
+"""Gradients that are correct even if some ranks compute arbitrarily wrong results (ByzShield).
 
 A batch consists of several files. Each file is computed by several workers, as planned by
 `planner.vote_assignments`. For each file, the votes select the gradient that the majority of the
@@ -6,7 +6,7 @@ file's workers computed. The gradients are compared bit by bit, so all workers o
 compute bitwise equal gradients. The gradients of all files are combined by the coordinate-wise
 median.
 
-A worker is either a single rank or a block of ranks among which a model is distributed. If workers
+A worker is either a single rank or a block of ranks over which a model is distributed. If workers
 are blocks, the ranks with the same index in each block vote with each other. The votes for
 different indices are independent.
 """
@@ -39,7 +39,7 @@ def majority(copies: Sequence[Tensor]) -> tuple[int, list[int]]:
 
     Args:
         copies: one tensor for each answer. All tensors have the same shape and dtype. Equal NaNs
-            agree. If several answers are equally frequent, the first of them is used.
+            agree. If several answers are equally frequent, the first of them wins.
     Returns: The index of the first copy of the most frequent answer, and the indices of all copies
         that differ from it.
     """
@@ -81,7 +81,7 @@ def vote(answers_KLN: Tensor, assignment: Assignment) -> tuple[Tensor, Verdict]:
     """Return the majority answer for every file.
 
     Args:
-        answers_KLN: for each worker, the answers for its files, in the order of these files.
+        answers_KLN: for each worker, the answers for its files, in the order of its files.
         assignment: the files that each worker computes.
     Returns: The winning answer for each file, [F, N], and the verdict.
     """
@@ -101,13 +101,13 @@ class Ballots:
 
     Args:
         assignment: the files that each worker computes. Worker w is rank w of `comm`.
-        comm: the group of ranks that vote with this rank. The voting ranks have the same index in
+        comm: group of the ranks that vote with this rank, that is, the ranks with the same index in
             their workers.
         aggregate: how the winning answers of all files are combined: by `median`, or by `mean` if
-            the answer for every file is certainly correct.
-        sharing: optional. Ranks of this worker that compute a file together. Each of the ranks in
-            `sharing` processes a part of the file's batches. By default, this rank computes its
-            files alone.
+            it is certain that every winning answer is correct.
+        sharing: optional. The ranks of this worker that compute each file together. Each of these
+            ranks processes a part of the file's batches. By default, this rank computes its files
+            without other ranks.
         worker: optional. All ranks of this worker, including ranks of other pipeline stages.
             Defaults to `sharing`.
     Raises:
@@ -135,7 +135,7 @@ class Ballots:
         return self.assignment.files[self.comm.rank]
 
     def winners(self, mine_LN: Tensor) -> Tensor:
-        """Vote on all answers. Return the winning answer for each file, [F, N]. Collective.
+        """Vote on all answers, and return the winning answer for each file, [F, N]. Collective.
 
         Args:
             mine_LN: answers of this rank for its files, in the order of these files.
@@ -150,12 +150,13 @@ class Ballots:
     def rows_needed(self, limits: Sequence[Limit], mine_LN: Tensor) -> Tensor:
         """Determine the argument of `dispatch.rows_limit.settle` by a vote. Collective.
 
-        For each file, the answer of the majority is used. A single wrong rank therefore cannot make
-        all ranks repeat a step or fail.
+        For each file, the answer of the majority of its workers is used. A single faulty rank
+        therefore cannot make all ranks repeat a step or fail.
 
         Args:
             limits: row limits of the layers.
-            mine_LN: for each file of this rank, the number of rows that each limit required.
+            mine_LN: for each file of this rank, the number of rows that each limit would have
+                needed.
         """
         most_LK = self.worker.all_reduce(most_of(limits, mine_LN), "max")
         return self.winners(torch.cat([most_LK, mine_LN], dim=1)).amax(0)
@@ -176,24 +177,22 @@ class Ballots:
         return torch.cat(parts)
 
     def summed(self, part_LN: Tensor) -> Tensor:
-        """Sum the answers over the ranks of `sharing`, each of which has computed a part.
-        Collective.
-        """
+        """Sum the partial answers of the ranks of `sharing`. Collective."""
         return self.sharing.all_reduce(part_LN.contiguous())
 
     def most_say(self, mine: bool) -> bool:
-        """Return true if the answers of a majority of workers are true. Collective.
+        """Return true if a majority of workers answers true. Collective.
 
         The answer of a worker is true if any of its ranks answers true.
         """
         return bool(self.most_need(torch.tensor([mine], device=self.comm.device).int()))
 
     def most_need(self, mine: Tensor) -> Tensor:
-        """For each element, return the largest number that a majority of workers reaches or
-        exceeds. Collective.
+        """For each element, return the largest number that is reached or exceeded on a majority of
+        workers. Collective.
 
-        `mine` contains the integers of this rank, [N]. For each worker, the maximum over its ranks
-        is used.
+        `mine` contains this rank's integers, [N]. The number of a worker is the maximum over its
+        ranks.
         """
         every_K = self.comm.all_gather(self.worker.all_reduce(mine, "max")).view(-1, *mine.shape)
         return every_K.sort(0).values[(self.comm.size - 1) // 2]
@@ -214,16 +213,14 @@ class Ballots:
 
 
 def shared_first(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter], int]:
-    """Return the trainable parameters, sorted so that experts come last, and the number of elements
-    that do not belong to experts.
-    """
+    """Return the trainable parameters, experts last, and the number of non-expert elements."""
     train = sorted((p for p in parameters if p.requires_grad), key=is_expert)
     return train, sum(p.numel() for p in train if not is_expert(p))
 
 
 def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return all gradients as one vector [N]. The dtype of the vector is the widest dtype of the
-    gradients. Missing gradients are treated as zero.
+    """Return all gradients as one vector [N], whose dtype is the widest dtype of the gradients.
+    Missing gradients are treated as zero.
     """
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1)
                       for p, g in zip(parameters, gradients, strict=True)])
@@ -232,7 +229,7 @@ def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
 @torch.no_grad()
 def set_gradients(parameters: Sequence[nn.Parameter], gradient_N: Tensor,
                   gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
-    """Copy a vector that `flat_gradients` has created to the gradients of the parameters. Each
+    """Copy a vector that `flat_gradients` returned to the gradients of the parameters. Each
     gradient has the same dtype as its parameter.
     """
     parts = gradient_N.split([p.numel() for p in parameters])
@@ -245,8 +242,7 @@ def set_gradients(parameters: Sequence[nn.Parameter], gradient_N: Tensor,
 
 
 class VotedGradients:
-    """Computes gradients that are determined by votes, for a model of which every worker stores a
-    complete copy.
+    """Computes gradients by votes, for a model of which every worker stores a complete copy.
 
         voted = VotedGradients(model, mols(5, 3))
         for batch in batches:                     # f files of micro-batches each
@@ -254,8 +250,8 @@ class VotedGradients:
             optimizer.step()
 
     Args:
-        model: model that receives the gradients. The parameters of the model must be the same on
-            all ranks, except for experts, which are distributed over the ranks of a worker.
+        model: model that receives the gradients. The parameters must be equal on all ranks, except
+            for experts, which are distributed over the ranks of a worker.
         assignment: see `Ballots`.
         comm: optional. Group of the ranks that store the same parameters as this rank, one rank per
             worker (see `gradients.replicas.replica_comm`). Defaults to the ranks of the default
@@ -291,22 +287,22 @@ class VotedGradients:
         """Compute the files of this rank, vote on the gradients, and set the gradients of all
         parameters. Collective.
 
-        If the majority of a file's workers reports that rows exceeded a buffer
+        If a majority of a file's workers reports that rows did not fit into a buffer
         (`dispatch.name: bounded`), all files are computed again, or an error is raised on all
-        ranks. Do not call this method inside `until_rows_fit`, because the method already repeats
-        the computation if necessary.
+        ranks. Do not call this method inside `until_rows_fit`, because it already repeats the
+        computation if necessary.
 
         Args:
             loss_of: function that computes the loss of a file, given the index of the file. All
-                workers of a file must compute bitwise equal losses, so random numbers must depend
+                workers of a file must compute bitwise equal losses, so random numbers may depend
                 only on the index of the file. The function is called once for each file of this
                 rank. If a worker has several ranks, each of them computes a part of the file, and
-                the loss is the sum over these ranks.
+                the loss of the file is the sum over these ranks.
         Returns:
             The verdict, which is the same on all ranks.
         Raises:
-            RowsOverflow: If rows exceeded a buffer and `dispatch.on_overflow` is "error". Raised on
-                all ranks.
+            RowsOverflow: If rows did not fit into a buffer and `dispatch.on_overflow` is "error".
+                Raised on all ranks.
         """
         def passes() -> Tensor:
             self._needed.clear()
@@ -320,7 +316,7 @@ class VotedGradients:
         return self.ballots.verdict()
 
     def _gradients(self, loss: Tensor) -> Tensor:
-        """Return the gradients for a file, and record how many rows the file required."""
+        """Return the gradients for a file, and record how many rows the file needed."""
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         self._needed.append(needed_of(self._limits, self.ballots.comm.device))
         for limit in self._limits:
@@ -328,8 +324,8 @@ class VotedGradients:
         return flat_gradients(self.parameters, gradients)
 
     def rows_overflowed(self) -> bool:
-        """Return true if a vote decides that rows exceeded a buffer; see `Ballots.rows_needed`.
-        Collective.
+        """Return true if a vote decides that rows did not fit into a buffer; see
+        `Ballots.rows_needed`. Collective.
         """
         return settle(self._limits, self.ballots.rows_needed(self._limits,
                                                              torch.stack(self._needed)))
@@ -347,7 +343,7 @@ def _refuse_other_groups(model: nn.Module, ranks: int) -> None:
 def refuse_reported_loads(model: nn.Module) -> None:
     """Raise a `ValueError` if a router uses loads that the ranks report to each other.
 
-    There is no vote on reported loads, so a single wrong rank could change the biases on all ranks.
+    Reported loads are not voted on, so a single faulty rank could change the biases on all ranks.
     """
     for name, module in model.named_modules():
         if isinstance(module, RouterModule) and module.step_sums():

@@ -205,7 +205,7 @@ def test_evaluation_says_that_rows_do_not_fit(corpus: Corpus, ep2: tuple[Path, R
     repeat = f"{{{bounded},'moe_on_overflow':'repeat'}}"
     repeated = run("fairseq-validate", f"{arguments} --model-overrides {repeat}", ranks=2)
     assert validated(repeated) == [pytest.approx(wanted[0], abs=2.1e-3)] * 2
-    assert "the bound was raised, and the step is repeated" in repeated.log
+    assert "the row limit was raised, and the step is repeated" in repeated.log
     run("fairseq-validate", f"{arguments} --model-overrides {{{bounded}}}",
         ranks=2).failed_with("Raise dispatch.max_rows_factor")
     generate = (f"{evaluation(corpus, ep2[0])} --task language_modeling --gen-subset test "

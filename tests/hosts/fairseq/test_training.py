@@ -105,7 +105,7 @@ def same_numbers(attacked: Result, clean: Result, outvoted: str) -> None:
     for step, (mine, theirs) in enumerate(zip(attacked.steps, clean.steps, strict=True), 1):
         for name in ("loss", "inner_loss", "gnorm", "wpb"):
             assert mine[name] == pytest.approx(theirs[name], abs=2.1e-3), (name, step)
-        assert (f"step {step}: outvoted ranks: {outvoted}; parts without a majority: []"
+        assert (f"step {step}: outvoted ranks: {outvoted}; files without a majority: []"
                 in attacked.log)
 
 
@@ -130,7 +130,7 @@ def test_rows_that_do_not_fit_repeat_the_step(one_rank: Result, corpus: Corpus,
     records = tmp_path / "records.jsonl"
     repeated = run("fairseq-train", f"{flags} --moe-on-overflow repeat --max-update 12 "
                    f"--moe-stats-jsonl {records} --moe-stats-interval 1", ranks=2).ok()
-    assert "the bound was raised, and the step is repeated" in repeated.log
+    assert "the row limit was raised, and the step is repeated" in repeated.log
     same_curve(repeated, one_rank)
     rows = [json.loads(line) for line in records.read_text().splitlines()]
     assert {row["calls"] for row in rows if "layer" in row} == {2}, "one on each rank"

@@ -72,7 +72,7 @@ def test_the_log_has_every_step_and_rows_that_do_not_fit_are_repeated(
         quiet_run: tuple[list[str], Path], tmp_path: Path) -> None:
     """The losses are those of native Megatron's line in a run without a bound."""
     lines, folder = quiet_run
-    assert any("the bound was raised, and the step is repeated" in line for line in lines)
+    assert any("the row limit was raised, and the step is repeated" in line for line in lines)
     plain = train(2, *EP2, "--log-file", str(tmp_path / "plain.jsonl"))
     for path in (folder / "log.jsonl", tmp_path / "plain.jsonl"):
         seen = by_step(path)

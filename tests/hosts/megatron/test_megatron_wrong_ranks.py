@@ -123,7 +123,7 @@ def test_workers_of_several_ranks(blocks: list[str], outvoted: list[int], data: 
             assert norm == pytest.approx(wanted_norm, rel=1e-4)
         torch.testing.assert_close(mine["parameters"], wanted["parameters"], rtol=1e-4, atol=1e-6)
     assert voted[0]["said"] == [
-        f"step {step}: outvoted ranks: {outvoted}; parts without a majority: []"
+        f"step {step}: outvoted ranks: {outvoted}; files without a majority: []"
         for step in (1, 2, 3)]
     assert max(len(each["seen"]) for each in voted) == 3
 

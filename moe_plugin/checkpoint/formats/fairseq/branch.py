@@ -1,13 +1,13 @@
 """The checkpoint format of fairseq's `moe` branch. A checkpoint consists of `NAME-shared.pt` and
 several files `NAME-rank-N.pt`.
 
-The shared file contains everything except the experts. Each rank's file contains the experts of
-this rank, numbered from 0, and the optimizer state of these experts. All files contain the settings
-and the training history. If there are more ranks than experts, rank `N` stores expert `N % E`. In a
-source of this format, tensors have the names of fairseq's `moe` branch, and experts are numbered
-from 0 to `E-1`. Optimizer state is stored by parameter name. With `--ddp-backend fully_sharded`,
-fairscale stores pieces of the optimizer state without parameter names. Only the model of a
-checkpoint without parameter names can be converted.
+The shared file contains everything but the experts. The file of each rank contains the experts of
+this rank, numbered from 0, and their optimizer state. All files contain the settings and the
+training history. If there are more ranks than experts, rank `N` stores expert `N % E`. In a source
+of this format, tensors have the names of fairseq's `moe` branch, and experts are numbered from 0 to
+`E-1`. Optimizer state is stored by parameter name. With `--ddp-backend fully_sharded`, fairscale
+stores parts of the optimizer state without parameter names. From such a checkpoint, only the model
+can be converted.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ State = Mapping[str, Any]
 
 
 def _find(path: Path) -> list[str]:
-    """Return the files of a checkpoint: first the shared file, and then the rank files in the order
-    of the ranks.
+    """Return the files of a checkpoint: the shared file, followed by the rank files in the order of
+    the ranks.
 
     The argument `path` is the folder of the checkpoint, or the name of any of its files. If there
-    is no such checkpoint, the list is empty.
+    is no such checkpoint, return an empty list.
     """
     name = str(path / "checkpoint_last.pt" if path.is_dir() else path)
     stem = _SHARED.sub("", files.without_rank(name)).removesuffix(".pt")
@@ -75,8 +75,7 @@ def _find(path: Path) -> list[str]:
 
 
 def _open(paths: Sequence[str], trusted: bool) -> Source:
-    """Open the files of one checkpoint as a source. The tensors of the source contain all experts.
-    """
+    """Open the files of one checkpoint as a source whose tensors contain all experts."""
     shared, *ranks = (read_file(path, trusted) for path in paths)
     gates = {name: value.entry.shape[0] for name, value in shared[MODEL].items()
              if name.endswith("." + _GATE)}
@@ -135,7 +134,7 @@ def _step(state: State) -> int | None:
 
 
 def _values(shared: State, unread: bool) -> dict[str, Any]:
-    """Return `Source.values`, which contains all values of the checkpoint that are not tensors.
+    """Return all values of the checkpoint that are not tensors, for `Source.values`.
 
     unread: True if the optimizer state could not be assigned to parameters. If `unread` is True,
         writers require `--model-only`.
@@ -157,10 +156,10 @@ def _values(shared: State, unread: bool) -> dict[str, Any]:
 
 
 def _columns(state: State, model: State, model_only: bool) -> dict[str, dict[str, Any]]:
-    """Return the model tensors and the optimizer state of one file. Each column is a dict with one
-    value per parameter name.
+    """Return the model tensors and the optimizer state of one file. Both are returned as columns,
+    that is, dicts with one value per parameter name.
 
-    model: tensors of the file, with global expert indices in their names.
+    model: the file's model tensors, with global expert indices in their names.
     """
     columns: dict[str, dict[str, Any]] = {MODEL: dict(model)}
     found = {} if model_only else (state.get(_OPTIMIZER) or {}).get("state") or {}
@@ -226,7 +225,7 @@ class BranchFormat(Format):
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """See `Format`. Rank files are written for one copy of the experts only."""
+        """See `Format`. Rank files are written for only one copy of the experts."""
         experts = {origin["num_experts"] for origin in source.layers.values()}
         if _STATE not in source.values or len(experts) != 1:
             raise CheckpointError("only fairseq checkpoints with the same number of experts in all "
@@ -249,11 +248,11 @@ class BranchFormat(Format):
 
 
 def _state_of_file(source: Source, rank: int | None, local: int) -> dict[str, Any]:
-    """Return the content of one file, given a source with the branch's names.
+    """Return the contents of one file, given a source with the branch's names.
 
     Args:
         source: a source whose tensors have the branch's names.
-        rank: rank that the file belongs to, or None for the shared file.
+        rank: rank whose file is written, or None for the shared file.
         local: number of experts that each rank stores.
     """
     columns, state = columns_of(source), dict(source.values[_STATE])
@@ -278,8 +277,8 @@ def _state_of_file(source: Source, rank: int | None, local: int) -> dict[str, An
 
 
 def _name_in_file(name: str, rank: int | None, local: int) -> str | None:
-    """Return the name of a parameter in a rank's file or in the shared file, or None if this file
-    does not contain the parameter.
+    """Return the name of a parameter in the file of a rank or in the shared file, or None if this
+    file does not contain the parameter.
     """
     expert = expert_of(name)
     if expert is None or rank is None:
@@ -307,9 +306,7 @@ def _one_group(groups: Sequence[State], count: int) -> list[dict[str, Any]]:
 
 
 def _with_our_entries(view: View) -> View:
-    """Add all entries, apart from tensors, that fairseq checkpoints of models with this package's
-    layers contain.
-    """
+    """Add the non-tensor entries of fairseq checkpoints for models with this package's layers."""
     rest, trained = dict(view.values[_STATE]), _trained_in(columns_of(view))
     order = [name for name in our_order(view.origin) if name in trained]
     if _OPTIMIZER in rest and order:

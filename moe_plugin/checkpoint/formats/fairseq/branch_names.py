@@ -35,8 +35,8 @@ _LAYER = re.compile(r"((?:en|de)coder\.layers\.\d+\.)(.+)")
 
 
 def expert_of(name: str) -> tuple[str, int, str] | None:
-    """Split the name that the branch uses for an expert's parameter into three parts. If the name
-    does not belong to an expert, return None.
+    """Split the name of an expert's parameter in fairseq's `moe` branch into three parts. If the
+    name does not belong to an expert, return None.
 
     Returns: the prefix (which ends with `moe_layer.`), the index of the expert, and the name of the
         parameter within the expert.
@@ -54,15 +54,14 @@ def expert_of(name: str) -> tuple[str, int, str] | None:
 
 
 def renumbered(name: str, index: int) -> str:
-    """Replace the expert index in the branch's name of an expert's parameter."""
+    """Replace the expert index in the name of an expert's parameter in fairseq's `moe` branch."""
     match = _BRANCH_EXPERT.fullmatch(name)
     assert match is not None
     return f"{match[1]}experts.{index}.{match[3]}"
 
 
 def _table(prefixes: Iterable[str]) -> NameTable:
-    """Build the name table for MoE layers with these prefixes. Each prefix ends with `moe_layer.`.
-    """
+    """Build the name table for MoE layers with these prefixes, which end with `moe_layer.`."""
     rules: list[NameRule] = []
     for prefix in prefixes:
         rules.append(NameRule(f"{prefix}gate.wg.weight", (f"{prefix}moe.router.weight_ED",)))
@@ -72,9 +71,7 @@ def _table(prefixes: Iterable[str]) -> NameTable:
 
 
 def to_ours(source: Source) -> View:
-    """Return a view that converts the branch's names to the names of models with this package's
-    layers.
-    """
+    """Return a view that converts the branch's names to those of this package's fairseq models."""
     names, experts = _table(source.layers), _experts(source)
     tensors = names.neutral(map(source.tensor, source.entries), lambda one: one, experts)
     columns = source.values.get(COLUMNS, {})
@@ -91,9 +88,7 @@ def _experts(source: Source) -> int:
 
 
 def to_branch(source: Source) -> View:
-    """Return a view that converts the names of fairseq models with this package's layers to the
-    branch's names.
-    """
+    """Return a view that converts names of this package's fairseq models to the branch's names."""
     def others(tensor: Derived) -> Derived:
         if tensor.key[1].startswith(tuple(source.layers)):
             raise CheckpointError(
@@ -113,8 +108,8 @@ def to_branch(source: Source) -> View:
 
 
 def our_order(source: Source) -> list[str]:
-    """Return the parameter names of a branch checkpoint. Both the names and their order are those
-    of models with this package's layers.
+    """Return the parameter names of a branch checkpoint, converted to the names and the order of
+    models with this package's layers.
     """
     table = _table(source.layers)
     return _ordered(dict.fromkeys(table.neutral_name(name) for _, name in source.entries),

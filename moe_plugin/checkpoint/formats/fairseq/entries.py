@@ -1,5 +1,5 @@
 """Entries of fairseq's checkpoint files, conversion of stored setting values, and functions that
-find the parameter name for each parameter index of an optimizer.
+map the parameter indices of an optimizer to parameter names.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ _BUFFERS = re.compile(r"(.*\.)?(version|_float_tensor|_future_mask)")
 
 
 def plain_value(value: Any) -> Any:
-    """If the value is a choice of fairseq's dataclasses, convert it to a string. Return other
-    values unchanged.
+    """If the value is a choice (an enum) of fairseq's dataclasses, convert it to a string. Return
+    other values unchanged.
     """
     return value.value if isinstance(value, Enum) else value
 
 
 def renamed(state: Any) -> Any:
-    """Rename the model weights and the averaged weights in the content of a file to their current
-    names.
-    """
+    """Give the model weights and averaged weights in a file's contents their current names."""
     extra = state.get("extra_state") if isinstance(state, dict) else None
     for part, keys in ((state, (MODEL,)), (extra, AVERAGES)):
         if not isinstance(part, dict):
@@ -65,10 +63,10 @@ def trained_names(names: Sequence[str], model: Mapping[str, Any], count: int) ->
 
 
 def names_of_parameters(names: Sequence[str], model: Mapping[str, Any]) -> list[list[str]]:
-    """Return several candidate lists of parameter names. Each list is in the order in which the
-    model registers the parameters.
+    """Return several lists of parameter names, which are candidates for the parameters of an
+    optimizer. Each list is in the order in which the model registers the parameters.
 
-    The candidates are all tensors, the tensors without tied duplicates, and the tensors without the
+    The candidates are all tensors, all tensors without tied duplicates, and all tensors without the
     output projection. See `trained_names` for the arguments.
     """
     names = [name for name in names
@@ -81,8 +79,7 @@ def names_of_parameters(names: Sequence[str], model: Mapping[str, Any]) -> list[
 
 
 def names_by_order(state: Mapping[str, Any]) -> list[str]:
-    """Return the parameter names for the optimizer state in a file that contains only parameter
-    indices.
+    """Return the parameter names for optimizer state that a file stores by parameter index only.
 
     fairseq numbers the parameters of the model first and those of the criterion second, both in the
     order of registration. If the indices or shapes show that the state is flattened or split into
@@ -137,8 +134,8 @@ def _parts(values: Mapping[str, Any], shape: tuple[int, ...],
 
 
 def _part(flat: Derived, shape: tuple[int, ...], start: int) -> Derived:
-    """Return the elements of the flat vector that belong to a parameter of shape `shape`. `start`
-    is the index of the first of these elements.
+    """Return the elements of the flat vector that belong to a parameter with the shape `shape`.
+    `start` is the index of the first of these elements.
     """
     row = prod(shape[1:])
 

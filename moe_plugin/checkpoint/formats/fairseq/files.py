@@ -1,10 +1,10 @@
 """Checkpoint files of a run in which each rank stores some of the experts:
 `checkpoint_last-rank-N.pt`.
 
-Files are saved in two phases, so even if a run is killed, there is always a step for which all
-ranks have complete files. In the first phase, each rank writes `NAME.new`. When all ranks have
-finished writing, each rank renames its file to `NAME`. Loading accepts both names and uses the
-newest step for which all ranks have a file. Every file has a checksum.
+Files are saved in two phases, so that even after a crash, there is a step for which all ranks have
+complete files. In the first phase, each rank writes `NAME.new`. When all ranks have finished
+writing, each rank renames its file to `NAME`. Loading accepts both names and uses the newest step
+for which all ranks have a file. Every file has a checksum.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def with_rank_suffix(suffix: str, rank: int) -> str:
 
 
 def with_rank(filename: str, rank: int) -> str:
-    """Convert a name such as `dir/checkpoint_last.pt` to the name of the rank's file."""
+    """Convert a name such as `dir/checkpoint_last.pt` to the name of this rank's file."""
     if RANK_SUFFIX.search(filename):
         return RANK_SUFFIX.sub(f"-rank-{rank}", filename)
     return re.sub(r"\.pt$", f"-rank-{rank}.pt", filename)
 
 
 def without_rank(filename: str) -> str:
-    """Remove the rank's suffix from a file name. All ranks obtain the same name."""
+    """Remove the rank's suffix from a file name. The result is the same on all ranks."""
     return RANK_SUFFIX.sub("", filename)
 
 
@@ -68,8 +68,8 @@ def has_rank(filename: str) -> bool:
 
 
 def rank_files(filename: str, end: str = "") -> dict[int, str]:
-    """Return the files of all ranks for a file name with or without a rank. `end` is the suffix
-    that follows `.pt`.
+    """Return the files of all ranks, given a file name with or without a rank suffix. `end` is the
+    suffix that follows `.pt`.
     """
     paths = glob.glob(f"{glob.escape(without_rank(filename).removesuffix('.pt'))}-rank-*.pt{end}")
     return {int(number): path for path in sorted(paths)
@@ -77,7 +77,7 @@ def rank_files(filename: str, end: str = "") -> dict[int, str]:
 
 
 def is_crash_dump(filename: str) -> bool:
-    """Return true if a file is fairseq's dump of a failed step. Not every rank writes a dump."""
+    """Return true if the file is fairseq's dump of a failed step. Not every rank writes a dump."""
     return os.path.basename(filename).startswith("crash")
 
 
@@ -103,7 +103,8 @@ def save(filename: str, write: Callable[[str], None], group: Any) -> None:
 
 
 def write(state: Mapping[str, Any], path: str) -> None:
-    """Write a checkpoint file with a checksum. The file gets its final name when it is complete.
+    """Write a checkpoint file with a checksum. The file receives its final name only when it is
+    complete.
 
     Raises:
         CheckpointError: If the file cannot be written.
@@ -130,10 +131,10 @@ def _not_written(path: str, error: OSError) -> CheckpointError:
 
 
 def copy(source: str, target: str, link: bool = False) -> None:
-    """Copy a checkpoint. All ranks rename their files together, so the files at `target` are always
-    complete.
+    """Copy a checkpoint. All ranks rename their copies together, so the files at `target` are
+    always complete.
 
-    link: whether to share the disk space of `source`, if the file system supports this.
+    link: whether the copy may share disk space with `source`, if the file system supports this.
     Raises: CheckpointError: If any rank could not write its copy. All ranks raise this error.
     """
     if has_rank(target) and dist.is_available() and dist.is_initialized():
@@ -216,19 +217,17 @@ def load(file: Any, **options: Any) -> Any:
 
 
 def gather(value: Any, group: Any) -> list[Any]:
-    """Gather a value from all ranks of `group`. If `group` is None, return only this rank's value.
-    """
+    """Gather a value from all ranks of `group`. Without a group, return this rank's value."""
     return [value] if group is None else gather_objects(value, "checkpoints found", group)
 
 
 def of_branch(state: Mapping[str, Any]) -> list[str]:
-    """Return the parameter names that are used only by fairseq's `moe` branch."""
+    """Return those parameter names that are used only by fairseq's `moe` branch."""
     return [name for name in state.get("model") or {} if _OF_BRANCH.search(name)]
 
 
 def refuse_branch(path: str, state: Mapping[str, Any]) -> None:
-    """Raise `ValueError` with instructions if the checkpoint was written by fairseq's `moe` branch.
-    """
+    """Raise `ValueError` with instructions if fairseq's `moe` branch wrote the checkpoint."""
     names = of_branch(state)
     if names and MANIFEST not in state:
         name = re.sub(r"-shared(?=\.pt$)", "", without_rank(path))

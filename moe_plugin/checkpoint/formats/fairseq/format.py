@@ -3,8 +3,8 @@ file, or one file for each data-parallel rank.
 
 A single process writes `checkpoint_last.pt`, and several processes write
 `checkpoint_last-rank-N.pt`. A source contains the weights of the model and of the criterion, the
-optimizer state by parameter name, and averaged weights. All other entries of the files (settings,
-training history, iterator, meters) are read from the file of rank 0.
+optimizer state by parameter name, and the averaged weights. All other entries of the files
+(settings, training history, iterator, meters) are read from the file of rank 0.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _check_content(state: Mapping[str, Any]) -> None:
 
 
 def _refuse_shard(path: str, state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` if a file was saved with `--use-sharded-state`. Each file that was
-    saved with this option contains only a shard of each tensor.
+    """Raise `CheckpointError` if a file was saved with `--use-sharded-state`, because it then
+    contains only a shard of each tensor.
     """
     if any("flat_param" in name for name in state[MODEL]):
         raise CheckpointError(
@@ -102,13 +102,13 @@ def _refuse_shard(path: str, state: Mapping[str, Any]) -> None:
 
 
 def survey(name: str, trusted: bool = False, left_out: list[str] | None = None) -> list[Written]:
-    """Find the complete steps among the files `NAME.pt` and `NAME-rank-N.pt`. The steps are sorted,
-    with the newest step first.
+    """Find the training steps with complete checkpoints among the files `NAME.pt` and
+    `NAME-rank-N.pt`. The steps are sorted, with the newest step first.
 
-    A step is also included if the last phase of saving it was interrupted.
+    A step is also included if saving was interrupted during the final renaming of its files.
 
-    left_out: list to which messages are appended. For each unreadable file, the message contains
-        the path and the reason. Optional.
+    left_out: list to which a message is appended for each unreadable file. The message contains the
+        path and the reason. Optional.
     """
     whole = files.without_rank(name)
     paths_by_step: dict[tuple[int, int, int, int], dict[int, str]] = {}
@@ -197,11 +197,11 @@ def _without_columns(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def state_of_rank(source: Source, rank: int, world: int, ep: int,
                   shards: int | Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return the state that is stored in the file of data-parallel rank `rank`. This function does
-    not read the values of tensors.
+    """Return the contents of the file of data-parallel rank `rank`. This function does not read the
+    values of tensors.
 
-    The position in the epoch is converted for the new number of ranks. The converted position
-    corresponds to the same total number of batches, rounded down.
+    The position in the epoch is converted to the new number of ranks. The new position corresponds
+    to the same total number of batches, rounded down.
 
     Args:
         source: a source of this format.
@@ -245,8 +245,8 @@ def state_of_rank(source: Source, rank: int, world: int, ep: int,
 
 def state_by_index(columns: Mapping[str, Mapping[str, Any]],
                    order: Sequence[str]) -> dict[int, dict[str, Any]]:
-    """Return the state of an optimizer by parameter index. `order` lists the parameter names in the
-    order of the indices.
+    """Return the state of an optimizer, keyed by parameter index. `order` lists the parameter names
+    in the order of the indices.
     """
     state: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(order):
@@ -257,8 +257,8 @@ def state_by_index(columns: Mapping[str, Mapping[str, Any]],
 
 
 def _moved(extra: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
-    """Return fairseq's `extra_state`, with the position in the epoch converted for a different
-    number of ranks.
+    """Return fairseq's `extra_state`, in which the position in the epoch is converted to a
+    different number of ranks.
     """
     iterator = extra.get("train_iterator")
     if not isinstance(iterator, Mapping) or "iterations_in_epoch" not in iterator:
@@ -313,9 +313,7 @@ def _sizes(source: Source, layout: CheckpointSizes) -> tuple[int, int]:
 
 
 def _written(path: Path, trusted: bool = False) -> Written | None:
-    """Return the newest step that is stored at a path. In a folder, the files `checkpoint_last*.pt`
-    are used.
-    """
+    """Return the newest step stored at a path (in a folder: in the files `checkpoint_last*.pt`)."""
     name = str(path / "checkpoint_last.pt" if path.is_dir() else path)
     if not name.endswith(".pt"):
         return None

@@ -1,7 +1,7 @@
 """Upcycling of fairseq's dense decoder language models.
 
-This module converts the tensors and settings of a dense model to framework-independent names. After
-upcycling, this module converts the Mixture of Experts to fairseq's names.
+This module converts the tensors and settings of a dense model to a framework-independent form.
+After upcycling, this module converts the Mixture-of-Experts model back to fairseq's names.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ _EPS = 1e-5  # epsilon of fairseq's layer norms, which is not configurable
 
 
 def model_arguments(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model settings that a fairseq file contains, or an empty dict if the file contains
-    no settings.
-    """
+    """Return the model settings in a fairseq file, or an empty dict if there are none."""
     model = (state.get("cfg") or {}).get("model", state.get("args"))
     values = vars(model) if isinstance(model, Namespace) else dict(model or {})
     return {name: plain_value(value) for name, value in values.items()}
@@ -108,16 +106,14 @@ logger = logging.getLogger(__name__)
 
 
 def to_neutral(source: Source) -> Source:
-    """Return a view of the model tensors of a dense `fairseq` source, with framework-independent
-    names.
-    """
+    """Return a view of a dense `fairseq` source's model that uses framework-independent names."""
     if source.layers:
         raise CheckpointError(f"{next(iter(source.layers))!r} already has experts; use a dense "
                               "model")
     model = to_decoder(source, model_arguments(source.values[STATE]))
     weights = [source.tensor(key) for key in source.entries if key[0] == MODEL]
     if others := sorted({field for field, _ in source.entries} - {MODEL}):
-        logger.info("left out %s, which a model of experts does not take over", ", ".join(others))
+        logger.info("left out %s, which is not used in a Mixture of Experts", ", ".join(others))
     values = {name: value for name, value in source.values.items()
               if name not in (COLUMNS, GROUPS, PARAMETERS, "settings")}
     return View(source, neutral_tensors(View(source, weights), model.tied), format=NEUTRAL,
@@ -125,9 +121,7 @@ def to_neutral(source: Source) -> Source:
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view of an upcycled model. The tensors of this view have the names of fairseq models
-    with this package's layers.
-    """
+    """Return a view of an upcycled model that uses the names of this package's fairseq models."""
     model = DecoderSettings.from_dict(source.values["model"])
     tensors = list(fairseq_tensors(source))
     tensors += more_tensors(tensors, model.tied, model.positions == "sinusoidal")
@@ -137,8 +131,8 @@ def from_neutral(source: Source) -> Source:
 
 
 def _state(source: Source) -> dict[str, Any]:
-    """Return all entries of the checkpoint file that are not tensors. These entries are the entries
-    of the dense model and the settings of the experts.
+    """Return all entries of the checkpoint file that are not tensors. These entries are those of
+    the dense model and the settings of the experts.
     """
     state = dict(source.values[STATE])
     state.pop(OPTIMIZER, None)

@@ -12,9 +12,9 @@ The models may be dense or have this package's MoE layers.
     mlp.w_in, w_out              fc1, fc2
     moe                          moe_layer.moe
 
-The tensors of the optimizer state have the same names as the parameters. If a model of another
-format has no biases, the biases of fairseq's model are zero. The padding rows of the position
-embeddings are also zero.
+The optimizer state of a parameter is stored under the parameter's name. If a model of another
+format has no biases, they are set to zero in fairseq's model. The padding rows of the position
+embeddings are set to zero as well.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _READ = NameTable((*_RULES, *(
 
 
 def our_prefix(prefix: str) -> str:
-    """Convert a prefix `layers.N.moe.` to `decoder.layers.N.moe_layer.moe.`."""
+    """Convert a prefix such as `layers.N.moe.` to `decoder.layers.N.moe_layer.moe.`."""
     return f"decoder.{prefix.removesuffix('moe.')}{_MOE}"
 
 

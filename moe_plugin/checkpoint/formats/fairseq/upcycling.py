@@ -32,9 +32,7 @@ _MLP = re.compile(r"(encoder|decoder)\.layers\.(\d+)\.fc([12])\.(weight|bias)")
 
 
 def translates(source: Source) -> bool:
-    """Return true if a source is a fairseq model with an encoder that consists of transformer
-    layers.
-    """
+    """Return true if the source is a fairseq model whose encoder consists of transformer layers."""
     return source.format == "fairseq" and any(name.startswith("encoder.layers.")
                                               for _, name in source.entries)
 
@@ -45,9 +43,9 @@ def upcycle(source: Source, plan: Upcycling, check: Callable[[Namespace], None])
 
     Args:
         source: checkpoint of the dense model.
-        plan: number and arrangement of the experts.
-        check: function of the host framework. `check` raises `ValueError` if no model can be built
-            from the new settings.
+        plan: number of experts, and the layers that receive experts.
+        check: function of the host framework that raises `ValueError` if no model can be built from
+            the new settings.
     Raises:
         CheckpointError: If the model already has MoE layers, if no layer would become an MoE layer,
             or if the settings do not support experts.
@@ -104,10 +102,10 @@ def _tensors(source: Source, plan: Upcycling, mlps: Mapping[tuple[str, int], Any
 
 def _flags(plan: Upcycling, every: Mapping[str, int],
            chosen: Mapping[tuple[str, int], Mapping[str, Derived]]) -> dict[str, Any]:
-    """Return the command-line flags with which fairseq builds the new model.
+    """Return the command-line flags with which fairseq can build the new model.
 
-    Experts have the same inner width as the dense layers of their stack, unless the MLPs are split
-    (`granularity`) or there is a shared expert.
+    Experts have the same inner width as the dense layers of their stack, unless `granularity`
+    splits the MLPs or there is a shared expert.
     """
     settings: dict[str, Any] = {"router.top_k": plan.top_k, "router.normalize": "before_drop",
                                 "router.normalize_min": 0.0}

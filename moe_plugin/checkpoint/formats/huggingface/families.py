@@ -252,9 +252,7 @@ _BY_TYPE = {name: family for family in FAMILIES.values()
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Return the model family of a `config.json`. Raise `CheckpointError` if the `model_type` is
-    unknown.
-    """
+    """Return the model family of a `config.json`, or raise `CheckpointError` if it is unknown."""
     name = config.get("model_type")
     if name not in _BY_TYPE:
         raise CheckpointError(f"config.json: model_type={short(name)} is not supported; supported "
@@ -263,8 +261,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def moe_block_of(config: Mapping[str, Any]) -> Block | None:
-    """Return the description of the MoE block for a `config.json`, or None for dense models and
-    unknown families.
+    """Return the description of the MoE block for a `config.json`, or None if the model is dense or
+    its family is unknown.
     """
     family = _BY_TYPE.get(str(config.get("model_type")))
     return None if family is None else family.block

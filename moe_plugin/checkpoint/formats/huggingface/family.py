@@ -21,14 +21,14 @@ _MLP = {"w_gate": "gate_proj", "w_in": "up_proj", "w_out": "down_proj"}
 
 
 def shared_names(module: str) -> dict[str, str]:
-    """Return the names of a shared expert's tensors, by framework-independent name."""
+    """Return the names of a shared expert's tensors, keyed by framework-independent name."""
     return {f"shared.{ours}.{kind}": f"{module}.{theirs}.{kind}"
             for ours, theirs in _MLP.items() for kind in ("weight", "bias")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Description of the MoE block of a family. The description also contains names for optional
+    """Description of the MoE block of a family. The description also lists the names of optional
     tensors, such as biases and a shared expert.
 
     Attributes:
@@ -36,44 +36,42 @@ class Block:
         module_in_files: name of the MoE block in checkpoint files, if it differs from `module`.
         names: names of the tensors within the MoE block. The keys are framework-independent names
             without the prefix `layers.N.moe.`.
-        gate_up, down: names of the tensors that each contain the matrices of all experts. `gate_up`
+        gate_up, down: names of the two tensors that contain matrices of all experts. `gate_up`
             contains the gate and input matrices [E, 2F, D], or only the input matrices [E, F, D] if
             the experts have no gates. `down` contains the output matrices [E, D, F]. The names of
             the biases end in `_bias`.
         transposed: whether the last two axes of `gate_up` and `down` are swapped.
-        in_turn: whether rows of the gate matrix and rows of the input matrix alternate. If
-            `in_turn` is False, all rows of the gate matrix come before all rows of the input
-            matrix.
-        files: names in checkpoint files, for those of `names`, `gate_up` and `down` that are
-            different in the files than in the model.
-        parts: names used in checkpoint files for an expert's gate, input and output matrices: PART
-            in `experts.E.PART.weight`. `parts` is empty if each tensor in the files contains all
-            experts.
+        in_turn: whether the rows of the gate matrix and of the input matrix alternate. If `in_turn`
+            is False, the rows of the gate matrix precede the rows of the input matrix.
+        files: the names in checkpoint files for those entries of `names`, `gate_up` and `down` that
+            have a different name in the model.
+        parts: names of an expert's gate, input and output matrices in checkpoint files, that is,
+            PART in `experts.E.PART.weight`. The tuple is empty if each tensor in the files contains
+            all experts.
         bias_row: whether `router.expert_bias` is stored with the shape [1, E].
         gated: whether the experts have gate matrices.
-        shared: whether there is a shared expert: "none", "plain" or "gated".
-        scores: score function of the router, "softmax" or "sigmoid". Models that use the router
-            SparseMixer have "sparsemixer".
-        expert_bias: whether a bias is added to the scores when experts are chosen.
-        normalize: the value of `normalize_top_k` in all models of the family, or None if the value
-            is a setting in `config.json`.
+        shared: type of shared expert: "none", "plain" or "gated".
+        scores: score function of the router: "softmax", "sigmoid", or "sparsemixer" for the router
+            SparseMixer.
+        expert_bias: whether experts are chosen by the sum of their scores and a bias.
+        normalize: the value of `normalize_top_k` in all models of the family, or None if
+            `config.json` contains this setting.
         normalize_add: constant that is added to the sum of the chosen weights before dividing by
-            the sum. (The constant has no effect if the chosen experts have the largest softmax
-            scores, because the sum of these scores is large enough.)
+            the sum. The constant does not change the result if the chosen experts have the largest
+            softmax scores, because the sum of these scores is then large enough.
         normalize_min: key in `config.json` of the minimum divisor, or an empty string if there is
             no minimum.
-        scales: whether the weights are multiplied by a factor that `config.json` contains.
+        scales: whether the weights are multiplied by a factor from `config.json`.
         methods: supported values of `topk_method` in `config.json`. The first value is the default.
-        group_scores: number of expert scores that are summed to obtain the score of a group, or
-            None if there are no groups.
-        keys: keys in `config.json` that differ from `KEYS`. The key of `gate_clamp`, which most
-            families do not have, must also be listed here.
+        group_scores: number of expert scores that are added to obtain the score of a group, or None
+            if there are no groups.
+        keys: keys of settings whose name in `config.json` differs from the name in `KEYS`. The key
+            of `gate_clamp`, which most families do not have, must also be listed here.
         settings: framework-independent settings that are equal in all models of the family.
-        needs: settings in `config.json` that must have certain values, with these values. This
-            description of the MoE block is valid only for models with these values.
-        float32: name prefixes of those tensors of the MoE block that `transformers` keeps in
-            float32.
-        pair: whether the MoE block returns both the output and the router's logits.
+        needs: settings that must have these values in `config.json`. For other values, this
+            description of the MoE block is not valid.
+        float32: name prefixes of the MoE block's tensors that `transformers` keeps in float32.
+        pair: whether the MoE block returns a pair of the output and the router's logits.
     """
 
     module: str = "mlp"
@@ -110,7 +108,7 @@ class Block:
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
     """Description of the layers around the MoE blocks of a model. A family has a `Decoder` only if
-    its complete models can be converted to framework-independent names.
+    complete models of the family can be converted to framework-independent names.
 
     Attributes:
         dense: which layers may be dense: "none", "any", or "first" if only the first layers may be
@@ -123,8 +121,8 @@ class Decoder:
             separately, or "all" for all heads together.
         latent: whether the family uses latent attention.
         window: whether attention may be restricted to a number of previous tokens (sliding window).
-        part: whether rotary position embeddings may be applied to only some dimensions of each
-            head.
+        part: whether rotary position embeddings may be applied to only some of the dimensions of
+            each head.
         defaults: default values of settings that may be missing in `config.json`.
         extras: names of additional settings that the family supports.
     """
@@ -149,12 +147,12 @@ class Family:
         model_type: value of `model_type` in `config.json`.
         architecture: name of the model class with a language-model head.
         title: name and publisher of the family.
-        also: additional values of `model_type` that published checkpoints use. Checkpoints with
+        also: other values of `model_type` in published checkpoints of this family. Checkpoints with
             these values can be read. Written checkpoints always use the value `model_type`.
         block: description of the MoE blocks, or None for a family of dense models.
         decoder: description of the layers around the MoE blocks, or None if these layers have no
             framework-independent names.
-        alone: the reason why the layers around the MoE blocks have no framework-independent names.
+        alone: reason why the layers around the MoE blocks have no framework-independent names.
     """
 
     model_type: str

@@ -45,8 +45,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def open_safetensors(path: Path) -> DerivedSource:
-    """Open a folder of safetensors files. The tensors of the source have the same names as in the
-    files.
+    """Open a folder of safetensors files as a source. The tensors of the source have the same names
+    as in the files.
 
     `values["config"]` contains the content of `config.json`.
 
@@ -95,7 +95,7 @@ def check_counts(source: Source) -> None:
     """Raise `CheckpointError` if `config.json` states more layers, experts or elements than the
     files can contain.
 
-    Without this check, a model of arbitrary size would be built before the mismatch is detected.
+    Without this check, a model of arbitrary size could be built before the mismatch is detected.
     """
     config, names = source.values["config"], [name for _, name in source.entries]
     layers = 1 + max((int(found[1]) for found in map(_LAYER.search, names) if found), default=0)
@@ -112,8 +112,8 @@ def check_counts(source: Source) -> None:
 
 
 def _layers_of(entries: Mapping[str, TensorEntry]) -> dict[str, dict[str, Any]]:
-    """Find the MoE layers by the names of their experts. Each expert may be stored separately, or
-    one tensor may contain all experts.
+    """Find the MoE layers from the names of the experts' tensors. Each expert may be stored
+    separately, or one tensor may contain all experts.
     """
     layers: dict[str, dict[str, Any]] = {}
     for name, entry in entries.items():
@@ -167,9 +167,9 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def shards_of(entries: Mapping[str, TensorEntry], most: int) -> dict[str, list[str]]:
-    """Distribute tensors among files. For each file, return the names of its tensors.
+    """Distribute tensors among files, and return the names of the tensors in each file.
 
-    A tensor larger than `most` bytes is stored in its own file.
+    A tensor larger than `most` bytes is stored in a separate file.
     """
     groups: list[list[str]] = [[]]
     size = 0
@@ -194,7 +194,8 @@ def write_folder(path: Path, config: Mapping[str, Any], source: Source, most: in
         path: an existing folder.
         config: content of `config.json`.
         source: the source.
-        most: maximum size of a file in bytes. Only a file with a single tensor may be larger.
+        most: maximum size of a file in bytes. A file may be larger only if it contains a single
+            tensor.
         progress: object to which the writer reports its progress.
     """
     entries = {name: entry for (field, name), entry in source.entries.items() if field == MODEL}
@@ -221,7 +222,7 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 def write_safetensors(writer: SealedWriter, path: Path, source: Source, names: Iterable[str],
                       done: Callable[[], None] = lambda: None) -> None:
     """Start writing a safetensors file. (The writer of the `safetensors` library is not used,
-    because it requires all tensors in memory.)
+    because it needs all tensors in memory at once.)
 
     A file consists of 8 bytes that contain the length of the JSON header, the header, and the
     values in the order of the header. Source: the format's description at

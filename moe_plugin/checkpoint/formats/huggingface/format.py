@@ -37,7 +37,7 @@ from moe_plugin.checkpoint.source import MODEL, CheckpointError, DerivedSource, 
 
 
 def to_neutral(source: Source) -> View:
-    """Return a view of a Hugging Face source, with framework-independent names. The source must
+    """Return a view of a Hugging Face source that uses framework-independent names. The source must
     contain `config.json` as `values["config"]`.
 
     Raises:
@@ -65,8 +65,8 @@ def _whole_to_neutral(source: Source) -> View:
 
 
 def from_neutral(source: Source) -> View:
-    """Return a view of a framework-independent source. The tensors of this view have the names of a
-    Hugging Face family that supports the model.
+    """Return a view of a framework-independent source with the tensor names of a Hugging Face
+    family that supports the model.
     """
     # a model with our layers in its MoE blocks
     if AROUND in source.values["model"].get("extra", {}):
@@ -80,9 +80,7 @@ def from_neutral(source: Source) -> View:
 
 @formats.register("hf")
 class HuggingFaceFormat(Format):
-    """Folders with `config.json` and safetensors files that Hugging Face's `from_pretrained` can
-    load.
-    """
+    """Folders with `config.json` and safetensors files that `from_pretrained` can load."""
 
     name = "hf"
     views_as, views_of = {NEUTRAL: _whole_to_neutral}, {NEUTRAL: from_neutral}
@@ -93,7 +91,7 @@ class HuggingFaceFormat(Format):
             (path / INDEX).is_file() or (path / SINGLE).is_file())
 
     def open(self, path: Path, trust: bool = False) -> Source:
-        """See `Format.open`. This format never unpickles files."""
+        """See `Format.open`. Files are never unpickled in this format."""
         return dequantized(open_safetensors(path))
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
@@ -112,7 +110,7 @@ class HuggingFaceFormat(Format):
         write_folder(path, config, source, progress=progress)
 
 def state_source(state: Mapping[str, Any], config: Mapping[str, Any]) -> DerivedSource:
-    """Return a source of format "hf" for a state dict that is in memory.
+    """Return a source of format "hf" for a state dict in memory.
 
     Args:
         state: state dict with Hugging Face's names as keys.

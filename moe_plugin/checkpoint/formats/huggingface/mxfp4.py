@@ -1,5 +1,5 @@
-"""The MXFP4 quantization of gpt-oss. Each byte contains two four-bit numbers, and each group of 32
-numbers has one scale.
+"""The MXFP4 quantization of gpt-oss. Each byte contains two 4-bit numbers, and each group of 32
+numbers shares one scale.
 
 In the model, a weight NAME has the shape [E, I, O]. `NAME_blocks` contains bytes [E, O, I / 32,
 16], and `NAME_scales` contains exponents [E, O, I / 32]. The first number of a byte is stored in
@@ -32,8 +32,8 @@ _SHARE = 32  # numbers that share a scale
 
 
 def unpacked(source: Source, dtype: torch.dtype) -> Iterator[Derived]:
-    """Yield the tensors of a source, with MXFP4 tensors converted to plain numbers. The plain
-    numbers have the data type `dtype`.
+    """Yield the tensors of a source, in which MXFP4 tensors are converted to ordinary
+    floating-point tensors of the data type `dtype`.
 
     Raises:
         CheckpointError: If blocks or scales are missing, or if the shapes of blocks and scales do

@@ -78,9 +78,7 @@ _STACKS = ("gate_up", "down")
 
 @functools.cache
 def _reading(model_type: str) -> NameTable:
-    """Return a table of all names that a family's tensors can have, in models with or without a
-    language-model head.
-    """
+    """Return a table of all names of a family's tensors, with or without a language-model head."""
     family, rules = FAMILIES[model_type], list[NameRule]()
     for model in ("model.", ""):
         if family.decoder is not None:
@@ -101,8 +99,8 @@ def neutral_tensors(source: Source, family: Family, tied: bool) -> Iterator[Deri
     Args:
         source: the source.
         family: description of the model family.
-        tied: whether the output matrix is the same as the embedding matrix. If `tied` is True, a
-            stored output matrix is not yielded.
+        tied: whether the output matrix is the same as the embedding matrix. If `tied` is True, the
+            output matrix is not yielded, even if it is stored.
     """
     def others(one: Derived) -> Derived:
         if family.decoder is None:

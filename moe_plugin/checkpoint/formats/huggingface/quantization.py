@@ -1,7 +1,7 @@
 """Quantized weights of a Hugging Face model.
 
-Float8 codes with scales, and MXFP4 weights, are converted to plain numbers. For any other
-quantization method, an error that names the method is raised.
+Float8 codes with scales, and MXFP4 weights, are converted to ordinary floating-point tensors. For
+all other quantization methods, an error is raised that names the method.
 
     weight = code * scale, where all codes of a block share one scale. The product is computed in
     float32 and then cast to the data type of the model.
@@ -94,11 +94,11 @@ def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def dequantized(source: Source) -> Source:
-    """Return a source with Hugging Face's names in which all weights are plain numbers.
+    """Return a source with Hugging Face's names that contains no quantized weights.
 
-    If the weights are not quantized, this function returns `source`. Otherwise, this function
-    returns a view that multiplies codes by their scales when a weight is read. This view contains
-    neither scales nor `quantization_config`.
+    If the weights are not quantized, this function returns `source`. Otherwise, it returns a view
+    that multiplies the codes by their scales when a weight is read. This view contains neither
+    scales nor `quantization_config`.
 
     Raises:
         CheckpointError: If the quantization is not supported (see `quantization_of`), if scales are
@@ -112,8 +112,8 @@ def dequantized(source: Source) -> Source:
 
 
 def check_plain(source: Source) -> None:
-    """Raise `CheckpointError` if a tensor contains quantization codes but the source does not
-    describe their scales.
+    """Raise `CheckpointError` if a tensor contains quantization codes but the source contains no
+    description of their scales.
     """
     for (_, name), entry in source.entries.items():
         if is_code(entry.dtype):
@@ -145,7 +145,7 @@ class Dequantized(View):
         super().__init__(origin, tensors, values={**origin.values, "config": config})
 
     def describe(self) -> Mapping[str, Any]:
-        """Describe the origin, and add how its weights are quantized."""
+        """Describe the origin, including how its weights are quantized."""
         block = (32,) if self._packed else self._quantization.get("weight_block_size", _BLOCK)
         return {**self.origin.describe(), "quantization": (
             f"{self._quantization.get('quant_method')}, "
@@ -197,14 +197,14 @@ def _names_in_module(name: str, others: tuple[str, ...]) -> list[str]:
 
 
 def _is_scale(name: str, weights: Mapping[str, str]) -> bool:
-    """Return true if a tensor seems to be a scale but is not one of the known scales."""
+    """Return true if the name seems to belong to a scale, but not to one of the known scales."""
     module, _, own = name.rpartition(".")
     return own.endswith("scale_inv") or "scale" in own and f"{module}.weight" in weights
 
 
 def _product(codes: Derived, scales: Derived, quantization: Mapping[str, Any],
              dtype: torch.dtype) -> Derived:
-    """Multiply codes by their scales. Only the window that is read from the tensor is computed."""
+    """Multiply codes by their scales. Only the window of the tensor that is read is computed."""
     block, wide = _block(codes, scales, quantization), torch.promote_types(dtype, torch.float32)
 
     def read(window: Window) -> Tensor:
@@ -224,9 +224,7 @@ def _product(codes: Derived, scales: Derived, quantization: Mapping[str, Any],
 
 def _block(codes: Derived, scales: Derived,
            quantization: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the number of rows and columns that share a scale, or None if the whole tensor has a
-    single scale.
-    """
+    """Return how many rows and columns share a scale, or None for a single scale."""
     shape, grid = codes.entry.shape, scales.entry.shape
     given = quantization.get("weight_block_size", _BLOCK)
     if scales.entry.numel == 1:
@@ -256,14 +254,12 @@ def _blocks_of(part: slice, size: int) -> slice:
 
 
 def _block_of_each(part: slice, size: int) -> Tensor:
-    """For each row or column in `part`, return the index of its block. The blocks are counted from
-    the first block in `_blocks_of`.
-    """
+    """Return the block index of each row or column in `part`, counted from the first block read."""
     return torch.arange(part.start, part.stop) // size - part.start // size
 
 
 def _numbers(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert scales to numbers. Scales of type uint8 are exponents, as in `float8_e8m0fnu`."""
+    """Convert scales to floating-point numbers. Scales in uint8 are `float8_e8m0fnu` exponents."""
     if scales.dtype == torch.uint8:
         return (scales.to(dtype) - 127).exp2()
     return scales.to(dtype)

@@ -98,9 +98,7 @@ def _activation(block: Block | None, get: Callable[[str], Any]) -> str:
 
 def _routing(kind: str, block: Block, config: Mapping[str, Any],
              get: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the framework-independent settings of the MoE blocks in a model with `model_type`
-    equal to `kind`.
-    """
+    """Return the framework-independent settings of the MoE blocks of the model type `kind`."""
     normalize, key = block.normalize, block.key("normalize_top_k")
     if normalize is None:
         normalize = bool(get(key))
@@ -158,8 +156,8 @@ def _latent(get: Any) -> dict[str, Any]:
 
 
 def _extra(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the settings that have no framework-independent name and that differ from their usual
-    values.
+    """Return the settings in `config.json` that have no framework-independent name and that differ
+    from their usual values.
     """
     extra = {}
     for key, value in config.items():
@@ -176,7 +174,7 @@ def _extra(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 def family_for(model: NeutralModel, preferred: str | None = None) -> Family:
     """Return a Hugging Face family that supports the model. If the family `preferred` supports the
-    model, it is returned.
+    model, return this family.
 
     Raises:
         CheckpointError: If no family supports the model. The error message lists what the closest
@@ -219,8 +217,8 @@ def _refuse_other_kinds(model: NeutralModel) -> None:
 
 
 def refusals(family: Family, model: NeutralModel) -> Iterator[str]:
-    """For each property of a model that a family does not support, yield a description. The family
-    must have a `decoder`.
+    """Yield a description of each property of the model that the family does not support. The
+    family must have a `decoder`.
     """
     s, decoder = model.settings, family.decoder
     assert decoder is not None, "a family of MoE blocks alone"
@@ -270,7 +268,7 @@ def _of_block(block: Block, decoder: Decoder,
 
 
 def config_of(family: Family, model: NeutralModel, original: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the `config.json` of a model for a family. The family must have a `decoder`.
+    """Build the `config.json` of a model in a family. The family must have a `decoder`.
 
     Args:
         family: the family.

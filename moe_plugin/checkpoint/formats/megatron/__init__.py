@@ -1,4 +1,4 @@
-"""Functions that read, convert and write Megatron's distributed checkpoints in a single process.
+"""Read, convert and write Megatron's distributed checkpoints in a single process.
 
 Megatron does not need to be installed.
 """

@@ -1,11 +1,10 @@
-"""Entries of a distributed checkpoint that are not tensors: parameter groups of optimizers, and
-objects of modules.
+"""Non-tensor entries of a distributed checkpoint: parameter groups of optimizers, and objects of
+modules.
 
 Megatron uses one optimizer for shared parameters and another optimizer for expert parameters. The
 parameters of this package's experts always belong to the second optimizer. The parameters of
 Megatron's own experts belong to the second optimizer only with expert parallelism. Without expert
-parallelism, the parameters of Megatron's own experts are in the parameter groups of the first
-optimizer.
+parallelism, these parameters belong to the parameter groups of the first optimizer.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ NATIVE_EXPERTS = "mlp.experts.experts."
 
 
 def by_layer(tensors: Mapping[str, Derived]) -> Iterator[Derived]:
-    """Yield the tensors of a checkpoint. Each key consists of a field and a name that includes the
-    layer index.
+    """Yield the tensors of a checkpoint. Each key consists of a field and a name with the layer
+    index.
     """
     for stored, tensor in tensors.items():
         field, name = split_field(stored)
@@ -60,7 +59,7 @@ def by_layer(tensors: Mapping[str, Derived]) -> Iterator[Derived]:
 
 
 def is_stacked(name: str) -> bool:
-    """Return true if a tensor with this name contains the values of all layers."""
+    """Return true if the tensor of this name contains the values of all layers."""
     return name.startswith(LAYERS) and not _NUMBERED.fullmatch(name)
 
 
@@ -73,7 +72,7 @@ def split_field(stored: str) -> tuple[str, str]:
 
 
 def stored_name(key: Key, master: str) -> str:
-    """Return the name under which a tensor is stored. The stored name includes the layer index.
+    """Return the name, including the layer index, under which a tensor is stored.
 
     master: one of `MASTERS`.
     """
@@ -84,8 +83,8 @@ def stored_name(key: Key, master: str) -> str:
 
 
 def without_number(name: str) -> tuple[str, int | None]:
-    """Remove the layer index from a tensor name. Return the name without layer index, and the layer
-    index. If the name contains no layer index, the index is None.
+    """Remove the layer index from a tensor name, and return the shortened name and the index. If
+    the name contains no layer index, return None as the index.
     """
     match = _NUMBERED.fullmatch(name)
     return (LAYERS + match[2], int(match[1])) if match else (name, None)
@@ -97,8 +96,8 @@ def layer_numbers(names: Iterable[str]) -> list[int]:
 
 
 def moe_layers(tensors: Iterable[Derived]) -> dict[str, dict[str, Any]]:
-    """Return the number of experts in every MoE layer, by the prefix of the layer. The layers may
-    contain this package's experts or Megatron's own experts.
+    """Return the number of experts in every MoE layer, keyed by the layer's name prefix. The layers
+    may contain this package's experts or Megatron's own experts.
     """
     layers: dict[str, dict[str, Any]] = {}
     for tensor in tensors:
@@ -109,20 +108,19 @@ def moe_layers(tensors: Iterable[Derived]) -> dict[str, dict[str, Any]]:
 
 
 def is_native(names: Iterable[str]) -> bool:
-    """Return true if the names include Megatron's own experts."""
+    """Return true if any of the names belongs to Megatron's own experts."""
     return any(NATIVE_EXPERTS in name for name in names)
 
 
 def object_name(key: str, offsets: Iterable[int] = (0,), shape: Iterable[int] = (1,)) -> str:
-    """Return the name of one object of a module. Objects with the same key form a grid of shape
-    `shape`. `offsets` is the position of the object in this grid.
+    """Return the name of one object that belongs to a module. Objects with the same key are
+    arranged in a grid of shape `shape`. `offsets` is the position of the object in this grid.
     """
     return f"{key}/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, shape))}"
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return true if a folder is a distributed checkpoint of Megatron or contains such checkpoints.
-    """
+    """Return true if a folder is, or contains, a distributed checkpoint of Megatron."""
     if (path / LATEST).is_file():
         if (path / LATEST).stat().st_size > 16:
             return False
@@ -135,7 +133,8 @@ def folder_of(path: Path) -> Path:
     of the newest checkpoint.
 
     Raises:
-        CheckpointError: If the file that states the iteration of the newest checkpoint is damaged.
+        CheckpointError: If the file that contains the iteration of the newest checkpoint is
+            damaged.
     """
     if not (path / LATEST).is_file():
         return path
@@ -172,7 +171,7 @@ _OF_MOE = {".shared_experts.": ("mlp.shared_experts.linear_fc1", "mlp.shared_exp
 
 
 def refuse_other_optimizers(source: Source) -> None:
-    """Raise `CheckpointError` if Megatron's optimizer state is not stored by parameter."""
+    """Raise `CheckpointError` if Megatron's optimizer state is not stored by parameter name."""
     kept = source.values.get("megatron") or {}
     if kept.get("sharding_type") not in (None, BY_PARAMETER) and not source.values.get(MODEL_ONLY):
         raise CheckpointError(
@@ -185,7 +184,7 @@ def refuse_other_optimizers(source: Source) -> None:
 
 
 def optimizer_parts(state: Any) -> list[dict[Any, Any]]:
-    """Return the list of optimizers in the common state. The common state contains either a single
+    """Return the list of optimizers in the common state. The common state contains either one
     optimizer or a chain of several optimizers.
     """
     if not isinstance(state, dict) or not state:
@@ -201,7 +200,7 @@ def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:
 
     Args:
         state: entry "optimizer" of `common.pt`. The entry is either the state of a single
-            optimizer, or a mapping from an index to the state of each optimizer in a chain.
+            optimizer, or a mapping from the index of each optimizer in a chain to its state.
         own_optimizer: whether experts have a separate optimizer.
         biases: whether the experts have parameters without weight decay, such as the biases of
             Megatron's own experts.
@@ -218,12 +217,12 @@ def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:
 
 
 def fitted(state: Any, wanted: Any) -> Any:
-    """Return the entry "optimizer" of the common state, converted to the optimizers and parameter
-    groups of the current run.
+    """Return the entry "optimizer" of the common state, converted to the current run's optimizers
+    and parameter groups.
 
     Args:
         state: entry "optimizer" of the checkpoint.
-        wanted: optimizer state of the current run, which contains all values of the parameter
+        wanted: optimizer state of the current run, which contains all entries of the parameter
             groups.
     """
     parts, targets = optimizer_parts(state), optimizer_parts(wanted)
@@ -241,7 +240,7 @@ def fitted(state: Any, wanted: Any) -> Any:
 
 def group_value(group: Mapping[str, Any], key: str) -> Any:
     """Return a value of a parameter group, or None if it is missing. The value may be stored under
-    the key that Megatron uses or the key that NeMo uses.
+    Megatron's key or under NeMo's key.
     """
     return group.get(key, group.get(f"pre_{key}"))
 
@@ -259,8 +258,7 @@ def optimizer_values(common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def new_optimizer(values: Mapping[str, Any], mixed: bool) -> dict[str, Any]:
-    """Build the entry "optimizer" of the common state for optimizer state that another framework
-    wrote.
+    """Build the entry "optimizer" of the common state for optimizer state from another framework.
 
     Args:
         values: `values["optimizer"]` of a framework-independent source.
@@ -280,9 +278,9 @@ def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _stored_group(group: Mapping[str, Any], stored: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the values that the checkpoint contains for the same parameter group. If the
-    checkpoint does not contain the same group, use the corresponding group of the other optimizer
-    (for shared or expert parameters).
+    """Return the stored values of the same parameter group. If the checkpoint does not contain this
+    group, return those of the corresponding group in the other optimizer (for shared or expert
+    parameters).
     """
     same = {_identity(candidate): candidate for candidate in stored}
     *kind, expert = _identity(group)
@@ -357,7 +355,7 @@ def module_objects(numbers: Iterable[int], moe: Iterable[int], tensors: Iterable
     Args:
         numbers: indices of all layers.
         moe: indices of the layers that contain an MoE layer.
-        tensors: names of the model's tensors, which show which optional modules exist in the model.
+        tensors: names of the model's tensors. The names show which optional modules the model has.
         stacked: whether one tensor contains the values of all layers.
     """
     numbers, moe, tensors = list(numbers), set(moe), list(tensors)

@@ -1,5 +1,5 @@
 """Conversion between Megatron's own experts and this package's experts. The names and the order of
-axes are different, but the values are equal.
+the axes are different, but the values are equal.
 
     Megatron's own, all experts on axis 0            ours
     mlp.experts.experts.linear_fc1.weight  [E, F, D]      mlp.experts.w_in_LDF   [E, D, F]
@@ -10,8 +10,8 @@ axes are different, but the values are equal.
 
 In a distributed checkpoint, Megatron's SequentialMLP, GroupedMLP (weight1, weight2) and
 TEGroupedMLP all use these names. The router, the expert bias, shared experts and all other tensors
-have the same names in both formats. The optimizer state of a parameter is converted in the same way
-as the parameter.
+have the same names in both formats. The optimizer state of a parameter is converted like the
+parameter itself.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ GATES = ("w_gate_LDF", "b_gate_LF")
 
 
 def _table(gated: Mapping[str, bool]) -> NameTable:
-    """Build the table of expert names. `gated` states, for the prefix of each MoE layer, whether
-    the experts have gates.
+    """Build the table of expert names. `gated` states, for the name prefix of each MoE layer,
+    whether the experts have gates.
     """
     return NameTable(
         NameRule(f"{prefix}experts.experts.{theirs}",
@@ -69,7 +69,7 @@ def to_ours(source: Source) -> Source:
 
 
 def _experts_first(source: Source, names: Sequence[str]) -> View:
-    """Return a view of the source in which the tensors of experts come before all other tensors.
+    """Return a view of the source in which the experts' tensors come before all other tensors.
     Tensors are written in the order of this view.
 
     names: names of the experts' tensors, without the prefix of the layer.
@@ -81,9 +81,7 @@ def _experts_first(source: Source, names: Sequence[str]) -> View:
 
 
 def _gated(source: Source, prefix: str) -> bool:
-    """Return true if the first matrix of the experts also contains the gates, which double its
-    width.
-    """
+    """Return true if the first matrix of the experts also contains the gates (double width)."""
     first, second = (source.entries.get((MODEL, f"{prefix}experts.experts.linear_{name}.weight"))
                      for name in ("fc1", "fc2"))
     if first is None or second is None:
@@ -94,8 +92,8 @@ def _gated(source: Source, prefix: str) -> bool:
 
 
 def _keep_others(source: Source, format: str) -> Any:
-    """Return a function that handles tensors without a name rule. The function keeps tensors
-    outside of experts, and raises an error for unknown tensors of experts.
+    """Return a function that handles tensors for which there is no name rule. The function keeps
+    tensors that do not belong to experts, and raises an error for unknown tensors of experts.
     """
     def others(tensor: Derived) -> Derived:
         if any(tensor.key[1].startswith(prefix + "experts.") for prefix in source.layers):

@@ -1,7 +1,7 @@
 """The formats `megatron` and `megatron_native`. Importing this module registers both formats.
 
-Readers and writers are imported on first use, because importing torch's distributed checkpoint
-takes about a second, which would delay users of other formats.
+Readers and writers are imported on first use. Importing torch's distributed checkpoint takes about
+a second, and users of other formats do not need it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Megatron(Format):
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """See `Format`. Megatron can load the written checkpoint with any parallelism."""
+        """See `Format`. Megatron can load the checkpoint with any parallel sizes."""
         from moe_plugin.checkpoint.formats.megatron.writer import write
 
         common.refuse_other_optimizers(source)

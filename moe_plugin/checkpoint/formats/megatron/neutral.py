@@ -12,7 +12,7 @@ experts.
     moe.shared.w_gate, w_in                mlp.shared_experts.linear_fc1, the gate first
     moe.router, moe.experts                mlp.router, mlp.experts
 
-The tensors of the optimizer state have the same names as the parameters.
+The optimizer state of a parameter is stored under the parameter's name.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
     Args:
         settings: settings under Megatron's names. For missing settings, Megatron's default values
             are used.
-        tied: whether the output matrix is the same as the embedding matrix, as the tensors show.
-        learned: whether the model has learned position embeddings, as the tensors show.
+        tied: whether the tensors show that the output matrix is the same as the embedding matrix.
+        learned: whether the tensors show that the model has learned position embeddings.
         kv_heads: number of key and value heads, computed from the shapes of tensors.
     Raises:
         CheckpointError: If a required setting is missing, or if a setting has no
@@ -138,8 +138,8 @@ def _groups(settings: Mapping[str, Any], score: str) -> dict[str, Any]:
 
 
 def from_decoder(model: DecoderSettings) -> dict[str, Any]:
-    """Convert the settings to Megatron's names, except settings that can be computed from the
-    shapes of tensors.
+    """Convert the settings to Megatron's names. Settings that can be computed from the shapes of
+    tensors are left out.
     """
     s = model
     if s.groups:
@@ -207,7 +207,7 @@ _BIAS = re.compile(r"\.(?:attention|mlp)\.\w+\.bias$")
 def _table(model: DecoderSettings, other_norms: Iterable[Any] = ("{n}",)) -> NameTable:
     """Build the name table for a model.
 
-    other_norms: indices of the layers in which the norms may also have their alternative names.
+    other_norms: indices of the layers whose norms may also have their alternative names.
     """
     def rules() -> Iterator[NameRule]:
         layer, ours = common.LAYERS + "{n}.", "layers.{n}."
@@ -236,7 +236,7 @@ def _table(model: DecoderSettings, other_norms: Iterable[Any] = ("{n}",)) -> Nam
 
 
 def to_neutral(source: Source) -> Source:
-    """Return a view of a `megatron` source with framework-independent names and settings."""
+    """Return a view of a `megatron` source that uses framework-independent names and settings."""
     refuse_other_optimizers(source)
     known = source.values.get("settings") or {}
     if pattern := known.get("hybrid_layer_pattern") or known.get("hybrid_override_pattern"):
@@ -284,8 +284,8 @@ def _kv_heads(source: Source, heads: int) -> int:
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view of a framework-independent source with the names of Megatron's GPT model with
-    this package's experts.
+    """Return a view of a framework-independent source that uses the names of a Megatron GPT model
+    with this package's experts.
     """
     source = _with_fitting_biases(source)
     model = DecoderSettings.from_dict(source.values["model"])
@@ -303,11 +303,12 @@ def from_neutral(source: Source) -> Source:
 
 
 def _with_fitting_biases(source: Source) -> Source:
-    """Return the source with master weights, and with exactly the biases that Megatron's model has.
+    """Return the source with master weights added, and with exactly the biases that Megatron's
+    model has.
 
     In Megatron's model, either all linear layers and routers have biases, or none of them has
-    biases. The only exception are the input projections of attention. If necessary, zero biases are
-    added or removed.
+    biases. The only exception is the input projections of attention. If necessary, zero biases are
+    added, or existing zero biases are removed.
 
     Raises:
         CheckpointError: If only some linear layers have nonzero biases.

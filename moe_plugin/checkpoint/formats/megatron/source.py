@@ -1,10 +1,10 @@
-"""Read a distributed checkpoint of Megatron as a source of tensors.
+"""Read a distributed checkpoint of Megatron as a `Source`.
 
 The source can read the folders that the training script or Megatron itself writes (`iter_NNNNNNN`,
 or its parent folder with `latest_checkpointed_iteration.txt`). Optimizer state must be stored by
-parameter. Megatron stores optimizer state by parameter without `--use-distributed-optimizer`, and
-with the sharding type `fully_reshardable`. Optimizer state of any other sharding type can be read
-only by the ranks that wrote it.
+parameter name. Megatron stores optimizer state by parameter name without
+`--use-distributed-optimizer`, and with the sharding type `fully_reshardable`. With any other
+sharding type, only the ranks that wrote the optimizer state can read it.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ def open_checkpoint(path: Path, trusted: bool = False) -> Source:
 
     The `values` of the source have the keys "step", "consumed_samples" (if known), "settings"
     (model settings under Megatron's names) and "megatron". `values["megatron"]` contains data for
-    the writers of these formats: "common" is the content of `common.pt`, "objects" contains one
-    function per object name that reads the object's bytes, "stacked" states whether one tensor
-    contains all layers, "master" is the name of the master weights, "layout" contains the parallel
-    sizes, and "sharding_type" refers to the optimizer state. The file `moe_plugin.json` contains
-    the checksums of the files. A checksum is verified when the file is first read.
+    the writers of these formats: "common" is the content of `common.pt`, "objects" maps each object
+    name to a function that reads the object's bytes, "stacked" states whether one tensor contains
+    all layers, "master" is the name of the master weights, "layout" contains the parallel sizes,
+    and "sharding_type" is the sharding type of the optimizer state. The file `moe_plugin.json`
+    contains the checksums of the files. A checksum is verified when the file is first read.
 
     Args:
-        path: folder of the checkpoint, or its parent folder.
-        trusted: whether to unpickle all classes. Unpickling can run code that is stored in the
-            files.
+        path: folder of the checkpoint, or the parent of this folder.
+        trusted: whether to unpickle arbitrary classes. Unpickling can run code that is stored in
+            the files.
     Raises:
         CheckpointError: If a file is missing or damaged.
         UntrustedFile: If a file contains classes that are not from torch or Megatron, and `trusted`

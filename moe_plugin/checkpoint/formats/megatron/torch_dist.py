@@ -3,7 +3,7 @@
     .metadata       a pickle: shape, data type and chunks of every tensor, and where each chunk is
     *.distcp        chunk after chunk, each a zip file of `torch.save`
 
-Only those rows of chunks that belong to the window are read. Only classes in the list of allowed
+Of each chunk, only the rows that overlap the window are read. Only classes in a list of allowed
 classes are unpickled.
 """
 
@@ -73,8 +73,8 @@ class DistributedFiles:
         checksums_by_name: CRC-32 checksums of the files in the folder as hexadecimal strings, by
             file name. If a file has a checksum, the checksum is verified before the file is first
             read.
-        trusted: whether to unpickle all classes in `.metadata`. Unpickling can run code that is
-            stored in the file.
+        trusted: whether to unpickle arbitrary classes in `.metadata`. Unpickling can run code that
+            is stored in the file.
     Raises:
         CheckpointError: If a file is missing or damaged.
         UntrustedFile: If `.metadata` contains classes that are not from torch, and `trusted` is
@@ -94,7 +94,7 @@ class DistributedFiles:
         self._chunks: dict[Any, Derived] = {}  # by file and position
 
     def tensors(self) -> dict[str, Derived]:
-        """Return all tensors, by name."""
+        """Return all tensors, keyed by name."""
         return {name: Derived((MODEL, name), TensorEntry(tuple(one.size), one.properties.dtype),
                               partial(self.read, name))
                 for name, one in self._metadata.items() if isinstance(one, TensorStorageMetadata)}
@@ -113,7 +113,7 @@ class DistributedFiles:
         return [self.folder / name for name in self.file_names() if name not in self._sums]
 
     def read(self, name: str, window: Window) -> Tensor:
-        """Read a window of a tensor. The window has a start and a stop for every axis.
+        """Read a window of a tensor. The window has a start and a stop for each axis.
 
         Raises:
             CheckpointError: If the chunks do not cover the whole window, or if a file is damaged.
@@ -166,9 +166,7 @@ class DistributedFiles:
         return tensor
 
     def _locate(self, name: str, what: str, offsets: Any = None) -> tuple[Path, Any]:
-        """Verify the file that contains a chunk or an object. Return the file and the position in
-        the file.
-        """
+        """Verify the file with a chunk or an object, and return the file and the position in it."""
         place = self._places.get(MetadataIndex(name, offsets))
         if place is None:
             raise CheckpointError(f"checkpoint {str(self.folder)!r}: no file contains {what}; use "
@@ -246,7 +244,7 @@ def _check_metadata(metadata: Metadata) -> None:
 
 
 def check_classes(folder: str) -> None:
-    """Check the classes in all files of a checkpoint, including data that a run does not read.
+    """Check the classes in all files of a checkpoint, including files that a run does not read.
 
     Raises:
         UntrustedFile: If a pickle contains classes that are neither in the list of allowed classes

@@ -1,11 +1,11 @@
-"""Write Megatron's distributed checkpoints from a single process, without Megatron's ranks.
+"""Write Megatron's distributed checkpoints from a single process, without running Megatron.
 
     PATH/iter_0000100/__0_0.distcp ...         tensors, several hundred MB in each file
     PATH/iter_0000100/.metadata, common.pt, metadata.json, moe_plugin.json
     PATH/latest_checkpointed_iteration.txt
 
-Tensors are read from the source and written one chunk at a time. Megatron can load the written
-checkpoint with any parallelism.
+Tensors are read from the source and written one chunk at a time. Megatron can load the checkpoint
+with any parallel sizes.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
 @dataclass(frozen=True)
 class _Piece:
     """A chunk of a tensor to be written. The chunk is a window of the tensor `key` of the source.
-    In the checkpoint, the chunk is stored at the position `offsets` of a tensor with the name
-    `name` and the shape `shape`.
+    In the checkpoint, the chunk is stored at the position `offsets` of the tensor `name`, whose
+    shape is `shape`.
     """
 
     name: str
@@ -90,8 +90,8 @@ def write(source: Source, path: Path, layout: CheckpointSizes, progress: WritePr
     Args:
         source: a source with the format `megatron` or `megatron_native`.
         path: an existing folder.
-        layout: parallel sizes. If `ep` is larger than 1, Megatron's own experts get a separate
-            optimizer. All other sizes have no effect.
+        layout: parallel sizes. If `ep` is larger than 1, Megatron's own experts are assigned to a
+            separate optimizer. All other sizes have no effect.
         progress: object to which the writer reports its progress.
     Raises:
         CheckpointError: If tensors with the same name in different layers have different shapes or
@@ -119,9 +119,7 @@ def write(source: Source, path: Path, layout: CheckpointSizes, progress: WritePr
 
 
 def _uniform(entries: Mapping[Key, TensorEntry]) -> bool:
-    """Return true if all layers have the same tensors. If all layers have the same tensors,
-    Megatron stacks the tensors of all layers.
-    """
+    """Return true if all layers have the same tensors, so that Megatron stacks them."""
     kinds: dict[int, set[tuple[str, str, tuple[int, ...]]]] = {}
     for (field, name), entry in entries.items():
         rest, number = common.without_number(name)
@@ -174,8 +172,7 @@ def _objects(source: Source, kept: Mapping[str, Any], stacked: bool) -> dict[str
 
 def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: dict[str, bytes],
                    progress: WriteProgress) -> None:
-    """Write tensors and objects in the same way as `torch.distributed.checkpoint.FileSystemWriter`.
-    """
+    """Write tensors and objects in the format of `torch.distributed`'s `FileSystemWriter`."""
     places: dict[MetadataIndex, _StorageInfo] = {}
     indexes: list[Path] = []
     for number, content in enumerate(_files(pieces, objects)):
@@ -199,7 +196,7 @@ def _write_tensors(source: Source, folder: Path, pieces: list[_Piece], objects: 
 
 
 def _files(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Iterator[list[str | _Piece]]:
-    """Yield the content of each file: names of objects, and chunks of tensors."""
+    """For each file, yield its contents: names of objects, and chunks of tensors."""
     content: list[str | _Piece] = [*objects]
     size = sum(map(len, objects.values()))
     for piece in pieces:
@@ -214,9 +211,7 @@ def _files(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Iterator[list[
 
 def _write_file(path: Path, index: Path, content: Iterable[str | _Piece], source: Source,
                 objects: Mapping[str, bytes], progress: WriteProgress) -> None:
-    """Write a file, and an index file that contains the position of each object and chunk in the
-    file.
-    """
+    """Write a file, and an index file with the positions of the objects and chunks in it."""
     rows: list[tuple[Any, ...]] = []
     with open(path, "wb") as stream:
         for one in content:
@@ -236,9 +231,7 @@ def _write_file(path: Path, index: Path, content: Iterable[str | _Piece], source
 
 
 def metadata_of(pieces: list[_Piece], objects: Mapping[str, bytes]) -> Metadata:
-    """Return torch's metadata for a checkpoint. The metadata contain the position of each chunk and
-    object.
-    """
+    """Return torch's metadata for a checkpoint, that is, the position of each chunk and object."""
     entries: dict[str, Any] = {name: BytesStorageMetadata() for name in objects}
     for piece in pieces:
         stored = entries.setdefault(piece.name, TensorStorageMetadata(
@@ -288,9 +281,7 @@ def _write_meta(folder: Path, source: Source, kept: Mapping[str, Any],
 
 
 def _shape(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those settings of a model that are known and that the training script compares with
-    its own settings.
-    """
+    """Return the known model settings that the training script compares with its own settings."""
     theirs = {"num_moe_experts": "num_experts", "gated_linear_unit": "swiglu"}
     same = ("num_layers", "hidden_size", "num_attention_heads", "moe_ffn_hidden_size",
             "add_bias_linear", "normalization")

@@ -1,6 +1,4 @@
-"""Pipeline parallelism over peers that have different speeds and may join or leave at any time
-(SWARM).
-"""
+"""Pipeline parallelism over peers of unequal speed that may join or leave at any time (SWARM)."""
 
 from moe_plugin.training.resilience.swarm.journeys import JoinedTrainer
 from moe_plugin.training.resilience.swarm.messages import SwarmStep

@@ -1,5 +1,4 @@
-"""Send micro-batches through the stages of a swarm. Also contains the trainers that join a swarm.
-"""
+"""Send micro-batches through the stages of a swarm, and define the trainers that join it."""
 
 from __future__ import annotations
 
@@ -50,11 +49,11 @@ class Driver:
 
     Args:
         stages: number of pipeline stages.
-        members: the peers, and the load that this trainer causes on each peer.
+        members: the peers, with the load that this trainer causes on each of them.
         connections: open connections to peers.
         took: function that is called with (stage, micro-batch, peer, request) after a peer has
-            answered. Function that returns true if the leading trainer has counted a backward pass.
-            If the function returns False, another peer must repeat the backward pass.
+            answered. The function must return true if the leading trainer counts the backward pass.
+            Otherwise, another peer repeats the backward pass.
         lost: function that is called with (stage, peer, reason) when a peer has failed.
         run: settings of the run; see `Swarm`.
     """
@@ -67,11 +66,11 @@ class Driver:
         self.resent, self._counting = 0, threading.Lock()
 
     def journey(self, kind: str, step: int, number: int, micro_batch: tuple[Tensor, Any]) -> Driven:
-        """Send a micro-batch (input, target) forward through all stages, and in training also
+        """Send a micro-batch (input, target) forward through all stages and, in training, also
         backward.
 
         Raises:
-            RuntimeError: If no peer of a stage has completed a task. The error message states the
+            RuntimeError: If no peer of a stage completes a task. The error message states the
                 reasons.
         """
         x, target = micro_batch
@@ -96,8 +95,7 @@ class Driver:
         return Driven(loss, logged)
 
     def task(self, stage: int, step: int, number: int, what: str, values: Message) -> Message:
-        """Run a task on a peer of the stage. If the peer does not answer, run it on another peer.
-        """
+        """Run a task on a peer of the stage, or on another peer if the first does not answer."""
         size = BACKWARD if what == "backward" else 1.0
         reasons: dict[Address, str] = {}
         rounds = 0
@@ -129,18 +127,18 @@ class Driver:
 
 
 class JoinedTrainer:
-    """A trainer that takes over micro-batches from the leading trainer of a swarm.
+    """A trainer that processes some of the micro-batches of a swarm's leading trainer.
 
-    A joined trainer reads the same data as the leading trainer, and processes some micro-batches of
-    each step.
+    A joined trainer reads the same data as the leading trainer, and may join, leave or fail at any
+    time.
 
-    A joined trainer may join, leave or fail at any time. If a joined trainer fails, the leading
-    trainer processes the micro-batches that were not completed.
+    If a joined trainer fails, the leading trainer processes the micro-batches that were not
+    completed.
 
     Args:
         address: address of the leading trainer (a `Swarm`).
-        in_flight: number of micro-batches that are processed at the same time. If `in_flight` is 0,
-            two micro-batches per peer are processed at the same time.
+        in_flight: number of micro-batches that are processed at the same time. If 0, two
+            micro-batches per peer are processed at the same time.
         timeout_s: maximum time to wait for an answer from the leading trainer, in seconds.
         secret: see `Swarm`.
         message_bytes: see `Swarm`.
@@ -148,8 +146,8 @@ class JoinedTrainer:
         OSError: If no trainer answers within `timeout_s`.
 
     Attributes:
-        steps: number of steps that the swarm has completed. The data of step number `steps`,
-            counted from 0, must be passed to the next call of `step`.
+        steps: number of steps that the swarm has completed. The next call of `step` must receive
+            the data of step number `steps`, counted from 0.
         driven: number of micro-batches that this trainer has processed.
     """
 
@@ -230,7 +228,7 @@ class JoinedTrainer:
                       logged=driven.logged)
 
     def _follow(self, members: list[list[tuple[Address, float, float]]]) -> None:
-        """Connect to the peers that the leading trainer uses."""
+        """Connect to the same peers as the leading trainer."""
         for stage, (there, current) in enumerate(zip(members, self.members.stages, strict=True)):
             new: dict[Address, Any] = {
                 (host, port): about for (host, port), *about in there}

@@ -1,5 +1,5 @@
 """The peers of a swarm, and the stage that each peer computes. Peers may be added, may be lost, and
-may move to other stages.
+may move to another stage.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Member:
 
 
 class SwarmMembers:
-    """The peers of a trainer. All threads of the trainer share this object."""
+    """The peers that a trainer uses. All threads of the trainer share this object."""
 
     def __init__(self, stages: int, seed: int) -> None:
         self._wirings = [Wiring(seed + stage) for stage in range(stages)]
@@ -43,14 +43,13 @@ class SwarmMembers:
 
     @property
     def stages(self) -> list[list[Address]]:
-        """For each stage, the addresses of its peers. All trainers use the same order of addresses.
-        """
+        """For each stage, the addresses of its peers, in the same order for all trainers."""
         with self._changed:
             return [sorted(members) for members in self._of]
 
     @property
     def about(self) -> list[list[tuple[Address, float, float]]]:
-        """For each stage, the tuples (address, bandwidth, throughput) of its peers."""
+        """For each stage, a tuple (address, bandwidth, throughput) for each of its peers."""
         with self._changed:
             return [[(address, member.bandwidth, self._wirings[stage].throughput(address))
                      for address, member in members.items()]
@@ -63,9 +62,7 @@ class SwarmMembers:
             return list(self._newcomers.values())
 
     def here(self, member: Member) -> None:
-        """Register a peer that has reported its presence. A peer without a stage is registered as a
-        new peer.
-        """
+        """Register a peer that has announced itself, as a new peer if it has no stage."""
         with self._changed:
             if member.address in self._newcomers or any(member.address in m for m in self._of):
                 return
@@ -102,7 +99,7 @@ class SwarmMembers:
 
         Returns:
             The peer, or None if the peer did not belong to the stage. If the removed peer is still
-                alive, it reports its presence again.
+                alive, it announces itself again.
         """
         with self._changed:
             self._newcomers.pop(address, None)
@@ -120,15 +117,15 @@ class SwarmMembers:
             return peer
 
     def done(self, stage: int, address: Address, size: float, seconds: float) -> None:
-        """Record the duration of a task, without the time spent waiting for other tasks."""
+        """Record the duration of a task, excluding the time spent waiting for other tasks."""
         with self._changed:
             self._wirings[stage].done(address, size, seconds)
 
     def best_move(self) -> tuple[Member, int, int] | None:
-        """Find the peer whose move to another stage would speed up the pipeline most.
+        """Find the peer whose move to another stage would increase the pipeline's throughput most.
 
         Returns: (peer with its measured throughput, stage of the peer, slowest stage), or None if
-            no move would speed up the pipeline.
+            no move would increase the throughput.
         """
         with self._changed:
             speeds = [self._throughput(stage) for stage in range(len(self._of))]
@@ -159,7 +156,7 @@ class Alarm:
         self.every_s, self._last = every_s, time.monotonic()
 
     def rings(self) -> bool:
-        """Return true once in each interval of the timer, otherwise false."""
+        """Return true once per interval, otherwise false."""
         now = time.monotonic()
         if self.every_s is None or now - self._last < self.every_s:
             return False

@@ -1,9 +1,9 @@
 """Messages between a trainer and its peers. A message is a dictionary of plain values and tensors,
 sent over TCP.
 
-Tensors that pass from one stage to another are sent in a wire format of `dispatch.wire`. The
-default format is fp8 with one scale per 128 numbers. For error bounds, see `dispatch.wire`.
-Received messages are only parsed as data (`torch.load(weights_only=True)`), so a message cannot
+Tensors that are passed from one stage to another are sent in one of the formats of `dispatch.wire`.
+The default format is fp8 with one scale per 128 values. For error bounds, see `dispatch.wire`.
+Received messages are parsed only as data (`torch.load(weights_only=True)`), so a message cannot
 execute code. If a secret is set, both sides of a connection must prove that they know the secret
 before they exchange messages. Messages are not encrypted.
 """
@@ -48,8 +48,8 @@ class SwarmStep:
         by: for each micro-batch, the address of the trainer that processed it. For this trainer,
             the address is an empty string.
         resent: number of tasks that were sent more than once.
-        redone: number of backward passes that were recomputed because their gradients were lost
-            when a peer failed.
+        redone: number of backward passes that were repeated because a peer failed and its gradients
+            were lost.
         gone: addresses of peers that were lost.
         moved: for each peer that was moved, a tuple (address, old stage, new stage).
     """
@@ -105,7 +105,7 @@ class _Closed(ConnectionError):
 
 
 class PeerError(RuntimeError):
-    """Raised if a peer reported a failure. The error message states the reason."""
+    """Raised if a peer reports a failure. The error message states the reason."""
 
 
 class Connection:
@@ -118,7 +118,7 @@ class Connection:
         access: secret that the other side must know, and maximum size of a message.
         serves: whether this side has accepted the connection.
     Raises:
-        OSError: If the connection failed or was closed. This includes `TimeoutError`.
+        OSError: If the connection fails or is closed. This includes `TimeoutError`.
     """
 
     def __init__(self, opened: socket.socket, timeout_s: float | None, access: Access = OPEN,
@@ -134,8 +134,8 @@ class Connection:
                 raise
 
     def _prove(self, side: bytes) -> None:
-        """Exchange random numbers with the other side. Both sides then prove that they know the
-        secret.
+        """Exchange random numbers with the other side, and then prove to each other that both sides
+        know the secret.
         """
         other, nonce = b"client" if side == b"server" else b"server", os.urandom(32)
         self._socket.settimeout(PATIENCE_S)
@@ -176,8 +176,8 @@ class Connection:
         if magic != _MAGIC:
             raise ConnectionRefusedError(f"{magic!r} does not begin a message of a peer")
         if size > self._access.message_bytes:
-            raise ConnectionRefusedError(f"a message of {size} bytes is announced, which exceeds "
-                                         f"message_bytes={self._access.message_bytes}")
+            raise ConnectionRefusedError(f"a message of {size} bytes is announced, but at most "
+                                         f"message_bytes={self._access.message_bytes} are allowed")
         body = io.BytesIO(self._read(size, PATIENCE_S + size / SLOWEST))
         try:
             return trust.load(body, (), "a message of a peer")
@@ -216,7 +216,7 @@ class Connection:
 class Connections:
     """A pool of connections to many addresses.
 
-    Each connection is used by one thread at a time. After that, the connection is reused.
+    Each connection is used by one thread at a time, and is reused afterwards.
     """
 
     def __init__(self, timeout_s: float, access: Access = OPEN) -> None:
@@ -226,7 +226,7 @@ class Connections:
 
     @contextlib.contextmanager
     def to(self, address: Address) -> Iterator[Connection]:
-        """Return a context manager that provides a connection to an address. After a failure, the
+        """Return a context manager that provides a connection to an address. After an error, the
         connection is closed, because a late answer could still arrive on it.
         """
         with self._lock:
@@ -251,9 +251,7 @@ class Connections:
 
 def ask(address: Address, what: str, timeout_s: float, access: Access = OPEN, /,
         **values: Any) -> Message:
-    """Send a single request on a new connection, and return the answer. For the errors, see
-    `Connection.ask`.
-    """
+    """Send one request on a new connection, and return the answer; see `Connection.ask`."""
     connection = Connection.to(address, timeout_s, access)
     try:
         return connection.ask(what, **values)
@@ -270,7 +268,7 @@ class _TCPServer(socketserver.ThreadingTCPServer):
 
 
 class MessageServer:
-    """A server that answers requests. Each connection has its own thread.
+    """A server that answers requests. Each connection is handled by a separate thread.
 
     Args:
         host: address on which the server listens.
@@ -320,8 +318,8 @@ def _is_local(host: str) -> bool:
 
 def _serve(opened: socket.socket, answer: Callable[[Message], Message | None],
            access: Access) -> str:
-    """Answer requests until the connection is closed. Return the reason for closing the connection,
-    or an empty string.
+    """Answer requests until the connection is closed. Return the reason why the connection was
+    closed, or an empty string.
     """
     try:
         connection = Connection(opened, None, access, serves=True)
@@ -340,7 +338,7 @@ def _serve(opened: socket.socket, answer: Callable[[Message], Message | None],
 
 
 def packed(x: Tensor, name: str) -> list[Tensor]:
-    """Encode a tensor [B, ...] that is sent between stages, in one of the formats in `WIRES`.
+    """Encode a tensor [B, ...] that is sent between stages, in one of the formats of `WIRES`.
 
     Integer tensors and tensors without rows are not changed.
     """
@@ -351,9 +349,7 @@ def packed(x: Tensor, name: str) -> list[Tensor]:
 
 
 def unpacked(parts: list[Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    """Decode the tensors that `packed` has encoded. dtype: dtype of the decoded floating-point
-    tensors.
-    """
+    """Decode the output of `packed` to floating-point tensors of dtype `dtype`."""
     if len(parts) == 1:
         return parts[0].to(dtype) if parts[0].is_floating_point() else parts[0]
     return FORMATS[name].decode(*parts, dtype=dtype)

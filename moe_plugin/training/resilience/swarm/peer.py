@@ -1,9 +1,10 @@
-"""A peer of a swarm. A peer computes one stage of a pipeline for any trainer. The peer stores the
-weights and the optimizer of its stage, and sums gradients with the other peers of the stage.
+"""A peer of a swarm. A peer computes one stage of a pipeline for all trainers. The peer stores the
+weights and the optimizer of its stage, and sums its gradients with those of the other peers of the
+stage.
 
 A backward pass recomputes the stage from its input, so any peer of the stage can run the backward
-pass of any micro-batch. The gradient of a backward pass is counted only when the trainer confirms
-that it has used the answer. Gradients of duplicate or late answers are discarded.
+pass of any micro-batch. The gradient of a backward pass is counted only after the trainer has
+confirmed that it used the answer. Gradients of duplicate or late answers are discarded.
 """
 
 from __future__ import annotations
@@ -53,20 +54,19 @@ class StagePeer:
             tensor [B, ...] to a tensor or, like an MoE block, to (tensor, loss). All peers must use
             the same functions.
         optimizer: function that creates an optimizer for a list of parameters. If the optimizer
-            clips gradients, it uses the norm of a single stage. For clipping by the norm over all
-            stages, see `Swarm`.
+            clips gradients, it clips by the norm of its own stage. For clipping by the norm over
+            all stages, see `Swarm`.
         loss: function of the last stage's output and the target. The function returns the
             contribution of a micro-batch to the loss of the step. The function may also return a
             tuple of this loss and a dictionary of additional values for the trainer.
         host: address under which the trainer and the other peers can reach this machine.
         device: device that computes the stage.
-        bandwidth: network bandwidth of this machine, in any unit that is the same for all peers.
-            The bandwidth determines for which fraction of the gradients this peer computes the
-            sums.
-        throughput: tasks per second that the trainer assumes until it has measured the throughput
-            of this peer. Defaults to the mean throughput of the stage.
-        timeout_s: time in seconds after which this peer ends if it has no trainer. The trainer
-            determines how long peers wait for each other.
+        bandwidth: network bandwidth of this machine, in any unit, as long as all peers use the same
+            unit. The bandwidth determines the fraction of the gradients that this peer sums.
+        throughput: tasks per second that the trainer assumes until it has measured this peer.
+            Defaults to the mean throughput of the stage.
+        timeout_s: time in seconds after which this peer terminates if it has no trainer. How long
+            peers wait for each other is determined by the trainer.
         secret: see `Swarm`.
         message_bytes: see `Swarm`.
     """
@@ -91,7 +91,7 @@ class StagePeer:
                       "throughput": throughput}
 
     def run(self) -> None:
-        """Answer requests until the trainer ends or has not answered for `timeout_s`.
+        """Answer requests until the trainer terminates or has not answered for `timeout_s`.
 
         Raises:
             OSError: If no trainer answers at this address within `timeout_s`.
@@ -161,9 +161,7 @@ class StagePeer:
             task[1], unpacked(x, *self._wire), target), strict=True)))
 
     def _timed(self, work: Callable[[], Message]) -> Message:
-        """Run tasks one at a time. Add the waiting time and the working time in seconds to the
-        answer.
-        """
+        """Run tasks one at a time. Add the waiting and working times, in seconds, to the answer."""
         start = time.perf_counter()
         with self._compute:
             begun = time.perf_counter()
@@ -184,7 +182,7 @@ class StagePeer:
         """Sum the gradients over all peers of the stage. Each peer sums one slice. The size of the
         slice is proportional to the bandwidth of the peer.
 
-        `complete` is False if gradients that the trainer expects are missing.
+        `complete` is False if some of the gradients that the trainer expects are missing.
         """
         stage = self._now(key[0])
         if not self._has(stage, set(micro_batches)):
@@ -233,11 +231,11 @@ class StagePeer:
         return self.stage
 
     def _has(self, stage: ServedStage, wanted: set[int]) -> bool:
-        """Wait until exactly the requested backward passes are counted. Return false if this does
-        not happen in time.
+        """Wait until exactly the requested backward passes have been counted. Return false if this
+        does not happen in time.
 
-        Waiting is necessary because the trainer confirms gradients on other connections, which may
-        be slower.
+        Waiting is necessary because the trainer sends its confirmations on other connections, which
+        may be slower.
         """
         end = time.monotonic() + self._sums.timeout_s
         while stage.counted != wanted:
@@ -257,7 +255,7 @@ class _Sums:
 
     def add(self, key: tuple[int, int], source: int, members: int, part: Tensor) -> Tensor:
         """Add the slice from one member, wait for the slices from all members, and return their
-        sum. The order of summation is the order of the members.
+        sum. The slices are summed in the order of the members.
 
         Args:
             key: index of the step, and index of the attempt within the step.

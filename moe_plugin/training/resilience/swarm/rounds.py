@@ -4,8 +4,8 @@ leading trainer.
 Every trainer can process any micro-batch, because all trainers read the same data. The leading
 trainer (`Swarm`) assigns indices of micro-batches to its own threads and to the trainers that have
 joined (`JoinedTrainer`). Only the leading trainer decides which backward passes are counted. For
-each stage, the gradients of a micro-batch are counted exactly once, no matter which trainers
-processed the micro-batch and how often.
+each stage, the gradients of a micro-batch are counted exactly once, regardless of which trainers
+processed it and how often.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class SharedRound:
 
     Attributes:
         about: identifier of the round.
-        serial: serial number of the round. If a step is repeated, the number changes.
+        serial: serial number of the round. If a step is repeated, the repetition has a different
+            number.
         count: number of micro-batches in the round.
         changed: condition variable that is notified of every change of the round.
         found: results of the completed micro-batches, by the index of the micro-batch.
-        by: for each completed micro-batch, the trainer that processed it. For the leading trainer,
-            `by` contains an empty string.
+        by: for each completed micro-batch, the address of the trainer that processed it. The
+            leading trainer has an empty string as its address.
     """
 
     about: RoundId
@@ -70,24 +71,22 @@ class SharedRound:
             yield number
 
     def _own(self, timeout_s: float) -> bool:
-        """Return true if a micro-batch is left that the leading trainer can process."""
+        """Return true if there is a micro-batch left that the leading trainer can process."""
         silent = [number for number, trainer in self._with.items()
                   if time.monotonic() - self._seen[trainer] > timeout_s]
         for number in silent:
-            log.warning("trainer %s does not respond: micro-batch %d is driven again",
+            log.warning("trainer %s does not respond: micro-batch %d is processed again",
                         self._with.pop(number), number)
         self._back.extend(silent)
         return bool(self._back or self._open)
 
     @property
     def is_open(self) -> bool:
-        """True if micro-batches are left that can be assigned to joined trainers."""
+        """True if there are micro-batches left that can be assigned to joined trainers."""
         return bool(self._open) and not self.over
 
     def number_for(self, trainer: str) -> int | None:
-        """Return the index of a micro-batch for a joined trainer, or None if no micro-batch is
-        currently available.
-        """
+        """Return a micro-batch index for a joined trainer, or None if none is available now."""
         with self.changed:
             self.alive(trainer)
             if not self.is_open:
@@ -101,18 +100,14 @@ class SharedRound:
         self._seen[trainer] = time.monotonic()
 
     def back(self, number: int) -> None:
-        """Assign a micro-batch to the leading trainer, because a joined trainer could not process
-        it.
-        """
+        """Reassign a micro-batch that a joined trainer could not process to the leading trainer."""
         with self.changed:
             if self._with.pop(number, None) is not None:
                 self._back.append(number)
             self.changed.notify_all()
 
     def done(self, number: int, driven: Driven, trainer: str = "") -> None:
-        """Record the result of a micro-batch. If a micro-batch already has a result, the new result
-        is ignored.
-        """
+        """Record the result of a micro-batch, unless it already has a result."""
         with self.changed:
             if number not in self.found:
                 self.found[number], self.by[number] = driven, trainer
@@ -127,7 +122,7 @@ class SharedRound:
 
     @property
     def over(self) -> bool:
-        """True if all micro-batches are completed, or if the round was ended."""
+        """True if all micro-batches are completed or the round has been ended."""
         return self._ended or len(self.found) == self.count
 
 
@@ -157,7 +152,7 @@ class SharedRounds:
         self._owed: set[str] = set()  # trainers that have not received the last result yet
 
     def begin(self, about: RoundId, count: int) -> SharedRound:
-        """Start a round with `count` micro-batches."""
+        """Start a round of `count` micro-batches."""
         with self._changed:
             self._serial += 1
             self._now = now = SharedRound(about, self._serial, count, self._changed)
@@ -170,7 +165,7 @@ class SharedRounds:
         Args:
             about: identifier of the round.
             result: result that is sent to all trainers, or None if the round will be repeated.
-            by: for each micro-batch, the trainer that processed it.
+            by: for each micro-batch, the address of the trainer that processed it.
         """
         with self._changed:
             self._now = None
@@ -182,9 +177,7 @@ class SharedRounds:
             self._changed.notify_all()
 
     def wait_until_known(self) -> None:
-        """Wait up to `timeout_s` until all trainers that processed micro-batches have received the
-        last result.
-        """
+        """Wait up to `timeout_s` until all participating trainers have received the last result."""
         with self._changed:
             self._changed.wait_for(lambda: not self._owed, self.timeout_s)
 
@@ -208,9 +201,8 @@ class SharedRounds:
         return {}
 
     def _work(self, trainer: str, about: RoundId, count: int) -> Message:
-        """Return a micro-batch of a round, or the result of the round if the round is over. If
-        neither a micro-batch nor a result becomes available within a certain time, the answer
-        contains neither of them.
+        """Return a micro-batch of a round, or the result of the round if it is over. If neither
+        becomes available within a certain time, the answer contains neither.
         """
         about = (about[0], about[1], about[2])  # a list, if it was sent
 

@@ -25,9 +25,7 @@ _INDEX = "swarm.json"
 
 
 def save_swarm(folder: str | os.PathLike[str], step: int, states: list[Message]) -> Path:
-    """Write the state of all stages after a step. The previous files stay valid until all new files
-    are written.
-    """
+    """Write the state of all stages. Old files stay valid until all new files are written."""
     path = make_folder(folder)
     names = [f"step_{step}_stage_{number}.pt" for number in range(len(states))]
     for name, state in zip(names, states, strict=True):
@@ -43,7 +41,7 @@ def save_swarm(folder: str | os.PathLike[str], step: int, states: list[Message])
 
 
 def load_swarm(folder: str | os.PathLike[str], stages: int) -> tuple[int, list[Message | None]]:
-    """Read a folder that `save_swarm` has written. Return the step and the state of each stage.
+    """Read a folder that `save_swarm` has written, and return the step and the state of each stage.
 
     Raises:
         ValueError: If the folder does not exist, contains a different number of stages, or contains
@@ -77,9 +75,7 @@ Loss = Callable[[Tensor, Any], Any]  # returns a loss, or (loss, additional valu
 
 def make_stage(stages: Sequence[MakeStage], number: int, seed: int,
                device: torch.device = torch.device("cpu")) -> nn.Module:  # noqa: B008
-    """Create the module of a stage. For the same seed, the initial weights are the same in every
-    run.
-    """
+    """Create the module of a stage. The same seed gives the same initial weights."""
     with seeded(device, seed + number):
         return stages[number]().to(device).train()
 
@@ -88,9 +84,9 @@ class ServedStage:
     """A stage on one peer; see the docstring of this module.
 
     Args:
-        module: module with which the stage computes its output.
+        module: module that computes the output of the stage.
         optimizer: function that creates an optimizer for a list of parameters.
-        loss: loss function of the last stage. `loss` is None for all other stages.
+        loss: loss function of the last stage, or None for all other stages.
         seed: random seed of the whole run.
         step: number of completed steps.
         takes_target: whether the module receives the target of a micro-batch as its second
@@ -125,9 +121,7 @@ class ServedStage:
             self.module.train()
 
     def evaluate(self, micro_batch: int, x: Tensor, target: Any) -> tuple[float, Message]:
-        """Return the loss that the last stage computes in evaluation mode, and the additional
-        values of the loss function.
-        """
+        """Return the last stage's evaluation loss, and the loss function's additional values."""
         with torch.no_grad():
             loss, logged = self._loss_of(self.forward(micro_batch, x, target, False), target)
         return float(loss), logged
@@ -149,8 +143,8 @@ class ServedStage:
         Args:
             micro_batch: index of the micro-batch.
             x: input of the stage.
-            grad: gradient of the stage's output. `grad` is None in the last stage, which uses
-                `target` instead.
+            grad: gradient of the stage's output, or None in the last stage, which uses `target`
+                instead.
             target: target of the micro-batch.
         Returns: The gradient of `x` (None for integer inputs), the sum of the losses of this stage,
             and the additional values of the loss function.
@@ -178,7 +172,7 @@ class ServedStage:
         return x.grad, float(sum(loss.detach() for loss in losses)), logged
 
     def count(self, micro_batch: int) -> None:
-        """Accumulate the gradients of a backward pass. Called when the trainer has used the answer
+        """Accumulate the gradients of a backward pass. Called after the trainer has used the answer
         of this backward pass.
         """
         with self._lock:
@@ -199,21 +193,19 @@ class ServedStage:
         return self._sum
 
     def norm(self, sum_S: Tensor) -> float:
-        """Return the L2 norm of the gradients, given the sum of the gradients over all peers of the
-        stage.
-        """
+        """Return the L2 norm of the gradients, given their sum over all peers of the stage."""
         return float(sum_S[:self.weights].double().norm())
 
     def apply(self, sum_S: Tensor, scale: float | None, groups: Sequence[Message] = ()) -> None:
-        """Perform an optimizer step with the sum of the gradients over all peers of the stage, and
+        """Perform an optimizer step with the gradients summed over all peers of the stage, and
         start the next step.
 
-        If no peer has a gradient for a parameter, the parameter is left out of the optimizer step,
-        as in a run with a single process. For such a parameter, the optimizer changes neither the
-        parameter nor its momentum, and does not apply weight decay.
+        If no peer has a gradient for a parameter, the optimizer step omits the parameter, as in a
+        run with a single process. The optimizer then changes neither the parameter nor its
+        momentum, and applies no weight decay.
 
         Args:
-            sum_S: sum of the gradients over all peers, a vector of length `size`.
+            sum_S: gradients summed over all peers, a vector of length `size`.
             scale: factor by which the gradients are multiplied. If `scale` is None, the weights are
                 not changed.
             groups: see `Swarm.update`.
@@ -247,8 +239,8 @@ class ServedStage:
 
     @contextlib.contextmanager
     def _no_state(self) -> Iterator[None]:
-        """In the first pass, check that the pass does not change any buffer. Raise an error if it
-        does, because the changed buffer would exist only on this peer.
+        """During the first pass, check that the pass does not change any buffer. Raise an error if
+        a buffer changes, because the change would exist only on this peer.
         """
         if self._checked:
             yield

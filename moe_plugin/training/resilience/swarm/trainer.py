@@ -1,11 +1,11 @@
 """`Swarm` trains a pipeline on peers of unequal speed (SWARM, Ryabinin and others, 2023).
 
 Peers compute the stages. Peers may join or leave at any time. In each stage, a micro-batch is
-assigned to the peer that will be free first (`planner.peer_choice.Wiring`). If a peer does not
-answer a task in time, the task is sent to another peer. The trainer keeps the inputs of every stage
-until the end of the step. With these inputs, other peers can recompute the gradients of a lost
-peer. To obtain all inputs, micro-batches that other trainers have processed (`rounds`) are
-processed again. At the end of a step, the peers of each stage sum their gradients (a butterfly
+assigned to the peer that is expected to be free first (`planner.peer_choice.Wiring`). If a peer
+does not answer a task in time, the task is sent to another peer. The trainer stores the inputs of
+every stage until the end of the step, so that other peers can recompute the gradients of a lost
+peer. If other trainers have processed a micro-batch (see `rounds`), it is processed again to obtain
+these inputs. At the end of a step, the peers of each stage sum their gradients (a butterfly
 all-reduce, weighted by bandwidth) and update the weights.
 """
 
@@ -62,12 +62,12 @@ class Swarm:
         clip: maximum L2 norm of all gradients together, or None for no clipping.
         timeout_s: time in seconds after which a task without an answer is sent to another peer.
         rebalance_s: interval in seconds at which peers may change their stage. After each interval,
-            between two steps, one peer may move to the slowest stage if this would speed up the
-            pipeline enough. None: never.
+            between two steps, one peer may move to the slowest stage if this would increase the
+            throughput of the pipeline enough. None: never.
         seed: random seed of the initial weights and of random numbers during training.
         target_to_all: whether the modules of all stages receive the target as their second
             argument.
-        resume: optional. A folder to which `save` has written.
+        resume: optional. A folder that `save` has written.
         secret: optional. A secret string that peers must know in order to connect. Without a
             secret, any machine that can reach `host` can join.
         message_bytes: maximum size of a message (such as the weights of a stage), in bytes.
@@ -120,9 +120,7 @@ class Swarm:
                                f"{self.address} within {self.timeout_s} s")
 
     def step(self, micro_batches: MicroBatches) -> SwarmStep:
-        """Perform a training step with micro-batches (input [B, ...], target), by calling
-        `accumulate` and `update`.
-        """
+        """Run `accumulate` and `update` with micro-batches (input [B, ...], target)."""
         result = self.accumulate(micro_batches)
         self.update()
         return result
@@ -146,14 +144,13 @@ class Swarm:
         return result
 
     def update(self, skip: bool = False, groups: Sequence[Message] = ()) -> None:
-        """Update the weights on all peers with the gradients of `accumulate`, which are clipped
-        first.
+        """Clip the gradients of `accumulate`, and update the weights on all peers.
 
         Args:
             skip: whether to leave all weights and optimizer states unchanged.
             groups: new option values for the optimizers' parameter groups, such as `{"lr": 0.1}`.
-                If a dictionary in `groups` contains `wd_mult`, it is applied only to parameter
-                groups with this value of `wd_mult`.
+                If a dictionary in `groups` contains `wd_mult`, it applies only to parameter groups
+                with the same value of `wd_mult`.
         """
         norm = self._result.norm
         scale = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
@@ -163,8 +160,7 @@ class Swarm:
         self._evaluations = 0
 
     def evaluate(self, micro_batches: MicroBatches) -> SwarmStep:
-        """Compute the losses of micro-batches without training. The stages are in evaluation mode.
-        """
+        """Compute the losses of micro-batches without training, in evaluation mode."""
         self._result, self._evaluations = SwarmStep(), self._evaluations + 1
         self._place()
         with self._round(("evaluate", self.steps, self._evaluations), micro_batches):
@@ -173,9 +169,7 @@ class Swarm:
     @contextlib.contextmanager
     def _round(self, about: RoundId, micro_batches: MicroBatches
                ) -> Iterator[Callable[[int], object]]:
-        """Process all micro-batches with all trainers. At the end, send the result to the other
-        trainers.
-        """
+        """Process all micro-batches with all trainers, and send them the result."""
         now, result, done = self._rounds.begin(about, len(micro_batches)), self._result, False
 
         def again(number: int) -> Driven:
@@ -204,7 +198,8 @@ class Swarm:
                                      "norm": result.norm} if done else None, result.by)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write all weights and optimizer states to a folder, which stays locked until `close`.
+        """Write all weights and optimizer states to a folder, which stays locked until `close` is
+        called.
 
         If the process is killed during saving, the previous files stay valid. If another run uses
         the folder, a `ValueError` is raised.
@@ -214,9 +209,7 @@ class Swarm:
         return save_swarm(folder, self.steps, [self._state(stage) for stage in range(self.stages)])
 
     def close(self) -> None:
-        """Wait until joined trainers have the last result, and inform the peers that training has
-        ended.
-        """
+        """Wait until joined trainers have the last result, and end training on the peers."""
         for lock in filter(None, self._locks.values()):
             lock.release()
         self._locks.clear()
@@ -240,9 +233,7 @@ class Swarm:
         return {}
 
     def _place(self) -> None:
-        """Assign new peers to the slowest stage, and then move at most one other peer to the
-        slowest stage.
-        """
+        """Assign new peers to the slowest stage, and then move at most one other peer to it."""
         for member in self.members.newcomers:
             self._become(member, self.members.place(member))
         self._all_served()
@@ -290,7 +281,7 @@ class Swarm:
     # -- tasks
 
     def _took(self, stage: int, number: int, address: Address, values: Message | None) -> bool:
-        """Count a backward pass, unless this micro-batch was already counted in this stage."""
+        """Count a backward pass, unless the micro-batch was already counted for this stage."""
         with self._ledger:
             before = self._taken.get((stage, number))
             if before is not None and before[0] in self.members.stages[stage]:
@@ -307,7 +298,7 @@ class Swarm:
     # -- end of a step
 
     def _reduce(self, again: Callable[[int], object]) -> float:
-        """Sum the gradients over the peers of each stage. Return the norm of all gradients."""
+        """Sum the gradients over the peers of each stage, and return the norm of all gradients."""
         norms: dict[int, float] = {}
         for attempt in range(1 + len(self.members)):
             left = [stage for stage in range(self.stages) if stage not in norms]
@@ -328,16 +319,14 @@ class Swarm:
 
     def _missing(self, stages: Sequence[int], members: list[list[Address]]
                  ) -> list[tuple[int, int]]:
-        """Return the pairs (stage, micro-batch) whose gradients are not stored on any of these
-        members.
-        """
+        """Return the pairs (stage, micro-batch) whose gradients none of these members stores."""
         with self._ledger:
             return [(stage, n) for (stage, n), (address, _) in self._taken.items()
                     if stage in stages and address not in members[stage]]
 
     def _redo(self, stages: Sequence[int], again: Callable[[int], object]) -> None:
-        """Recompute the gradients of lost peers. If more peers are lost meanwhile, continue until
-        no gradients are missing.
+        """Recompute the gradients of lost peers. If more peers are lost in the meantime, continue
+        until no gradients are missing.
         """
         while lost := self._missing(stages, self.members.stages):
             stage, number = lost[0]
@@ -353,7 +342,7 @@ class Swarm:
                      members: list[list[Address]] | None = None) -> dict[int, float]:
         """Send a request to all members of these stages. Members that do not answer are removed.
 
-        For each stage in which all members answered, return the norm that the stage reports.
+        Return the reported norm for each stage in which all members answered.
         """
         members = members or self.members.stages
         chosen = range(self.stages) if stages is None else stages
@@ -388,9 +377,7 @@ class Swarm:
 
 
 def _results(futures: list[Future]) -> list[Any]:
-    """Return the results of all futures. If a future fails, all futures that have not started are
-    cancelled.
-    """
+    """Return the results of all futures. If one fails, cancel those that have not started."""
     try:
         return [future.result() for future in futures]
     except BaseException:
