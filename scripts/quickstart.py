@@ -64,7 +64,9 @@ class Run:
         return self.folder / "train.log"
 
     def seconds_left(self, step: int, seconds: float) -> float:
-        """Estimate the seconds until all runs end, if `step` steps and the start took `seconds`."""
+        """Estimate the seconds until all runs end, given that startup and `step` steps took
+        `seconds`.
+        """
         return seconds / step * (self.steps - step + self.later)
 
     def losses(self) -> list[StepRecord]:
@@ -319,7 +321,7 @@ def settings(path: Path, steps: int | None) -> dict[str, Any]:
 
 
 def make_corpus(folder: Path, size: int) -> CorpusInfo:
-    """Create the sample text in `folder`, and first delete a different text and its data there."""
+    """Create the sample text in `folder`, after deleting any other text and its data."""
     before = read_info(folder)
     info = build_corpus(folder, size=size)
     if before is not None and before != info:
