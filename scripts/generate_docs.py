@@ -2,7 +2,7 @@
 """Write the generated parts of the documentation (`PAGES`).
 
 The generated parts are the pages of settings, flags, registered names and refused settings, the
-tables at the end of some pages, and the figures of the layouts. Their sources are the config
+tables at the end of some pages, and the figures of the layouts. They are derived from the config
 classes, the registries and the tables in the code. With --check, the script only reports which
 files are out of date.
 
