@@ -336,9 +336,9 @@ def check_hosts(hosts: Sequence[str]) -> None:
     """Raise a `ValueError` before training if a framework cannot train."""
     if "megatron" in hosts and find_spec("megatron") and find_spec("megatron.training") is None:
         raise ValueError(
-            "The Megatron host needs Megatron's own loop, which megatron-core contains from 0.17 "
-            "on, with Python 3.11 or newer. Set up with such a Python (bash scripts/setup.sh "
-            "--venv DIR --python python3.11), or leave out the host (--hosts fairseq)")
+            "The Megatron host requires Megatron's own training loop, which needs megatron-core "
+            "0.17 or newer and Python 3.11 or newer. Set up an environment with this Python (bash "
+            "scripts/setup.sh --venv DIR --python python3.11), or use --hosts fairseq")
 
 
 def quickstart(args: argparse.Namespace) -> int:
