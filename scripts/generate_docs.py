@@ -236,8 +236,7 @@ def statistics_page() -> str:
 
 
 def refusals_page(host: str, table: dict[str, Request]) -> str:
-    """Return docs/refusals_HOST.md, which lists the settings that cannot be combined in a host
-    framework.
+    """Return docs/refusals_HOST.md, which lists the settings that cannot be combined in a host.
 
     Settings with the same remedy share a table row.
     """

@@ -64,9 +64,7 @@ class Run:
         return self.folder / "train.log"
 
     def seconds_left(self, step: int, seconds: float) -> float:
-        """Estimate the seconds until all runs end, given that startup and `step` steps took
-        `seconds`.
-        """
+        """Estimate the seconds until all runs end, if startup and `step` steps took `seconds`."""
         return seconds / step * (self.steps - step + self.later)
 
     def losses(self) -> list[StepRecord]:
