@@ -2,9 +2,9 @@
 """Write the generated parts of the documentation (`PAGES`).
 
 The generated parts are the pages of settings, flags, registered names and refused settings, the
-tables at the end of some pages, and the figures of the layouts. The generated parts are written
-from the config classes, the registries and the tables in the code. With --check, the script only
-reports which files are out of date.
+tables at the end of some pages, and the figures of the layouts. They are derived from the config
+classes, the registries and the tables in the code. With --check, the script only reports which
+files are out of date.
 
     python scripts/generate_docs.py [--check]
 """
@@ -236,7 +236,7 @@ def statistics_page() -> str:
 
 
 def refusals_page(host: str, table: dict[str, Request]) -> str:
-    """Return docs/refusals_HOST.md, which lists the settings that a host refuses to combine.
+    """Return docs/refusals_HOST.md, which lists the settings that cannot be combined in a host.
 
     Settings with the same remedy share a table row.
     """

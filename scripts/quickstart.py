@@ -64,7 +64,7 @@ class Run:
         return self.folder / "train.log"
 
     def seconds_left(self, step: int, seconds: float) -> float:
-        """Estimate the seconds until all runs end, if `step` steps and the start took `seconds`."""
+        """Estimate the seconds until all runs end, if startup and `step` steps took `seconds`."""
         return seconds / step * (self.steps - step + self.later)
 
     def losses(self) -> list[StepRecord]:
@@ -319,7 +319,7 @@ def settings(path: Path, steps: int | None) -> dict[str, Any]:
 
 
 def make_corpus(folder: Path, size: int) -> CorpusInfo:
-    """Create the sample text in `folder`, and first delete a different text and its data there."""
+    """Create the sample text in `folder`, after deleting any other text and its data."""
     before = read_info(folder)
     info = build_corpus(folder, size=size)
     if before is not None and before != info:
@@ -334,9 +334,9 @@ def check_hosts(hosts: Sequence[str]) -> None:
     """Raise a `ValueError` before training if a framework cannot train."""
     if "megatron" in hosts and find_spec("megatron") and find_spec("megatron.training") is None:
         raise ValueError(
-            "The Megatron host needs Megatron's own loop, which megatron-core contains from 0.17 "
-            "on, with Python 3.11 or newer. Set up with such a Python (bash scripts/setup.sh "
-            "--venv DIR --python python3.11), or leave out the host (--hosts fairseq)")
+            "The Megatron host requires Megatron's own training loop, which needs megatron-core "
+            "0.17 or newer and Python 3.11 or newer. Set up an environment with this Python (bash "
+            "scripts/setup.sh --venv DIR --python python3.11), or use --hosts fairseq")
 
 
 def quickstart(args: argparse.Namespace) -> int:
