@@ -124,7 +124,8 @@ def plan(args: argparse.Namespace) -> int:
     if args.trace:
         check_output(args.trace)
     if args.memory is None and (given := given_options(args, ("link", "tokens"))):
-        raise ValueError(f"--{given[0]} needs --memory, --model and --device. Leave it out")
+        raise ValueError(f"--{given[0]} needs --memory, --model and --device. Add these options, "
+                         f"or leave --{given[0]} out")
     if args.pipeline is not None:
         _plan_pipeline(args)
     elif args.prefill is not None or args.kernels is not None:

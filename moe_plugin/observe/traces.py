@@ -243,8 +243,8 @@ class _Replay:
         """
         if self.router.training and inside_backward():
             raise RuntimeError(
-                "the recomputation of a pass found no recorded routing. With observe.replay, "
-                "recompute with torch.utils.checkpoint.checkpoint")
+                "a forward pass was recomputed, but its routing was not recorded. With "
+                "observe.replay, use torch.utils.checkpoint.checkpoint to recompute activations")
         if not counts(self.router.training):
             return None
         step = self._records

@@ -41,7 +41,7 @@ def audit_options(p: argparse.ArgumentParser) -> None:
 
 
 def audit(args: argparse.Namespace) -> int:
-    """Audit every target. Return exit status 1 if any target has a fault."""
+    """Audit every target. Return exit status 1 if a fault is found in any target."""
     from scripts.audit.report import text
     from scripts.audit.targets import audit_named
 

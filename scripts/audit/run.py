@@ -42,7 +42,7 @@ class Audit:
 
     @property
     def right(self) -> bool:
-        """Whether the audit found no fault."""
+        """Whether the audit found no faults."""
         return not self.findings
 
     def as_json(self) -> dict[str, Any]:
@@ -58,9 +58,9 @@ def audit(target: Target, ranks: Sequence[int] = (1, 2, 4), *, timeout_s: float 
 
     Args:
         target: the training step to audit.
-        ranks: the numbers of ranks to try. Each rank is a process in a gloo group.
+        ranks: the numbers of ranks to audit. Each rank is a process in a gloo group.
         timeout_s: the time limit in seconds, both for building the model and for each step.
-        tolerance: the largest relative error of a gradient, loss or norm that is still considered
+        tolerance: the maximum relative error at which a gradient, loss or norm is considered
             correct.
         version: the package version to print with the result.
     """
@@ -84,8 +84,8 @@ def audit(target: Target, ranks: Sequence[int] = (1, 2, 4), *, timeout_s: float 
 
 def _in_one_world(target: Target, waiting: list[Case], timeout_s: float, tolerance: float,
                   answer: Audit, observations: list[Observation]) -> list[Case]:
-    """Run the training steps of several cases until a step does not complete. Return the cases that
-    remain.
+    """Run the training steps of several cases until one of them does not complete. Return the
+    remaining cases.
     """
     first = waiting[0]
     with World(target, first.ranks, first.ep, timeout_s) as world:

@@ -136,7 +136,7 @@ def pair_of(pair: Any) -> tuple[str, str]:
     other value.
     """
     if not isinstance(pair, list) or len(pair) != 2:
-        raise ValueError(f"{short(pair)} is not a pair of a setting's value and its default")
+        raise ValueError(f"{short(pair)} is not a pair (value, default) of a setting")
     return str(pair[0]), str(pair[1])
 
 

@@ -51,7 +51,7 @@ def parse(text: bytes) -> tuple[list[tuple[str, StepRecord]], list[tuple[int, st
     state = json.loads(text)
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
-        raise ValueError("the file has no log_history, which a Trainer of transformers writes")
+        raise ValueError("the file has no log_history, so no transformers Trainer has written it")
     found: list[tuple[str, StepRecord]] = []
     wrong = []
     for place, row in enumerate(history, 1):
