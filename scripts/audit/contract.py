@@ -170,8 +170,8 @@ def places(parts: Parts, shapes: Mapping[str, Sequence[int]]
             shape of a part does not match its position.
     """
     if set(parts) != set(shapes):
-        raise ValueError(f"build returned the tensors {', '.join(sorted(parts))}, but the unsharded "
-                         f"model has {', '.join(sorted(shapes))}")
+        raise ValueError(f"build returned the tensors {', '.join(sorted(parts))}, but the "
+                         f"unsharded model has {', '.join(sorted(shapes))}")
     for name, value in parts.items():
         shape = tuple(shapes[name])
         ids = torch.arange(torch.Size(shape).numel()).view(shape)
@@ -181,8 +181,8 @@ def places(parts: Parts, shapes: Mapping[str, Sequence[int]]
             held = local(part).shape
             if held != where.shape:
                 raise ValueError(
-                    f"{name}: the part has the shape {tuple(held)}, but its position in the unsharded "
-                    f"tensor has the shape {tuple(where.shape)}. Pass HeldPart(tensor, where) such "
+                    f"{name}: the part has the shape {tuple(held)}, but its position in the "
+                    f"unsharded tensor has the shape {tuple(where.shape)}. Pass HeldPart(tensor, where) such "
                     "that whole[where] has the shape of the part")
             yield name, part, where
 
