@@ -1,12 +1,12 @@
-"""Measure studies, and write or redraw their pages in docs/benchmarks. All studies are run by a
-single class.
+"""Run studies, and write or redraw their pages in docs/benchmarks. All studies are run by a single
+class.
 
 The module of a study defines `TITLE` and two functions. The function `measure(args)` returns the
-numbers of the study as plain values. The function `body(found)` returns the parts of the page below
+results of the study as plain values. The function `body(found)` returns the parts of the page below
 the title, usually by calling `report.page` with a template in `pages`. A study on emulated clusters
 uses `sweep.Sweep` for its measurements. A study with several parts defines `PARTS` instead, which
 maps the name of each part to a pair of these two functions. If a run measures only some of the
-parts, the numbers of the other parts are preserved. With `--out`, every part is written as soon as
+parts, the results of the other parts are preserved. With `--out`, every part is written as soon as
 it is measured. With `--resume`, parts that already exist are not measured again.
 
 The module of a study may also define:
@@ -81,12 +81,11 @@ class Study:
 
     Attributes:
         name: name of the command, as in `moe-plugin bench NAME`.
-        about: one line that describes what the study measures. If this line contains "(computed)",
-            the study does not measure anything on this machine.
+        about: one line that describes what the study measures. If it contains "(computed)", the
+            study does not measure anything on this machine.
         needs: requirements of the study, as keys of `NEEDS`.
         module: name of the module in `scripts.bench.studies`. If the module defines several
-            studies, the class name follows after the module name. Defaults to the name of the
-            study.
+            studies, the class name follows the module name. Defaults to the name of the study.
         stem: file name of the page without the extension. Defaults to the name of the study.
     """
 
@@ -125,7 +124,7 @@ class Study:
 
     @property
     def numbers_name(self) -> str:
-        """Path of the file that contains the study's numbers, relative to the folder of the pages.
+        """Path of the file that contains the study's results, relative to the folder of the pages.
         """
         return f"{DATA}/{Path(self.page_name).stem}.json"
 
@@ -149,7 +148,7 @@ class Study:
             code.add_arguments(parser)
 
     def fill(self, args: argparse.Namespace) -> argparse.Namespace:
-        """Set all options that were not given to their default values."""
+        """Set all options that were not given to their defaults."""
         for name, option in self.options.items():
             if getattr(args, name.replace("-", "_")) is None:
                 quick = args.quick and option.quick is not None
@@ -157,7 +156,7 @@ class Study:
         return args
 
     def measure(self, args: argparse.Namespace) -> Any:
-        """Run the study and return its numbers as plain values. See `with_machine`.
+        """Run the study and return its results as plain values. See `with_machine`.
 
         Raises:
             ValueError: if a requirement of the study is missing.
@@ -168,8 +167,8 @@ class Study:
         return json.loads(json.dumps(found))  # the page must be the same when drawn from the file
 
     def _measured(self, args: argparse.Namespace, folder: Path | None) -> Any:
-        """Measure one part after the other, and write the numbers. The numbers of parts that were
-        measured in earlier runs are preserved.
+        """Measure one part after the other, and write the results. The results of parts measured in
+        earlier runs are preserved.
         """
         path = None if folder is None else folder / self.numbers_name
         merge = getattr(self.code, "merge", dict.__or__ if self.parts else None)
@@ -188,7 +187,7 @@ class Study:
         return found
 
     def page(self, found: Any) -> str:
-        """Generate the page for the given numbers, in Markdown."""
+        """Generate the page for the given results, in Markdown."""
         code = self.code
         sections = [(found[name], write) for name, (_, write) in self.parts.items()
                     if name in found] or [(found, code.body)]
@@ -227,8 +226,8 @@ class Study:
         return int(bool(failed))
 
     def _folder(self, out: Path | None) -> Path | None:
-        """Check that all files can be written to `--out`. The files are checked first, because a
-        measurement may take hours.
+        """Check that all files can be written to `--out` before a measurement, which may take
+        hours.
         """
         if out is None:
             return None
@@ -256,8 +255,8 @@ def check_needs(who: str, needs: Sequence[str]) -> None:
 def with_machine(measure: Callable[..., Any], *args: Any) -> Any:
     """Call `measure(*args)` and return its result, with information about the machine.
 
-    If the result is a mapping, this function adds the package versions, the device, the date, the
-    number of cores, and the load averages before and after the measurement.
+    If the result is a mapping, add the package versions, the device, the date, the number of cores,
+    and the load averages before and after the measurement.
     """
     from scripts.bench.measure import versions  # imports torch
 
@@ -289,7 +288,7 @@ def _say_machine(lines: Sequence[str], found: Any, made_by: str) -> Iterator[str
 
 
 def write_numbers(path: Path, value: Any) -> None:
-    """Write numbers as JSON, with one line for each item of the outermost list or mapping."""
+    """Write results as JSON, with one line for each item of the outermost list or mapping."""
     if isinstance(value, dict):
         lines = [f"{json.dumps(key)}: {_compact(one)}" for key, one in value.items()]
     else:
@@ -303,7 +302,7 @@ def _compact(value: Any) -> str:
 
 
 def read_numbers(path: Path) -> Any:
-    """Read the numbers of an earlier run.
+    """Read the results of an earlier run.
 
     Raises:
         ValueError: if the file does not exist or is not JSON.

@@ -1,5 +1,5 @@
-"""The small language model that several studies train or use to generate text. The language model
-consists of attention and experts.
+"""The small language model that several studies train or use to generate text. It consists of
+attention and experts.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def makers(symbols: int, layers: int, width: int, experts: int, hidden: int,
            heads: int = 8) -> list[Any]:
     """Return functions that build the modules of a model in order: embedding, blocks, head.
 
-    Each of these functions uses its own seed.
+    Each function uses its own random seed.
     """
     settings = {"model_dim": width, "num_experts": experts,
                 "experts": {"hidden_dim": hidden, "compute_selection": "rule"}}

@@ -1,5 +1,5 @@
-"""Damage the files of a checkpoint between a save and the next start. Tests use this module to
-check how damaged checkpoints are loaded.
+"""Damage the files of a checkpoint between a save and the next start, to test how damaged
+checkpoints are loaded.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class Candidate:
 
 
 class UnsupportedProblem(ValueError):
-    """Raised if a peer is installed but cannot run a problem. The error message is the reason,
-    which is shown in the report.
+    """Raised if a peer is installed but cannot run a problem. The error message is the reason shown
+    in the report.
     """
 
 
@@ -124,8 +124,8 @@ def route(x_TD: Tensor, router_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor, 
 
 
 def switch_loss(probs_TE: Tensor, ids_TK: Tensor) -> Tensor:
-    """Return the balance loss as defined in the Switch Transformer. To compute the load, only the
-    first choice of each token is counted.
+    """Return the balance loss as defined in the Switch Transformer. The load counts only the first
+    choice of each token.
 
     Args:
         probs_TE: router probabilities in float32.
@@ -138,8 +138,8 @@ def switch_loss(probs_TE: Tensor, ids_TK: Tensor) -> Tensor:
 
 
 def expert_group() -> Comm:
-    """Return the ranks over which the experts are sharded. The experts are sharded over the default
-    group, or are all on this rank if there is no group.
+    """Return the group of ranks over which the experts are sharded. This is the default group, or a
+    group that contains only this rank if there is no default group.
     """
     return TorchComm() if dist.is_initialized() and dist.get_world_size() > 1 else LocalComm()
 

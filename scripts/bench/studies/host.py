@@ -2,8 +2,8 @@
 layer, Megatron-core's own layer and the layers of other frameworks (peers). The study starts its
 own rank processes.
 
-For few tokens, nearly all time is spent in Python, dispatch and autograd. The host needs the same
-time to launch a layer on a GPU.
+For few tokens, nearly all time is spent in Python, dispatch and autograd. Launching a layer on a
+GPU takes the host the same time.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ def measure_rank(problem: Problem, ranks: int, rounds: int, names: Sequence[str]
 
 
 def _measured(candidates: dict[str, Candidate], data: Data, rounds: int) -> list[dict[str, Any]]:
-    """Return the CPU time of a call in microseconds, and the number of ATen operations. CPU time
-    and operations are returned for a forward pass, and for a forward and backward pass ("step").
-    Views are counted as operations, and collectives are not counted.
+    """Return the CPU time of a call in microseconds, and the number of ATen operations. Both are
+    returned for a forward pass, and for a forward and backward pass ("step"). Views are counted as
+    operations, and collectives are not counted.
     """
     calls = {name: list(_calls(c, data)) for name, c in candidates.items()}
     for mine in calls.values():

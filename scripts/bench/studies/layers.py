@@ -1,5 +1,5 @@
 """Studies of a layer, its peers and its operations. Some of the studies measure one problem, and
-the others measure all problems of a page.
+others measure all problems of a page.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def _generated(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def aim_of(one: dict[str, Any]) -> float | None:
-    """Return the aim for the ratio to the bound on one rank, or None if there is no aim for this
-    layer.
+    """Return the target for the ratio to the lower bound on one rank, or None if there is no target
+    for this layer.
     """
     problem = Problem.of(one)
     if problem not in LAYERS["cpu"]:
@@ -170,7 +170,7 @@ def aim_of(one: dict[str, Any]) -> float | None:
 
 
 def aims(found: list[dict[str, Any]]) -> list[str]:
-    """Return the aims on one rank, and whether each aim is reached."""
+    """Return the targets on one rank, and whether each target is reached."""
     def met(reached: bool) -> str:
         return "yes" if reached else "no"
 
@@ -228,8 +228,8 @@ class AllLayers:
     """Measure our layer and every installed peer on all problems of the page. The study measures
     the forward and backward pass on one rank and on two ranks, and the forward pass of 64 tokens,
     as in text generation. The bound is the time of the experts' matmuls alone, one after the other,
-    measured in the same run. Layers that compute several matmuls at the same time, such as our
-    layer in float32, may be faster than the bound.
+    measured in the same run. Layers that compute several matmuls concurrently, such as our layer in
+    float32, may be faster than the bound.
     """
 
     TITLE = "The layer and its peers"

@@ -36,7 +36,7 @@ HOSTS = ("megatron", "fairseq")
 
 
 def flows(network: Network) -> dict[tuple[int, int], list[tuple[str, str]]]:
-    """For each pair of ranks, return the wires on the path that emulated frames take."""
+    """For each pair of ranks, return the links on the path that emulated frames take."""
     number = {name: i for i, name in enumerate(network.ranks)}
     return {(i, number[path[-1]]): list(pairwise(path)) for source, i in number.items()
             for path in shortest_paths(network, source).values()
@@ -44,8 +44,8 @@ def flows(network: Network) -> dict[tuple[int, int], list[tuple[str, str]]]:
 
 
 def costs_of(network: Network, own: float) -> np.ndarray:
-    """Return the cost of a byte for each pair of ranks [W, W]. The cost is computed for an exchange
-    in which all ranks send to all ranks.
+    """Return the cost per byte for each pair of ranks [W, W]. The costs apply to an exchange in
+    which all ranks send to all ranks.
 
     Args:
         network: the network.
@@ -62,7 +62,7 @@ def costs_of(network: Network, own: float) -> np.ndarray:
 
 
 def sides(costs: str) -> dict[str, Settings]:
-    """Return the settings of the router with TA-MoE and of the plain router.
+    """Return the settings of the TA-MoE router and of the plain router.
 
     Args:
         costs: file with the costs of the links.

@@ -4,8 +4,8 @@ whole training steps in Megatron and fairseq. The study also predicts how many b
 larger clusters.
 
 The study requires Linux and root. Without --parts, it takes about 15 minutes on an idle machine
-with two CPU cores. The parts with 8x4 nodes and with slower links take about half an hour more, and
-are measured only if --parts lists them.
+with two CPU cores. The parts with 8x4 nodes and with slower links take about half an hour more and
+run only if --parts lists them.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ LONGEST_WARM_UP = 40  # number of calls in which a tuner can choose
 
 
 class IdentityExpert(nn.Module):
-    """An expert that returns its input unchanged. The expert has a parameter, so that autograd runs
-    the backward pass of the exchange.
+    """An expert that returns its input unchanged. It has a parameter so that autograd runs the
+    backward pass of the exchange.
     """
 
     def __init__(self) -> None:
@@ -75,8 +75,8 @@ def make_layer(width: int, k: int, mode: str) -> MoELayer:
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure all ways to send tokens on one rank. The result also contains the number of rows per
-    token, and the layout that `auto` chose.
+    """Measure all modes of sending tokens on one rank. The result also contains the number of rows
+    per token, and the layout that `auto` chose.
     """
     torch.manual_seed(0)
     fixed, tuned = make_layer(at.width, at.k, "fixed"), make_layer(at.width, at.k, "auto")
@@ -109,8 +109,8 @@ EXCHANGE = Sweep(
 
 
 def formula(grid: str, k: int) -> tuple[float, float]:
-    """Return the number of rows that `ranks` and `nodes` send between nodes, divided by the number
-    of rows that `rows` sends.
+    """Return the number of rows sent between nodes by `ranks` and `nodes`, divided by the number of
+    rows sent by `rows`.
     """
     nodes, per_node = parse_grid(grid)
     rows = rows_of_token(Cluster(nodes=nodes, ranks_per_node=per_node), k)
@@ -119,7 +119,7 @@ def formula(grid: str, k: int) -> tuple[float, float]:
 
 def floor(grid: str, cell: dict[str, Any]) -> float:
     """Return the minimum number of bytes that must be sent between nodes, including (token, expert)
-    pairs, divided by the number of bytes that `rows` sends.
+    pairs, divided by the number of bytes sent by `rows`.
     """
     nodes, per_node = parse_grid(grid)
     cluster = Cluster(nodes=nodes, ranks_per_node=per_node)
@@ -134,9 +134,9 @@ def measure_exchange(grid: str, args: argparse.Namespace, slower: float = 1.0) -
     Args:
         grid: number of nodes and of ranks per node.
         args: options of the study.
-        slower: factor by which the links are slower than in the other parts of the study. If the
-            factor is not 1, only the first width is measured, because the times mostly depend on
-            the number of bytes.
+        slower: factor by which the links are slower than in the other parts of the study. If it is
+            not 1, only the first width is measured, because the times mostly depend on the number
+            of bytes.
     """
     rate, widths = args.rate / slower, args.widths if slower == 1 else args.widths[:1]
     at = argparse.Namespace(**{**vars(args), "grid": grid, "rate": rate, "widths": widths})
@@ -202,8 +202,8 @@ PUBLISHED = {16: (43, 43), 32: (58, 57), 64: (51, 50)}
 
 
 def predict(nodes: int) -> dict[str, float]:
-    """Return the bytes that are sent between nodes for one token, for each way to send the token,
-    on nodes of eight GPUs.
+    """For each mode, return the number of bytes sent between nodes per token, on nodes with eight
+    GPUs.
     """
     cluster = Cluster(nodes=nodes, ranks_per_node=8)
     found = {send: bytes_of_token(cluster, send, CHOICES, ROW_BYTES) for send in SENDS}

@@ -70,8 +70,8 @@ def settings(shape: Shape, schedule: str, width: int, links: dict[str, Any]) -> 
         shape: sizes of the layer.
         schedule: value of `parallel.schedule`.
         width: width of a token.
-        links: a dictionary with the setting `cluster` (a file that describes the links). If `auto`
-            must not use such a file, the dictionary is empty.
+        links: a dict with the setting `cluster` (a file that describes the links), or an empty dict
+            if `auto` must not use such a file.
     """
     return {
         "model_dim": width, "num_experts": EXPERTS, "experts": {"hidden_dim": 8},

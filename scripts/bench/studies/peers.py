@@ -39,8 +39,8 @@ loss = partial(loss_of, BATCHES)
 
 
 def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict[str, float]:
-    """Run one of the two peers on this rank. Return two times in seconds: the time of `every`
-    training steps, and the time to average the weights.
+    """Run one of the two peers on this rank. Return two times in seconds: for `every` training
+    steps, and for averaging the weights.
     """
     rank = int(os.environ["RANK"])
     # torchft finds its node by the host name, which no name server resolves in the emulation

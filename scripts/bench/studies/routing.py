@@ -50,7 +50,7 @@ def recorded(host: str, sizes: Mapping[str, Any], args: argparse.Namespace) -> l
 
     Args:
         host: "fairseq" or "megatron".
-        sizes: sizes of the model that differ from those of the quick start.
+        sizes: model sizes that differ from those of the quick start.
         args: options of the study.
     """
     place, corpus, _ = begin(args)
@@ -139,8 +139,8 @@ def summary(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return one row for each trace, with the policy that the planner chooses, the fastest policy
     and the slowest policy.
 
-    The row of a trace contains the shares of these policies. For the slowest policy (except
-    `never`), the row contains the throughput divided by the throughput of the plain layer.
+    The row contains the shares of these policies. For the slowest policy (except `never`), the row
+    also contains the throughput divided by the throughput of the plain layer.
     """
     rows = []
     for name, one in found["traces"].items():

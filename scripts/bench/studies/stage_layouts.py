@@ -1,5 +1,5 @@
-"""Measure the transfer of activations between pipeline stages with different layouts. The study
-compares slices that are sent to a node once with separate messages to each receiver.
+"""Measure the transfer of activations between pipeline stages with different layouts. It compares
+separate messages to each receiver with sending each slice to a node only once.
 
 The study takes about a minute.
 """
@@ -81,8 +81,8 @@ def predicted_s(case: Sequence[Any], once: bool, bytes_per_s: float) -> float:
 
 
 def measure_case(at: argparse.Namespace) -> dict[str, Any]:
-    """On each rank, measure a transfer with separate messages and with slices that are sent once.
-    The two methods alternate.
+    """On each rank, measure a transfer with separate messages, and a transfer that sends each slice
+    to a node only once. The two methods alternate.
     """
     comm, case = TorchComm(), CASES[at.case]
     source, target = layouts(case)

@@ -2,8 +2,9 @@
 the framework's own MoE layer, and models with dense layers of equal active width. All models have
 the same weights and data, and run on the same ranks in the same processes. The models alternate
 after every training step. With --evaluate, the study compares forward passes of an evaluation
-instead of training steps. In evaluations, our layer is measured with and without pieces that depend
-on the load. The command starts its own ranks, or uses the ranks that torchrun started.
+instead of training steps. In evaluations, our layer is measured with and without dividing its rows
+or experts into pieces, depending on the load. The command starts its own ranks, or uses the ranks
+that torchrun started.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
-    """Return one report for each shape. If a launcher started the ranks, only rank 0 returns the
+    """Return one report for each shape. If a launcher started the ranks, only rank 0 returns
     reports.
     """
     grid = parse_grid(args.emulate) if args.emulate else None
@@ -111,11 +112,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
 
 
 def hardware(rate_bit_s: float, folder: Path) -> Settings:
-    """Return the settings that describe the links and the processor. The layer uses these settings
-    to choose the number of pieces.
+    """Return the settings that describe the links and the processor. The layer uses them to choose
+    the number of pieces.
 
-    For an emulated cluster, the settings describe the fitted links with the bandwidth of the
-    cluster.
+    For an emulated cluster, they describe the fitted links with the bandwidth of the cluster.
     """
     fitted = load_cluster("configs/clusters/emulated.yaml")
     link = replace(fitted.inter, beta_s=fitted.inter.beta_s * FITTED_BIT_S / rate_bit_s)

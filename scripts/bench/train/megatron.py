@@ -41,7 +41,7 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
         text: the training text, uint8 [N].
         rank: this rank.
         ranks: number of ranks.
-        ours: for each side with our layer, the settings of the layer.
+        ours: for each model with our layer, the settings of the layer.
         others: whether to also build Megatron's own layer, with both dispatchers, and a dense
             model.
         evaluate: whether steps are forward passes of an evaluation.
