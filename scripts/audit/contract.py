@@ -182,8 +182,8 @@ def places(parts: Parts, shapes: Mapping[str, Sequence[int]]
             if held != where.shape:
                 raise ValueError(
                     f"{name}: the part has the shape {tuple(held)}, but its position in the "
-                    f"unsharded tensor has the shape {tuple(where.shape)}. Pass HeldPart(tensor, where) such "
-                    "that whole[where] has the shape of the part")
+                    f"unsharded tensor has the shape {tuple(where.shape)}. Pass HeldPart(tensor, "
+                    "where), where unsharded[where] has the shape of the part")
             yield name, part, where
 
 

@@ -152,7 +152,7 @@ def settings_on_emulated(host: str, shape: TrainShape, text: str, ours: Mapping[
         host: "megatron" or "fairseq".
         shape: sizes of the models.
         text: path of the training text.
-        ours: settings of our layer by the name of the side.
+        ours: settings of our layer by the name of the model.
         args: options of a study, including `steps` and `warm_up`.
         cluster: the cluster.
 

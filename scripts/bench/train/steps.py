@@ -70,8 +70,8 @@ class _Clock:
 
 def measure(sides: Sequence[Side], comm: Comm, steps: int, warm_up: int = WARM_UP,
             now: Callable[[], float] = time.perf_counter) -> list[SideTimes]:
-    """Train all sides. Time the training steps of all models, which alternate after each step.
-    Every rank must call this function.
+    """Time the training steps of all models, which alternate after each step. Every rank must
+    call this function.
 
     Each model first runs `warm_up` untimed steps. If the tuners of a model have not finished after
     the warm-up, the model runs more steps alone and then restarts from its initial weights.
