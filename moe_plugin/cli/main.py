@@ -35,8 +35,7 @@ class Command:
     Attributes:
         help: the one-line description of the command in `--help`.
         module: module of the command in this package.
-        laboratory: module of the command in the `scripts` folder. If it is set, `module` is not
-            used.
+        laboratory: module of the command in the `scripts` folder. If set, `module` is not used.
         study: module of a benchmark study. Set only for the subcommands of `bench`. The module
             defines the functions `add_arguments(parser)` and `run(args)`.
         parts: function that returns the subcommands, or None if there are no subcommands.

@@ -1,4 +1,4 @@
-"""Features that observe training. They work in every host framework.
+"""Features that observe training. These features work in every host framework.
 
 `LayerRecords` writes the statistics of the MoE layers, `DropWarning` warns about dropped choices,
 and `FirstStepLine` logs the duration of the first step.

@@ -27,7 +27,7 @@ REST = MEMORY  # a finding that was absent for so many checks is logged again if
 class _Logged:
     """A finding that was logged earlier.
 
-    layers: the number of affected layers in the log line.
+    layers: the number of affected layers that the log line named.
     absent: the number of checks since the problem was last detected.
     """
 
@@ -74,8 +74,8 @@ class HealthLog:
         self._look(record.step)
 
     def add_timeline(self, row: Mapping[str, Any]) -> None:
-        """Add a timeline, and log new findings. It is passed in the form in which it is written to
-        the file.
+        """Add a timeline, and log new findings. The timeline is passed in the form in which it is
+        written to the file.
         """
         step, rank, spans = timeline(row)
         self.run.timelines = {(step, rank): spans}
@@ -108,7 +108,8 @@ def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
 
 
 def _shortened(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the fastest consecutive records, without their losses, followed by the last records.
+    """Return the fastest sequence of consecutive records, without their losses, followed by the
+    most recent records.
     """
     stretches = [steps[i:i + MEMORY] for i in range(0, len(steps) - 3 * MEMORY + 1, MEMORY // 2)]
     fastest = max(stretches, key=lambda some: statistics.median(r.tokens_per_s or 0 for r in some))

@@ -1,8 +1,8 @@
 """Measures of the load of a layer, which are used by the rules about layers.
 
 For an even load, the largest load divided by the mean load is 1. If every token chooses the same
-`k` of `E` experts, it is `E / k`, which may be less than 2. Therefore the rules examine where the
-measured ratio lies between 1 and `E / k`.
+`k` of `E` experts, this ratio is `E / k`, which may be less than 2. Therefore the rules examine
+where the measured ratio lies between 1 and `E / k`.
 """
 
 from __future__ import annotations

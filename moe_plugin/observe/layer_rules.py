@@ -194,8 +194,8 @@ def _mean(values: Iterable[Any]) -> float | None:
 
 
 def _mean_is(bad: Callable[[float], bool]) -> Judge:
-    """Return a function for `LayerRule.judge`. It returns the mean of the known values if
-    `bad(mean)` is true, and None otherwise.
+    """Return a function for `LayerRule.judge`. The returned function computes the mean of the known
+    values, and returns it if `bad(mean)` is true.
     """
 
     def judge(values: Sequence[Any]) -> float | None:

@@ -130,7 +130,7 @@ class StatsRecorder:
         """Return a function that restores the current statistics and discards the results of later
         calls of `add`.
 
-        It may be called several times, until the next record is written.
+        The returned function may be called several times, until the next record is written.
         """
         kept = {name: collected.copied() for name, collected in self._layers.items()}
 
@@ -156,7 +156,7 @@ class StatsRecorder:
 
     def step(self, step: int) -> dict[str, float]:
         """End a training step, and write a record at the end of each interval. Every rank must call
-        it once per step.
+        this method once per step.
 
         Returns: The result of `flush` at the end of an interval, and an empty dict after every
         other step.

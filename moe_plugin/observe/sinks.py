@@ -81,8 +81,8 @@ TOP = "moe"  # the first part of the names of all plots
 class Sink(Protocol):
     """An output to which records can be written.
 
-    Each record has the fields `step` and `time` (seconds since the epoch). It also has `layer` or
-    `copier` with further fields, or `training` with metrics by name.
+    Each record has the fields `step` and `time` (seconds since the epoch). A record also has
+    `layer` or `copier` with further fields, or `training` with metrics by name.
     """
 
     def write(self, record: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ def _findings(run: RunRecord, width: int) -> list[RenderableType]:
 
 
 def _progress(run: RunRecord) -> RenderableType:
-    """Return the progress of the run. It includes the elapsed and remaining time if known."""
+    """Return the progress of the run. The elapsed and remaining time are included if known."""
     total, parts = run.total_steps, [f"step {run.last_step:,}"]
     if total:
         parts[0] += f" of {total:,} ({100 * run.last_step / total:.0f} %)"

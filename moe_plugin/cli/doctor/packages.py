@@ -1,9 +1,8 @@
 """Functions that check the environment: package versions, host frameworks, devices and compiled
 functions.
 
-For each missing package, they return the command that installs the package. For each host, they
-also check whether this package's adapter can be imported, and which fused implementations the host
-uses.
+These functions also return the command that installs each missing package. For each host, they
+check whether this package's adapter can be imported, and which fused implementations the host uses.
 """
 
 from __future__ import annotations

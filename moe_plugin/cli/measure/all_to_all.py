@@ -152,8 +152,8 @@ def _chosen(comm: Comm, name: str, x: torch.Tensor) -> str | None:
 def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -> list[float]:
     """For each repeat, combine the times of all ranks into one time in seconds.
 
-    If all ranks share one clock, this is the time from the earliest start on any rank to the latest
-    end on any rank. Otherwise, it is the time of the slowest rank.
+    If all ranks share one clock, a repeat lasts from the earliest start on any rank to the latest
+    end on any rank. Otherwise, the time of a repeat is that of the slowest rank.
     """
     if not one_clock:
         return comm.agree_max([end - begin for begin, end in spans])
@@ -201,8 +201,8 @@ def row_of(topology: Topology, cell: RankTimes, floor_ms: float | None = None,
 
 
 def messages_out(topology: Topology, name: str) -> float | None:
-    """Return the number of messages that a node sends to other nodes. It is computed by a formula,
-    or counted by running the algorithm on simulated ranks.
+    """Return the number of messages that a node sends to other nodes. The number is computed by a
+    formula, or counted by running the algorithm on simulated ranks.
 
     If the nodes have different numbers of ranks, return the mean over all nodes, or None if the
     group has more than `COUNTED_RANKS` ranks.

@@ -41,7 +41,7 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
 
 
 def _more(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the additional statistics by name. The report has charts for these statistics, but
+    """Return the additional statistics by name. The report plots these statistics, but
     `LayerRecord` has no attributes for them.
     """
     known, found = _fields(LayerRecord), _NONE
@@ -79,8 +79,8 @@ def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:
     """Convert a JSON line to a record of the training log and to the brief layer records in the
     same line.
 
-    Brief layer records do not contain the loads of the experts. They are used only for layers
-    without any other records.
+    Brief layer records do not contain the loads of the experts. Brief layer records are used only
+    for layers without any other records.
     """
     step = _step(row, "iteration")
     record = _filled(StepRecord, row, step=step, loss=_maybe(row, "lm_loss"),
@@ -173,8 +173,9 @@ def _fields(kind: Any) -> dict[str, bool]:
 
 @functools.cache
 def _absent(kind: Any) -> dict[str, Any]:
-    """Return an empty dict for each field of a record class that stores a dict. These are used for
-    fields that are missing in a JSON line. All records share the same empty dict to save memory.
+    """Return an empty dict for each field of a record class that stores a dict. An empty dict is
+    used for each field that is missing in a JSON line. All records share the same empty dict to
+    save memory.
     """
     return {name: _NONE for name, by_name in _fields(kind).items() if by_name}
 

@@ -1,6 +1,6 @@
 """Parser for the lines that Megatron's training loop prints (versions 0.15 to 0.19).
 
-This makes it possible to compare a run that uses this plugin with a run that does not.
+The parser makes it possible to compare a run that uses this plugin with a run that does not.
 """
 
 from __future__ import annotations

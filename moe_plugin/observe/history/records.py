@@ -131,7 +131,7 @@ class LayerRecord:
     """The statistics of one MoE layer over one logging interval. See
     `moe_plugin/utils/statistics.py`.
 
-    more: additional statistics by name. The report has charts for them, but this class has no
+    more: additional statistics by name. The report plots these statistics, but this class has no
     attributes for them.
     load: the number of tokens that chose each expert, or an empty sequence if unknown. Loads that
         were read from a log are stored in an `array`.
@@ -186,7 +186,8 @@ class LayerRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyRecord:
-    """The activity of a copier since its previous record, summed over all ranks.
+    """The activity of a copier, which moves activations or weights to and from the device, since
+    its previous record, summed over all ranks.
 
     Attributes:
         copier: what is copied, such as `activations` or `weights`.

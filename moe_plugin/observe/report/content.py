@@ -201,8 +201,8 @@ def _loss(name: str, r: LayerRecord) -> float | None:
 
 
 def _losses(run: RunRecord) -> list[Figure]:
-    """Return the charts of the router losses. They are read from the layer records or, if these
-    contain no losses, from the training log.
+    """Return the charts of the router losses. Router losses are read from the layer records or, if
+    these contain no losses, from the training log.
     """
     names = sorted({name for record in run.layer_records for name in record.losses})
     keys = sorted({key for r in run.steps for key in r.extra
@@ -338,8 +338,8 @@ def timelines(run: RunRecord) -> list[Figure]:
 def _kind(span: SpanRecord) -> str:
     """Return the category of a span, which determines its colour.
 
-    It is `forward` or `backward` for layers, the name of the span for exchanges, and the track for
-    all other spans.
+    The category is `forward` or `backward` for layers, the name of the span for exchanges, and the
+    track for all other spans.
     """
     if span.track == "layers":
         return span.name.rsplit(" ", 1)[-1]

@@ -60,8 +60,8 @@ class LineChart(Figure):
     Attributes:
         lines: the curves.
         unit: the unit of the values. The possible units are listed in `text.number`.
-        floor: an upper limit for the lower end of the vertical axis. If None, the axis starts at
-            the lowest value.
+        floor: the value at which the vertical axis starts, unless some values are lower. If None,
+            the axis starts at the lowest value.
     """
 
     lines: tuple[Line, ...]

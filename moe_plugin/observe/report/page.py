@@ -239,8 +239,8 @@ def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> Path:
 def render(run: RunRecord, place: Path | None = None) -> str:
     """Return the HTML page of a run as a string.
 
-    place: the folder in which the page will be stored. It is required for links to the files of the
-        run. If omitted, the page contains no links to files.
+    place: the folder in which the page will be stored. Required for links to the files of the run.
+        If omitted, the page contains no links to files.
     """
     found = sections(run)
     facts = summary(run)
