@@ -1,7 +1,7 @@
 """A dense Mixtral model with one block in float64, the reference for audit targets that are whole
 models.
 
-It uses the parameter names and weight layouts of `transformers`, but shares no code with it.
+The model uses the parameter names and weight layouts of `transformers`, but shares no code with it.
 """
 
 from __future__ import annotations

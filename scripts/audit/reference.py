@@ -71,9 +71,9 @@ class TinyModel:
     """A model that consists of a linear layer, experts with a residual connection, and another
     linear layer.
 
-    It computes h = inp x and y = out (h + experts(h)), and its loss is the squared error. The
-    shapes are [D, D] for `inp` and `out`, [E, D] for `router`, [E, F, D] for `gate` and `up`, and
-    [E, D, F] for `down`. All matrices are stored in the layout of `nn.Linear`.
+    The model computes h = inp x and y = out (h + experts(h)), and its loss is the squared error.
+    The shapes are [D, D] for `inp` and `out`, [E, D] for `router`, [E, F, D] for `gate` and `up`,
+    and [E, D, F] for `down`. All matrices are stored in the layout of `nn.Linear`.
     """
 
     width: int = 8

@@ -1,7 +1,7 @@
 """Predict published results with the planner. The constants of the models are not fitted to
 published results.
 
-They are either estimates from data sheets that the package installs (`configs/devices`,
+The constants are either estimates from data sheets that the package installs (`configs/devices`,
 `configs/clusters`), or constants in this module with a stated source. If a publication does not
 state a setting, the prediction is a range over several values of that setting.
 """
@@ -154,7 +154,7 @@ def trees(boxes: int = 2) -> float:
     """Return the load of the busiest link with ring algorithms divided by its load with planned
     trees, on DGX A100 machines.
 
-    This is the largest ratio over three collectives.
+    The returned value is the largest ratio over three collectives.
     """
     network = preset(f"dgx-a100:{boxes}")
     return max(float(ring.inverse_bandwidth() / program_of(plan(network, kind)).inverse_bandwidth())

@@ -27,8 +27,8 @@ class Limited:
 
     Attributes:
         output: standard output of the process.
-        peak_bytes: peak memory of the process's cgroup. This includes cached file pages, which the
-            kernel frees when memory is short.
+        peak_bytes: peak memory of the process's cgroup. The peak includes cached file pages, which
+            the kernel frees when memory is short.
     """
 
     output: str

@@ -39,8 +39,9 @@ class Resources:
         through_registers: (number of wgmma instructions that read their left operand from
             registers, total number of wgmma instructions).
         gathers: whether the pipelined loop gathers the rows of an operand by index.
-        turns: whether an operand may have to be transposed before it is read. This is possible for
-            tf32 operands, because wgmma requires them to be contiguous along the summed axis.
+        turns: whether an operand may have to be transposed before it is read. Operands in tf32 may
+            have to be transposed, because wgmma requires them to be contiguous along the summed
+            axis.
     """
 
     label: str

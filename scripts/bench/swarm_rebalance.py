@@ -26,7 +26,8 @@ class Experiment:
     Attributes:
         stages: number of stages of the pipeline.
         peers: total number of peers, present or absent.
-        life_s: mean duration of a peer's presence in seconds. It has an exponential distribution.
+        life_s: mean duration of a peer's presence in seconds. The duration has an exponential
+            distribution.
         absence_s: mean duration of a peer's absence in seconds. It has an exponential distribution.
         load_s: time in seconds that a new or moved peer needs to load weights. A peer that is
             loading weights processes nothing.
@@ -52,7 +53,7 @@ class Rebalanced:
 
     Attributes:
         share: throughput of the slowest stage divided by the throughput of the best placement of
-            the peers that are present. Both are summed over time.
+            the peers that are present. Both throughputs are summed over time.
         moves: number of times that a peer moved to another stage.
     """
 

@@ -1,5 +1,5 @@
-"""The small language model that several studies train or use to generate text. It consists of
-attention and experts.
+"""The small language model that several studies train or use to generate text. The model consists
+of attention and experts.
 """
 
 from __future__ import annotations

@@ -76,9 +76,9 @@ class Fault:
         ranks: the ranks on which the fault is injected.
         step: the step in which the fault is injected. Step 1 is the first step after the process
             has started. Each step ends with an optimizer step.
-        place: where in the step the fault is injected, which is a key of `PLACES`. It is injected
-            when the process first reaches this place in the step. Defaults to "forward", or to the
-            only place at which this type of fault is possible.
+        place: where in the step the fault is injected, which is a key of `PLACES`. The fault is
+            injected when the process first reaches this place in the step. Defaults to "forward",
+            or to the only place at which this type of fault is possible.
         seconds: duration of the faults `stall` and `slow`.
         bytes: maximum file size for the fault `disk-full`.
         bit: the bit that `bit-flip` and `wrong-product` flip. Bit 0 is the lowest bit.

@@ -73,11 +73,11 @@ class RankProcess:
 
 def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[int] = ()
          ) -> RankProcess:
-    """Run `work` in a forked process. It is killed when this process ends.
+    """Run `work` in a forked process. The forked process is killed when this process ends.
 
     Args:
-        work: function that is called in the forked process. Its return value is sent to this
-            process.
+        work: function that is called in the forked process. The function's return value is sent to
+            this process.
         node: the node on which the process runs. None runs the process outside of the emulated
             nodes.
         rank: number of the rank.
@@ -117,8 +117,8 @@ def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[
 def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
     """Wait for all ranks to end, and return how each of them ended.
 
-    Ranks that have not sent a result after `timeout_s` seconds are killed. Their errors contain the
-    stack traces of all threads.
+    Ranks that have not sent a result after `timeout_s` seconds are killed. The errors of these
+    ranks contain the stack traces of all threads.
     """
     ends: dict[int, RankEnd] = {}
     waiting = {process.pipe: process for process in ranks}

@@ -138,8 +138,8 @@ def switch_loss(probs_TE: Tensor, ids_TK: Tensor) -> Tensor:
 
 
 def expert_group() -> Comm:
-    """Return the group of ranks over which the experts are sharded. This is the default group, or a
-    group that contains only this rank if there is no default group.
+    """Return the group of ranks over which the experts are sharded. The group is the default group,
+    or contains only this rank if there is no default group.
     """
     return TorchComm() if dist.is_initialized() and dist.get_world_size() > 1 else LocalComm()
 

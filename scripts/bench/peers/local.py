@@ -103,9 +103,10 @@ def _one_hot(ids_TK: Tensor, weights_TK: Tensor, experts: int, group: Comm) -> T
 @peers.register("dense")
 @contextlib.contextmanager
 def dense(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Build a dense FFN with the same active FLOPs. Its inner width is K * F, and it has no router.
+    """Build a dense FFN with the same active FLOPs. The inner width of the FFN is K * F, and there
+    is no router.
 
-    It computes a different function than our layer, so its output is not compared.
+    The FFN computes a different function than our layer, so its output is not compared.
     """
     wide, k = problem.top_k * problem.hidden_dim, problem.top_k
     first = [

@@ -43,7 +43,8 @@ def steps_of(at: argparse.Namespace) -> tuple[int, int]:
 
 
 def tokens_at(regime: dict[str, Any], step: int, steps: int) -> int:
-    """Return the number of tokens per rank. It is constant, or alternates twice between two loads.
+    """Return the number of tokens per rank. The number of tokens is constant, or alternates twice
+    between two loads.
     """
     loads = regime["tokens"]
     return loads[step * 2 * len(loads) // steps % len(loads)]

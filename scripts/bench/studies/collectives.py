@@ -1,9 +1,9 @@
 """Measure collectives that use planned trees, on emulated networks with unequal links.
 
 For each network and message size, the study compares trees with torch's gloo collectives and with a
-ring. It also compares the measured ratio with the ratio predicted from the bandwidths of the links.
-Then fairseq and Megatron train with gathered parameters (r = 0) on a ring of nodes, both with
-native collectives and with trees.
+ring. The study also compares the measured ratio with the ratio predicted from the bandwidths of the
+links. Then fairseq and Megatron train with gathered parameters (r = 0) on a ring of nodes, both
+with native collectives and with trees.
 
 The study requires Linux and root, and takes about 25 minutes on an idle machine.
 """

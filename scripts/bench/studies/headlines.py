@@ -342,8 +342,8 @@ def _span(ends: Sequence[str]) -> str:
 def _notes(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield one bullet for each row. Rows with the same notes share a single bullet.
 
-    It contains the source, the model, the reason for an error, and the measurement. An item is left
-    out if it is the same as in the previous row.
+    A bullet contains the source, the model, the reason for an error, and the measurement. An item
+    is left out if it is the same as in the previous row.
     """
     made: list[tuple[list[str], list[str]]] = []  # numbers, sentences
     before: list[str] = [""] * 3

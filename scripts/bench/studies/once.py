@@ -43,8 +43,8 @@ LONGEST_WARM_UP = 40  # number of calls in which a tuner can choose
 
 
 class IdentityExpert(nn.Module):
-    """An expert that returns its input unchanged. It has a parameter so that autograd runs the
-    backward pass of the exchange.
+    """An expert that returns its input unchanged. The expert has a parameter so that autograd runs
+    the backward pass of the exchange.
     """
 
     def __init__(self) -> None:

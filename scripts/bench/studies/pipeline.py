@@ -51,9 +51,9 @@ class Load(NamedTuple):
         batches: number of micro-batches.
         length: number of tokens per sequence.
         width: width of the activations. The activations of one sequence have 1.25 MiB.
-        forward_s: function that returns the duration of a slice's forward pass in seconds. Its
-            arguments are the number of tokens in the slice and the number of tokens before the
-            slice.
+        forward_s: function that returns the duration of a slice's forward pass in seconds. The
+            function's arguments are the number of tokens in the slice and the number of tokens
+            before the slice.
     """
 
     batches: int

@@ -76,8 +76,8 @@ def difference(found: dict[str, Any], side: str, other: str, name: str, factor: 
 
 
 def rate_of(found: dict[str, Any], side: str) -> str:
-    """Return the learning rate that a model uses. It is marked with `*` if it is the smallest or
-    largest rate that was tried.
+    """Return the learning rate that a model uses. The rate is marked with `*` if it is the smallest
+    or largest rate that was tried.
     """
     tried = [float(rate) for rate in found["search"][side]]
     rate = best_rates(found["search"][side])[0]

@@ -1,5 +1,5 @@
-"""Measure the transfer of activations between pipeline stages with different layouts. It compares
-separate messages to each receiver with sending each slice to a node only once.
+"""Measure the transfer of activations between pipeline stages with different layouts. The study
+compares separate messages to each receiver with sending each slice to a node only once.
 
 The study takes about a minute.
 """

@@ -103,10 +103,10 @@ class Side:
         name: name of the model.
         kind: "ours", "native" or "dense".
         step: a function that receives the number of a step and trains (or evaluates) on this step.
-            It returns the loss of the language model over all ranks, in nats per token.
+            The function returns the loss of the language model over all ranks, in nats per token.
         optimizers: the torch optimizers. The time of the optimizers is measured separately.
-        settled: a function that returns whether the tuners have made their final choices. It
-            returns the same value on all ranks.
+        settled: a function that returns whether the tuners have made their final choices. The
+            function returns the same value on all ranks.
         layout: a function that returns the label of the current layout.
         parameters: parameters of the model. If the model is stored in 16 bits, the optimizers have
             float32 copies of its parameters.
@@ -270,7 +270,7 @@ def evaluated_settings(hardware: Settings) -> dict[str, Settings]:
     the number of pieces chosen by the load.
 
     Args:
-        hardware: settings that describe the links and the processor. Both settings use them.
+        hardware: settings that describe the links and the processor. Used with and without pieces.
     """
     return {OURS: hardware, PIECES: {**hardware, "parallel.prefill": True}}
 
