@@ -2,8 +2,8 @@
 
 A gradient is a sum over the tokens of all sources (ranks) and micro-batches. The reference stores
 these summands separately, so that an incorrect gradient can be expressed as a linear combination of
-them. The coefficients reveal the fault. For example, they may all be 2 or 1/EP, or 0 for everything
-except this rank or the last micro-batch.
+them. The coefficients reveal the fault. For example, the coefficients may all be 2 or 1/EP, or 0
+for everything except this rank or the last micro-batch.
 """
 
 from __future__ import annotations

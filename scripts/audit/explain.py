@@ -202,8 +202,8 @@ def _finding(names: tuple[str, ...], key: tuple[str, str, str], cause: str,
 def _factor(every: Sequence[Observation], wrong: Sequence[Observation], pattern: str) -> str:
     """Return the expressions that equal the factor of a fault in all cases.
 
-    If there is none, consider only the cases with this explanation. If there is still none, return
-    the range of the factor.
+    If no expression does, consider only the cases with this explanation. If there is still no such
+    expression, return the range of the factor.
     """
     if pattern in (MISSING, ZERO, NOT_ZERO, OTHER, SUM):
         return ""

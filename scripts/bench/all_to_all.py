@@ -81,8 +81,8 @@ def grids(rows: Sequence[ExchangeRow]) -> list[tuple[int, int]]:
 
 
 def parts(rows: Sequence[ExchangeRow]) -> list[str]:
-    """Return one table per grid of nodes and ranks. For each message size, it contains the time of
-    each algorithm, the lower bound given by the link, and the CPU time.
+    """Return one table per grid of nodes and ranks. For each message size, the table contains the
+    time of each algorithm, the lower bound given by the link, and the CPU time.
     """
     found = []
     for grid in grids(rows):

@@ -189,8 +189,9 @@ class GemmBound:
     """The matmuls of the forward and backward pass without any other operations, writing to
     preallocated memory.
 
-    On the CPU, it is one dense matmul per expert with the expert's actual number of rows. On a GPU,
-    it is a single dense matmul over all rows, which has the same number of FLOPs.
+    On the CPU, the GEMM bound is one dense matmul per expert with the expert's actual number of
+    rows. On a GPU, the GEMM bound is a single dense matmul over all rows, which has the same number
+    of FLOPs.
 
     Args:
         problem: sizes of the layer.
@@ -260,8 +261,8 @@ def loads(problem: Problem, data: Data) -> list[int]:
 
 
 def _warm_up(problem: Problem, data: Data) -> None:
-    """Run all one-time initialization of libraries and layers before memory is measured, so that it
-    is not attributed to any candidate.
+    """Run all one-time initialization of libraries and layers before memory is measured, so that
+    its memory is not attributed to any candidate.
 
     A step of a small layer makes libraries allocate their buffers. A forward pass with the sizes of
     our layer makes `experts.compute=auto` choose an implementation.

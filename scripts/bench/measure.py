@@ -118,8 +118,8 @@ def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 
 
 
 def _trim() -> None:
-    """Return freed heap memory to the operating system. Otherwise, a candidate could reuse memory
-    that an earlier candidate freed, and this memory would not be counted.
+    """Return freed heap memory to the operating system, so that no candidate can reuse memory freed
+    by an earlier candidate, which would not be counted.
     """
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -28,7 +28,7 @@ class Experiment:
         peers: total number of peers, present or absent.
         life_s: mean duration of a peer's presence in seconds. The duration has an exponential
             distribution.
-        absence_s: mean duration of a peer's absence in seconds. It has an exponential distribution.
+        absence_s: mean duration of a peer's absence in seconds, exponentially distributed.
         load_s: time in seconds that a new or moved peer needs to load weights. A peer that is
             loading weights processes nothing.
         lives: duration of the experiment divided by the mean duration of a peer's presence.
