@@ -21,8 +21,8 @@ def on_processes(ranks: int, measure: Callable[..., Any], *args: Any, threads: i
 
     Args:
         ranks: number of processes.
-        measure: a function defined at the top level of a module. Every rank calls it after the
-            default group has been initialized.
+        measure: a function defined at the top level of a module. Every rank calls this function
+            after the default group has been initialized.
         threads: number of torch threads in each process.
     """
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ The module of a study may also define:
 * `MADE_BY`: the command that writes the page, if it differs from `moe-plugin bench NAME`;
 * `PLOTS`: for each file name, a function of (numbers, path) that draws this plot;
 * `pages(found)`: further pages by file name;
-* `merge(old, new)`: adds the numbers of a run to those of earlier runs in the same folder;
+* `merge(old, new)`: adds the results of a run to those of earlier runs in the same folder;
 * `failures(found)`: the goals that a run missed. If there are missed goals, the exit status is 1.
 """
 
@@ -81,8 +81,8 @@ class Study:
 
     Attributes:
         name: name of the command, as in `moe-plugin bench NAME`.
-        about: one line that describes what the study measures. If it contains "(computed)", the
-            study does not measure anything on this machine.
+        about: one line that describes what the study measures. If this line contains "(computed)",
+            the study does not measure anything on this machine.
         needs: requirements of the study, as keys of `NEEDS`.
         module: name of the module in `scripts.bench.studies`. If the module defines several
             studies, the class name follows the module name. Defaults to the name of the study.
@@ -310,7 +310,7 @@ def read_numbers(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} contains no numbers of a study ({short(str(error))}). Measure "
+        raise ValueError(f"{path} contains no results of a study ({short(str(error))}). Measure "
                          "first, without --redraw, or choose another --out") from error
 
 

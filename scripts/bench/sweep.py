@@ -1,8 +1,9 @@
 """Measure every combination of values of several axes on emulated clusters. Each measurement
 compares several variants, which alternate in every round.
 
-A study that runs on emulated clusters describes its measurement with a `Sweep`. On every rank, it
-runs a function that builds the variants and measures them with `alternate`. The result of this
+A study that runs on emulated clusters describes its measurement with a `Sweep`. On every rank, a
+`Sweep` runs a function that builds the variants and measures them with `alternate`. The result of
+this
 function contains `seconds`: for each variant, the times of all timed rounds on this rank. The
 template of the study's page defines the columns of its tables (see `report`).
 """
@@ -35,8 +36,8 @@ Ranks = Sequence[Mapping[str, Any]]  # results of all ranks, each with `seconds`
 class Sweep:
     """A measurement on emulated clusters for every combination of values of several axes.
 
-    All of its functions receive a cell, which contains the options of the study and one value for
-    each axis.
+    All functions of a `Sweep` receive a cell, which contains the options of the study and one value
+    for each axis.
 
     Attributes:
         axes: function that maps the study's options to a mapping from the names of the axes to
@@ -120,7 +121,7 @@ def timed_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None,
 def clean_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None = None,
                grad_TD: Tensor | None = None) -> tuple[float, LayerStats]:
     """Run `timed_step` and then clear all gradients. Otherwise, the next variant would accumulate
-    into them.
+    into these gradients.
     """
     found = timed_step(layer, x_TD, choice, grad_TD)
     layer.zero_grad(set_to_none=True)

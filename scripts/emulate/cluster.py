@@ -57,9 +57,9 @@ class EmulatedCluster:
     machine.
 
     Each node has its own network namespace, host name and link. Ranks on the same node communicate
-    over the loopback interface of the node. However this process ends, nothing of the cluster
-    remains: namespaces have no names, the switch exits when its control socket is closed, and ranks
-    exit with their parent process.
+    over the loopback interface of the node. Nothing remains of the cluster however this process
+    ends, because namespaces have no names, the switch exits when its control socket is closed, and
+    ranks exit with their parent process.
 
     Args:
         nodes: number of nodes.

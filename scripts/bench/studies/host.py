@@ -2,8 +2,8 @@
 layer, Megatron-core's own layer and the layers of other frameworks (peers). The study starts its
 own rank processes.
 
-For few tokens, nearly all time is spent in Python, dispatch and autograd. Launching a layer on a
-GPU takes the host the same time.
+For few tokens, nearly all time is spent in Python, dispatch and autograd. The host takes the same
+time to launch a layer on a GPU.
 """
 
 from __future__ import annotations

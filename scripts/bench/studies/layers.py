@@ -243,8 +243,8 @@ class AllLayers:
 
 class OneProblemsOperations:
     """Measure every operation of a layer with the given sizes: the time of each implementation that
-    runs on this machine, and the bound. The bound is the larger of two times: bytes divided by the
-    measured copy bandwidth, and FLOPs divided by the measured rate of a large matmul.
+    runs on this machine, and the bound. The bound is the bytes divided by the measured copy
+    bandwidth, or the FLOPs divided by the measured rate of a large matmul, whichever is larger.
     """
 
     TITLE = "Operations of one layer"
@@ -262,9 +262,9 @@ class OneProblemsOperations:
 
 class AllOperations(OneProblemsOperations):
     """Measure every operation of the layer on the first three problems of the page: the time of
-    each implementation that runs on this machine, and the bound. The bound is the larger of two
-    times: bytes divided by the measured copy bandwidth, and FLOPs divided by the measured rate of a
-    large matmul.
+    each implementation that runs on this machine, and the bound. The bound is the bytes divided by
+    the measured copy bandwidth, or the FLOPs divided by the measured rate of a large matmul,
+    whichever is larger.
     """
 
     TITLE = "Each operation and its bound"

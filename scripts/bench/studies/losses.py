@@ -193,7 +193,7 @@ def _in_float32(host: str, shape: TrainShape, text: str, ours: Mapping[str, Sett
 
 @torch.no_grad()
 def change_last_bits(parameters: Iterable[Tensor]) -> None:
-    """Multiply each number by 1 plus or minus the epsilon of its dtype. The factors are the same on
+    """Multiply each weight by 1 plus or minus the epsilon of its dtype. The factors are the same on
     all ranks.
     """
     drawn = torch.Generator().manual_seed(0)

@@ -134,9 +134,9 @@ def measure_exchange(grid: str, args: argparse.Namespace, slower: float = 1.0) -
     Args:
         grid: number of nodes and of ranks per node.
         args: options of the study.
-        slower: factor by which the links are slower than in the other parts of the study. If it is
-            not 1, only the first width is measured, because the times mostly depend on the number
-            of bytes.
+        slower: factor by which the links are slower than in the other parts of the study. If the
+            factor is not 1, only the first width is measured, because the times mostly depend on
+            the number of bytes.
     """
     rate, widths = args.rate / slower, args.widths if slower == 1 else args.widths[:1]
     at = argparse.Namespace(**{**vars(args), "grid": grid, "rate": rate, "widths": widths})

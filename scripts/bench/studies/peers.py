@@ -133,7 +133,7 @@ def measure_rate(rate: float, every: int, steps: int) -> dict[str, Any]:
         raise RuntimeError(failed[0])
     peers = [end.value for end in ends]
     if {end["members"] for end in peers} != {2}:
-        raise RuntimeError("a peer did not take part in the average. Run the command again on a "
+        raise RuntimeError("a peer did not take part in the averaging. Run the command again on a "
                            "machine that is less busy")
     pipeline = steps * BATCHES * TOKENS / max(end["seconds"] for end in stages)
     whole = 2 * every * BATCHES * TOKENS / max(end["seconds"] for end in peers)

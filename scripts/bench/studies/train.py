@@ -112,10 +112,11 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
 
 
 def hardware(rate_bit_s: float, folder: Path) -> Settings:
-    """Return the settings that describe the links and the processor. The layer uses them to choose
-    the number of pieces.
+    """Return the settings that describe the links and the processor. The layer uses these settings
+    to choose the number of pieces.
 
-    For an emulated cluster, they describe the fitted links with the bandwidth of the cluster.
+    For an emulated cluster, the settings describe the fitted links with the bandwidth of the
+    cluster.
     """
     fitted = load_cluster("configs/clusters/emulated.yaml")
     link = replace(fitted.inter, beta_s=fitted.inter.beta_s * FITTED_BIT_S / rate_bit_s)

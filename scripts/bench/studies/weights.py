@@ -1,6 +1,7 @@
-"""Measure memory and speed of training a model that is larger than its memory limit, in one
-process: in plain PyTorch with a model three times as large as the limit, and with Megatron's
-training script.
+"""Measure the memory and speed of training a model that is larger than its memory limit.
+
+A single process trains a model three times as large as the limit in plain PyTorch, and another
+model with Megatron's training script.
 
 The study requires cgroups (version 1 or 2) with a writable memory controller and 5 GiB of disk
 space, and takes about 6 minutes. The second part requires megatron-core.

@@ -129,7 +129,7 @@ class Side:
 
 def tuners_settled(layers: Sequence[MoELayer]) -> Callable[[], bool]:
     """Return a function that returns whether the tuners of all layers have finished their trials.
-    The result is the same on all ranks.
+    The returned value is the same on all ranks.
     """
     return lambda: not any(_exploring(layer) for layer in layers)
 
