@@ -222,7 +222,6 @@ def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command
     take seconds.
 
     Args:
-        parser: parser to which the commands are added.
         commands: mapping from names to commands.
         words: the command line without flags, split into words.
         above: prefix of the functions that implement the subcommands.

@@ -26,9 +26,6 @@ def host_options(p: argparse.ArgumentParser, data: str | None, top: int, with_: 
     """Add the options that select the host and control how a plan is printed and written.
 
     Args:
-        p: parser to which the options are added.
-        data: default value of `--data`.
-        top: default value of `--top`.
         with_: text placed before the help of the options that write files.
     """
     p.add_argument("--host", choices=HOSTS, default="megatron",
@@ -200,9 +197,7 @@ def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cl
     Args:
         args: parsed arguments with the options of `host_options`.
         folder: folder in which the files are created.
-        model: the model.
         best: a `PlanCost`.
-        cluster: the cluster.
         device: the device.
         start: the settings of the launch command that do not depend on the plan.
         activations: the policy that keeps, recomputes or swaps the activations of each layer. See

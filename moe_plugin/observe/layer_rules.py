@@ -121,7 +121,6 @@ class LayerRule:
     """A rule that detects a problem in MoE layers.
 
     Attributes:
-        name: the name of the rule.
         suspect: a fast check that returns a truthy value for every record that would be a problem
             on its own. Groups of records without any suspect record are not examined further.
         measure: a function that computes a value for one record.

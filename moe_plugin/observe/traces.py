@@ -100,7 +100,6 @@ class RoutingTrace:
     Args:
         layers: modules that each contain one `MoELayer`, ordered as in the model. The `Key` of a
             layer is its attribute `trace_key` if it exists, and otherwise its index.
-        rank: the rank of this process.
         write: the folder to which the trace of this run is written. Optional. If the run resumes
             from a checkpoint, the trace of earlier steps is preserved.
         steps: the number of steps to record, starting with the first step of this run. If 0, all

@@ -176,7 +176,6 @@ class Watch:
     """Show the live view of a run until the run has finished.
 
     Args:
-        folder: the folder of the run.
         interval: the time in seconds between checks for new data in the run's files.
         stream: the output. Control codes and colours are used only if the output is a terminal.
         sleep: a function that waits for the given number of seconds. Tests replace it.

@@ -31,15 +31,12 @@ class Observation:
     """The comparison of one tensor, loss or norm on one rank with the correct result, in one case.
 
     Attributes:
-        case: the case.
         what: the name of the compared tensor, or `loss` or `norm`.
-        rank: the rank.
         readings: all explanations that match the result, each with a factor. For a gradient, the
             explanation is one of the constants above, and the factor is the gradient divided by the
             gradient that the explanation predicts, or NaN if both are 0. For a norm, the
             explanation describes which parameters are counted, and the factor is the norm divided
             by the correct norm.
-        error: the relative error.
         expert: the index of the expert if the tensor contains experts. Otherwise None.
     """
 
@@ -117,7 +114,6 @@ def read_gradient(case: Case, rank: int, tokens_SM: Tensor, rows_SMn: Tensor, g_
     """Return the explanations that match a gradient, and its relative error.
 
     Args:
-        case: the case.
         rank: the rank that computed the gradient.
         tokens_SM: the number of tokens in each micro-batch of each source.
         rows_SMn: the contribution of each source and micro-batch to the correct gradient.
@@ -286,8 +282,6 @@ def counted(norm: float, experts: float, dense: float, own: Sequence[float], ran
         experts: the squared gradient norm of all experts.
         dense: the squared gradient norm of all other parameters.
         own: for each rank, the squared gradient norm of the experts on that rank.
-        rank: the rank.
-        case: the case.
         tolerance: the maximum relative error of a match.
     """
     readings = {

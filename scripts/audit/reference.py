@@ -151,7 +151,6 @@ def reference(model: DenseModel, weights: Mapping[str, Tensor],
     """Compute the losses and gradients of all micro-batches of all sources.
 
     Args:
-        model: the model.
         weights: the unsharded weights in float64, by name.
         data: for each source and micro-batch, the inputs and targets. A source is a rank, or a
             group of ranks that process the same tokens.

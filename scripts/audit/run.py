@@ -22,11 +22,8 @@ class Audit:
     """The result of auditing one target.
 
     Attributes:
-        target: the name of the audited target.
-        version: the version of the target's package.
         tried: the cases in which all ranks completed the training step.
         left_out: the scenarios that the target does not support.
-        findings: the faults that were found.
         not_installed: the reason why the target could not be audited. None if the target's package
             is installed.
         largest_error: the largest relative error among all correct results.
@@ -57,7 +54,6 @@ def audit(target: Target, ranks: Sequence[int] = (1, 2, 4), *, timeout_s: float 
     reference.
 
     Args:
-        target: the training step to audit.
         ranks: the numbers of ranks to audit. Each rank is a process in a gloo group.
         timeout_s: the time limit in seconds, both for building the model and for each step.
         tolerance: the maximum relative error at which a gradient, loss or norm is considered

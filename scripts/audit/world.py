@@ -33,7 +33,6 @@ class RankStep:
     """The result of a training step on one rank.
 
     Attributes:
-        rank: the rank.
         loss: the loss that the step returned.
         norm: the gradient norm that the step returned.
         grads: for each tensor name, a list of pairs (positions in the flattened unsharded tensor,
@@ -64,7 +63,6 @@ class World:
     group, and each process builds the target's model.
 
     Args:
-        target: the training step to audit.
         ranks: the number of processes to fork.
         ep: the size of the expert-parallel groups.
         timeout_s: the time limit in seconds, both for building the model and for each step.

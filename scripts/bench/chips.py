@@ -14,7 +14,6 @@ class GPU:
     """A GPU model, identified by its compiler target in Triton.
 
     Attributes:
-        name: name of the product for which the rates are published.
         kind: type of the chip, as in `kernels.gpu.tilings.Chip`.
         backend: name of the backend in Triton.
         arch: name of the architecture in Triton.

@@ -105,7 +105,6 @@ def whole_model(gpus: int, mask_bytes: float = 0.0) -> float:
     Each GPU processes 24 sequences and stores one expert.
 
     Args:
-        gpus: number of GPUs.
         mask_bytes: bytes moved per mask element, in addition to the reads by matmuls.
     """
     cluster = AZURE.with_ranks(gpus)
@@ -189,12 +188,9 @@ def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int
     rate. Attention is assumed to cost only the time of its weight matrices.
 
     Args:
-        gpus: number of GPUs.
         width: width of a token.
         inner: inner width of an expert.
-        experts: number of experts.
         k: number of experts per token.
-        layers: number of layers.
         active: number of parameters used per token.
     """
     each = 3 * width * inner  # number of parameters of an expert

@@ -24,7 +24,6 @@ def run_options(name: str, data: str) -> dict[str, Option]:
     """Return the options of a study that trains on images. `folder_of_runs` reads these options.
 
     Args:
-        name: name of the study.
         data: name of the default data set of digit images.
     """
     return {

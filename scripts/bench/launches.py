@@ -42,7 +42,6 @@ class Launch:
 
     Attributes:
         module: name of the kernel's module in moe_plugin.kernels.gpu.
-        kernel: name of the kernel.
         types: types of the run-time arguments, in Triton's notation.
         constants: compile-time values. As in Triton, arguments with the value 1 are also constants.
         aligned: names of the arguments that are multiples of 16.
@@ -224,7 +223,6 @@ def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) ->
     """Return a function that runs the forward and backward pass of one layer on the device `META`.
 
     Args:
-        problem: sizes of the layer.
         adds: whether weight gradients are accumulated in a float32 `main_grad`.
         sections: settings that override the benchmark's layer settings, by section.
     """

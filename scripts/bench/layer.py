@@ -89,9 +89,6 @@ def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,
 
     Args:
         stack: exit stack that closes the resources of all layers.
-        problem: sizes of the layer.
-        data: weights and inputs.
-        names: names of the peers.
 
     Returns: A pair (candidates by name, reason for each peer that cannot run).
     """
@@ -141,9 +138,6 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
     """Measure our layer and the given peers on the ranks of `expert_group`.
 
     Args:
-        problem: sizes of the layer.
-        names: names of the peers.
-        rounds: number of timed rounds.
         forward_only: whether to measure only the forward pass.
 
     Returns: The result of our layer, the sizes of the problem, the time of the GEMM bound
@@ -194,8 +188,6 @@ class GemmBound:
     of FLOPs.
 
     Args:
-        problem: sizes of the layer.
-        data: weights and inputs.
         counts: number of rows for each expert.
         forward_only: whether to run only the matmuls of the forward pass.
     """

@@ -49,7 +49,6 @@ def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device
     candidates equally.
 
     Args:
-        rounds: number of timed rounds.
         warmup: number of untimed calls per candidate before the first round.
         slow: a candidate runs only in every fourth round if it takes more than `slow` times as long
             as the first candidate. Skipping slow candidates leaves time for more rounds of

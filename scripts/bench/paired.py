@@ -26,7 +26,6 @@ class PairedDifference:
         half: half the width of the 95 % confidence interval (Student's t), assuming that the
             differences are normally distributed. Infinite if the comparison has only one seed.
         lower: number of seeds for which the difference is negative.
-        seeds: number of seeds.
     """
 
     mean: float
@@ -77,7 +76,6 @@ def compare(jobs: int, rates: Mapping[str, Sequence[float]], seeds: int,
     Args:
         jobs: number of runs that run at the same time.
         rates: for each model, the learning rates to try.
-        seeds: number of seeds per model.
         run: a function that trains a model with a learning rate and a seed, and returns its results
             by name.
         judged: name of the result used to compare learning rates. The learning rate with the lowest

@@ -56,9 +56,7 @@ def measure(place: Path, rows: Mapping[str, Sequence[str]], results: Sequence[st
         rows: for each model, the options of the training script.
         results: names of the results to read from the training log.
         judged: name of the result used to compare learning rates. See `compare`.
-        epochs: number of epochs per run.
         rates: learning rates to try.
-        seeds: number of seeds per model.
         jobs: number of runs that run at the same time.
     """
     for fold in range(FOLDS):

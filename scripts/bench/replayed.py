@@ -91,7 +91,6 @@ def excerpt(traces: Sequence[Trace], experts: int, ranks: int, steps: int,
 
     Args:
         traces: traces of the recorded ranks.
-        experts: number of experts.
         ranks: number of ranks in the returned traces.
         steps: approximate number of steps. A third of the steps comes from each of the three
             periods. If the trace has fewer steps, all of its steps are used.

@@ -140,7 +140,6 @@ def filled(text: str, values: Any) -> str:
     """Return a text with its fields replaced by values.
 
     Args:
-        text: the text.
         values: a mapping from field names to values, or a record whose attributes are available as
             `{0.name}`.
     """

@@ -25,7 +25,6 @@ class Resources:
     """The resources used by a compiled kernel.
 
     Attributes:
-        label: label of the launch.
         registers: number of registers per thread.
         spilled: bytes per thread that are spilled from registers to memory.
         shared: shared memory per block in bytes.

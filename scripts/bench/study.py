@@ -80,7 +80,6 @@ class Study:
     """A measurement that `moe-plugin bench` can run.
 
     Attributes:
-        name: name of the command, as in `moe-plugin bench NAME`.
         about: one line that describes what the study measures. If this line contains "(computed)",
             the study does not measure anything on this machine.
         needs: requirements of the study, as keys of `NEEDS`.

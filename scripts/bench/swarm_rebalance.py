@@ -24,7 +24,6 @@ class Experiment:
     """Peers of equal speed that leave and return.
 
     Attributes:
-        stages: number of stages of the pipeline.
         peers: total number of peers, present or absent.
         life_s: mean duration of a peer's presence in seconds. The duration has an exponential
             distribution.

@@ -21,8 +21,6 @@ class ToyBlock(nn.Module):
     """A block with causal attention and experts, each with a residual connection.
 
     Args:
-        moe: the MoE layer.
-        heads: number of attention heads.
         weighs: whether `forward` returns (output, weighted balance loss) instead of only the
             output.
         remembers: whether tokens attend to the tokens of earlier calls.

@@ -62,8 +62,6 @@ class EmulatedCluster:
     ranks exit with their parent process.
 
     Args:
-        nodes: number of nodes.
-        ranks_per_node: number of ranks on each node.
         rate_bit_s: bandwidth of each node's link in each direction, in bits per second.
         delay_s: latency of a link in one direction, in seconds.
         message_s: additional time per message that a node's network card needs, in seconds.

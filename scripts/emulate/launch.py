@@ -23,7 +23,6 @@ def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restart
     """Start torchrun on every node. Each torchrun starts `ranks_per_node` ranks.
 
     Args:
-        cluster: the emulated cluster.
         program: `script.py ARGS`, `-m module ARGS`, or an installed command such as
             `fairseq-train ARGS`.
         max_restarts: how often torchrun may restart all ranks after a rank has failed.

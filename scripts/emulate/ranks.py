@@ -32,7 +32,6 @@ class RankEnd:
     """The result of a rank, which is a value or an error.
 
     Attributes:
-        rank: number of the rank.
         value: the return value of the rank's function.
         error: the error with its traceback as text, or None if the function returned normally.
         exit: exit status of the process. Negative if the process was ended by a signal. None if the
@@ -58,7 +57,6 @@ class RankProcess:
 
     Attributes:
         rank: number of the rank, or -1 for the process that runs the store.
-        pid: ID of the process.
         pipe: connection that receives the result.
         log: standard error of the process, which is printed if the rank fails.
         started: start time, as returned by `time.monotonic`.
@@ -80,7 +78,6 @@ def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[
             this process.
         node: the node on which the process runs. None runs the process outside of the emulated
             nodes.
-        rank: number of the rank.
         close: file descriptors that are closed in the forked process.
     """
     ours, theirs = Pipe(duplex=False)

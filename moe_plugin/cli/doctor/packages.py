@@ -185,7 +185,6 @@ class Package:
     """A distribution that moe-plugin can use.
 
     Attributes:
-        name: name of the distribution.
         module: name of the Python module in the distribution.
         use: what this package uses the distribution for.
         gpu: whether the distribution is useful only with a GPU.

@@ -36,9 +36,6 @@ class ExchangeRow:
     """The measurements of one all-to-all algorithm at one message size.
 
     Attributes:
-        nodes: number of nodes.
-        ranks_per_node: number of ranks per node.
-        algorithm: name of the all-to-all algorithm.
         bytes: size of the input of each rank in bytes.
         median_ms: median time per exchange over all repeats, in ms.
         min_ms: shortest time per exchange over all repeats, in ms.
@@ -86,7 +83,6 @@ class RankTimes:
     """The measurements of one all-to-all algorithm at one message size on one rank.
 
     Attributes:
-        name: name of the algorithm.
         size: size of the input of each rank in bytes.
         seconds: for each repeat, the time per exchange in seconds, measured over all ranks.
         cpu_s: CPU time in seconds of this rank per exchange.

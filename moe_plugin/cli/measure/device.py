@@ -77,11 +77,9 @@ def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, widt
     flops` seconds, which is linear in `n`.
 
     Args:
-        device: torch device.
         dtype: dtype of the measured matmuls.
         width: width of a token.
         inner: inner width of an expert.
-        repeats: number of repeats.
     Raises:
         ValueError: If the device does not exist, or if the matrices exceed the memory of the
             device.
@@ -95,11 +93,9 @@ def sample_device(device: str, dtype: torch.dtype, width: int, inner: int,
     """Measure the times that `measure_device` uses to fit the model of a device.
 
     Args:
-        device: torch device.
         dtype: dtype of the matmuls that are measured.
         width: width of a token.
         inner: inner width of an expert.
-        repeats: number of repeats.
         least_s: minimum duration of a repeat on a CPU, in seconds. Each repeat makes as many calls
             as are needed to reach this duration. The recorded time is the mean over the calls of
             the repeat. On a busy processor, most short repeats run without interruption, but long
@@ -132,12 +128,10 @@ def measure_kernels(device: str, dtype: torch.dtype, width: int, inner: int, exp
     `LONGEST_S`, larger numbers of rows are skipped.
 
     Args:
-        device: torch device.
         dtype: dtype of the experts that are measured.
         width: width of a token.
         inner: inner width of an expert.
         experts: number of experts per call.
-        repeats: number of repeats.
     Raises:
         ValueError: If `experts` is below 1.
     """

@@ -24,7 +24,6 @@ class Compared:
     """One of the collective algorithms in a comparison.
 
     Attributes:
-        name: name of the algorithm.
         run: simulation of the algorithm at the requested size.
         limit_s: lower bound on the time in seconds, given by the busiest link.
     """
@@ -39,7 +38,6 @@ class Report:
     """The data for the report about a schedule.
 
     Attributes:
-        schedule: the schedule.
         size: size of the collective's result in bytes.
         ways: the algorithms to compare. The first item is the planned schedule. The tuple is empty
             if there is only one rank.

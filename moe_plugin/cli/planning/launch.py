@@ -29,8 +29,6 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
     """Convert a plan to nested plain values that can be used as settings of this package.
 
     Args:
-        model: the model.
-        plan: the plan.
         auto: whether the tuner may change the layout during training. If True, the tuner starts
             with `dispatch.send=rows`, which sends one row per token and expert.
         keeps_send: whether the tuner must not change `dispatch.send`. See `plan_cost.needs_send`.
@@ -104,8 +102,6 @@ def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: s
     """Return the content of the `--moe-config` file that applies a plan.
 
     Args:
-        model: the model.
-        plan: the plan.
         host: see `HOSTS`.
         auto: see `moe_settings`.
         note: comment to write at the top of the file.
@@ -130,7 +126,6 @@ class LaunchCommand:
     """The settings of the launch command that do not depend on the plan.
 
     Attributes:
-        nodes: number of nodes.
         ranks_per_node: number of processes per node.
         head: address of the first node. Required if the run uses several nodes.
         cpu: whether to train on the CPU.
@@ -174,8 +169,6 @@ def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCom
     The dtype is bf16 if `model.element_bytes` is 2.
 
     Args:
-        model: the model.
-        plan: the plan.
         host: see `HOSTS`.
         start: the settings of the launch command that do not depend on the plan.
     Raises:

@@ -48,7 +48,6 @@ class PrefillTable:
     """The number of pieces and the kernel chosen for each prompt length.
 
     Attributes:
-        rows: the results.
         kernels: the prompt lengths at which the best kernel changes when the rows are not divided,
             as tuples (tokens per rank, kernel for shorter prompts, kernel from this length on).
     """
@@ -62,8 +61,6 @@ def prefill_table(model: ModelShape, cluster: Cluster, profile: Profile,
     """Compute the table for an MoE layer whose experts are sharded over all ranks of a cluster.
 
     Args:
-        model: the model.
-        cluster: the cluster.
         profile: measured kernels for the widths and experts of this layer.
         lengths: the prompt lengths, in tokens per rank.
     Raises:

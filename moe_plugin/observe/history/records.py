@@ -23,7 +23,6 @@ class ResizeRecord:
 
     Attributes:
         step: the number of the step before which the size changed.
-        host: the host framework of the run.
         before, after: the number of expert-parallel ranks before and after the change.
         bytes: the total number of bytes sent by all ranks.
         seconds: the duration of the change on the slowest rank, in seconds.
@@ -235,8 +234,6 @@ class RunRecord:
     """All records of a training run, read from its folder.
 
     Attributes:
-        name: the name of the run.
-        host: the name of the host framework of the run.
         steps: the records of the training log, ordered by step.
         layers: for each layer name, the layer's records ordered by step. Layers are sorted.
         copies: for each copier name, the copier's records ordered by step. Copier records are

@@ -38,7 +38,6 @@ class Drawing:
     """One figure of a report, in the form that the template `figures.html` requires.
 
     Attributes:
-        figure: the figure.
         words: a text that describes the figure.
         unseen: whether this text is only visible to screen readers because it is long.
         wide: whether the figure spans the whole width of the page.

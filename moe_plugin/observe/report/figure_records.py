@@ -22,7 +22,6 @@ class Line:
     """One curve. The coordinate `y` is NaN at points where the value is unknown.
 
     Attributes:
-        name: the name of the curve in the legend.
         x, y: the coordinates of the points.
         marks: whether to draw points instead of a line.
         dashed: whether the curve is a reference rather than a measurement.
@@ -44,7 +43,6 @@ class Figure:
 
     Attributes:
         id: an identifier that is unique within the report.
-        title: the title of the figure.
         about: one sentence that explains the figure.
     """
 
@@ -58,7 +56,6 @@ class LineChart(Figure):
     """Curves over steps.
 
     Attributes:
-        lines: the curves.
         unit: the unit of the values. The possible units are listed in `text.number`.
         floor: the value at which the vertical axis starts, unless some values are lower. If None,
             the axis starts at the lowest value.

@@ -26,7 +26,6 @@ class Candidate:
 
     Attributes:
         forward: a function that maps x [T, D] to (y [T, D], losses to add to the training loss).
-        parameters: parameters of the layer.
         note: how this candidate differs from the other candidates.
         compared: whether the layer computes the same function as our layer, including the balance
             loss.
@@ -73,7 +72,6 @@ def register_peer(
     The peer is available if all of `modules` are installed.
 
     Args:
-        name: name of the peer.
         modules: modules that the peer requires.
         refuses: a function that returns the reason why the peer cannot run a problem, or None if
             the peer can run it. If a peer refuses a problem, building the peer raises

@@ -103,7 +103,6 @@ def ring_bound_s(network: Network, size: float) -> float:
     Each message takes a path with the fewest links.
 
     Args:
-        network: the network.
         size: size of the gathered tensor in bytes.
     """
     ranks, load = network.ranks, Counter()

@@ -74,8 +74,6 @@ def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1,
     The noise is the median time of the bound divided by its minimum time.
 
     Args:
-        problem: sizes of the layer.
-        args: options of the study.
         ranks: number of ranks that share the experts and the CPU threads.
         forward_only: whether to measure only the forward pass.
     """

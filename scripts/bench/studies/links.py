@@ -48,7 +48,6 @@ def costs_of(network: Network, own: float) -> np.ndarray:
     which all ranks send to all ranks.
 
     Args:
-        network: the network.
         own: cost of a byte that stays on its rank, relative to the cost on the cheapest link.
     """
     paths = flows(network)

@@ -133,7 +133,6 @@ def measure_exchange(grid: str, args: argparse.Namespace, slower: float = 1.0) -
 
     Args:
         grid: number of nodes and of ranks per node.
-        args: options of the study.
         slower: factor by which the links are slower than in the other parts of the study. If the
             factor is not 1, only the first width is measured, because the times mostly depend on
             the number of bytes.

@@ -48,7 +48,6 @@ class Kind(NamedTuple):
     Attributes:
         title: title of the section.
         nodes: number of nodes, each with one rank.
-        experts: number of experts.
         hidden: inner width of an expert.
         waits: whether the matmuls are replaced by waiting.
         cuts: ways to split the rows into pieces.

@@ -67,7 +67,6 @@ def settings(shape: Shape, schedule: str, width: int, links: dict[str, Any]) -> 
     """Return the settings of the layer.
 
     Args:
-        shape: sizes of the layer.
         schedule: value of `parallel.schedule`.
         width: width of a token.
         links: a dict with the setting `cluster` (a file that describes the links), or an empty dict

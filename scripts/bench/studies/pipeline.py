@@ -48,7 +48,6 @@ class Load(NamedTuple):
     """The micro-batches of a training step.
 
     Attributes:
-        batches: number of micro-batches.
         length: number of tokens per sequence.
         width: width of the activations. The activations of one sequence have 1.25 MiB.
         forward_s: function that returns the duration of a slice's forward pass in seconds. The

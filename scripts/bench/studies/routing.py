@@ -51,7 +51,6 @@ def recorded(host: str, sizes: Mapping[str, Any], args: argparse.Namespace) -> l
     Args:
         host: "fairseq" or "megatron".
         sizes: model sizes that differ from those of the quick start.
-        args: options of the study.
     """
     place, corpus, _ = begin(args)
     s = {**settings(args.steps), **sizes}

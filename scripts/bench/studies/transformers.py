@@ -250,7 +250,6 @@ def _with_sizes(cells: list[dict[str, Any]], args: argparse.Namespace, parts: in
 
     Args:
         cells: the results for each shape.
-        args: options of the study.
         parts: number of batches per step.
         rate: bandwidth of the nodes' links in bit/s, or None.
     """

@@ -43,10 +43,8 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
     """Build all models with the same weights. The default process group must be initialized.
 
     Args:
-        shape: sizes of the models.
         text: the training text, uint8 [N].
         rank: this rank.
-        ranks: number of ranks.
         ours: for each model with our layer, the settings of the layer.
         others: whether to also build the layer of fairseq's `moe` branch and a dense model.
         evaluate: whether steps are forward passes of an evaluation.

@@ -37,8 +37,6 @@ class TrainReport:
     Attributes:
         host: name of the host, which is a key of `HOSTS`.
         place: description of where the ranks ran.
-        ranks: number of ranks.
-        shape: sizes of the model.
         sides: the times of each model.
         load: load average of the machine before and after the measurement.
         versions: package versions, the date and the device.
@@ -79,9 +77,6 @@ class TrainReport:
         """Return the times of the native models divided by the times of one of our models.
 
         If a ratio is above 1, our model is faster.
-
-        Args:
-            name: name of our model.
         Returns: (ratio of medians for the native model with the lowest median, ratio of minima for
             the native model with the fastest step).
         """

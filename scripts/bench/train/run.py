@@ -34,7 +34,6 @@ class TrainPlan:
 
     Attributes:
         host: "megatron" or "fairseq".
-        shape: sizes of the model.
         text: path of the training text.
         steps: number of timed steps per model.
         warm_up: number of untimed steps per model before the timed steps.
@@ -81,7 +80,6 @@ def sides_of(host: str, shape: TrainShape, text: Tensor, ours: Mapping[str, Sett
 
     Args:
         host: "megatron" or "fairseq".
-        shape: sizes of the model.
         text: the training text, as returned by `read_text`.
         ours: settings of our layer by the name of the model.
         others: whether to also build the host's own layer and a dense model.
@@ -150,11 +148,9 @@ def settings_on_emulated(host: str, shape: TrainShape, text: str, ours: Mapping[
 
     Args:
         host: "megatron" or "fairseq".
-        shape: sizes of the models.
         text: path of the training text.
         ours: settings of our layer by the name of the model.
         args: options of a study, including `steps` and `warm_up`.
-        cluster: the cluster.
 
     Returns: The label of the shape, and the results of each model: the layout, the median step time
         in seconds, and the last loss.

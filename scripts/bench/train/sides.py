@@ -42,7 +42,6 @@ class TrainShape:
     """A decoder language model with an MoE layer in every block.
 
     Attributes:
-        name: name of the shape.
         width: width of a token, D.
         inner: inner width of an expert, F.
         experts: number of experts, E.
@@ -100,7 +99,6 @@ class Side:
     """A model that is trained in a comparison.
 
     Attributes:
-        name: name of the model.
         kind: "ours", "native" or "dense".
         step: a function that receives the number of a step and trains (or evaluates) on this step.
             The function returns the loss of the language model over all ranks, in nats per token.
@@ -175,8 +173,6 @@ def batch(text: Tensor, step: int, sentences: int, length: int, rank: int) -> Te
 
     Args:
         text: the text, uint8 [N].
-        step: number of the step.
-        sentences: number of sentences.
         length: number of tokens per sentence.
         rank: this rank.
     """

@@ -24,7 +24,6 @@ class SideTimes:
     """The step times of one model, in seconds on the slowest rank.
 
     Attributes:
-        name: name of the model.
         kind: "ours", "native" or "dense".
         seconds: time of each timed step.
         optimizer_s: time spent in the optimizer during each timed step.
@@ -32,7 +31,6 @@ class SideTimes:
             models can be compared step by step, because all models start with the same weights and
             use the same data.
         parameters: number of parameters per rank.
-        layout: label of the current layout.
     """
 
     name: str
