@@ -36,7 +36,7 @@ def audit_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S",
                    help="seconds after which a step counts as a hang (default: %(default)s)")
     p.add_argument("--tolerance", type=float, default=TOLERANCE, metavar="X",
-                   help="largest relative error that counts as right (default: %(default)s)")
+                   help="largest relative error of a correct result (default: %(default)s)")
     p.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -31,7 +31,7 @@ def run_options(name: str, data: str) -> dict[str, Option]:
                        choices=(data, CIFAR)),
         "images": Option(0, "maximum number of images to train on and to validate with; 0 uses all",
                          quick=100),
-        "runs": Option(f"runs/{name}", "folder of the runs, which a second start continues"),
+        "runs": Option(f"runs/{name}", "folder of the runs, which the same command continues"),
         "fresh": Option(False, "remove the folder of the runs first")}
 
 

@@ -107,7 +107,7 @@ class Study:
         several = {
             "parts": Option(parts, "parts of the page to measure; the other parts are kept",
                             choices=parts),
-            "resume": Option(False, "skip the parts whose numbers are in --out already")}
+            "resume": Option(False, "skip the parts whose results are already in --out")}
         return {**several, **own} if parts else own
 
     @property
@@ -135,12 +135,12 @@ class Study:
                             help=f"write {self.page_name}, {self.numbers_name} and the plots to "
                                  "this folder")
         parser.add_argument("--json", action="store_true",
-                            help="print the numbers instead of the page")
+                            help="print the results instead of the page")
         parser.add_argument("--quick", action="store_true",
-                            help="use small sizes, to try the command")
+                            help="use small sizes to try out the command")
         parser.add_argument("--redraw", action="store_true",
-                            help="measure nothing; write the page and the plots again from the "
-                                 "numbers in --out")
+                            help="do not measure anything; redraw the page and the plots from the "
+                                 "results in --out")
         for name, option in self.options.items():
             option.add(parser, name)
         if hasattr(code, "add_arguments"):
@@ -235,8 +235,8 @@ class Study:
 
     def _earlier(self, folder: Path | None) -> Any:
         if folder is None:
-            raise ValueError("--redraw needs --out FOLDER, the folder with the numbers to draw "
-                             "again. Use, for example, --out docs/benchmarks")
+            raise ValueError("--redraw needs --out FOLDER, the folder that contains the results. "
+                             "Use, for example, --out docs/benchmarks")
         return read_numbers(folder / self.numbers_name)
 
 

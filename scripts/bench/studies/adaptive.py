@@ -30,7 +30,7 @@ CHOICES = list(legal_choices(EXPERTS, NODES, degrees=(1, 2)))
 OPTIONS = {
     "steps": Option(120, "number of steps of each run with auto", quick=30),
     "most-steps": Option(2000, "leave out runs with more steps than this", quick=100),
-    "rate": Option(200e6, "rate of a node's link in bit/s", quick=1e9),
+    "rate": Option(200e6, "bandwidth of a node's link in bit/s", quick=1e9),
 }
 
 

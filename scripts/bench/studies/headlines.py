@@ -47,7 +47,7 @@ OPTIONS = {
     "measure": Option(False, "also measure the results that no other study covers"),
     "rounds": Option(15, "number of timed rounds with --measure", quick=2),
 }
-CHOICES, IMAGES, CLASSES, RATE = 16384, 8, 10, 200e6  # RATE: rate of a node's link in bit/s
+CHOICES, IMAGES, CLASSES, RATE = 16384, 8, 10, 200e6  # RATE: bandwidth of a node's link in bit/s
 FIVE_BLOCKS = replace(PRESETS["swin_s"], depths=(1, 1, 2, 1), moe_blocks=((), (), (1,), (0,)))
 SWITCH = {"router.name": "topk", "router.top_k": 1, "router.normalize": "none",
           "dispatch.capacity_factor": 1.0, "losses": {"switch": 0.01}}

@@ -140,7 +140,7 @@ OPTIONS = {
                        choices=tuple(SHAPES)),
     "hosts": Option(HOSTS, "hosts of the whole steps", quick=("megatron",), choices=HOSTS),
     "nodes": Option(4, "number of nodes, with one rank each"),
-    "rate": Option(100e6, "rate of an ordinary link in bit/s", quick=1e9),
+    "rate": Option(100e6, "bandwidth of a normal link in bit/s", quick=1e9),
     "own": Option(0.25, "cost of a byte that stays on its rank, relative to the cheapest link"),
     "tokens": Option(1024, "tokens per rank for the layer alone", quick=64),
     "width": Option(256, "width of the layer alone", quick=16),

@@ -34,7 +34,7 @@ from scripts.bench.train.sides import Settings, parse_shapes, write_text
 from scripts.emulate import EmulatedCluster
 
 TITLE = "A token once to each rank or node"
-EXPERTS, RATE = 64, 200e6  # RATE: rate of a node's link in bit/s
+EXPERTS, RATE = 64, 200e6  # RATE: bandwidth of a node's link in bit/s
 GRIDS = ("2x2", "4x2", "8x4")
 AUTO, TODAY = "auto", "rows, auto"
 IN_PIECES = {f"{send}, d=2": LayoutChoice(r=1, d=2, send=send) for send in SENDS[1:]}
@@ -255,5 +255,5 @@ OPTIONS = {
     "steps": Option(5, "timed steps of each side", quick=1),
     "warm-up": Option(2, "untimed steps before the timed ones; tuners that have not chosen by "
                       "then get more", quick=1),
-    "rate": Option(RATE, "rate of a node's link in bit/s", quick=1e9),
+    "rate": Option(RATE, "bandwidth of a node's link in bit/s", quick=1e9),
 }

@@ -37,7 +37,7 @@ from scripts.emulate import EmulatedCluster
 TITLE = "Overlap on emulated nodes"
 WIDTH = 256
 TOKENS = 1024
-RATES = (25e6, 50e6, 100e6)  # rates of a node's link in bit/s
+RATES = (25e6, 50e6, 100e6)  # bandwidths of a node's link in bit/s
 AIM = 1.10  # largest acceptable time, relative to the longer one of exchange and matmuls
 ROW_S = 100e-6  # time of a row's forward matmuls if they only wait; backward waits twice as long
 
@@ -246,7 +246,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 OPTIONS = {
     "kinds": Option(tuple(KINDS), "tables to measure", choices=KINDS),
     "rounds": Option(9, "number of timed rounds", quick=1),
-    "rates": Option(RATES, "rates of a node's link in bit/s", quick=(1e9,)),
+    "rates": Option(RATES, "bandwidths of a node's link in bit/s", quick=(1e9,)),
     "degrees": Option((2, 4, 8), "numbers of pieces, in addition to one", quick=(2,)),
     "tokens": Option(TOKENS, "tokens per rank", quick=16),
 }

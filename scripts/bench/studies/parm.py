@@ -133,7 +133,7 @@ OPTIONS = {
     "shapes": Option(tuple(SHAPES), "shapes of the layer", quick=("a half, near", "one, far"),
                      choices=tuple(SHAPES)),
     "rounds": Option(9, "timed rounds of each schedule", quick=1),
-    "rate": Option(50e6, "rate of a node's link in bit/s", quick=1e9),
+    "rate": Option(50e6, "bandwidth of a node's link in bit/s", quick=1e9),
     "width": Option(256, "width of a token", quick=16),
     "calibrated": Option(False, "let auto read the links' times from a cluster file"),
 }

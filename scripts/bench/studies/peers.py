@@ -169,8 +169,8 @@ def plot(seen: dict[str, Any], path: Path) -> None:
 
 PLOTS = {"peers.png": plot}
 OPTIONS = {
-    "rates": Option((50.0, 20.0, 10.0), "rates of the link in Mbit/s", quick=(50.0,)),
-    "every": Option(30, "number of steps between two averages", quick=3),
+    "rates": Option((50.0, 20.0, 10.0), "bandwidths of the link in Mbit/s", quick=(50.0,)),
+    "every": Option(30, "number of steps between averaging rounds", quick=3),
     "steps": Option(6, "number of timed steps of the pipeline", quick=2),
 }
 

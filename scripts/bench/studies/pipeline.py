@@ -269,6 +269,6 @@ def measure_part(part: str, args: argparse.Namespace) -> dict[str, Any]:
 PARTS = {"schedules": (partial(measure_part, "schedules"), schedules_part),
          "slices": (partial(measure_part, "slices"), slices_part)}
 OPTIONS = {
-    "rates": Option((200.0, 100.0), "rates of the links in Mbit/s", quick=(200.0,)),
+    "rates": Option((200.0, 100.0), "bandwidths of the links in Mbit/s", quick=(200.0,)),
     "rounds": Option(3, "timed steps of each schedule", quick=1),
 }

@@ -155,7 +155,7 @@ OPTIONS = {
     "ensemble-epochs": Option(3, "epochs of a run of ensembles", quick=1),
     "image-seeds": Option(8, "number of seeds on digits", quick=2),
     "rates": Option((0.004, 0.008, 0.016), "learning rates to try on digits", quick=(0.01,)),
-    "runs": Option("runs/quality", "folder of the runs, which a second start continues"),
+    "runs": Option("runs/quality", "folder of the runs, which the same command continues"),
     "fresh": Option(False, "remove the folder of the runs first"),
     "jobs": Option(2, "number of runs at the same time, with one thread each"),
 }

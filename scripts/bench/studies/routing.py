@@ -109,7 +109,7 @@ OPTIONS = {
     "traces": Option(tuple(TRACES), "traces to replay", quick=("drifting", "a hot expert"),
                      choices=tuple(TRACES)),
     "grid": Option("4x1", "nodes x ranks per node", quick="2x1"),
-    "rate": Option(200e6, "rate of a node's link in bit/s", quick=1e9),
+    "rate": Option(200e6, "bandwidth of a node's link in bit/s", quick=1e9),
     "tokens": Option(1024, "tokens per rank and call", quick=64),
     "replayed": Option(12, "number of steps of a trace that are replayed, one third each from the "
                        "beginning, the middle and the end", quick=3),

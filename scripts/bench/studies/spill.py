@@ -199,5 +199,5 @@ def standing_part(found: dict[str, Any]) -> list[str]:
 PARTS = {"others": (measure_others, others_part), STANDING: (measure_standing, standing_part)}
 OPTIONS = {
     "rounds": Option(40, "timed steps of each policy and load", quick=2),
-    "rate": Option(200e6, "rate of a node's link in bit/s", quick=1e9),
+    "rate": Option(200e6, "bandwidth of a node's link in bit/s", quick=1e9),
 }

@@ -120,7 +120,7 @@ def body(found: dict[str, Any]) -> list[str]:
         for row in found["rows"]])
 
 
-OPTIONS = {"rate": Option(200.0, "rate of the links in Mbit/s", quick=1000.0),
+OPTIONS = {"rate": Option(200.0, "bandwidth of the links in Mbit/s", quick=1000.0),
            "rounds": Option(5, "timed moves of each kind", quick=1)}
 
 

@@ -321,10 +321,10 @@ def body(found: dict[str, Any]) -> list[str]:
 
 OPTIONS = {
     "seconds": Option(60.0, "seconds of each run", quick=2.0),
-    "rate": Option(50e6, "rate of a node's link in bit/s"),
+    "rate": Option(50e6, "bandwidth of a node's link in bit/s"),
     "delay": Option(5e-3, "delay of a link in one direction, in seconds"),
-    "lifetime": Option(60.0, "mean seconds for which a peer is present"),
-    "absence": Option(15.0, "mean seconds for which a peer is absent"),
+    "lifetime": Option(60.0, "mean time in seconds for which a peer is present"),
+    "absence": Option(15.0, "mean time in seconds for which a peer is absent"),
     "steady": Option(3, "number of peers that never leave (the fastest ones)"),
 }
 

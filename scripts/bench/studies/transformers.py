@@ -309,5 +309,5 @@ OPTIONS = {
     "steps": Option(12, "timed steps of each side", quick=1),
     "dtype": Option("float32", "dtype of weights and activations",
                     choices=("float32", "bfloat16")),
-    "rate": Option(200e6, "rate of a node's link in bit/s", quick=1e9),
+    "rate": Option(200e6, "bandwidth of a node's link in bit/s", quick=1e9),
 }
