@@ -1,3 +1,1 @@
-"""The `moe-plugin` command. The modules of `moe_plugin.cli` are only imported by this package
-itself.
-"""
+"""The `moe-plugin` command. The modules of `moe_plugin.cli` are private to this package."""

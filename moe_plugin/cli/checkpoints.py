@@ -61,8 +61,8 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def inspection_lines(found: Mapping[str, Any], every: bool) -> list[str]:
-    """Return the lines that `moe-plugin inspect` prints. If `every` is true, return all lines. If
-    `every` is false, return at most `SCREEN` lines.
+    """Return the lines that `moe-plugin inspect` prints. If `every` is true, return all lines;
+    otherwise return at most `SCREEN` lines.
     """
     from moe_plugin.planner.units import show_size
 
@@ -100,7 +100,8 @@ def inspection_lines(found: Mapping[str, Any], every: bool) -> list[str]:
 
 
 def _cut(lines: list[str], most: int, what: str) -> list[str]:
-    """Return at most `most` lines. If lines are left out, the last returned line reports how many.
+    """Truncate a list to at most `most` lines. If lines were left out, the last returned line
+    states how many.
     """
     if len(lines) <= most:
         return lines
@@ -128,9 +129,7 @@ def reshard_options(p: argparse.ArgumentParser) -> None:
 
 
 def reshard(args: argparse.Namespace) -> int:
-    """Convert a checkpoint, and print what was written, the speed and the
-    peak memory.
-    """
+    """Convert a checkpoint, and print the written files, the speed and the peak memory."""
     import torch
 
     from moe_plugin.checkpoint.conversion import Conversion

@@ -1,7 +1,7 @@
 """Commands for clusters: `calibrate`, `profile-device`, `simulate all-to-all`, `simulate routing`.
 
-The commands `calibrate` and `profile-device` measure the network and the processor, and write the
-files that `moe-plugin plan` reads.
+`calibrate` and `profile-device` measure the network and the processor, and write the files that
+`moe-plugin plan` reads.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def simulate_routing_options(p: argparse.ArgumentParser) -> None:
 
 
 def simulate_routing(args: argparse.Namespace) -> int:
-    """Predict the times in a routing trace with the planner, and print the predictions."""
+    """Predict the step times for a routing trace with the planner, and print the predictions."""
     from moe_plugin.cli.figures import refuse_links
     from moe_plugin.cli.plan import check_counts
     from moe_plugin.observe.traces import read_traces

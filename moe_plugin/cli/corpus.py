@@ -3,9 +3,9 @@ files of the Python standard library.
 
 The text of the corpus depends only on the Python version. All source files except tests are sorted
 by a hash of the file name. Files are added to the corpus in this order until the requested size is
-reached. One tenth of the files is assigned to the split `valid`, and another tenth to the split
-`test`. In all files of the corpus, each token is one byte. Therefore losses in nats per token can
-be compared between hosts, and with the unigram entropy of the text.
+reached. One tenth of the files is assigned to the `valid` split, and another tenth to the `test`
+split. Each token is one byte of text. Therefore losses in nats per token can be compared across
+hosts, and with the unigram entropy of the text.
 
 | file | content |
 |---|---|
@@ -50,9 +50,9 @@ class CorpusInfo:
         source: folder from which the text was read, or `stdlib` for the standard library.
         python: version of Python with which the corpus was built.
         files: number of source files in each split.
-        tokens: number of tokens in each split. Each token is one byte of text.
-        unigram_entropy: entropy of the training text in nats per token. A language model that
-            predicts only the overall frequency of each byte has this loss.
+        tokens: number of tokens in each split.
+        unigram_entropy: entropy of the training text in nats per token. This is the loss of a
+            language model that predicts each byte with its overall frequency.
         format: version of the file format.
     """
 
@@ -131,14 +131,14 @@ def unigram_entropy(tokens: Iterable[int]) -> float:
 
 
 def byte_token(byte: int) -> str:
-    """Return a byte as one printable token: the character, `▁` for a blank, or e.g. `<0x0A>`."""
+    """Return a byte as one printable token: the character, `▁` for a space, or e.g. `<0x0A>`."""
     if byte == ord(" "):
         return "▁"
     return chr(byte) if 0x21 <= byte <= 0x7E else f"<0x{byte:02X}>"
 
 
 def token_lines(text: bytes) -> Iterator[str]:
-    """For each line of a text, yield its tokens separated by spaces.
+    """For each line of a text, yield its tokens, separated by spaces.
 
     Line breaks are omitted, because fairseq adds an end-of-sentence token to each line.
     """
@@ -148,7 +148,7 @@ def token_lines(text: bytes) -> Iterator[str]:
 
 
 def _files(root: Path) -> list[Path]:
-    """Return all source files below `root` in a reproducible order that mixes files of different
+    """Return all source files below `root` in a reproducible order that shuffles files across
     packages.
     """
     sources = []
@@ -185,8 +185,8 @@ def _split(files: list[Path], size: int, root: Path) -> dict[str, list[bytes]]:
 
 
 def _read(path: Path) -> bytes:
-    """Read a file as UTF-8 without trailing whitespace. Return an empty string for files that must
-    be skipped.
+    """Read a source file and strip trailing whitespace from its lines. Return an empty string for
+    files that must be skipped.
     """
     try:
         if path.stat().st_size > _LARGEST_FILE:

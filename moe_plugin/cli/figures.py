@@ -20,8 +20,8 @@ _LINKS = {"rate": "200mbit", "delay": "1ms", "message_cost": "0us"}
 
 
 def add_links(p: argparse.ArgumentParser) -> None:
-    """Add the options that describe the links of an emulated cluster. The function `links_of` reads
-    these options.
+    """Add the options that describe the links of an emulated cluster. `links_of` reads these
+    options.
     """
     for name, metavar, text in (
             ("rate", "RATE", "rate of an emulated node's link"),
@@ -50,7 +50,7 @@ def refuse_links(args: argparse.Namespace) -> None:
 
 
 def add_exchange_sizes(p: argparse.ArgumentParser, sizes: str) -> None:
-    """Add the options of all-to-all measurements. sizes: default value of `--sizes`."""
+    """Add the options shared by all-to-all measurements. sizes: default value of `--sizes`."""
     p.add_argument(
         "--emulate", metavar="NxP",
         help="nodes x ranks per node of an emulated cluster, e.g. 8x4; separate several by commas")
@@ -67,11 +67,11 @@ STEPS = ((0.4, (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7
 
 
 def columns(records: Iterable[Any], cells: Mapping[str, str | Callable[[Any], str]]) -> str:
-    """Return a Markdown table with a row for each record.
+    """Return a Markdown table with one row per record.
 
-    cells: mapping from the header of a column to a function of the record or a format string. A
-        format string refers to values of a record that is a mapping ("{seconds:.1f}") or to
-        attributes of a record ("{0.seconds:.1f}").
+    cells: for each column header, a function of the record or a format string. A format string
+        refers to an item of the record ("{seconds:.1f}") if the record is a mapping, or to an
+        attribute of the record ("{0.seconds:.1f}").
     """
     def show(cell: str | Callable[[Any], str], one: Any) -> str:
         if callable(cell):
@@ -93,7 +93,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     """Write a figure to a .png or .svg file and close the figure.
 
-    The file contains no date and no random names, so equal plots produce identical files.
+    The file contains no dates or random identifiers, so equal plots produce identical files.
 
     Raises:
         ValueError: If the suffix is neither .png nor .svg, or if the file cannot be written.
@@ -111,7 +111,7 @@ def check_figure(path: str | os.PathLike[str]) -> str:
     """Return the format in which `save_figure` will write a file.
 
     Call this function before a long measurement, so that an invalid file name raises `ValueError`
-    early.
+    immediately.
     """
     suffix = check_output(path).suffix.removeprefix(".").lower()
     if suffix not in ("png", "svg"):
@@ -120,7 +120,7 @@ def check_figure(path: str | os.PathLike[str]) -> str:
 
 
 def pyplot() -> Any:
-    """Return `matplotlib.pyplot` with a backend that needs no display. Raise `ValueError` if
+    """Return `matplotlib.pyplot` with a backend that does not need a display. Raise `ValueError` if
     matplotlib is not installed.
     """
     try:
@@ -149,7 +149,7 @@ def log_ticks(axis: Any, values: Sequence[float],
 def log_scale(axis: Any) -> None:
     """Make the y axis logarithmic, with labels in plain decimal notation.
 
-    Ticks are placed at powers of ten, and also between powers of ten if the axis spans few decades.
+    Ticks are placed at powers of ten, and also between them if the axis spans only a few decades.
     Call this function after everything has been drawn, because the ticks depend on the range of the
     axis.
     """

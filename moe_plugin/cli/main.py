@@ -1,10 +1,10 @@
-"""The console script `moe-plugin <command>`. The script looks up the command in `COMMANDS`, imports
-only the module of this command, and runs the command.
+"""The console script `moe-plugin <command>`. The script imports only the module of the requested
+command, which it looks up in `COMMANDS`.
 
-A command is a function `name(args)` that returns the exit status. In the same module, the function
-`name_options(parser)` adds the options and the description of the command. The commands for
-benchmarks, emulation and audits are in `scripts`, which exists only in a checkout of the
-repository.
+A command is a function `name(args)` that returns the exit status. The function
+`name_options(parser)` in the same module adds the options and the description of the command. The
+commands for benchmarks, emulation and audits are in `scripts`, which exists only in a checkout of
+the repository.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ class Command:
     """A command of `moe-plugin`.
 
     Attributes:
-        help: the line that describes the command in `--help`.
+        help: the one-line description of the command in `--help`.
         module: module of the command in this package.
-        laboratory: module of the command in the folder `scripts`. If it is set, `module` is not
-            used.
+        laboratory: module of the command in the `scripts` folder. If set, `module` is not used.
         study: module of a benchmark study. Set only for the subcommands of `bench`. The module
             defines the functions `add_arguments(parser)` and `run(args)`.
-        parts: function that returns the subcommands, if the command has subcommands.
+        parts: function that returns the subcommands, or None if there are no subcommands.
     """
 
     help: str
@@ -114,8 +113,7 @@ GROUPS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the console script.
 
-    If an error occurs, one line is printed on stderr. With `--verbose`, the traceback is printed
-    too.
+    Errors are printed as a single line on stderr. With `--verbose`, the traceback is also printed.
 
     Returns: the exit status: 0 for success, 1 if the command failed or found a problem, and 2 for
         invalid arguments.
@@ -143,11 +141,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _not_collected() -> Iterator[None]:
-    """Disable garbage collection while modules are imported. The imported objects are excluded from
-    later collections.
+    """Disable garbage collection while modules are imported. The imported objects are also excluded
+    from later collections.
 
-    Collecting the million objects that torch creates takes one second during the imports, and
-    another second when the process ends.
+    Without this, collecting the million objects that torch creates takes one second during the
+    imports and another second at exit.
     """
     gc.disable()
     try:
@@ -164,8 +162,8 @@ def _words(argv: Sequence[str]) -> list[str]:
 def _one_line(error: Exception) -> str:
     """Format an exception as one line.
 
-    Error messages of this package already contain the remedy. All other exceptions are shown with
-    their type and a hint to use `--verbose`.
+    Error messages of this package already say how to fix the problem. All other exceptions are
+    shown with their type and a hint to use `--verbose`.
     """
     if isinstance(error, ValueError):
         return printable(" ".join(str(error).split()), _LINE)
@@ -217,20 +215,18 @@ def _help(parser: argparse.ArgumentParser, status: int) -> int:
 def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command],
                   words: Sequence[str], above: str = "", level: str = "command",
                   shown: bool = True) -> None:
-    """Add all commands to a parser, and add the options of the command that is the first item of
-    `words`.
+    """Add all commands to a parser, and add the options of the command selected by the first item
+    of `words`.
 
-    Options are added only for this command, because importing the modules of all commands would
+    Only the options of this command are added, because importing the modules of all commands would
     take seconds.
 
     Args:
-        parser: parser to which the commands are added.
         commands: mapping from names to commands.
-        words: the words of the command line, without flags.
-        above: prefix for the names of the functions that implement the subcommands.
-        level: the word that `--help` uses for these commands. The value of `level` is `command` or
-            `part`.
-        shown: whether `--help` lists the commands with their descriptions.
+        words: the command line without flags, split into words.
+        above: prefix of the functions that implement the subcommands.
+        level: what `--help` calls these commands, `command` or `part`.
+        shown: whether `--help` lists and describes the commands.
     """
     listed = all(command.study for command in commands.values())
     parser.set_defaults(run=lambda _: _help(parser, 0 if listed else 2))

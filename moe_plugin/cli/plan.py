@@ -1,8 +1,8 @@
 """`moe-plugin plan`, which plans how to train a model on a cluster and explains the plan.
 
 The command chooses the tensor, expert, data and pipeline parallel sizes, the layout of the experts
-and the all-to-all algorithm. Other options plan the memory of one device, the number of pieces for
-each prompt length, or the schedule of pipeline stages.
+and the all-to-all algorithm. Other modes plan the memory of one device, the number of pieces into
+which the rows of prompts are divided (EPS-MoE), or the schedule of pipeline stages.
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ COLORS = {"experts": "tab:orange", "a2a_out": "tab:blue", "a2a_back": "tab:cyan"
 
 
 def host_options(p: argparse.ArgumentParser, data: str | None, top: int, with_: str = "") -> None:
-    """Add the options that select the host and specify how a plan is printed and written.
+    """Add the options that select the host and control how a plan is printed and written.
 
     Args:
-        p: parser to which the options are added.
-        data: default value of `--data`.
-        top: default value of `--top`.
-        with_: prefix of the help texts for the options that write files.
+        with_: text placed before the help of the options that write files.
     """
     p.add_argument("--host", choices=HOSTS, default="megatron",
                    help="host framework of the plan (default: %(default)s); fairseq supports only "
@@ -124,7 +121,8 @@ def plan(args: argparse.Namespace) -> int:
     if args.trace:
         check_output(args.trace)
     if args.memory is None and (given := given_options(args, ("link", "tokens"))):
-        raise ValueError(f"--{given[0]} needs --memory, --model and --device. Leave it out")
+        raise ValueError(f"--{given[0]} needs --memory, --model and --device. Add these options, "
+                         f"or leave --{given[0]} out")
     if args.pipeline is not None:
         _plan_pipeline(args)
     elif args.prefill is not None or args.kernels is not None:
@@ -199,12 +197,11 @@ def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cl
     Args:
         args: parsed arguments with the options of `host_options`.
         folder: folder in which the files are created.
-        model: the model.
         best: a `PlanCost`.
-        cluster: the cluster.
         device: the device.
-        start: values for the launch line that do not depend on the plan.
-        activations: the policy for the activations of each layer. See `PlanCost`.
+        start: the settings of the launch command that do not depend on the plan.
+        activations: the policy that keeps, recomputes or swaps the activations of each layer. See
+            `PlanCost`.
     """
     from moe_plugin.cli.planning.explain import predicted
     from moe_plugin.cli.planning.launch import launch_script, launch_text, launch_words, plan_yaml
@@ -237,7 +234,7 @@ def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> N
 
 
 def _plot_plans(path: Path, plans: list[Any]) -> None:
-    """Draw the times of the plans as stacked bars, and the MoE layer of the best plan as a
+    """Plot the step times of the plans as stacked bars, and the MoE layer of the best plan as a
     timeline.
     """
     from moe_plugin.cli.figures import pyplot, save_figure
@@ -269,7 +266,9 @@ def _plot_plans(path: Path, plans: list[Any]) -> None:
 
 
 def _plan_prefill(args: argparse.Namespace) -> None:
-    """Choose the number of pieces and the kernel for each prompt length."""
+    """For each prompt length, choose the kernel and the number of pieces into which the rows are
+    divided.
+    """
     from moe_plugin.cli.planning.prefill import as_dict, explain, prefill_table
     from moe_plugin.planner.cluster import load_cluster
     from moe_plugin.planner.model import load_model

@@ -1,7 +1,7 @@
-"""`moe-plugin recommend`, which measures the ranks on which it runs and plans a model for these
-ranks.
+"""`moe-plugin recommend`, which measures the ranks on which it runs and plans how to train a model
+on them.
 
-The command prints the launch line of the host and the predicted step time.
+The command prints the command that launches training in the host, and the predicted step time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def recommend_options(p: argparse.ArgumentParser) -> None:
 
 def recommend(args: argparse.Namespace) -> int:
     """Measure the ranks, plan the model, write the plan and print the result. Only rank 0 writes
-    files and prints.
+    files and prints output.
     """
     from moe_plugin.cli.measure.own_cluster import own_ranks
     from moe_plugin.planner.model import load_model
@@ -137,8 +137,8 @@ def _check_links(grid: tuple[int, int], wanted: tuple[int, int]) -> None:
 
 def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
             device: Device) -> list[PlanCost]:
-    """Return the plans that fit in the memory, including plans that recompute the activations of
-    some layers.
+    """Return the plans that fit in memory, including plans that recompute the activations of some
+    layers.
     """
     from moe_plugin.planner.all_to_all_cost import distinct
     from moe_plugin.planner.cluster import MAX_NUMBER
@@ -161,11 +161,11 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
 def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: torch.device,
               grid: tuple[int, int], memory: float) -> tuple[MeasuredNetwork | None,
                                                              Processor | None]:
-    """Return the measurements stored in the folder of rank 0 if they can be reused. If the stored
-    measurements cannot be reused, measure the network and the processor, and store the results.
+    """Return the measurements stored in the folder of rank 0 if they can be reused. Otherwise,
+    measure the network and the processor, and store the results.
 
-    Measurements that were stored earlier are returned only on rank 0. The network is not measured
-    if there is only one rank.
+    Reused measurements are returned only on rank 0. The network is not measured if there is only
+    one rank.
     """
     from moe_plugin.cli.measure.own_cluster import (
         about_network,
@@ -194,8 +194,8 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
 
 def _kept(args: argparse.Namespace, comm: Comm, kind: type[Record], name: str,
           about: dict[str, str]) -> tuple[bool, Record | None]:
-    """Return whether the folder of rank 0 contains measurements that can be reused. On rank 0, the
-    stored measurements are returned too.
+    """Return whether the folder of rank 0 contains measurements that can be reused. On rank 0, also
+    return the stored measurements.
     """
     from moe_plugin.planner.model import load
 

@@ -1,5 +1,5 @@
 """Commands for runs: `configs` (settings files), `corpus` (training data), `report`, and `watch`
-(current state).
+(live view).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _near(name: str) -> list[str]:
 
 def summary(text: str) -> str:
     """Return the first sentence of the comment at the top of a settings file. A command in the
-    comment is left out. For a JSON file, return its `name`.
+    comment is skipped. For a JSON file, return its `name`.
     """
     if text.startswith("{"):
         return str(json.loads(text).get("name", ""))
@@ -118,8 +118,8 @@ def report_options(p: argparse.ArgumentParser) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write the page. Print the path of the report, and a note about each problem in the files of
-    the run.
+    """Write the page. Print the path of the report, and a note about each problem in the run's
+    files.
     """
     # a long log has many records and no reference cycles: collection would take a third of the time
     collects = gc.isenabled()

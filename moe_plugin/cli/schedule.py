@@ -1,4 +1,4 @@
-"""The command `moe-plugin schedule`, and the part of `moe-plugin plan` that plans the memory of one
+"""The command `moe-plugin schedule`, and the mode of `moe-plugin plan` that plans the memory of one
 device.
 
 The command computes the fastest schedule of a collective on a network and proves that no schedule
@@ -24,7 +24,7 @@ OF_SIZES = ("model", "device", "cluster", "scale", "write")  # options only for 
 
 
 def given_options(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """Return the names of those options that the user has set."""
+    """Return the names of the options that the user has set."""
     return [name for name in names if getattr(args, name) is not None]
 
 
@@ -43,7 +43,8 @@ def plan_memory(args: argparse.Namespace) -> None:
     if experts and args.weights_on == "host":
         raise ValueError("--weights-on host needs --profile FILE instead of --model")
     if not experts and (given := given_options(args, ("link", "tokens"))):
-        raise ValueError(f"--{given[0]} needs --memory, --model and --device. Leave it out")
+        raise ValueError(f"--{given[0]} needs --memory, --model and --device. Add these options, "
+                         f"or leave --{given[0]} out")
     if args.accumulate is not None and args.weights_on == "device":
         raise ValueError(f"--accumulate {short(args.accumulate)} needs --weights-on host")
     limit = parse_size(args.memory)
@@ -101,7 +102,7 @@ def _weights(args: argparse.Namespace, profile: Any, limit: int) -> Any:
 
 
 def _plot_streams(path: Path, outcome: Any, limit: int) -> None:
-    """Plot the activity of each stream over time. Below it, plot the memory used on the device."""
+    """Plot the activity of each stream over time, with the device memory in use below it."""
     from moe_plugin.cli.figures import pyplot, save_figure
 
     plt = pyplot()

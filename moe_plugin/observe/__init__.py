@@ -1,4 +1,4 @@
-"""Record statistics of MoE layers, and show a run as log lines, in a live view, or as a report."""
+"""Record statistics of MoE layers, and show a run in the log, in a live view, or in a report."""
 
 from __future__ import annotations
 

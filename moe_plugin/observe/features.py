@@ -1,7 +1,7 @@
-"""Run features that observe training. The run features of this module work in every host framework.
+"""Features that observe training. These features work in every host framework.
 
-`LayerRecords` writes the records of the MoE layers, `DropWarning` warns about dropped choices, and
-`FirstStepLine` logs the duration of the first step.
+`LayerRecords` writes the statistics of the MoE layers, `DropWarning` warns about dropped choices,
+and `FirstStepLine` logs the duration of the first step.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _EVALUATION = "--model-overrides \"{'moe_capacity_factor': 'none'}\" to drop not
 
 
 class DropWarning(RunFeature):
-    """A run feature that warns once if more than the fraction `WARN_ABOVE` of the choices is
-    dropped because of the capacity.
+    """A run feature that warns once if the fraction of choices dropped because of the expert
+    capacity exceeds `WARN_ABOVE`.
 
     Training and validation are checked separately, because experts may have fewer slots in
     validation (`dispatch.eval_token_fraction`, `dispatch.eval_capacity_factor`).
@@ -48,7 +48,7 @@ class DropWarning(RunFeature):
         warns: whether this rank logs warnings.
 
     Attributes:
-        validation: counter of the dropped choices in validation. Used only for hosts that do not
+        validation: counter of the choices dropped in validation. Used only for hosts that do not
             report dropped choices.
     """
 
@@ -57,20 +57,18 @@ class DropWarning(RunFeature):
         self._warns, self._warned = warns, set[str]()
 
     def after_log(self, facts: StepFacts) -> None:
-        """Check the fraction of choices that were dropped in a step, if the host reports this
-        fraction.
-        """
+        """Check the fraction of choices dropped in a step, if the host reports this fraction."""
         if facts.dropped is not None:
             self._warn(f"step {facts.number}", facts.dropped, "training", _TRAINING)
 
     def after_evaluation(self, number: int, dropped: float | None = None) -> None:
-        """Check the fraction of choices that were dropped during a validation."""
+        """Check the fraction of choices dropped in a validation."""
         if self._warns:
             dropped = self.validation.take() if dropped is None else dropped
             self._warn(f"validation at step {number}", dropped, "validation", _VALIDATION)
 
     def evaluation(self, fraction: float) -> None:
-        """Check the fraction of dropped choices after a fairseq command has evaluated a checkpoint.
+        """Check the fraction of choices dropped while a fairseq command evaluated a checkpoint.
 
         fraction: the fraction of all choices that were dropped.
         """
@@ -87,15 +85,15 @@ class DropWarning(RunFeature):
 
 
 class DropCount:
-    """Counts chosen and dropped choices on the device. The counts of several calls are summed until
-    `take` is called.
+    """A counter of all choices and of the dropped choices, stored on the device. The counts
+    accumulate until `take` is called.
     """
 
     def __init__(self) -> None:
         self._counts_2: torch.Tensor | None = None  # int64: chosen, dropped
 
     def add(self, stats: LayerStats | None) -> None:
-        """Add the counts of one forward call. Adding counts does not copy data to the host."""
+        """Add the counts of one forward call. This does not copy data to the host."""
         if stats is None or stats.capacity is None:  # without a capacity nothing is dropped
             return
         chosen = stats.load_KE.sum()
@@ -103,7 +101,7 @@ class DropCount:
         self._counts_2 = counts_2 if self._counts_2 is None else self._counts_2 + counts_2
 
     def take(self) -> float:
-        """Return the fraction of choices that were dropped since the previous call of `take`."""
+        """Return the fraction of choices dropped since the previous call of `take`."""
         counts_2, self._counts_2 = self._counts_2, None
         chosen, dropped = (0, 0) if counts_2 is None else counts_2.tolist()
         return dropped / chosen if chosen else 0.0
@@ -114,7 +112,7 @@ def listen(layers: Mapping[str, Any], training: Sequence[Callable[[str, LayerSta
     """Pass the statistics of every call of the given layers to the given functions.
 
     Args:
-        layers: the layers of a host by name. The attribute `observer` of each layer is set to a
+        layers: the layers of a host by name. The `observer` attribute of each layer is set to a
             function that receives the statistics of each pass. A recomputed pass is counted only
             once.
         training: functions that receive the layer's name and its statistics in training mode.
@@ -137,14 +135,14 @@ class LayerRecords(RunFeature):
 
     Args:
         config: the `observe` settings.
-        layers: the layers by name. The caller must pass the statistics of these layers to the
-            attribute `recorder`. See `listen`.
+        layers: the layers by name. The caller must pass the statistics of these layers to
+            `recorder`. See `listen`.
         comm: the ranks over which statistics are summed. Rank 0 writes the files.
         host: the name of the host framework, which is shown in the report.
         rank: the rank that identifies this process in timelines and traces. Defaults to the rank
             within `comm`.
-        has_log: whether the host writes a training log that the report can read. If there is no
-            such log, the loss and the speed are written together with the layer records.
+        has_log: whether the host writes a training log that the report can read. If not, the loss
+            and the throughput are written together with the layer records.
     """
 
     def __init__(self, config: ObserveConfig, layers: Mapping[str, Any], comm: Comm, *, host: str,
@@ -161,7 +159,7 @@ class LayerRecords(RunFeature):
             self.recorder.write_settings(layers)
 
     def around_step(self, step: StepInput) -> AbstractContextManager[None]:
-        """Record the timeline of the step if `observe.timeline` is the number of this step."""
+        """Record a timeline of the step if its number equals `observe.timeline`."""
         return self.timeline.around(step.number)
 
     def after_step(self, facts: StepFacts) -> None:
@@ -177,7 +175,7 @@ class LayerRecords(RunFeature):
             self.recorder.health.add_step(skipped_step(facts.number))
 
     def after_log(self, facts: StepFacts) -> None:
-        """Plot the metrics of the host's training log, and update the findings."""
+        """Plot the metrics of the host's training log and update the findings."""
         if facts.logged is not None and self.has_log and self.recorder.comm.rank == 0:
             self.recorder.health.add_step(facts.logged)
             self.recorder.plot(facts.logged)
@@ -198,10 +196,10 @@ class LayerRecords(RunFeature):
 
 
 class FirstStepLine(RunFeature):
-    """A run feature that logs one line after the first step. The logged line reports the duration
-    of the first step, and estimates the duration of the run.
+    """A run feature that logs one line after the first step. The line reports the duration of the
+    first step and estimates the duration of the run.
 
-    Ranks that do not know the number of tokens per step do not log the line.
+    The line is omitted on ranks that do not know the number of tokens per step.
     """
 
     def __init__(self) -> None:
@@ -213,7 +211,7 @@ class FirstStepLine(RunFeature):
         return nullcontext()
 
     def after_step(self, facts: StepFacts) -> None:
-        """Log a line about the duration after the first step that was not skipped."""
+        """After the first step that was not skipped, log its duration."""
         if self._logged or not facts.made or facts.skipped or not facts.tokens:
             return
         self._logged = True
@@ -225,7 +223,7 @@ def first_step(seconds: float, tokens: float, left: int | None) -> str:
 
     Args:
         seconds: the duration of the step in seconds.
-        tokens: the number of tokens that all ranks together process in the step.
+        tokens: the number of tokens that all ranks process in the step.
         left: the number of remaining steps in the run. None if the number of steps is unknown.
     """
     text = f"first step: {show_time(seconds)}, {tokens / seconds:,.0f} tokens/s"

@@ -1,9 +1,9 @@
-"""Rules that find problems of a run by examining its records.
+"""Rules that detect problems in a run by examining its records.
 
-The training log, the live view and the report all use these rules. Rules about layers examine the
-latest records of each layer, so a finding disappears once its cause is gone. Rules about layers
-also examine earlier records. A problem in earlier records is reported as a past problem. The rules
-`spikes` and `slower` examine the whole run.
+The training log, the live view and the report all use these rules. Rules about layers report a
+current problem based on the latest records of each layer, so a finding disappears once its cause is
+fixed. Problems that occur only in earlier records are reported as past problems. The rules `spikes`
+and `slower` examine the whole run.
 """
 
 from __future__ import annotations
@@ -63,11 +63,10 @@ class Finding:
 
     Attributes:
         rule: the name of the rule, a key of `RULES`.
-        title: a description of the problem that includes numbers.
-        meaning: the effect of the problem on the run.
+        title: a description of the problem that includes measured values.
+        meaning: how the problem affects the run.
         remedy: the flags or settings that the user should change.
-        layers: the names of the affected layers. The tuple is empty if the finding applies to the
-            whole run.
+        layers: the names of the affected layers. Empty if the finding applies to the whole run.
         past: whether the problem has disappeared.
         steps: the first and the last affected step. None if the finding does not apply to
             particular steps.
@@ -102,8 +101,8 @@ def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> 
 
 
 def _for_host(remedy: str, host: str) -> str:
-    """Replace the flags in the text of a remedy with the flags of the given host. If the host has
-    no flags, flags are replaced with settings.
+    """Replace the flags in a remedy with the equivalent flags of the given host. If the host has no
+    flags, use the settings instead.
     """
     every = "; ".join(f"{name}: {weight}" for name, weight in _BALANCE_WEIGHTS.items())
     remedy = remedy.replace(BALANCE_WEIGHT, _BALANCE_WEIGHTS.get(host, every))
@@ -139,7 +138,9 @@ def _of_layers(rule: LayerRule, run: RunRecord, past: bool) -> Iterator[Finding]
 
 
 def _of_the_log(run: RunRecord) -> dict[str, list[LayerRecord]]:
-    """For a run without layer statistics, return the means over all layers from fairseq's log."""
+    """For a run without layer statistics, build records from fairseq's log, which contains only
+    means over all layers.
+    """
     name = "the mean of all layers"
     records = [LayerRecord(step=r.step, layer=name, drop_fraction=share) for r in run.steps
                if (share := r.dropped()) is not None]
@@ -218,7 +219,7 @@ def _covered(spans: Sequence[SpanRecord]) -> float:
 
 
 def undecided(run: RunRecord) -> Iterator[Finding]:
-    """Find layers whose tuners are still trying out layouts at the end of a long run."""
+    """Find layers whose tuners are still exploring layouts at the end of a long run."""
     begin, end = run.step_range
     after = end - UNDECIDED * (end - begin)
     names = sorted({d.layer for d in run.decisions if d.event == "explore" and d.step > after}
@@ -234,7 +235,7 @@ def undecided(run: RunRecord) -> Iterator[Finding]:
 
 
 def slower(run: RunRecord) -> Iterator[Finding]:
-    """Find a run that has become slower."""
+    """Detect whether the run has become slower."""
     steps, speeds = zip(*known, strict=True) if (known := [
         (r.step, r.tokens_per_s) for r in run.steps if r.tokens_per_s]) else ((), ())
     if len(speeds) < 2 * MEMORY:

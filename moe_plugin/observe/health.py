@@ -1,7 +1,7 @@
 """Log the findings about a run during training.
 
-Each finding about a run is logged once. A finding is logged again if more layers are affected, or
-if the problem returns.
+Each finding about a run is logged once. A finding is logged again if more layers are affected or if
+the problem returns.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ REST = MEMORY  # a finding that was absent for so many checks is logged again if
 class _Logged:
     """A finding that was logged earlier.
 
-    layers: the number of layers that were named in the log line.
-    absent: the number of checks since the finding was last reported.
+    layers: the number of affected layers that the log line named.
+    absent: the number of checks since the problem was last detected.
     """
 
     layers: int = 0
@@ -36,17 +36,17 @@ class _Logged:
 
 
 class HealthLog:
-    """Log the findings about a run as soon as new records are added.
+    """A log of the findings about a run, updated whenever records are added.
 
-    The memory usage does not grow with the length of the run.
+    Its memory usage does not grow with the length of the run.
 
     Args:
-        skip: the names of rules that are not applied because the host logs its own warning.
-        unit: the word that log lines use for the numbers of records, such as `step`.
+        skip: the names of rules to skip because the host logs its own warning.
+        unit: what log lines call the number of a record, such as `step`.
         tell: a function that is called for each logged finding with the arguments (step, rule,
-            title, remaining text).
-        host: the host framework whose flags are suggested in remedies. See `RunRecord.host`. If the
-            string is empty, the flags of all hosts are suggested.
+            title, meaning and remedy).
+        host: the host framework whose flags are used in remedies. See `RunRecord.host`. If empty,
+            the flags of all hosts are used.
     """
 
     def __init__(self, skip: Iterable[str] = (), unit: str = "step",
@@ -74,8 +74,8 @@ class HealthLog:
         self._look(record.step)
 
     def add_timeline(self, row: Mapping[str, Any]) -> None:
-        """Add a timeline, and log new findings. The timeline is passed as the row that is written
-        to the file.
+        """Add a timeline, and log new findings. The timeline is passed in the form in which it is
+        written to the file.
         """
         step, rank, spans = timeline(row)
         self.run.timelines = {(step, rank): spans}
@@ -97,8 +97,8 @@ class HealthLog:
 
 
 def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
-    """Join two records. The joined record keeps the step of the first record, and the last decision
-    of each kind.
+    """Join two records. The result has the step of the first record and the last decision of each
+    kind.
     """
     last: dict[bool, DecisionRecord] = {}
     for made in (*first.decisions, *second.decisions):
@@ -108,8 +108,8 @@ def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
 
 
 def _shortened(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the records of the fastest consecutive steps, without their losses, followed by the
-    records of the last steps.
+    """Return the fastest sequence of consecutive records, without their losses, followed by the
+    most recent records.
     """
     stretches = [steps[i:i + MEMORY] for i in range(0, len(steps) - 3 * MEMORY + 1, MEMORY // 2)]
     fastest = max(stretches, key=lambda some: statistics.median(r.tokens_per_s or 0 for r in some))

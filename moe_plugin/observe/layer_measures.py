@@ -1,8 +1,8 @@
-"""Measures of one layer record that are used by the rules about layers.
+"""Measures of the load of a layer, which are used by the rules about layers.
 
-If the load is even, the largest load divided by the mean load is 1. If a router sends every token
-to the same `k` of `E` experts, the largest load divided by the mean load is `E / k`. `E / k` may be
-less than 2. Therefore the rules determine where the measured load ratio lies between 1 and `E / k`.
+For an even load, the largest load divided by the mean load is 1. If every token chooses the same
+`k` of `E` experts, this ratio is `E / k`, which may be less than 2. Therefore the rules examine
+where the measured ratio lies between 1 and `E / k`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PART = 0.05  # experts per token; smaller differences are rounding
 
 
 def per_token(record: LayerRecord) -> float | None:
-    """Return the number of experts per token, or None if this number is unknown."""
+    """Return the number of experts per token, or None if unknown."""
     k = record.choices / record.tokens if record.tokens else 0.0
     return k if k > 0 and math.isfinite(k) else None
 
@@ -48,8 +48,8 @@ def concentration(record: LayerRecord) -> float | None:
 
 
 def may_be_concentrated(record: LayerRecord) -> bool:
-    """Return False if `concentration` must be below its limit. Only the load of the busiest expert
-    is examined, which is fast.
+    """Return False if `concentration` cannot reach its limit. This is a fast check that examines
+    only the load of the busiest expert.
     """
     k, experts = per_token(record), len(record.load)
     if k is None:
@@ -72,7 +72,7 @@ def bound(record: LayerRecord) -> float:
 
 
 def over_bound(record: LayerRecord) -> float | None:
-    """Return `max_over_mean` divided by its limit `bound(record)`."""
+    """Return `max_over_mean` relative to its limit `bound(record)`."""
     return None if record.max_over_mean is None else record.max_over_mean / bound(record)
 
 
@@ -82,27 +82,25 @@ def is_over_bound(record: LayerRecord) -> bool:
 
 
 def without_loss(record: LayerRecord) -> float | None:
-    """Return `over_bound` for a layer that does not balance its load, and 0 for all other layers.
-    """
+    """Return `over_bound` for a layer without load balancing, and 0 for all other layers."""
     return over_bound(record) if has_no_loss(record) else 0.0
 
 
 def has_no_loss(record: LayerRecord) -> bool:
-    """Return whether a layer is known not to balance its load.
+    """Return whether a layer is known to have no load balancing.
 
-    If a record has no entropy, it was written for a router of another framework, whose losses are
-    unknown. The z-loss (`z_loss` in Megatron) does not balance the load. A router may declare that
-    it balances the load without a loss.
+    A record without an entropy comes from a router of another framework, whose losses are unknown.
+    The z-loss (`z_loss` in Megatron) does not balance the load. A router may declare that it
+    balances the load without a loss.
     """
     balance = record.losses.keys() - {"z", "z_loss"} or record.self_balanced_calls
     return bool(record.load) and not balance and record.entropy is not None
 
 
 def with_loss(record: LayerRecord) -> float | None:
-    """Return `over_bound` for a layer that balances its load, and 0 for all other layers.
+    """Return `over_bound` for a layer with load balancing, and 0 for all other layers.
 
-    Also return 0 for a collapsed layer, because the rule `collapse` already reports collapsed
-    layers.
+    Also return 0 for a collapsed layer, because the rule `collapse` already reports it.
     """
     if has_no_loss(record):
         return 0.0
@@ -119,8 +117,8 @@ def unchosen(record: LayerRecord) -> tuple[int, int] | None:
 
 
 def sureness(record: LayerRecord) -> float | None:
-    """Return the entropy divided by the entropy of a uniform distribution, or None if tokens have
-    only one expert.
+    """Return the entropy of the routing divided by the entropy of a uniform distribution, or None
+    if each token chooses a single expert.
     """
     k, experts = per_token(record) or 0.0, len(record.load)
     known = record.entropy is not None and experts > 1 and k > 1 + PART

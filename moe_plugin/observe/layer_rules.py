@@ -1,7 +1,7 @@
-"""The rules that find problems in the layers of a run.
+"""Rules that detect problems in the layers of a run.
 
-For every record, a rule computes a number. The rule decides for which numbers a problem is
-reported, and describes the problem.
+A rule computes a value for every record, decides whether these values indicate a problem, and
+describes the problem.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Episode:
     """A sequence of consecutive records to which a rule applies.
 
     Attributes: first, last: the first and the last step of the episode.
-        begins, ends: whether the episode contains the layer's first record, and whether it contains
-            the layer's last record.
+        begins, ends: whether the episode contains the layer's first record and its last record,
+            respectively.
         records: the number of records in the episode.
-        worst: the `RECENT` consecutive records in which the problem is worst. If the episode
-            contains the layer's last record, `worst` contains the last `RECENT` records instead.
-        value: the number that the rule computed for `worst`.
+        worst: the `RECENT` consecutive records in which the problem is most severe. If the episode
+            contains the layer's last record, these are the last `RECENT` records instead.
+        value: the value that the rule computed for `worst`.
     """
 
     first: int
@@ -64,8 +64,7 @@ def episodes(records: Sequence[LayerRecord], rule: LayerRule, *,
     """Return the episodes in which a rule applies to a layer. Within an episode, the rule applies
     to every group of `RECENT` consecutive records.
 
-    past: whether to examine all records of the layer. If False, only the last `RECENT` records are
-    examined.
+    past: whether to examine all records of the layer or only the last `RECENT` records.
     """
     records = records if past else records[-RECENT:]
     values: list[Any] = [None] * len(records)
@@ -112,29 +111,28 @@ Found = Mapping[str, Sequence[Episode]]  # by layer
 
 
 def named(names: Sequence[str]) -> str:
-    """Return a string with the first few names and the number of the remaining names."""
+    """Return a string with the first few names and the number of remaining names."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 
 
 @dataclass(frozen=True)
 class LayerRule:
-    """A rule that finds a problem in MoE layers.
+    """A rule that detects a problem in MoE layers.
 
     Attributes:
-        name: the name of the rule.
         suspect: a fast check that returns a truthy value for every record that would be a problem
             on its own. Groups of records without any suspect record are not examined further.
-        measure: a function that computes a number for one record.
-        judge: a function that decides whether consecutive records have a problem. The function
-            `judge` receives the values of `measure`, and returns the value to report, or None if
-            there is no problem.
-        title: a function that returns the title of a finding. The title is in the past tense if the
-            function's second argument is True.
-        meaning: the effect of the problem on the run.
+        measure: a function that computes a value for one record.
+        judge: a function that decides whether consecutive records indicate a problem. It receives
+            the values of `measure`, and returns the value to report, or None if there is no
+            problem.
+        title: a function that returns the title of a finding. If its second argument is True, the
+            title is in the past tense.
+        meaning: how the problem affects the run.
         remedy: the flags or settings that the user should change.
         lasted: the minimum length of a past problem, as a fraction of the layer's records. Shorter
-            past problems are not reported.
+            past problems are ignored.
     """
 
     name: str
@@ -165,7 +163,7 @@ class LayerRule:
 
 def _where(found: Found, past: bool) -> str:
     """Return a string that lists the affected layers. If only some steps are affected, the string
-    also contains these steps.
+    also lists the range of these steps.
     """
     return named([_steps(name, stretches, past) for name, stretches in found.items()])
 
@@ -179,8 +177,8 @@ def _steps(name: str, stretches: Sequence[Episode], past: bool) -> str:
 
 
 def _at(found: Found, past: bool) -> tuple[str, Episode]:
-    """Return a string with the name and the steps of the most affected layer, and the worst episode
-    of this layer.
+    """Return a string with the name and steps of the most affected layer, and the worst episode of
+    this layer.
     """
     name, worst = max(((name, e) for name, stretches in found.items() for e in stretches),
                       key=lambda item: item[1].value)
@@ -195,8 +193,8 @@ def _mean(values: Iterable[Any]) -> float | None:
 
 
 def _mean_is(bad: Callable[[float], bool]) -> Judge:
-    """Return a function for `LayerRule.judge`. The function computes the mean of the known values,
-    and returns the mean if `bad(mean)` is true.
+    """Return a function for `LayerRule.judge`. The returned function computes the mean of the known
+    values, and returns it if `bad(mean)` is true.
     """
 
     def judge(values: Sequence[Any]) -> float | None:
@@ -211,8 +209,8 @@ def _peak(records: Sequence[LayerRecord]) -> float:
 
 
 def _against(records: Sequence[LayerRecord]) -> str:
-    """Return a string that states the load of the busiest expert if all tokens chose the same
-    experts, or an empty string if this load is unknown.
+    """Return a string that states what the load of the busiest expert would be if all tokens chose
+    the same experts, or an empty string if unknown.
     """
     top = _mean(ratio_of_same_experts(r) for r in records)
     return "" if top is None else f"{top:.1f} would mean all tokens on the same experts"

@@ -1,5 +1,5 @@
-"""Functions that collect the statistics of every MoE layer of a model and the settings that the
-user changed.
+"""Functions that collect the statistics of every MoE layer of a model, and the settings that the
+user has changed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ON, OFF = "on", "off"  # the values of a flag that is a switch
 
 def chosen(words: Iterable[str], known: Mapping[str, tuple[str, str]],
            several: Collection[str] = ()) -> dict[str, tuple[str, str]]:
-    """Return the settings that differ from their defaults, in a command and in its `--moe-config`
-    file.
+    """Return the settings in a command and in its `--moe-config` file that differ from their
+    defaults.
 
     Args:
-        words: the words of the command line.
+        words: the command-line arguments.
         known: the settings of the host that differ from their defaults, as pairs (value, default)
             by flag. Boolean flags have the values `ON` and `OFF`.
         several: the names of flags that accept more than one value. See `written`.
@@ -49,8 +49,8 @@ def _is_switch(text: str, known: tuple[str, str]) -> bool:
 
 
 def differing(settings: Mapping[str, object]) -> dict[str, tuple[str, str]]:
-    """Return the settings of this package that differ from their defaults. Keys of the returned
-    dict are dotted paths, and values are pairs (value, default).
+    """Return the settings of this package that differ from their defaults. The keys are dotted
+    paths, and the values are pairs (value, default).
     """
     defaults = {**flatten(to_dict(from_dict({}))), **flatten(to_dict(run_from_dict({})))}
     return {path: (str(value), shown(defaults[path])) for path, value in settings.items()
@@ -58,7 +58,7 @@ def differing(settings: Mapping[str, object]) -> dict[str, tuple[str, str]]:
 
 
 def shown(value: object) -> str:
-    """Format the default value of a setting for readers. The value None is shown as a dash."""
+    """Format the default value of a setting for readers. None is shown as a dash."""
     return "–" if value is None else str(value)
 
 
@@ -66,13 +66,13 @@ Take = Callable[[str, LayerStats], None]
 
 
 def listen_to(model: nn.Module, take: Take) -> dict[str, nn.Module]:
-    """Call `take` in each training pass of each MoE layer, with the layer's name and statistics.
+    """Call `take` with the layer's name and statistics in each training pass of each MoE layer.
 
-    This function supports all layers of this package, and the experts modules of `transformers`. If
-    a block contains only the MoE layer, the layer gets the name of the block. For experts modules
-    of `transformers`, only the chosen experts are known. The entropy of these modules is NaN, and
-    their losses are empty. Tokens that the attention mask of the model marks as padding are not
-    counted. A recomputed pass is counted only once.
+    All layers of this package and the experts modules of `transformers` are supported. If a block
+    contains only the MoE layer, the layer is given the name of the block. For experts modules of
+    `transformers`, only the chosen experts are known. Therefore the entropy is NaN, and there are
+    no losses. Padding tokens, according to the model's attention mask, are not counted. A
+    recomputed pass is counted only once.
 
     Returns: The MoE layers by name.
     Raises:
@@ -121,7 +121,7 @@ def _of_experts(take: Take, name: str, experts: int, masks: TokenMasks, module: 
 def _stats(ids_TK: Tensor, experts: int, real_T: Tensor | None = None) -> LayerStats:
     """Return the statistics of one forward call of a `transformers` experts module.
 
-    ids_TK: the chosen experts, int [T, K]. Ids outside of the range 0 to `E - 1` mean that no
+    ids_TK: the chosen experts, int [T, K]. Values outside of the range 0 to `E - 1` mean that no
     expert was chosen.
     real_T: bool [T], which is False for padding tokens. None if the batch contains no padding.
     """

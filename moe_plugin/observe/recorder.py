@@ -7,8 +7,8 @@ interval and written to files.
         recorder.add("layer3", out.stats)
         host_logs = recorder.step(step)     # {} except at the end of an interval
 
-Between two intervals, no data are copied to the host or sent to other ranks. Each interval requires
-one all-reduce and one copy to the host. The names of the output files are set in `ObserveConfig`.
+Between intervals, no data are copied to the host or sent to other ranks. Each interval requires one
+all-reduce and one copy to the host. `ObserveConfig` sets the names of the output files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _THREAD = threading.local()
 
 
 class _Copies:
-    """The activity of a copier since its last record, and the memory that is used on the device."""
+    """The activity of a copier since its last record, and the device memory in use."""
 
     def __init__(self, copier: Copier, on_device: Callable[[], OnDevice]) -> None:
         self.copier, self._before = copier, dataclasses.astuple(copier.counters)
@@ -77,7 +77,7 @@ class StatsRecorder:
         comm: the ranks over which statistics are summed, such as the ranks of one pipeline stage.
             All ranks must have the same layers and must call `step` the same number of times.
             Defaults to a group that contains only this rank.
-        skip: the names of rules that are not applied because the host logs its own warning.
+        skip: the names of rules to skip because the host logs its own warning.
         host: the name of the host framework for the report, one of `pytorch`, `fairseq` and
             `megatron`.
     Raises:
@@ -101,8 +101,8 @@ class StatsRecorder:
         marked_here(self)
 
     def add(self, layer: str, stats: LayerStats) -> None:
-        """Add the statistics of one forward pass of a layer. Adding statistics neither copies data
-        to the host nor communicates with other ranks.
+        """Add the statistics of one forward pass of a layer. This neither copies data to the host
+        nor communicates with other ranks.
         """
         if layer not in self._layers:
             self._layers[layer] = StatsSums()
@@ -113,9 +113,9 @@ class StatsRecorder:
 
         The MoE layers may be created by `replace_ffn`, by `swap_moe_blocks` or by your own code.
         Experts modules of `transformers` are also recorded. The settings of this package's layers
-        are written to the files. For routers of `transformers`, only the load is recorded. All
-        ranks of a tensor-parallel group of `transformers` process the same tokens, and every rank
-        counts these tokens.
+        are also written to the files. For the routers of `transformers`, only the load is recorded.
+        All ranks of a `transformers` tensor-parallel group process the same tokens, and each of
+        these ranks counts them.
 
         Returns: The names of the MoE layers.
         Raises:
@@ -127,7 +127,8 @@ class StatsRecorder:
         return list(found)
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that undoes all later calls of `add`.
+        """Return a function that restores the current statistics and discards the results of later
+        calls of `add`.
 
         The returned function may be called several times, until the next record is written.
         """
@@ -140,16 +141,16 @@ class StatsRecorder:
 
     def watch(self, name: str, copier: Copier,
               on_device: Callable[[], OnDevice] = OnDevice) -> None:
-        """From now on, record the activity of a copier, such as the copier that moves activations
-        or weights.
+        """From now on, record the activity of a copier that moves data such as activations or
+        weights.
 
         All ranks must watch copiers with the same names.
 
         Args:
-            name: a name for the data that are copied.
+            name: a name for the copied data.
             copier: the copier.
-            on_device: a function that returns how much device memory is in use. The function
-                `on_device` is called once for each record.
+            on_device: a function that returns how much device memory is in use, called once per
+                record.
         """
         self._copiers[name] = _Copies(copier, on_device)
 
@@ -157,8 +158,8 @@ class StatsRecorder:
         """End a training step, and write a record at the end of each interval. Every rank must call
         this method once per step.
 
-        Returns: The result of `flush` at the end of an interval, and an empty dict after all other
-        steps.
+        Returns: The result of `flush` at the end of an interval, and an empty dict after every
+        other step.
         """
         return self.flush(step) if (step + 1) % self.config.interval == 0 else {}
 
@@ -208,8 +209,8 @@ class StatsRecorder:
     def write_settings(self, layers: Mapping[str, MoELayer]) -> None:
         """Write the settings of the layers to the files, so that the report can show them.
 
-        If a setting has different values in different layers, all values are listed. layers: the
-        layers by name. The names must be the same as in the records.
+        If a setting differs between layers, all of its values are listed. layers: the layers by
+        name. The names must be the same as in the records.
         """
         flat = [flatten(to_dict(layer.given)) for layer in layers.values()]
         of_all = {path: list(dict.fromkeys(str(settings.get(path)) for settings in flat))
@@ -235,8 +236,8 @@ class StatsRecorder:
     def reduce(self) -> dict[str, dict[str, Any]]:
         """Return one record per layer, summed over all ranks and all calls since the last record.
 
-        Reducing the statistics requires a single all-reduce. The records of copiers are not
-        returned here; `write` adds these records.
+        This requires a single all-reduce. The records of copiers are not returned here; `write`
+        adds them.
         """
         if not self._layers and not self._copiers:
             return {}
@@ -261,22 +262,22 @@ class StatsRecorder:
 
 
 class Marked(Protocol):
-    """An object that counts passes, and can undo its counts if a training step is repeated."""
+    """An object that counts passes and can undo its counts when a training step is repeated."""
 
     def mark(self) -> Callable[[], None]:
         """Return a function that undoes all later counts. See `StatsRecorder.mark`."""
 
 
 def marked_here(marked: Marked) -> None:
-    """Register an object whose counts must be undone if a step in this thread is repeated. The
-    object is removed from the registry when it is garbage-collected.
+    """Register an object whose counts must be undone if a step is repeated in this thread. It is
+    removed from the registry when it is garbage-collected.
     """
     _of_this_thread().add(marked)
 
 
 def marks() -> list[Callable[[], None]]:
-    """Call `mark` of each recorder that was created in this thread. Call this function before a
-    step that may be repeated.
+    """Call `mark` of each registered object of this thread and return the results. Call this
+    function before a step that may be repeated.
     """
     return [recorder.mark() for recorder in _of_this_thread()]
 
@@ -311,8 +312,8 @@ def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def _rows_sent(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """For layers that send rows, return the number of rows per token and the fraction of rows that
-    were saved.
+    """For layers that send rows, return the number of rows per token and the fraction of rows
+    saved.
     """
     if not rows:
         return {}

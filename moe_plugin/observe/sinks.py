@@ -24,10 +24,10 @@ CALLS = 2  # the number of calls of each layer per record
 
 
 class StoreLog:
-    """Log a warning if an evaluation waits for experts that are not on the device.
+    """Log a warning if an evaluation has to wait for experts that are not on the device.
 
-    The statistics files describe only training. During training, hosts store all experts on the
-    device. Therefore, statistics of the expert store during an evaluation are only logged.
+    The statistics files cover only training, in which hosts store all experts on the device.
+    Therefore, the statistics of the expert store during an evaluation are only logged.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,8 @@ class StoreLog:
     def add(self, layer: str, store: Mapping[str, int]) -> None:
         """Add the expert-store counters of one forward call.
 
-        A new record begins when the first layer is called, so that each record covers all layers.
+        A new record begins whenever the first layer is called, so that each record covers all
+        layers.
         """
         if layer == next(iter(self._seen), None) and self._seen[layer]["calls"] == CALLS:
             self._record()
@@ -88,8 +89,8 @@ class Sink(Protocol):
         """Write one record."""
 
     def alert(self, step: int, rule: str, title: str, text: str) -> None:
-        """Receive a warning. The arguments are the number of the step, the rule and the title of a
-        finding, and a text with its meaning and its remedy.
+        """Receive a warning. The arguments are the step number, the rule and the title of a
+        finding, and a text with its meaning and remedy.
         """
 
     def close(self) -> None:
@@ -99,18 +100,17 @@ class Sink(Protocol):
 class JsonlSink:
     """A sink that appends records to a file, with one JSON object per line.
 
-    When `write` returns, the record has been written to the file. Therefore records are not lost if
-    the run is killed. If a record cannot be written, for example because the disk is full, the sink
-    logs a warning, discards the record and continues.
+    When `write` returns, the record has been written to the file, so no records are lost if the run
+    is killed. If a record cannot be written, for example because the disk is full, the sink logs a
+    warning and discards the record.
 
     Args:
         path: the file. The folder of the file is created if it does not exist.
-        name: the setting or flag that specifies the path of the file. The name of the setting or
-            flag is used in messages.
-        take_over: whether to lock the file even if a different run has locked it (see
-            `folder_lock`). Optional. By default, the file is not locked.
+        name: the setting or flag that specifies the path of the file, for use in messages.
+        take_over: whether to lock the file even if another run has locked it (see `folder_lock`).
+            Optional. By default, the file is not locked.
     Raises:
-        ValueError: If the file cannot be opened, or if a different run is writing to the file.
+        ValueError: If the file cannot be opened, or if another run is writing to the file.
     """
 
     def __init__(self, path: str, name: str = "observe.jsonl",
@@ -164,9 +164,9 @@ def _ends_within_a_line(path: str) -> bool:
 
 
 class TensorBoardSink:
-    """Write the numbers in records to TensorBoard, under the names that `points` returns.
+    """Write the numeric fields of records to TensorBoard, under the names that `points` returns.
 
-    If a file cannot be written, the sink logs a warning once and stops writing. Training continues.
+    If writing fails, the sink logs a warning once and stops writing. Training continues.
 
     Raises:
         ValueError: If TensorBoard is not installed, or if the directory cannot be created.
@@ -214,17 +214,17 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Log the numbers in records to a run in a Weights & Biases project, under the names that
-    `points` returns.
+    """Log the numeric fields of records to a run in a Weights & Biases project, under the names
+    that `points` returns.
 
-    All plots use the training step as the horizontal axis, so the records of a step may be written
-    one after the other. The package `wandb` sends data in the background and reads environment
-    variables, such as WANDB_MODE=offline, WANDB_DIR, WANDB_NAME and WANDB_RUN_GROUP. Other runs in
-    the same process, such as the run of fairseq's `--wandb-project`, are not affected.
+    All plots use the training step as the horizontal axis, so the records of one step may be
+    written separately. The package `wandb` sends data in the background and reads environment
+    variables, such as WANDB_MODE=offline, WANDB_DIR, WANDB_NAME and WANDB_RUN_GROUP. Other wandb
+    runs in the same process, such as the run of fairseq's `--wandb-project`, are not affected.
 
     Raises:
-        ValueError: If `wandb` is not installed, or if it cannot start, for example because there is
-            no API key or no network.
+        ValueError: If `wandb` is not installed or cannot start, for example because there is no API
+            key or no network connection.
     """
 
     def __init__(self, project: str) -> None:
@@ -256,11 +256,11 @@ class WandbSink:
 
 
 def points(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a record by the names of their plots.
+    """Return the numeric fields of a record, keyed by the names of their plots.
 
-    Numbers of a layer have the names `moe/<layer>/<field>`, `moe/<layer>/loss/<name>` and
-    `moe/<layer>/share/expert<number>`. All other numbers have the names
-    `moe/copies/<copier>/<field>` and `moe/training/<name>`.
+    The fields of a layer are named `moe/<layer>/<field>`, `moe/<layer>/loss/<name>` and
+    `moe/<layer>/share/expert<number>`. All other fields are named `moe/copies/<copier>/<field>` or
+    `moe/training/<name>`.
     """
     fields = record.get("training", record)
     numbers = {key: value for key, value in fields.items()

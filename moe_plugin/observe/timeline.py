@@ -1,7 +1,7 @@
 """Record a timeline of one training step with torch's profiler.
 
-The timeline shows layers, exchanges, matmuls and GPU kernels. Ranks that record no timeline wait
-only until rank 0 has started the profiler.
+The timeline shows layers, exchanges, matmuls and GPU kernels. Ranks that do not record a timeline
+wait only until rank 0 has started the profiler.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class StepTimeline:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Return a context manager for a whole training step. The timeline is recorded if this is
-        the configured step.
+        """Return a context manager for a whole training step. The timeline is recorded only in the
+        configured step.
         """
         if self.path is None or not self.step or step != self.step:
             yield
@@ -170,8 +170,8 @@ def _on_host(event: Any) -> bool:
 
 
 def _row(event: Any, passes: Sequence[_Pass]) -> _Row | None:
-    """Convert a profiler event to a span, or return None if the timeline does not show events of
-    this type.
+    """Convert a profiler event to a span, or return None if the timeline does not show this type of
+    event.
     """
     name, begin, end = event.name, event.time_range.start, event.time_range.end
     if not _on_host(event):

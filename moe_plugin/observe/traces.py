@@ -1,18 +1,18 @@
 """Write, read and replay routing traces, which contain the chosen experts of each token in each
 step.
 
-The file format is that of Megatron's `--moe-routing-trace-path` in version 0.19 and later. Each
-rank writes one trace file. For example, the file of rank 0 is `router_trace_rank0.jsonl`. A trace
-file contains one JSON object for each forward pass of a layer during training:
+The file format is that of `--moe-routing-trace-path` in Megatron 0.19 and later. Each rank writes
+one trace file. The file of rank 0 is named `router_trace_rank0.jsonl`. A trace file contains one
+JSON object for each forward pass of a layer during training:
 
     {"step": 0, "stage": "pre_dispatch", "block": "decoder", "layer": 3, "rank": 0,
      "num_tokens": 128, "topk": 2, "top_indices": [[5, 0], ...]}
 
-`step` is the number of steps completed before this pass. `layer` is the index of the layer in the
-whole model. In Megatron's own traces, `layer` is the index within the pipeline stage. Layers of
-multi-token prediction have the `block` "mtp" and an additional field `mtp_idx`. The tokens in
-`top_indices` are in the same order as in the layer's input. The expert index -1 means that no
-expert was chosen. The index -1 is used for padding and for dropped second choices.
+`step` is the number of steps that were completed before this pass. `layer` is the index of the
+layer in the whole model. In Megatron's own traces, `layer` is the index within the pipeline stage.
+Layers for multi-token prediction have the `block` "mtp" and an additional field `mtp_idx`. The
+tokens in `top_indices` are in the same order as in the layer's input. An expert index of -1 means
+that no expert was chosen, as for padding and dropped second choices.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_trace(path: str | Path) -> dict[Key, list[list[Tensor]]]:
         int64 tensor [T, K] on the CPU.
     Raises:
         ValueError: If the file cannot be read or is not a trace. The error message contains the
-            number of the invalid line.
+            line number.
     """
     found: dict[Key, dict[int, list[Tensor]]] = {}
     check_input(path, "routing trace", "write one with observe.trace")
@@ -100,15 +100,14 @@ class RoutingTrace:
     Args:
         layers: modules that each contain one `MoELayer`, ordered as in the model. The `Key` of a
             layer is its attribute `trace_key` if it exists, and otherwise its index.
-        rank: the rank of this process.
         write: the folder to which the trace of this run is written. Optional. If the run resumes
-            from a checkpoint, the records of earlier steps are preserved.
-        steps: the number of steps to record, counted from the first step of this run. If 0, all
+            from a checkpoint, the trace of earlier steps is preserved.
+        steps: the number of steps to record, starting with the first step of this run. If 0, all
             steps of the run are recorded.
         replay: the folder of a trace to replay. Optional. In pass `m` of step `n`, a layer uses
             record `m` of step `n` of the trace instead of its router's choice (see
-            `Router.forced`). After the last step of the trace, replaying continues with the first
-            step. Layers in the trace and layers of the model are matched by their order.
+            `Router.forced`). After the last step of the trace, the replay restarts from the first
+            step. Layers of the trace and of the model are matched by their order.
     Raises:
         ValueError: If a folder cannot be written, or if a trace does not match these layers.
     """
@@ -151,7 +150,7 @@ class RoutingTrace:
         return hook
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that undoes all later passes, as in `StatsRecorder.mark`."""
+        """Return a function that discards all later passes, as in `StatsRecorder.mark`."""
         kept, passes = len(self.records), [replay.passes for replay in self.replays]
 
         def undo() -> None:
@@ -170,7 +169,7 @@ class RoutingTrace:
                 the step are discarded.
         Raises:
             ValueError: If the layers made fewer passes in this step than the replayed trace
-                contains for the step.
+                contains.
         """
         records, self.records = self.records, []
         first, self.ended = not self.ended, self.ended + made
@@ -238,13 +237,13 @@ class _Replay:
     passes: int = 0  # the number of passes in the current step
 
     def __call__(self, call: RoutingCall) -> Tensor | None:
-        """Return the chosen experts for this pass, or None if the pass is not a counted training
-        pass.
+        """Return the chosen experts for this pass, or None if this is not a training pass or must
+        not be counted.
         """
         if self.router.training and inside_backward():
             raise RuntimeError(
-                "the recomputation of a pass found no recorded routing. With observe.replay, "
-                "recompute with torch.utils.checkpoint.checkpoint")
+                "a forward pass was recomputed, but its routing was not recorded. With "
+                "observe.replay, use torch.utils.checkpoint.checkpoint to recompute activations")
         if not counts(self.router.training):
             return None
         step = self._records
@@ -269,8 +268,8 @@ class _Replay:
         return ids_TK.clamp(min=0)
 
     def end_step(self, made: bool) -> None:
-        """Advance to the next step of the replayed trace. Raise `ValueError` if the step was
-        applied to the model without using all records of the trace's step.
+        """Advance to the next step of the replayed trace. Raise `ValueError` if the optimizer
+        applied the step but the layer did not use all records of the trace's step.
         """
         if made and self.passes < len(self._records):
             raise self._differs(str(self.passes))

@@ -1,6 +1,6 @@
-"""A live view of a running job. The live view is updated whenever the files of the run grow.
+"""A live view of a running job that is updated whenever the files of the run grow.
 
-If the output is not a terminal, the live view is printed as plain text without control codes.
+If the output is not a terminal, the view is printed as plain text without control codes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POLL_S = 0.2
 
 
 def view(run: RunRecord, console: Console, age_s: float | None = None) -> Group:
-    """Return the live view of a run, which fits into the height of the console.
+    """Return the live view of a run, fitted to the height of the console.
 
     age_s: the time in seconds since the run's files last grew. Optional.
     """
@@ -72,9 +72,7 @@ def _findings(run: RunRecord, width: int) -> list[RenderableType]:
 
 
 def _progress(run: RunRecord) -> RenderableType:
-    """Return the progress of the run. The elapsed time and the remaining time are included if they
-    are known.
-    """
+    """Return the progress of the run. The elapsed and remaining time are included if known."""
     total, parts = run.total_steps, [f"step {run.last_step:,}"]
     if total:
         parts[0] += f" of {total:,} ({100 * run.last_step / total:.0f} %)"
@@ -121,11 +119,10 @@ def spark(values: Sequence[float], width: int, bars: str = BARS) -> str:
 
 
 def load_bars(record: LayerRecord, width: int, bars: str = BARS) -> Text:
-    """Draw the loads of experts as one line of bars, with one bar per expert. A bar of half height
-    represents the mean load, and a bar of full height represents twice the mean load.
+    """Draw the loads of experts as one line of bars, with one bar per expert. A half-height bar
+    represents the mean load, and a full-height bar represents twice the mean load.
 
-    If there are more than `width` experts, each bar represents a group of experts and shows the
-    busiest expert of this group.
+    If there are more than `width` experts, each bar shows the busiest expert of a group of experts.
     """
     shares = [0.0 if math.isnan(s) else s for s in record.shares]
     count = min(width, len(shares))
@@ -138,7 +135,7 @@ def load_bars(record: LayerRecord, width: int, bars: str = BARS) -> Text:
 
 
 def _warning(value: float | None, high: float, very_high: float) -> str:
-    """Return the colour that warns about a large value."""
+    """Return the colour that highlights a large value."""
     if value is None:
         return ""
     return "red" if value >= very_high else "yellow" if value >= high else "green"
@@ -179,8 +176,7 @@ class Watch:
     """Show the live view of a run until the run has finished.
 
     Args:
-        folder: the folder of the run.
-        interval: the time in seconds between two checks for new data in the run's files.
+        interval: the time in seconds between checks for new data in the run's files.
         stream: the output. Control codes and colours are used only if the output is a terminal.
         sleep: a function that waits for the given number of seconds. Tests replace it.
     Raises:
@@ -239,7 +235,7 @@ class Watch:
                 self._wait()
 
     def _look(self) -> bool:
-        """Read the files of the run if they have changed. Return whether the files have changed."""
+        """Read the files of the run if they have changed. Return whether they have changed."""
         now = self._signature()
         if now == self.signature:
             return False

@@ -1,5 +1,5 @@
-"""The training steps of an audit. These training steps differ in the number of ranks, the load, and
-the features that they use.
+"""The training steps of an audit, which differ in the number of ranks, the load and the features
+they use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ MICRO_BATCHES = 3  # differs from every number of ranks, so that factors can be 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A type of training step to audit. needs: the abilities that a target needs for this scenario.
+    """A type of training step to audit. needs: the abilities that a target must support to run this
+    scenario.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Case:
 
     @property
     def sources(self) -> int:
-        """The number of sources of tokens. A source is a rank, or a group of ranks that process the
+        """The number of token sources. A source is a rank, or a group of ranks that process the
         same tokens.
         """
         return self.ranks // self.shared
@@ -109,7 +110,7 @@ class Question:
 
     @cached_property
     def clip(self) -> float | None:
-        """A clipping bound that is smaller than the correct gradient norm."""
+        """A maximum gradient norm that is smaller than the correct gradient norm."""
         return self.right.norm() / 2 if self.case.scenario.clipped else None
 
     def batch(self, rank: int, dtype: torch.dtype) -> Batch:
@@ -122,7 +123,7 @@ class Question:
 
 
 def worlds(target: Target, ranks: Iterable[int], experts: int) -> Iterator[tuple[int, int]]:
-    """Yield pairs (number of ranks, expert-parallel size) to try.
+    """Yield the pairs (number of ranks, expert-parallel size) to audit.
 
     If the target does not accept an expert-parallel size, the expert-parallel group contains all
     ranks.

@@ -36,12 +36,12 @@ def audit_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--timeout", type=float, default=TIMEOUT_S, metavar="S",
                    help="seconds after which a step counts as a hang (default: %(default)s)")
     p.add_argument("--tolerance", type=float, default=TOLERANCE, metavar="X",
-                   help="largest relative error that counts as right (default: %(default)s)")
+                   help="largest relative error of a correct result (default: %(default)s)")
     p.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def audit(args: argparse.Namespace) -> int:
-    """Audit every target. Return exit status 1 if any target has a fault."""
+    """Audit every target. Return exit status 1 if a fault is found in any target."""
     from scripts.audit.report import text
     from scripts.audit.targets import audit_named
 

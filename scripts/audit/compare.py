@@ -1,10 +1,9 @@
 """Compare the results of a training step with the correct results.
 
 A gradient is a sum over the tokens of all sources (ranks) and micro-batches. The reference stores
-the summands separately, so that an incorrect gradient can be expressed as a sum of these summands
-with coefficients. The coefficients of an incorrect gradient reveal the fault. For example, all
-coefficients may be 2 or 1/EP, or all coefficients may be 0 except those of this rank or of the last
-micro-batch.
+these summands separately, so that an incorrect gradient can be expressed as a linear combination of
+them. The coefficients reveal the fault. For example, the coefficients may all be 2 or 1/EP, or 0
+for everything except this rank or the last micro-batch.
 """
 
 from __future__ import annotations
@@ -32,16 +31,13 @@ class Observation:
     """The comparison of one tensor, loss or norm on one rank with the correct result, in one case.
 
     Attributes:
-        case: the case.
         what: the name of the compared tensor, or `loss` or `norm`.
-        rank: the rank.
-        readings: all explanations that match the result, each with a factor. If the result is a
-            gradient, the explanation is one of the constants above. The factor of a gradient's
-            explanation is the gradient divided by the gradient that the explanation predicts, or
-            NaN if both are 0. If the result is a norm, the explanation describes which parameters
-            are counted, and the factor is the norm divided by the correct norm.
-        error: the relative error.
-        expert: the index of the expert, if the tensor contains experts. Otherwise None.
+        readings: all explanations that match the result, each with a factor. For a gradient, the
+            explanation is one of the constants above, and the factor is the gradient divided by the
+            gradient that the explanation predicts, or NaN if both are 0. For a norm, the
+            explanation describes which parameters are counted, and the factor is the norm divided
+            by the correct norm.
+        expert: the index of the expert if the tensor contains experts. Otherwise None.
     """
 
     case: Case
@@ -61,7 +57,7 @@ def observe(question: Question, steps: Sequence[RankStep], tolerance: float) -> 
     """Compare the results of all ranks in one case with the correct results. All ranks must have
     completed the training step.
 
-    tolerance: the largest relative error of a correct result.
+    tolerance: the maximum relative error of a correct result.
     """
     case, right = question.case, question.right
     unclipped = {step.rank: _scale(question.clip, step.norm) for step in steps}
@@ -80,7 +76,7 @@ def observe(question: Question, steps: Sequence[RankStep], tolerance: float) -> 
 
 
 def _scale(clip: float | None, norm: float | None) -> float:
-    """Return the factor by which clipping multiplied the gradients."""
+    """Return the factor by which clipping scaled the gradients."""
     if clip is None or norm is None or not math.isfinite(norm):
         return 1.0
     return min(1.0, clip / (norm + EPSILON))
@@ -88,10 +84,10 @@ def _scale(clip: float | None, norm: float | None) -> float:
 
 def _tensors(question: Question, name: str, step: RankStep
              ) -> Iterator[tuple[int | None, Tensor, Tensor | None]]:
-    """Yield the rank's shards of a tensor. The shards are combined to one gradient, or to one
+    """Yield the rank's shards of a tensor. The shards are combined into one gradient, or into one
     gradient per expert.
 
-    If only some of the shards have a gradient, the gradient of the other shards is set to zero.
+    If only some of the shards have a gradient, the gradients of the other shards are set to zero.
     """
     parts = step.grads.get(name, [])
     if not parts:
@@ -115,17 +111,15 @@ def _tensors(question: Question, name: str, step: RankStep
 
 def read_gradient(case: Case, rank: int, tokens_SM: Tensor, rows_SMn: Tensor, g_n: Tensor | None,
                   tolerance: float, size: float) -> tuple[dict[str, float], float]:
-    """Return the explanations that match a gradient, and the relative error of the gradient.
+    """Return the explanations that match a gradient, and its relative error.
 
     Args:
-        case: the case.
         rank: the rank that computed the gradient.
         tokens_SM: the number of tokens in each micro-batch of each source.
         rows_SMn: the contribution of each source and micro-batch to the correct gradient.
         g_n: the gradient on the rank, or None if there is no gradient.
-        tolerance: the largest relative error of a correct gradient.
-        size: the norm of the gradient of the whole tensor, of which this gradient may be a small
-            slice.
+        tolerance: the maximum relative error of a correct gradient.
+        size: the gradient norm of the whole tensor, of which this gradient may be a small slice.
     """
     right_n = rows_SMn.sum((0, 1))
     norm, zero = float(right_n.norm()), tolerance * size
@@ -221,7 +215,7 @@ def _norms(question: Question, steps: Sequence[RankStep], unclipped: Mapping[int
     gradients.
 
     The norms are not compared if ranks that store the same parameter have different gradients for
-    the parameter.
+    it.
     """
     experts = question.model.experts
     squares = {name: _squares(name, w.numel(), steps, unclipped)
@@ -242,8 +236,8 @@ def _norms(question: Question, steps: Sequence[RankStep], unclipped: Mapping[int
 
 @dataclass(frozen=True)
 class _Squares:
-    """The squared elements of a gradient, combined over all ranks that store them, and the sum of
-    squares on each rank.
+    """The squared gradient elements of a parameter, combined over all ranks that store them, and
+    the sum of squares on each rank.
     """
 
     sum_n: Tensor
@@ -287,10 +281,8 @@ def counted(norm: float, experts: float, dense: float, own: Sequence[float], ran
         norm: the gradient norm on one rank.
         experts: the squared gradient norm of all experts.
         dense: the squared gradient norm of all other parameters.
-        own: for each rank, the squared gradient norm of the experts on the rank.
-        rank: the rank.
-        case: the case.
-        tolerance: the largest relative error of a match.
+        own: for each rank, the squared gradient norm of the experts on that rank.
+        tolerance: the maximum relative error of a match.
     """
     readings = {
         RIGHT: experts + dense, "counts only this rank's experts": own[rank] + dense,

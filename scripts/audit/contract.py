@@ -1,7 +1,7 @@
-"""The interface between an audit and a training step.
+"""The interface between the audit and the training step that it checks.
 
-A training step is defined by two functions. The first function reports which slices of the model's
-tensors are stored on each rank, and the second function runs the step.
+A training step is defined by two functions: the first reports which slices of the model's tensors
+are stored on each rank, and the second runs the step.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class HeldPart:
     """A tensor on this rank, and its position in the unsharded tensor.
 
     Attributes:
-        tensor: the parameter tensor on this rank. For a DTensor, `where` is ignored, because a
-            DTensor stores its position.
+        tensor: the parameter tensor on this rank. Ignored for a DTensor, which stores its own
+            position.
         where: the index into the unsharded tensor, such as `slice(2, 4)` for experts 2 and 3.
-        here: the index into `tensor`, if `tensor` also contains other data.
-        transposed: whether the last two dimensions are swapped.
+        here: the index into `tensor` that selects this part, if `tensor` also contains other data.
+        transposed: whether the last two dimensions of `tensor` are swapped.
         grad: a function that returns the gradient. Required if the gradient is stored neither in
             `.grad` nor in `.main_grad`. Optional.
     """
@@ -68,8 +68,7 @@ Parts = Mapping[str, Tensor | HeldPart | Sequence[HeldPart]]
 
 
 class AuditTarget(Protocol):
-    """A training step to audit. The function `load` also accepts a module with the functions
-    `build` and `step`.
+    """A training step to audit. `load` also accepts a module with the functions `build` and `step`.
 
     A target may have these optional attributes: `supports`, a subset of `ABILITIES`; `model`, a
     `DenseModel`; `dtype`, the dtype of the batches (default: float32); and
@@ -81,8 +80,7 @@ class AuditTarget(Protocol):
         """Build the model on this rank. Return the model's parameters by the names of the unsharded
         tensors.
 
-        If the method `build` has a second argument `ep`, the audit also tries several
-        expert-parallel sizes.
+        If `build` has a second argument `ep`, the audit also tries several expert-parallel sizes.
         """
 
     def step(self, batch: Batch) -> Mapping[str, float]:
@@ -95,7 +93,7 @@ class AuditTarget(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded `AuditTarget`, with default values for missing attributes."""
+    """A loaded `AuditTarget`, with defaults for missing attributes."""
 
     name: str
     build: Callable[..., Parts]
@@ -107,7 +105,7 @@ class Target:
 
     @property
     def takes_ep(self) -> bool:
-        """Whether the function `build` accepts the expert-parallel size."""
+        """Whether `build` accepts the expert-parallel size."""
         return "ep" in inspect.signature(self.build).parameters
 
 
@@ -162,18 +160,18 @@ def _import(path: str) -> Any:
 
 def places(parts: Parts, shapes: Mapping[str, Sequence[int]]
            ) -> Iterator[tuple[str, HeldPart, Tensor]]:
-    """For each part of a tensor, yield the name of the tensor, the part, and the positions of the
-    part in the flattened unsharded tensor.
+    """For each part of a tensor, yield the tensor's name, the part, and the part's positions in the
+    flattened unsharded tensor.
 
     The positions are an int64 tensor with the same shape as the part.
 
     Raises:
-        ValueError: if the names of the parts differ from those in the unsharded model, or if the
+        ValueError: if the parts and the unsharded model have different tensor names, or if the
             shape of a part does not match its position.
     """
     if set(parts) != set(shapes):
-        raise ValueError(f"build returned parts of {', '.join(sorted(parts))}, but the whole model "
-                         f"has {', '.join(sorted(shapes))}")
+        raise ValueError(f"build returned the tensors {', '.join(sorted(parts))}, but the "
+                         f"unsharded model has {', '.join(sorted(shapes))}")
     for name, value in parts.items():
         shape = tuple(shapes[name])
         ids = torch.arange(torch.Size(shape).numel()).view(shape)
@@ -183,15 +181,15 @@ def places(parts: Parts, shapes: Mapping[str, Sequence[int]]
             held = local(part).shape
             if held != where.shape:
                 raise ValueError(
-                    f"{name}: the part has the shape {tuple(held)}, but its position in the whole "
-                    f"tensor has the shape {tuple(where.shape)}. Pass HeldPart(tensor, where) such "
-                    "that whole[where] has the shape of the part")
+                    f"{name}: the part has the shape {tuple(held)}, but its position in the "
+                    f"unsharded tensor has the shape {tuple(where.shape)}. Pass HeldPart(tensor, "
+                    "where), where unsharded[where] has the shape of the part")
             yield name, part, where
 
 
 def local(part: HeldPart, tensor: Tensor | None = None) -> Tensor:
-    """Return the part as a view of the part's parameter, or as a view of another tensor with the
-    same shape.
+    """Return the part as a view of its parameter, or of another tensor with the same shape as the
+    parameter.
     """
     tensor = part.tensor if tensor is None else tensor
     held = tensor.to_local() if is_sharded(tensor) else tensor

@@ -1,10 +1,9 @@
-"""Derive findings about faults from the observations in all cases, and describe each finding in a
-sentence.
+"""Turn the observations of all cases into findings, and describe each finding in a sentence.
 
-The factor of a wrong gradient is replaced with an expression (such as EP) if this expression yields
-the factor in every case. For example, a factor of 2.0 on two ranks may be EP, the number of ranks,
-or a loss that is counted twice. If the audit also tries one rank, and four ranks in groups of two,
-these expressions can be distinguished.
+The factor of a wrong gradient is replaced with an expression (such as EP) if the expression equals
+the factor in every case. For example, a factor of 2.0 on two ranks may mean EP, the number of
+ranks, or a loss that is counted twice. The audit can distinguish these expressions if it also tries
+one rank, and four ranks in groups of two.
 """
 
 from __future__ import annotations
@@ -121,15 +120,15 @@ class AuditFinding:
     Attributes:
         names: the names of the affected tensors, or `loss`, `norm` or `step`.
         pattern: the type of fault, which is one of the constants in `compare`.
-        factor: the factor as an expression or a number, or the description of a norm. An empty
-            string if the fault has no factor.
+        factor: the factor as an expression or a number, or the description of a norm. Empty if the
+            fault has no factor.
         cause: the most likely cause of the fault.
-        only: the feature of a training step that triggers the fault. An empty string if the fault
-            does not depend on a single feature.
+        only: the feature of a training step that triggers the fault. Empty if the fault does not
+            depend on a single feature.
         cases: the number of cases in which the fault occurs.
-        of: the number of cases that were tried.
-        example: one case in which the fault occurs, with its numbers or with the calls in which the
-            ranks wait.
+        of: the number of audited cases.
+        example: one case in which the fault occurs, with its measured values or with the calls in
+            which the ranks wait.
     """
 
     names: tuple[str, ...]
@@ -161,8 +160,8 @@ def explain(observations: Sequence[Observation], experts: Iterable[str]) -> list
 
 
 def fewest(observations: Sequence[Observation]) -> Iterator[tuple[str, list[Observation]]]:
-    """Yield explanations that together cover all faults. Each explanation is returned with the
-    faults that it covers. Explanations that cover many faults are yielded first.
+    """Yield a small set of explanations that together cover all faults, each with the faults that
+    it covers. Explanations that cover many faults are yielded first.
     """
     left = [o for o in observations if not o.right]
     while left:
@@ -201,10 +200,10 @@ def _finding(names: tuple[str, ...], key: tuple[str, str, str], cause: str,
 
 
 def _factor(every: Sequence[Observation], wrong: Sequence[Observation], pattern: str) -> str:
-    """Return the expressions that yield the factor of a fault in all cases.
+    """Return the expressions that equal the factor of a fault in all cases.
 
-    If no expression yields the factor in all cases, return expressions that yield the factor in all
-    cases with this explanation.
+    If no expression does, consider only the cases with this explanation. If there is still no such
+    expression, return the range of the factor.
     """
     if pattern in (MISSING, ZERO, NOT_ZERO, OTHER, SUM):
         return ""
@@ -226,9 +225,10 @@ def _near(found: float, value: float) -> bool:
 
 
 def _only(every: Sequence[Observation], observed: Sequence[Observation]) -> str:
-    """Return the feature that all cases with the fault have and no case without the fault has.
+    """Return the feature that is used in every case with the fault, and in no case without the
+    fault.
 
-    Cases with fewer ranks than the smallest case with the fault are ignored.
+    Cases with fewer ranks than the smallest faulty case are ignored.
     """
     wrong = {o.case for o in observed}
     fewest_ranks = min(case.ranks for case in wrong)

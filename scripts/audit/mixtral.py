@@ -1,8 +1,7 @@
-"""A dense Mixtral model with one block in float64. This model is the reference for audit targets
-that are whole models.
+"""A dense Mixtral model with one block in float64, the reference for audit targets that are whole
+models.
 
-The model uses the parameter names and weight layouts of `transformers`, but shares no code with
-`transformers`.
+The model uses the parameter names and weight layouts of `transformers`, but shares no code with it.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ class DenseMixtral:
     def weights(self, skewed: bool) -> dict[str, Tensor]:
         """Return random weights.
 
-        Feature 0 of every token is large. A large router weight for this feature therefore skews
-        the load.
+        Feature 0 of every token is large, so a large router weight for this feature skews the load.
         """
         d, head, e = self.width, self.width // self.heads, self.num_experts
         shapes = {"model.embed_tokens.weight": (self.vocabulary, d),

@@ -1,4 +1,4 @@
-"""The dense reference with which an audit compares results.
+"""The dense reference for the results of an audit.
 
 The reference runs in a single process in float64, and computes each expert separately for each
 token. The reference is intentionally slow and simple, and shares no code with the layer.
@@ -44,7 +44,7 @@ class DenseModel(Protocol):
 
 def routed_experts(x_TD: Tensor, w: Mapping[str, Tensor], top_k: int) -> Tensor:
     """Compute gated experts with the activation SiLU and a softmax router. The top-k weights of
-    each token are normalized so that their sum is 1.
+    each token are normalized to sum to 1.
 
     Args:
         x_TD: the tokens.
@@ -92,8 +92,7 @@ class TinyModel:
     def weights(self, skewed: bool) -> dict[str, Tensor]:
         """Return random weights.
 
-        Feature 0 of every token is 2. A large router weight for this feature therefore skews the
-        load.
+        Feature 0 of every token is 2, so a large router weight for this feature skews the load.
         """
         generator = torch.Generator().manual_seed(SEED)
         w = {name: 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -152,7 +151,6 @@ def reference(model: DenseModel, weights: Mapping[str, Tensor],
     """Compute the losses and gradients of all micro-batches of all sources.
 
     Args:
-        model: the model.
         weights: the unsharded weights in float64, by name.
         data: for each source and micro-batch, the inputs and targets. A source is a rank, or a
             group of ranks that process the same tokens.

@@ -22,11 +22,8 @@ class Audit:
     """The result of auditing one target.
 
     Attributes:
-        target: the name of the audited target.
-        version: the version of the target's package.
         tried: the cases in which all ranks completed the training step.
         left_out: the scenarios that the target does not support.
-        findings: the faults that were found.
         not_installed: the reason why the target could not be audited. None if the target's package
             is installed.
         largest_error: the largest relative error among all correct results.
@@ -42,7 +39,7 @@ class Audit:
 
     @property
     def right(self) -> bool:
-        """Whether the audit found no fault."""
+        """Whether the audit found no faults."""
         return not self.findings
 
     def as_json(self) -> dict[str, Any]:
@@ -57,10 +54,9 @@ def audit(target: Target, ranks: Sequence[int] = (1, 2, 4), *, timeout_s: float 
     reference.
 
     Args:
-        target: the training step to audit.
-        ranks: the numbers of ranks to try. Each rank is a process in a gloo group.
+        ranks: the numbers of ranks to audit. Each rank is a process in a gloo group.
         timeout_s: the time limit in seconds, both for building the model and for each step.
-        tolerance: the largest relative error of a gradient, loss or norm that is still considered
+        tolerance: the maximum relative error at which a gradient, loss or norm is considered
             correct.
         version: the package version to print with the result.
     """
@@ -84,8 +80,8 @@ def audit(target: Target, ranks: Sequence[int] = (1, 2, 4), *, timeout_s: float 
 
 def _in_one_world(target: Target, waiting: list[Case], timeout_s: float, tolerance: float,
                   answer: Audit, observations: list[Observation]) -> list[Case]:
-    """Run the training steps of several cases until a step does not complete. Return the cases that
-    remain.
+    """Run the training steps of several cases until one of them does not complete. Return the
+    remaining cases.
     """
     first = waiting[0]
     with World(target, first.ranks, first.ep, timeout_s) as world:

@@ -33,16 +33,15 @@ class RankStep:
     """The result of a training step on one rank.
 
     Attributes:
-        rank: the rank.
         loss: the loss that the step returned.
         norm: the gradient norm that the step returned.
         grads: for each tensor name, a list of pairs (positions in the flattened unsharded tensor,
             gradient at these positions), both [n]. The gradient is None if this slice of the tensor
             has no gradient.
         error: the last line of an exception, and the location at which it was raised.
-        stuck: the function in which the rank was waiting when the time limit expired, and the
-            location of the call.
-        late: whether another rank had already failed before.
+        stuck: the function in which the rank was waiting when the time limit expired, and where it
+            was called.
+        late: whether another rank had failed earlier.
     """
 
     rank: int
@@ -64,7 +63,6 @@ class World:
     group, and each process builds the target's model.
 
     Args:
-        target: the training step to audit.
         ranks: the number of processes to fork.
         ep: the size of the expert-parallel groups.
         timeout_s: the time limit in seconds, both for building the model and for each step.
@@ -99,7 +97,7 @@ class World:
     def step(self, weights: dict[str, Tensor], batches: Sequence[Batch]) -> list[RankStep]:
         """Run one training step on every rank, and return the results ordered by rank.
 
-        If a rank does not complete the training step, `alive` is set to False.
+        If a rank does not complete the step, `alive` is set to False.
 
         Args:
             weights: the unsharded weights by name.
@@ -204,9 +202,7 @@ def _is_collective(frame: traceback.FrameSummary) -> bool:
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the file and line of the innermost stack frame that is neither in torch nor in the
-    audit.
-    """
+    """Return the file and line of the innermost stack frame outside of torch and the audit."""
     theirs = [f for f in frames if not f.filename.startswith((_TORCH, __file__, "<"))
               and ("site-packages" in f.filename or not f.filename.startswith(_PYTHON))]
     frame = (theirs or [*frames])[-1]

@@ -1,3 +1,3 @@
-"""Benchmarks of the MoE layer, the layers of other frameworks, and the kernels. The lower bounds to
-which times are compared are measured in the same run.
+"""Benchmarks of the MoE layer, the layers of other frameworks, and the kernels. The lower bounds
+used for comparison are measured in the same run.
 """

@@ -22,7 +22,7 @@ TITLES = {"native": "gloo's own"}
 
 
 def emulated(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
-    """Measure all-to-all algorithms on several emulated clusters, in the same way as
+    """Measure all-to-all algorithms on several emulated clusters, in the same format as
     `measure_rows`.
     """
     links, rows = links_of(args), []
@@ -55,11 +55,11 @@ def as_dicts(rows: Sequence[ExchangeRow]) -> list[dict]:
 
 def wire_floor_s(nodes: int, ranks_per_node: int, size: float, rate_bit_s: float, delay_s: float,
                  mtu: int = 1500) -> float:
-    """Return the minimum time in seconds that an exchange takes on one node's link, including
+    """Return the minimum time in seconds to transfer an exchange over one node's link, including
     TCP/IP and Ethernet headers.
 
-    Every node sends P S (N-1)/N bytes to other nodes. A frame with `mtu` bytes carries mtu - 52
-    bytes of data and occupies mtu + 38 bytes on the wire.
+    Every node sends P S (N-1)/N bytes to other nodes. A frame with an MTU of `mtu` bytes carries
+    mtu - 52 bytes of data and takes up mtu + 38 bytes on the wire.
 
     Args:
         nodes: number of nodes, N.
@@ -82,7 +82,7 @@ def grids(rows: Sequence[ExchangeRow]) -> list[tuple[int, int]]:
 
 def parts(rows: Sequence[ExchangeRow]) -> list[str]:
     """Return one table per grid of nodes and ranks. For each message size, the table contains the
-    time of each algorithm, the lower bound given by the wire, and the CPU time.
+    time of each algorithm, the lower bound given by the link, and the CPU time.
     """
     found = []
     for grid in grids(rows):

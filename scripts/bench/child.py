@@ -1,6 +1,4 @@
-"""Call a function in a separate process, so that it has its own memory and its own imported
-modules.
-"""
+"""Call a function in a separate process with its own memory and imported modules."""
 
 from __future__ import annotations
 

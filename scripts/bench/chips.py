@@ -14,7 +14,6 @@ class GPU:
     """A GPU model, identified by its compiler target in Triton.
 
     Attributes:
-        name: name of the product, for which the rates are published.
         kind: type of the chip, as in `kernels.gpu.tilings.Chip`.
         backend: name of the backend in Triton.
         arch: name of the architecture in Triton.
@@ -48,11 +47,11 @@ class GPU:
 
     @property
     def chip(self) -> Chip:
-        """The chip as described by the class `Chip`, which the tiling rules use."""
+        """The chip as a `Chip`, which the tiling rules use."""
         return Chip(self.kind, self.processors)
 
     def blocks(self, registers: int, shared: int, warps: int) -> int:
-        """Return how many blocks can run on one multiprocessor at the same time.
+        """Return how many blocks can run on one multiprocessor concurrently.
 
         Args:
             registers: number of registers per thread.

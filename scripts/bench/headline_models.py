@@ -1,9 +1,9 @@
 """Predict published results with the planner. The constants of the models are not fitted to
 published results.
 
-The constants are either the estimates from data sheets that the package installs
-(`configs/devices`, `configs/clusters`), or constants in this module, whose source is stated. If a
-publication does not state a setting, the prediction is a range over several values of this setting.
+The constants are either estimates from data sheets that the package installs (`configs/devices`,
+`configs/clusters`), or constants in this module with a stated source. If a publication does not
+state a setting, the prediction is a range over several values of that setting.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _scaled(gpus: int, tokens: int, cluster: Cluster = AZURE) -> ScaleRow:
 
 def sparse_layer(gpus: int, slower: float = 1.0) -> float:
     """Return the time of one-hot dispatch divided by the time of sparse dispatch in the same
-    layout, as compared in Tutel's blog.
+    layout, the comparison made in Tutel's blog.
     """
     link = replace(AZURE.inter, beta_s=slower * AZURE.inter.beta_s)
     row = _scaled(gpus, LAYER.tokens, replace(AZURE, inter=link))
@@ -105,8 +105,7 @@ def whole_model(gpus: int, mask_bytes: float = 0.0) -> float:
     Each GPU processes 24 sequences and stores one expert.
 
     Args:
-        gpus: number of GPUs.
-        mask_bytes: bytes moved for each element of the masks, in addition to the reads by matmuls.
+        mask_bytes: bytes moved per mask element, in addition to the reads by matmuls.
     """
     cluster = AZURE.with_ranks(gpus)
     model = ModelShape(layers=32, model_dim=4096, ffn_dim=16384, heads=32, vocab=51200,
@@ -125,10 +124,10 @@ def whole_model(gpus: int, mask_bytes: float = 0.0) -> float:
 def pipeline_moe() -> tuple[Range, Range, Range]:
     """Return predictions for PPMoE on DGX-1 machines, each as a range.
 
-    The three ranges are: the speedup over experts on all ranks of eight nodes; the same speedup if
-    every tensor-parallel rank sends all of its rows; and the throughput as a fraction of the dense
+    The three ranges are the speedup over experts on all ranks of eight nodes, the same speedup if
+    every tensor-parallel rank sends all of its rows, and the throughput as a fraction of the dense
     backbone's throughput. The model has dense layers with the width of GPT-3 6.7B, and MoE layers
-    with 64 experts. The whole MoE model is 22 times as large as its dense backbone. Each range
+    with 64 experts. The MoE model has 22 times as many parameters as its dense backbone. Each range
     covers 1 to 8 sequences of 2,048 tokens, and one or two experts per token.
     """
     node, found = DGX1.resized(1), []
@@ -151,10 +150,10 @@ def pipeline_moe() -> tuple[Range, Range, Range]:
 
 
 def trees(boxes: int = 2) -> float:
-    """Return the load of the busiest wire with rings divided by the load with planned trees, on DGX
-    A100 boxes.
+    """Return the load of the busiest link with ring algorithms divided by its load with planned
+    trees, on DGX A100 machines.
 
-    Of the ratios for three collectives, the largest ratio is returned.
+    The returned value is the largest ratio over three collectives.
     """
     network = preset(f"dgx-a100:{boxes}")
     return max(float(ring.inverse_bandwidth() / program_of(plan(network, kind)).inverse_bandwidth())
@@ -185,17 +184,14 @@ def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int
     The speedup is the time of a prefill in one piece divided by the time with the best number of
     pieces.
 
-    The speedup range covers 1,024 to 16,384 tokens per GPU. All matmuls are assumed to run at the
-    same rate. Attention is assumed to cost only as much as its weight matrices.
+    The range covers 1,024 to 16,384 tokens per GPU. All matmuls are assumed to run at the same
+    rate. Attention is assumed to cost only the time of its weight matrices.
 
     Args:
-        gpus: number of GPUs.
         width: width of a token.
         inner: inner width of an expert.
-        experts: number of experts.
         k: number of experts per token.
-        layers: number of layers.
-        active: number of parameters that are used for one token.
+        active: number of parameters used per token.
     """
     each = 3 * width * inner  # number of parameters of an expert
     kernel = Kernel(((0, 0.0), (1, 2 * each / H800_FLOPS)), LAUNCH_S)
@@ -212,7 +208,7 @@ def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int
 
 
 def token_slices(batches: Sequence[int] = (1, 2, 4)) -> Range:
-    """Return the speedup of TeraPipe as a range over the numbers of sequences per step. The speedup
+    """Return the speedup of TeraPipe as a range over the number of sequences per step. The speedup
     is the time with whole sequences divided by the time with the best slices.
 
     The model is GPT-3 175B in 48 pipeline stages of two layers. Each stage runs on eight V100 GPUs,
@@ -243,8 +239,8 @@ def streaming_peers() -> Range:
 
 
 def near_links() -> float:
-    """Return the speedup of TA-MoE on two nodes. TA-MoE's distribution of tokens is compared with
-    an even distribution. Only the load of the busiest link is considered.
+    """Return the speedup of TA-MoE on two nodes. The speedup compares TA-MoE's distribution of
+    tokens with an even distribution, and considers only the load of the busiest link.
     """
     ranks, nodes = AZURE.ranks_per_node, 2
     near, far = (1 / link.beta_s for link in (AZURE.intra, AZURE.inter))
@@ -252,11 +248,10 @@ def near_links() -> float:
 
 
 def spoiled_files() -> float:
-    """Return the gain of ByzShield: the mean fraction of corrupted files that are avoided by Latin
-    squares, compared with repetition.
+    """Return the gain of ByzShield: the mean fraction of corrupted files that are avoided by
+    assigning files with Latin squares instead of repetition.
 
-    The mean is taken over 2 to 7 faulty workers out of 15. Each file is assigned to three of the
-    workers.
+    The mean is over 2 to 7 faulty workers out of 15. Each file is assigned to three workers.
     """
     squares, groups = mols(5, 3), repetition(5, 3)
     pairs = zip(squares.worst(7)[2:], groups.worst(7)[2:], strict=True)
@@ -277,12 +272,12 @@ def backbone_share() -> Range:
 
 
 def shared_tokens_end(which: int) -> float:
-    """Return the smallest (`which=0`) or the largest (`which=1`) speedup of Parm."""
+    """Return the smallest (`which=0`) or largest (`which=1`) speedup of Parm."""
     return shared_tokens()[which]
 
 
 def stated() -> dict[str, Any]:
-    """Return the numbers that are inserted into the texts of `pages/headlines.yaml`."""
+    """Return the values that are inserted into the texts of `pages/headlines.yaml`."""
     split, whole, _ = pipeline_moe()
     return {"MASK_BYTES": MASK_BYTES, "UNTUNED": UNTUNED, "slow": sparse_layer(512, UNTUNED),
             "masks": whole_model(8, MASK_BYTES), "split": split, "whole": whole,

@@ -1,7 +1,7 @@
 """Ratios of committed measurements, for the benchmark page that compares them with published
 results.
 
-Every function receives the numbers of one benchmark page. The file `pages/headlines.yaml` names the
+Every function receives the data of one benchmark page. The file `pages/headlines.yaml` names the
 function for each result.
 """
 
@@ -16,13 +16,13 @@ from scripts.bench.train.sides import OURS, PIECES
 
 
 def ratios(found: Any, text: str) -> list[float]:
-    """Return numbers of a benchmark page, or quotients of such numbers.
+    """Return values of a benchmark page, or ratios of such values.
 
     Args:
-        found: the numbers of a benchmark page.
+        found: the data of a benchmark page.
         text: a path of keys, such as "rows.*.factor", or two paths, such as "plain / parm.s?". A
-            pattern selects all keys of a dict that match the pattern. The pattern `*` also selects
-            all items of a list. Values without any matching key are skipped.
+            pattern selects all matching keys of a dict. The pattern `*` also selects all items of a
+            list. Items without a matching key are skipped.
     """
     top, *bottom = (_at(found, path) for path in text.split(" / "))
     if not bottom:
@@ -53,8 +53,8 @@ def faster_policy(found: Any) -> float:
 
 
 def steps(found: Any, of: dict[str, str]) -> list[float]:
-    """For each shape, return the median step time of the side `over` divided by the median step
-    time of the side `under`.
+    """For each model shape, return the median step time of the model `over` divided by that of the
+    model `under`.
     """
     return [median_ms(cell.side(of["over"])) / median_ms(cell.side(of["under"]))
             for cell in newest(reports(found)) if cell.host == of["host"]
@@ -69,8 +69,8 @@ def pieces(found: Any, *kinds: str) -> list[float]:
 
 
 def by_load(found: Any) -> list[float]:
-    """Return the time of whole evaluations with one piece, divided by their time if the number of
-    pieces depends on the load.
+    """Return the time of complete evaluations with one piece, divided by their time when the number
+    of pieces depends on the load.
     """
     return [median_ms(cell.side(OURS)) / median_ms(cell.side(PIECES))
             for cell in newest(reports(found), evaluate=True)]

@@ -1,4 +1,4 @@
-"""Training runs of the vision example. Each training run uses one thread."""
+"""Training runs of the vision example. Each run uses one thread."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ CIFAR_OPTIONS = ["--preset", "cifar", "--flips", "--batch-size", "128"]
 
 
 def run_options(name: str, data: str) -> dict[str, Option]:
-    """Return the options of a study that trains on images. The function `folder_of_runs` reads
-    these options.
+    """Return the options of a study that trains on images. `folder_of_runs` reads these options.
 
     Args:
-        name: name of the study.
-        data: name of the default data set, which contains images of digits.
+        data: name of the default data set of digit images.
     """
     return {
         "data": Option(data, f"images to train on. {CIFAR} takes hours and needs its npm package",
                        choices=(data, CIFAR)),
         "images": Option(0, "maximum number of images to train on and to validate with; 0 uses all",
                          quick=100),
-        "runs": Option(f"runs/{name}", "folder of the runs, which a second start continues"),
+        "runs": Option(f"runs/{name}", "folder of the runs, which the same command continues"),
         "fresh": Option(False, "remove the folder of the runs first")}
 
 
 def folder_of_runs(args: argparse.Namespace) -> Path:
-    """Return the folder for a study's runs. The images are written to the subfolder `images`.
+    """Return the folder for a study's runs. The images are written to its subfolder `images`.
 
     Raises:
         ValueError: if the package that provides the images is not installed.
@@ -77,7 +75,7 @@ def train_images(out: Path, *options: str) -> list[dict[str, Any]]:
 
 def spread(values: Sequence[float], factor: float = 1.0, unit: str = "",
            digits: int = 2) -> str:
-    """Format the mean, followed by the smallest and the largest value in parentheses."""
+    """Format the mean, followed by the minimum and maximum in parentheses."""
     shown = [factor * value for value in values]
     mean, least, most = (f"{value:.{digits}f}"
                          for value in (statistics.mean(shown), min(shown), max(shown)))

@@ -29,7 +29,7 @@ from scripts.bench.report import page
 @dataclass(frozen=True)
 class Work:
     """One call of an operation, with its number of FLOPs and its minimum number of bytes. Each
-    input and output is moved once.
+    input and output is counted once.
     """
 
     operation: str
@@ -41,8 +41,7 @@ class Work:
 def parts(found: Mapping[str, Any]) -> list[str]:
     """Return the sections of a page from a result of `run`.
 
-    Each row shows one implementation of an operation, and * marks the implementation that the
-    package chooses.
+    Each row shows one implementation of an operation; * marks the one that the package chooses.
     """
     rows = [{**r, **{name: r[f"{name}_ms"] / 1e3 for name in ("median", "min", "bound")},
              "marked": r["implementation"] + " *" * r["chosen"]} for r in found["results"]]
@@ -55,7 +54,7 @@ def run(problem: Problem, rounds: int = 15) -> dict[str, Any]:
     """Measure all implementations of every operation that can run on this machine.
 
     `refused` contains the reason for each operation that was not measured, and for each operation
-    whose Triton implementation was not measured on a GPU.
+    without a Triton measurement on a GPU.
     """
     device = torch.device(problem.device)
     copy_s, gemm_flops = _ceilings(problem, device, rounds)
@@ -113,7 +112,7 @@ def _ceilings(problem: Problem, device: torch.device, rounds: int) -> tuple[floa
 
 
 def work_list(problem: Problem) -> Iterator[Work]:
-    """Yield every operation with the sizes that it has in one layer."""
+    """Yield every operation with the sizes used in one layer."""
     data = make_data(problem)
     logits_TE = data.x_TD.float() @ data.router_ED.float().t()
     mask_T = torch.ones(problem.tokens, dtype=torch.bool, device=problem.device)

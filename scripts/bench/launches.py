@@ -1,8 +1,9 @@
 """Record the Triton launches of a layer on a machine without a GPU. The record contains the kernels
-that must be compiled and the work of each launch.
+to compile and the work of each launch.
 
-Tensors are on torch's `meta` device and have shapes but no values. While launches are recorded, the
-layer treats the `meta` device like a GPU. Recording takes milliseconds for a layer of any size.
+Tensors are on torch's `meta` device, so they have shapes but no data. While launches are recorded,
+the layer treats the `meta` device as a GPU. Recording takes milliseconds, regardless of the size of
+the layer.
 """
 
 from __future__ import annotations
@@ -36,14 +37,13 @@ ALIGNED = 16  # Triton compiles separate code for addresses and numbers that are
 
 @dataclass(frozen=True)
 class Launch:
-    """A Triton kernel with all arguments that determine the compiled code. If two launches are
-    equal, they run the same compiled code.
+    """A Triton kernel with all arguments that determine the compiled code. Equal launches run the
+    same compiled code.
 
     Attributes:
         module: name of the kernel's module in moe_plugin.kernels.gpu.
-        kernel: name of the kernel.
         types: types of the run-time arguments, in Triton's notation.
-        constants: compile-time values. Arguments with the value 1 are constants too, as in Triton.
+        constants: compile-time values. As in Triton, arguments with the value 1 are also constants.
         aligned: names of the arguments that are multiples of 16.
         options: number of warps, number of stages, and maximum number of registers.
     """
@@ -57,7 +57,7 @@ class Launch:
 
     @property
     def label(self) -> str:
-        """The name of the kernel, with the dtype, flags, words and sizes that distinguish it."""
+        """The name of the kernel, with the dtype, flags, options and sizes that distinguish it."""
         said = [next((t[1:] for _, t in self.types if t.startswith("*")), "")]
         for name, value in self.constants:
             if value is True or (isinstance(value, str) and value not in ("none", "ieee")):
@@ -68,7 +68,7 @@ class Launch:
 
     @property
     def gathers(self) -> bool:
-        """Whether the kernel looks up the rows in its inner loop."""
+        """Whether the kernel gathers rows by index in its inner loop."""
         return any(name in ("X_GATHER", "G_GATHER") and value for name, value in self.constants)
 
     def option(self, name: str, default: int) -> int:
@@ -102,7 +102,7 @@ class Recorded:
 
     Attributes:
         calls: launches of Triton kernels.
-        operations: operations of torch that compute new tensors, as pairs (name, bytes). Views and
+        operations: torch operations that compute new tensors, as pairs (name, bytes). Views and
             memory allocations are not included.
     """
 
@@ -165,8 +165,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the total size of tensors in bytes. If several tensors share memory, this memory is
-    counted once.
+    """Return the total size of tensors in bytes. Memory shared by several tensors is counted once.
     """
     each = {(t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t for t in tensors}
     return sum(t.numel() * t.element_size() for t in each.values())
@@ -224,9 +223,8 @@ def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) ->
     """Return a function that runs the forward and backward pass of one layer on the device `META`.
 
     Args:
-        problem: sizes of the layer.
         adds: whether weight gradients are accumulated in a float32 `main_grad`.
-        sections: settings that override the benchmark's settings of the layer, by section.
+        sections: settings that override the benchmark's layer settings, by section.
     """
     p = problem
     experts = {"hidden_dim": p.hidden_dim, "compute": "kernels", "bias": False,
@@ -253,7 +251,7 @@ def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) ->
 
 
 def recorded(run: Callable[[], object], chip: Chip) -> Recorded:
-    """Run a function, and return all launches that it would make on the given GPU."""
+    """Run a function and return all launches that it would make on the given GPU."""
     with recording(chip) as found:
         run()
     return found

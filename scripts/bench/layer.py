@@ -1,4 +1,4 @@
-"""Measure our layer and the layers of other frameworks (peers) in one run. All layers have equal
+"""Measure our layer and the layers of other frameworks (peers) in one run. All layers use the same
 weights and inputs, and their outputs are compared.
 """
 
@@ -66,8 +66,8 @@ def results(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def noise(found: Mapping[str, Any]) -> float:
-    """Return the noise of the measurement, which is the median time of the GEMM bound divided by
-    its minimum time.
+    """Return the noise of the measurement: the median time of the GEMM bound divided by its minimum
+    time.
     """
     return found["bound_ms"] / found["bound_min_ms"]
 
@@ -89,9 +89,6 @@ def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,
 
     Args:
         stack: exit stack that closes the resources of all layers.
-        problem: sizes of the layer.
-        data: weights and inputs.
-        names: names of the peers.
 
     Returns: A pair (candidates by name, reason for each peer that cannot run).
     """
@@ -116,10 +113,10 @@ def _failed(error: Exception) -> str:
 
 def checked(candidates: dict[str, Candidate], refused: dict[str, str], data: Data,
             problem: Problem) -> dict[str, float | None]:
-    """Check the losses of each candidate, and return the distance between its output and the output
-    of our layer.
+    """Check the losses of each candidate, and return the relative distance between its output and
+    our layer's output.
 
-    On the CPU, an error in any candidate is raised. On a GPU, where device time is expensive, the
+    On the CPU, an error of any candidate is raised. On a GPU, where device time is expensive, the
     error is added to `refused` and the other candidates are still measured.
     """
     ours_alone = {"moe-plugin": candidates["moe-plugin"]}
@@ -141,17 +138,14 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
     """Measure our layer and the given peers on the ranks of `expert_group`.
 
     Args:
-        problem: sizes of the layer.
-        names: names of the peers.
-        rounds: number of timed rounds.
         forward_only: whether to measure only the forward pass.
 
     Returns: The result of our layer, the sizes of the problem, the time of the GEMM bound
         (`bound_ms`, `bound_min_ms`), the results of the peers, and the reason for each peer that
         could not run (`refused`). Each result contains times, the peak memory in addition to
-        weights and inputs (`peak_extra_mib`), the achieved rates, and the relative distance between
-        the output and the output of our layer (`error`). The achieved rates are computed from the
-        minimum work of the experts.
+        weights and inputs (`peak_extra_mib`), the achieved rates, and the relative distance from
+        our layer's output (`error`). The achieved rates are computed from the minimum amount of
+        work for the experts.
 
     Raises:
         ValueError: if a peer is unknown, computes a different output, or does not compute a balance
@@ -186,16 +180,14 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
 
 
 class GemmBound:
-    """Run only the matmuls of the forward and backward pass, and write the results to preallocated
-    memory.
+    """The matmuls of the forward and backward pass without any other operations, writing to
+    preallocated memory.
 
-    On the CPU, the GEMM bound is one dense matmul per expert with the actual number of rows of this
-    expert. On a GPU, the GEMM bound is a single dense matmul over all rows, which has the same
-    number of FLOPs.
+    On the CPU, the GEMM bound is one dense matmul per expert with the expert's actual number of
+    rows. On a GPU, the GEMM bound is a single dense matmul over all rows, which has the same number
+    of FLOPs.
 
     Args:
-        problem: sizes of the layer.
-        data: weights and inputs.
         counts: number of rows for each expert.
         forward_only: whether to run only the matmuls of the forward pass.
     """
@@ -240,8 +232,8 @@ class GemmBound:
 
 
 def own_loads(problem: Problem, data: Data, rank: int, ranks: int) -> list[int]:
-    """Return the number of rows for each of a rank's experts, under the assumption that all ranks
-    have the same tokens.
+    """Return the number of rows for each of a rank's experts, assuming that all ranks have the same
+    tokens.
     """
     own = problem.experts // ranks
     return [ranks * rows for rows in loads(problem, data)[rank * own:(rank + 1) * own]]
@@ -262,10 +254,10 @@ def loads(problem: Problem, data: Data) -> list[int]:
 
 def _warm_up(problem: Problem, data: Data) -> None:
     """Run all one-time initialization of libraries and layers before memory is measured, so that
-    this initialization is not counted for any candidate.
+    its memory is not attributed to any candidate.
 
-    A step of a small layer makes libraries allocate their buffers. A forward pass of a layer with
-    the sizes of our layer makes `experts.compute=auto` choose.
+    A step of a small layer makes libraries allocate their buffers. A forward pass with the sizes of
+    our layer makes `experts.compute=auto` choose an implementation.
     """
     small = Problem(tokens=64, model_dim=64, hidden_dim=64, experts=2, top_k=1, dtype=problem.dtype,
                     device=problem.device)
@@ -278,11 +270,11 @@ def _warm_up(problem: Problem, data: Data) -> None:
 
 def agreement(candidates: dict[str, Candidate], data: Data,
               problem: Problem) -> dict[str, float | None]:
-    """For each candidate, return the relative distance between its output and the output of our
-    layer, or None if the output is not compared.
+    """For each candidate, return the relative distance between its output and our layer's output,
+    or None if the output is not compared.
 
     Raises:
-        ValueError: if an output differs from the output of our layer by more than `TOLERANCE`.
+        ValueError: if an output differs from our layer's output by more than `TOLERANCE`.
     """
     outputs: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -302,8 +294,8 @@ def agreement(candidates: dict[str, Candidate], data: Data,
 def check_losses(candidates: dict[str, Candidate], data: Data, problem: Problem) -> None:
     """Check that every candidate with comparable output computes the gradient of a balance loss.
 
-    The gradient of the output is set to zero, so a parameter gets a gradient only from the balance
-    loss.
+    The gradient of the output is set to zero, so only the balance loss contributes to the
+    parameters' gradients.
 
     Raises:
         ValueError: if no parameter of a candidate gets a gradient from the balance loss.

@@ -1,4 +1,4 @@
-"""Measure the time and the memory of several candidates alternately, on the CPU and on a GPU."""
+"""Measure the time and memory of several candidates alternately, on the CPU or on a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGES = ("moe-plugin", "triton", "megatron-core", "fairseq", "transformer-eng
 
 @dataclass(frozen=True)
 class Times:
-    """The time of each round in seconds, in chronological order."""
+    """The time of each round in seconds, in order."""
 
     seconds: list[float]
 
@@ -45,15 +45,14 @@ class Times:
 
 def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device, rounds: int = 15,
                 warmup: int = 3, slow: float = math.inf) -> list[Times]:
-    """Time each candidate once per round, so that a slow phase of the machine affects all
-    candidates.
+    """Time each candidate once per round, so that background noise on the machine affects all
+    candidates equally.
 
     Args:
-        rounds: number of timed rounds.
         warmup: number of untimed calls per candidate before the first round.
         slow: a candidate runs only in every fourth round if it takes more than `slow` times as long
             as the first candidate. Skipping slow candidates leaves time for more rounds of
-            candidates with similar times.
+            similarly fast candidates.
     """
     clock = _cuda_seconds if device.type == "cuda" else cpu_seconds
     first = [
@@ -81,8 +80,7 @@ def _cuda_seconds(fn: Callable[[], object]) -> float:
     """Return the duration of one call in seconds, measured with GPU events.
 
     As in training, the CPU runs ahead of the GPU and launches kernels while the GPU is still busy.
-    Work on the CPU is included in the measured time only if the CPU has to wait for the GPU during
-    the call.
+    CPU time is included only if the CPU has to wait for the GPU during the call.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -119,8 +117,8 @@ def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 
 
 
 def _trim() -> None:
-    """Return freed heap memory to the operating system. If freed memory were kept, a candidate
-    could reuse it, and this memory would not be counted.
+    """Return freed heap memory to the operating system, so that no candidate can reuse memory freed
+    by an earlier candidate, which would not be counted.
     """
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,4 +1,6 @@
-"""Run processes under a memory limit, and report their memory and whether the limit killed them."""
+"""Run processes under a memory limit, and report their memory usage and whether they were killed
+for exceeding the limit.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ _UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class Limited:
-    """The output and the memory of a process that ended successfully.
+    """The output and memory usage of a process that completed successfully.
 
     Attributes:
         output: standard output of the process.
-        peak_bytes: peak memory of the process's cgroup. The peak memory includes cached file pages,
-            which the kernel frees if memory is short.
+        peak_bytes: peak memory of the process's cgroup. The peak includes cached file pages, which
+            the kernel frees when memory is short.
     """
 
     output: str
@@ -37,11 +39,11 @@ def run_limited(command: Sequence[str], limit: int | None = None) -> Limited | N
     """Run a process in a cgroup with a memory limit. Swap is disabled for the cgroup if the system
     allows this.
 
-    Setting a memory limit requires root, and a writable memory controller of cgroup version 1 or 2.
+    Requires root and a writable memory controller of cgroup version 1 or 2.
 
     Args:
         command: command line of the process.
-        limit: memory limit in bytes. None means that the memory is not limited.
+        limit: memory limit in bytes. If None, memory is not limited.
 
     Returns: The output and the peak memory of the process, or None if the process was killed
         because it exceeded the limit.
@@ -143,7 +145,7 @@ def call_limited(limit: int | None, function: Callable[..., Any],
     values.
 
     Args:
-        limit: memory limit in bytes. None sets no limit.
+        limit: memory limit in bytes. If None, memory is not limited.
         function: a function defined at the top level of a module.
 
     Returns: The function's result with the additional key `cgroup_peak_bytes`, or None if the

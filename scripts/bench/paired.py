@@ -1,5 +1,5 @@
-"""Compare two models ("sides") that are trained with the same seeds. The result of the comparison
-is the mean difference with a confidence interval.
+"""Compare two models that are trained with the same seeds, and report the mean difference with a
+confidence interval.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.2
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The mean difference between two sides over several seeds.
+    """The mean difference between two models over several seeds.
 
     Attributes:
         mean: mean of the differences between runs with the same seed.
         half: half the width of the 95 % confidence interval (Student's t), assuming that the
             differences are normally distributed. Infinite if the comparison has only one seed.
         lower: number of seeds for which the difference is negative.
-        seeds: number of seeds.
     """
 
     mean: float
@@ -40,7 +39,7 @@ class PairedDifference:
         return abs(self.mean) > self.half
 
     def shown(self, factor: float = 1.0, digits: int = 3) -> str:
-        """Return a text that contains the mean difference, the interval, and whether the difference
+        """Return a text that states the mean difference, the interval, and whether the difference
         is significant.
         """
         mean, half = factor * self.mean, factor * self.half
@@ -53,8 +52,8 @@ def paired(side: Sequence[float], other: Sequence[float]) -> PairedDifference:
     """Compute the mean difference `side` minus `other` over all seeds.
 
     Args:
-        side: results of one side, one per seed.
-        other: results of the other side, for the same seeds.
+        side: results of one model, one per seed.
+        other: results of the other model, for the same seeds.
     """
     found = [a - b for a, b in zip(side, other, strict=True)]
     half = math.inf
@@ -68,24 +67,23 @@ TRIES = 2  # number of seeds used to search for learning rates
 
 def compare(jobs: int, rates: Mapping[str, Sequence[float]], seeds: int,
             run: Callable[[str, float, int], dict[str, Any]], judged: str) -> dict[str, Any]:
-    """Train each side with `seeds` different seeds. The learning rate of each side is found by a
+    """Train each model with `seeds` different seeds. The learning rate of each model is found by a
     search that uses `TRIES` other seeds.
 
-    In the search, all rates are tried with the first seed, and the two best rates are also tried
+    In this search, all rates are tried with the first seed, and the two best rates are also tried
     with the second seed.
 
     Args:
         jobs: number of runs that run at the same time.
-        rates: for each side, the learning rates to try.
-        seeds: number of seeds of each side.
-        run: a function that trains a side with a learning rate and a seed, and returns its results
+        rates: for each model, the learning rates to try.
+        run: a function that trains a model with a learning rate and a seed, and returns its results
             by name.
-        judged: name of the result by which learning rates are compared. The learning rate with the
-            lowest mean is the best.
+        judged: name of the result used to compare learning rates. The learning rate with the lowest
+            mean is the best.
 
     Returns: A dict with the keys "search" and "runs". "search" contains the values of `judged` by
-        side and by learning rate. Rates are strings, because JSON keys are strings. "runs" contains
-        the results of all seeds by side.
+        model and learning rate. Rates are stored as strings, because JSON requires string keys.
+        "runs" contains the results of all seeds by model.
     """
     with ThreadPoolExecutor(jobs) as pool:
         def ran(wanted: Iterable[tuple[str, float, int]]) -> dict[tuple[str, float, int], Any]:
@@ -106,8 +104,8 @@ def compare(jobs: int, rates: Mapping[str, Sequence[float]], seeds: int,
 
 
 def best_rates(search: Mapping[str, Sequence[float]]) -> list[float]:
-    """Return the learning rates that were tried with the most seeds, ordered from the best to the
-    worst mean result.
+    """Return the learning rates that were tried with the most seeds, from best to worst mean
+    result.
     """
     most = max(map(len, search.values()))
     left = [rate for rate, values in search.items() if len(values) == most]

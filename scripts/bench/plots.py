@@ -16,8 +16,8 @@ TITLES = {"tokens": "tokens", "experts": "experts", "top_k": "experts per token 
 
 
 def layer_plot(found: Mapping[str, Any], path: str) -> None:
-    """Plot the time and its bound next to the peak memory, with one bar per candidate. Our layer is
-    the first bar and is drawn in colour.
+    """Plot the time and its lower bound next to the peak memory, with one bar per candidate. Our
+    layer is the first bar and is drawn in colour.
     """
     results = [found, *sorted(found["peers"], key=lambda r: r["median_ms"])]
     figure, (time, memory) = pyplot().subplots(
@@ -46,8 +46,7 @@ def layer_plot(found: Mapping[str, Any], path: str) -> None:
 def _bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Sequence[str]) -> None:
     """Draw horizontal bars with labels. The first bar shows our layer.
 
-    Bars that are much longer than most other bars are cut at the edge, and their labels contain
-    "(cut)".
+    Bars that are much longer than most others are cut at the edge and labelled "(cut)".
     """
     usual = [value for value in values if value <= 2.5 * statistics.median(values)]
     end = min(max(values), 1.6 * max(usual)) if len(usual) < len(values) else max(values)
@@ -62,8 +61,8 @@ def _bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Seque
 
 
 def scaling_plot(found: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Plot time, bound and memory along each axis on a log-log scale, so that linear growth has a
-    slope of one.
+    """Plot time, lower bound and memory along each axis on a log-log scale, so that linear growth
+    has a slope of one.
     """
     names = list(dict.fromkeys(one["axis"] for one in found))
     figure, grid = pyplot().subplots(2, len(names), figsize=(4 * len(names), 6), squeeze=False,

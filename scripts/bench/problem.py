@@ -63,12 +63,11 @@ class Problem:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Problem:
-        """Return the problem whose sizes are given by the items of a mapping."""
+        """Return the problem with the sizes given by a mapping."""
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     def check_device(self) -> None:
-        """Check that the device exists, and that its memory is sufficient for any implementation of
-        the layer.
+        """Check that the device exists and has enough memory for any implementation of the layer.
 
         Raises:
             ValueError: if the device does not exist or does not have enough memory.
@@ -122,10 +121,8 @@ class Problem:
 
     @property
     def least_memory(self) -> int:
-        """Number of bytes that every implementation needs.
-
-        The minimum memory consists of the weights and their gradients, x, y, the gradients of x and
-        y, and the inner activations.
+        """Number of bytes that any implementation needs: the weights and their gradients, x, y, the
+        gradients of x and y, and the inner activations.
         """
         weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
         elements = 2 * weights + 4 * self.tokens * self.model_dim + self.rows * self.hidden_dim
@@ -170,8 +167,8 @@ class Data:
         return {name: value for name, value in found.items() if value is not None}
 
     def local(self, rank: int, ranks: int) -> Data:
-        """Return the same data with only the experts of one rank. The experts are divided equally
-        among `ranks` ranks.
+        """Return the same data with only one rank's experts. The experts are divided equally among
+        `ranks` ranks.
         """
 
         def own(w_LIO: Tensor | None) -> Tensor | None:
@@ -182,8 +179,8 @@ class Data:
 
 
 def make_data(problem: Problem) -> Data:
-    """Draw random data. All candidates receive the same data. The data are random, because a GPU
-    multiplies zeros faster.
+    """Draw random data. All candidates receive the same data. The data are random, because GPUs
+    multiply zeros faster.
     """
     g, p = torch.Generator(problem.device).manual_seed(problem.seed), problem
 
@@ -202,8 +199,8 @@ def make_data(problem: Problem) -> Data:
 
 
 def add_problem(p: argparse.ArgumentParser) -> None:
-    """Add the options that specify a `Problem` and its measurement. The function `problem_of` reads
-    these options.
+    """Add the options that specify a `Problem` and its measurement. `problem_of` reads these
+    options.
     """
     for name, default, text in (("tokens", 4096, "number of tokens"),
                                 ("model-dim", 512, "width of a token"),
@@ -225,7 +222,7 @@ def add_problem(p: argparse.ArgumentParser) -> None:
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
-    """Return the problem specified by the options, and set the number of threads of torch.
+    """Return the problem specified by the options, and set the number of torch threads.
 
     Raises:
         ValueError: if a number is out of bounds, or if the device cannot run the problem.

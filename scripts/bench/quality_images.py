@@ -34,7 +34,7 @@ ROWS = {
 
 
 def flops() -> dict[str, float]:
-    """For each side, return the FLOPs of the forward pass for one image, assuming that no token is
+    """For each model, return the FLOPs of the forward pass for one image, assuming that no token is
     dropped.
     """
     size = PRESETS[PRESET]
@@ -48,17 +48,15 @@ def flops() -> dict[str, float]:
 
 def measure(place: Path, rows: Mapping[str, Sequence[str]], results: Sequence[str], judged: str, *,
             epochs: int, rates: Sequence[float], seeds: int, jobs: int) -> dict[str, Any]:
-    """Train all sides, and return the result of `compare`. The result of a run is its last
+    """Train all models, and return the result of `compare`. The result of a run is that of its last
     evaluation.
 
     Args:
         place: folder in which the runs are stored.
-        rows: for each side, the options of the training script.
+        rows: for each model, the options of the training script.
         results: names of the results to read from the training log.
-        judged: name of the result by which learning rates are compared. See `compare`.
-        epochs: number of epochs per run.
+        judged: name of the result used to compare learning rates. See `compare`.
         rates: learning rates to try.
-        seeds: number of seeds of each side.
         jobs: number of runs that run at the same time.
     """
     for fold in range(FOLDS):

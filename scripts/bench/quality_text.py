@@ -30,8 +30,8 @@ SIDES = {"moe": 1, "active": SIZES["top_k"], "total": SIZES["experts"]}
 
 
 def flops(side: str) -> int:
-    """Return the FLOPs of the matmuls in a token's forward pass. The FLOPs of attention are counted
-    over the whole sample.
+    """Return the FLOPs of the matmuls in a token's forward pass. Attention FLOPs are counted over
+    the whole sample.
     """
     width, inner = SIZES["width"], SIZES["hidden"]
     visited = SIZES["top_k"] if side == "moe" else SIDES[side]
@@ -50,8 +50,8 @@ def parameters(side: str) -> int:
 
 
 def command_of(host: str, side: str, s: dict[str, Any], data: Path, folder: Path) -> list[str]:
-    """Return the quick start's command for a training run. In the model, either all layers or no
-    layers have experts.
+    """Return the quick start's command for a training run. Either all layers of the model have
+    experts, or none of them.
     """
     sizes = {**s, "hidden": s["hidden"] * SIDES[side]}
     command = quickstart().HOST_STEPS[host][1](sizes, data, folder, False)
@@ -74,8 +74,8 @@ def _without_experts(command: list[str]) -> Iterator[str]:
 
 def measure(place: Path, steps: int, seeds: int, jobs: int, hosts: Sequence[str]
             ) -> dict[str, Any]:
-    """Train all sides, and return the result of `compare` for held-out losses in nats per byte.
-    Keys of the result have the form "HOST SIDE".
+    """Train all models, and return the result of `compare` for held-out losses in nats per byte.
+    The keys of the result have the form "HOST MODEL".
     """
     info = build_corpus(place / "corpus", size=CORPUS_BYTES)
     data = {host: quickstart().HOST_STEPS[host][0](place / "corpus") for host in hosts}

@@ -1,4 +1,4 @@
-"""The model of the quick start. The quick start's script trains this model in both hosts."""
+"""The model of the quick start, which its script trains in both hosts."""
 
 from __future__ import annotations
 

@@ -20,9 +20,8 @@ def on_processes(ranks: int, measure: Callable[..., Any], *args: Any, threads: i
     """Call `measure(*args)` in new processes, and return the result of rank 0.
 
     Args:
-        ranks: number of processes.
-        measure: a function defined at the top level of a module. Every rank calls the function
-            `measure` after the default group has been initialized.
+        measure: a function defined at the top level of a module. Every rank calls this function
+            after the default group has been initialized.
         threads: number of torch threads in each process.
     """
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """Replay a routing trace in the layer on emulated nodes, with each policy for overloaded experts.
 
-The planner predicts the time of every call. The layer is also run with forced balance. Every call
-of the trace is run once with each variant (policy or forced balance). The variants alternate in the
+The planner predicts the time of every call. The layer is also run with forced balance. Each call in
+the trace is run once with each variant (policy or forced balance). The variants alternate in the
 same processes. The experts of a token are chosen by the trace (`routing.rollouts`)
 or by `router.force: balance`.
 
@@ -53,17 +53,17 @@ Trace = Mapping[Key, list[list[Tensor]]]  # trace of one rank, see `observe.trac
 
 @dataclass(frozen=True)
 class Emulation:
-    """The emulated cluster and the layer that are used to replay a trace.
+    """The emulated cluster and the layer on which a trace is replayed.
 
     Attributes:
         grid: number of nodes, and number of ranks per node.
         links: keyword arguments of `EmulatedCluster`.
         model: model to which the layer belongs. The layer computes in float32 and does not drop
             tokens.
-        cluster: cluster file, which is used to decide about spilling and to predict times.
-        device: device file, which is used to decide about spilling and to predict times.
+        cluster: cluster file, used to decide about spilling and to predict times.
+        device: device file, used to decide about spilling and to predict times.
         guests: maximum number of experts that a rank may borrow.
-        replan: number of steps between two placements of replicas by the policy `standing`.
+        replan: number of steps between consecutive placements of replicas by the policy `standing`.
     """
 
     grid: tuple[int, int]
@@ -86,18 +86,17 @@ class Emulation:
 
 def excerpt(traces: Sequence[Trace], experts: int, ranks: int, steps: int,
             tokens: int | None = None) -> list[Trace]:
-    """Select consecutive steps from the beginning, the middle and the end of traces, and convert
-    them to traces of `ranks` ranks.
+    """Select consecutive steps from the beginning, middle and end of traces, and convert them to
+    traces of `ranks` ranks.
 
     Args:
         traces: traces of the recorded ranks.
-        experts: number of experts.
         ranks: number of ranks in the returned traces.
-        steps: approximate number of steps. A third of the steps is taken from each of the three
+        steps: approximate number of steps. A third of the steps comes from each of the three
             periods. If the trace has fewer steps, all of its steps are used.
-        tokens: mean number of tokens per rank and call. Recorded tokens are repeated or left out
-            evenly to reach the mean number. None (default) keeps the recorded number. Tokens
-            without an expert (padding) and empty calls are always left out.
+        tokens: mean number of tokens per rank and call. To reach this mean, recorded tokens are
+            repeated or left out evenly. None (default) keeps the recorded number. Tokens without an
+            expert (padding) and empty calls are always left out.
 
     Raises:
         ValueError: if the recorded ranks cannot be converted to `ranks` ranks, or if a token has
@@ -129,9 +128,9 @@ def picked(total: int, steps: int) -> list[int]:
 def _real(ids_TK: Tensor) -> Tensor:
     none_T = (ids_TK < 0).any(1)
     if bool((none_T & (ids_TK >= 0).any(1)).any()):
-        raise ValueError("the trace contains tokens of which one choice was dropped (-1). Every "
-                         "token must have all of its choices or none. Leave out --emulate, or use "
-                         "the trace of a run that drops no choices")
+        raise ValueError("the trace contains tokens with both chosen and dropped experts (-1). "
+                         "Every token must have all of its choices or none. Leave out --emulate, "
+                         "or use the trace of a run that drops no choices")
     return ids_TK[~none_T]
 
 
@@ -145,7 +144,7 @@ def _scaled(of_ranks: Sequence[Tensor], tokens: int | None) -> list[Tensor]:
 
 
 def make_layer(where: Emulation, side: str, comm: TorchComm) -> MoELayer:
-    """On every rank, build the layer for one variant. Only the variant with forced balance uses the
+    """Build the layer for one variant on every rank. Only the variant with forced balance uses the
     layer's own router.
     """
     parallel: dict[str, Any] = {}
@@ -176,7 +175,7 @@ class Replayed:
         return torch.randn(count, self.where.model.model_dim, generator=draw).requires_grad_()
 
     def routed(self, side: str, ids_TK: Tensor) -> AbstractContextManager[None]:
-        """Return a context manager inside which the layer of a variant uses the given choices. The
+        """Return a context manager in which the layer of a variant uses the given choices. The
         layer with forced balance is not affected.
         """
         if side == BALANCE:
@@ -193,7 +192,7 @@ class Replayed:
         return seconds, int(stats.rows)
 
     def begin(self, first_TK: Tensor) -> None:
-        """Prepare for the next layer of the trace: remove all replicas, and make an untimed call of
+        """Prepare for the next layer of the trace: remove all replicas, and run an untimed call of
         each variant.
         """
         self.layers[STANDING] = make_layer(self.where, STANDING, self.comm)
@@ -206,7 +205,7 @@ class Replayed:
 def run_rank(where: Emulation, traces: Sequence[Trace]) -> dict[str, dict[str, list[float]]]:
     """Replay the traces on one rank. Return the `seconds` and `rows` of every call by variant.
 
-    The time needed to place replicas is added to the previous call.
+    The time to place replicas is added to the previous call.
     """
     replayed = Replayed(where)
     found: dict[str, dict[str, list[float]]] = {
@@ -259,7 +258,7 @@ def _rounded(seconds: Sequence[float]) -> list[float]:
 
 
 def times_of(found: Mapping[str, Any], what: str) -> list[PolicyTimes]:
-    """Return the `predicted` or the `measured` times from a result of `emulate`."""
+    """Return the `predicted` or `measured` times from a result of `emulate`."""
     return [PolicyTimes(policy, [CallTime(*call) for call in zip(
         one[what], found["balanced"][what], one["lent"], found["third"], strict=True)])
         for policy, one in found["policies"].items()]
@@ -302,5 +301,5 @@ def explain(found: Mapping[str, Any], grid: str) -> str:
 
 
 def as_json(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the predicted and measured times as JSON values."""
+    """Return the predicted and measured times as plain values for JSON."""
     return {what: as_dict(times_of(found, what)) for what in ("predicted", "measured")}

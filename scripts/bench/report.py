@@ -1,7 +1,7 @@
-"""Write pages in Markdown. A page consists of text and tables from a template in `pages`, into
-which measured values are inserted.
+"""Write pages in Markdown. A page consists of text and tables from a template in `pages`, filled in
+with measured values by the function `page`.
 
-The function `page` fills in a template. The fields of a template are those of `str.format`, with
+ The fields of a template are those of `str.format`, with
 additional formats after the colon:
 
 * a unit, which divides the value and rounds it: `{rate:Mbit}`, or with digits `{seconds:ms.1}` and
@@ -9,15 +9,14 @@ additional formats after the colon:
 * a notation, such as `{bytes:size}`, `{seconds:time}` or `{names:list}`; see `NOTATIONS`.
 
 A field may contain a quotient (`{theirs/ours:.2f}`) or a relative difference
-(`{measured/predicted-1:.0%}`). If the value of a field is None, the field is replaced with an empty
-string.
+(`{measured/predicted-1:.0%}`). A field whose value is None is replaced with an empty string.
 
 A template consists of paragraphs that are separated by empty lines:
 
 * A paragraph that consists of one field, such as `{cells}`, is replaced by the value of the field:
   a text, or several paragraphs.
 * A paragraph that begins with `for each of NAME:` is a table. The next two lines are the header of
-  the table, and the row that is repeated for each record in the value NAME.
+  the table and the row that is repeated for each record in NAME.
 * A line `<!-- NAME -->` starts a new section of the template.
 """
 
@@ -64,7 +63,7 @@ def bullets(*items: str) -> str:
 
 
 def made_with(command: str) -> str:
-    """Return a sentence that states the command with which a page is generated."""
+    """Return a sentence that states the command that generates the page."""
     return f"This page is written by `{command}`."
 
 
@@ -138,12 +137,11 @@ class _Fields(string.Formatter):
 
 
 def filled(text: str, values: Any) -> str:
-    """Return a text in which the fields are replaced with values.
+    """Return a text with its fields replaced by values.
 
     Args:
-        text: the text.
-        values: a mapping from names of fields to values, or a record whose attributes are available
-            as `{0.name}`.
+        values: a mapping from field names to values, or a record whose attributes are available as
+            `{0.name}`.
     """
     return _Fields().vformat(text, (values,), values if isinstance(values, Mapping) else {})
 
@@ -163,10 +161,9 @@ def page(of: str, found: Mapping[str, Any], section: str = "", **values: Any) ->
     """Return the paragraphs of a page, generated from the template of a study.
 
     Args:
-        of: `__name__` of the study's module. The template may use all constants of this module.
+        of: `__name__` of the study's module. The template may use all constants of that module.
         found: measured numbers.
-        section: name of a section of the template. Defaults to the text before the first section of
-            the template.
+        section: name of a template section. Defaults to the text before the first section.
         values: further values.
     """
     name = of.rpartition(".")[2]

@@ -1,7 +1,7 @@
-"""Compile a recorded launch on a machine without a GPU, and report its registers, shared memory and
+"""Compile a recorded launch without a GPU, and report its registers, shared memory and
 instructions.
 
-`Resources.failed` checks whether the generated machine code violates any rules.
+`Resources.failed` checks whether the machine code violates any rules.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from scripts.bench.launches import Launch
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources that a compiled kernel uses.
+    """The resources used by a compiled kernel.
 
     Attributes:
-        label: label of the launch.
         registers: number of registers per thread.
         spilled: bytes per thread that are spilled from registers to memory.
         shared: shared memory per block in bytes.
-        blocks: number of blocks that can run on one multiprocessor at the same time.
+        blocks: number of blocks that can run on one multiprocessor concurrently.
         occupancy: number of warps in these blocks divided by the maximum number of warps.
         matrix: name of the matrix instruction in the assembly, or "" if there is none.
         copies: whether the kernel contains the asynchronous instruction that copies a tile.
-        stages: number of pipeline stages that were requested.
-        buffers: number of tiles of the same operand that are stored in shared memory. 0 if every
-            operand has at most one tile in shared memory.
+        stages: number of pipeline stages requested.
+        buffers: number of tiles of the same operand stored in shared memory. 0 if every operand has
+            at most one tile in shared memory.
         through_registers: (number of wgmma instructions that read their left operand from
             registers, total number of wgmma instructions).
-        gathers: whether the pipelined loop looks up the rows of an operand.
-        turns: whether an operand may have to be transposed before it is read. tf32 operands may
-            have to be transposed, because wgmma requires that they are contiguous along the summed
+        gathers: whether the pipelined loop gathers the rows of an operand by index.
+        turns: whether an operand may have to be transposed before it is read. Operands in tf32 may
+            have to be transposed, because wgmma requires them to be contiguous along the summed
             axis.
     """
 
@@ -77,7 +76,7 @@ class Resources:
 
 
 def compile_for(launch: Launch, target: str) -> Resources:
-    """Compile one launch for one target, and return the resources that the kernel uses."""
+    """Compile one launch for one target, and return the kernel's resources."""
     made, gpu = compiled(launch, target), GPUS[target]
     registers, spilled, matrix, copies = (_nvidia(gpu, made) if gpu.backend == "cuda" else
                                           _amd(made))

@@ -1,12 +1,12 @@
-"""Measure studies, and write or redraw their pages in docs/benchmarks. All studies are run by a
-single class.
+"""Run studies, and write or redraw their pages in docs/benchmarks. All studies are run by a single
+class.
 
 The module of a study defines `TITLE` and two functions. The function `measure(args)` returns the
-numbers of the study as plain values. The function `body(found)` returns the parts of the page below
+results of the study as plain values. The function `body(found)` returns the parts of the page below
 the title, usually by calling `report.page` with a template in `pages`. A study on emulated clusters
 uses `sweep.Sweep` for its measurements. A study with several parts defines `PARTS` instead, which
 maps the name of each part to a pair of these two functions. If a run measures only some of the
-parts, the numbers of the other parts are preserved. With `--out`, every part is written as soon as
+parts, the results of the other parts are preserved. With `--out`, every part is written as soon as
 it is measured. With `--resume`, parts that already exist are not measured again.
 
 The module of a study may also define:
@@ -16,7 +16,7 @@ The module of a study may also define:
 * `MADE_BY`: the command that writes the page, if it differs from `moe-plugin bench NAME`;
 * `PLOTS`: for each file name, a function of (numbers, path) that draws this plot;
 * `pages(found)`: further pages by file name;
-* `merge(old, new)`: adds the numbers of a run to those of earlier runs in the same folder;
+* `merge(old, new)`: adds the results of a run to those of earlier runs in the same folder;
 * `failures(found)`: the goals that a run missed. If there are missed goals, the exit status is 1.
 """
 
@@ -80,13 +80,11 @@ class Study:
     """A measurement that `moe-plugin bench` can run.
 
     Attributes:
-        name: name of the command, as in `moe-plugin bench NAME`.
         about: one line that describes what the study measures. If this line contains "(computed)",
             the study does not measure anything on this machine.
         needs: requirements of the study, as keys of `NEEDS`.
         module: name of the module in `scripts.bench.studies`. If the module defines several
-            studies, the class name follows after the module name. Defaults to the name of the
-            study.
+            studies, the class name follows the module name. Defaults to the name of the study.
         stem: file name of the page without the extension. Defaults to the name of the study.
     """
 
@@ -109,7 +107,7 @@ class Study:
         several = {
             "parts": Option(parts, "parts of the page to measure; the other parts are kept",
                             choices=parts),
-            "resume": Option(False, "skip the parts whose numbers are in --out already")}
+            "resume": Option(False, "skip the parts whose results are already in --out")}
         return {**several, **own} if parts else own
 
     @property
@@ -125,7 +123,7 @@ class Study:
 
     @property
     def numbers_name(self) -> str:
-        """Path of the file that contains the study's numbers, relative to the folder of the pages.
+        """Path of the file that contains the study's results, relative to the folder of the pages.
         """
         return f"{DATA}/{Path(self.page_name).stem}.json"
 
@@ -137,19 +135,19 @@ class Study:
                             help=f"write {self.page_name}, {self.numbers_name} and the plots to "
                                  "this folder")
         parser.add_argument("--json", action="store_true",
-                            help="print the numbers instead of the page")
+                            help="print the results instead of the page")
         parser.add_argument("--quick", action="store_true",
-                            help="use small sizes, to try the command")
+                            help="use small sizes to try out the command")
         parser.add_argument("--redraw", action="store_true",
-                            help="measure nothing; write the page and the plots again from the "
-                                 "numbers in --out")
+                            help="do not measure anything; redraw the page and the plots from the "
+                                 "results in --out")
         for name, option in self.options.items():
             option.add(parser, name)
         if hasattr(code, "add_arguments"):
             code.add_arguments(parser)
 
     def fill(self, args: argparse.Namespace) -> argparse.Namespace:
-        """Set all options that were not given to their default values."""
+        """Set all options that were not given to their defaults."""
         for name, option in self.options.items():
             if getattr(args, name.replace("-", "_")) is None:
                 quick = args.quick and option.quick is not None
@@ -157,7 +155,7 @@ class Study:
         return args
 
     def measure(self, args: argparse.Namespace) -> Any:
-        """Run the study and return its numbers as plain values. See `with_machine`.
+        """Run the study and return its results as plain values. See `with_machine`.
 
         Raises:
             ValueError: if a requirement of the study is missing.
@@ -168,8 +166,8 @@ class Study:
         return json.loads(json.dumps(found))  # the page must be the same when drawn from the file
 
     def _measured(self, args: argparse.Namespace, folder: Path | None) -> Any:
-        """Measure one part after the other, and write the numbers. The numbers of parts that were
-        measured in earlier runs are preserved.
+        """Measure one part after the other, and write the results. The results of parts measured in
+        earlier runs are preserved.
         """
         path = None if folder is None else folder / self.numbers_name
         merge = getattr(self.code, "merge", dict.__or__ if self.parts else None)
@@ -188,7 +186,7 @@ class Study:
         return found
 
     def page(self, found: Any) -> str:
-        """Generate the page for the given numbers, in Markdown."""
+        """Generate the page for the given results, in Markdown."""
         code = self.code
         sections = [(found[name], write) for name, (_, write) in self.parts.items()
                     if name in found] or [(found, code.body)]
@@ -227,8 +225,8 @@ class Study:
         return int(bool(failed))
 
     def _folder(self, out: Path | None) -> Path | None:
-        """Check that all files can be written to `--out`. The files are checked first, because a
-        measurement may take hours.
+        """Check that all files can be written to `--out` before a measurement, which may take
+        hours.
         """
         if out is None:
             return None
@@ -237,8 +235,8 @@ class Study:
 
     def _earlier(self, folder: Path | None) -> Any:
         if folder is None:
-            raise ValueError("--redraw needs --out FOLDER, the folder with the numbers to draw "
-                             "again. Use, for example, --out docs/benchmarks")
+            raise ValueError("--redraw needs --out FOLDER, the folder that contains the results. "
+                             "Use, for example, --out docs/benchmarks")
         return read_numbers(folder / self.numbers_name)
 
 
@@ -256,8 +254,8 @@ def check_needs(who: str, needs: Sequence[str]) -> None:
 def with_machine(measure: Callable[..., Any], *args: Any) -> Any:
     """Call `measure(*args)` and return its result, with information about the machine.
 
-    If the result is a mapping, this function adds the package versions, the device, the date, the
-    number of cores, and the load averages before and after the measurement.
+    If the result is a mapping, add the package versions, the device, the date, the number of cores,
+    and the load averages before and after the measurement.
     """
     from scripts.bench.measure import versions  # imports torch
 
@@ -289,7 +287,7 @@ def _say_machine(lines: Sequence[str], found: Any, made_by: str) -> Iterator[str
 
 
 def write_numbers(path: Path, value: Any) -> None:
-    """Write numbers as JSON, with one line for each item of the outermost list or mapping."""
+    """Write results as JSON, with one line for each item of the outermost list or mapping."""
     if isinstance(value, dict):
         lines = [f"{json.dumps(key)}: {_compact(one)}" for key, one in value.items()]
     else:
@@ -303,7 +301,7 @@ def _compact(value: Any) -> str:
 
 
 def read_numbers(path: Path) -> Any:
-    """Read the numbers of an earlier run.
+    """Read the results of an earlier run.
 
     Raises:
         ValueError: if the file does not exist or is not JSON.
@@ -311,7 +309,7 @@ def read_numbers(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} contains no numbers of a study ({short(str(error))}). Measure "
+        raise ValueError(f"{path} contains no results of a study ({short(str(error))}). Measure "
                          "first, without --redraw, or choose another --out") from error
 
 

@@ -1,9 +1,9 @@
 """Simulate the rebalancing experiment of SWARM (Ryabinin et al. 2023, section 4.4).
 
-In this experiment, the peers of a pipeline leave and return, and the throughput of the pipeline is
-measured. The throughput is divided by the throughput of the best placement of the peers that are
-present. The stage of a new peer, and the peer that moves to another stage, are chosen by the code
-that a trainer runs (`resilience.swarm.members.SwarmMembers`).
+In this experiment, the peers of a pipeline leave and return while its throughput is measured. The
+throughput is reported relative to that of the best placement of the peers that are present. The
+stage of a new peer, and the peer that moves to another stage, are chosen by the code that a trainer
+runs (`resilience.swarm.members.SwarmMembers`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ class Experiment:
     """Peers of equal speed that leave and return.
 
     Attributes:
-        stages: number of stages of the pipeline.
-        peers: total number of peers, whether or not they are present.
-        life_s: mean duration of a peer's presence in seconds. The duration of a peer's presence has
-            an exponential distribution.
-        absence_s: mean duration of a peer's absence in seconds. The duration has an exponential
+        peers: total number of peers, present or absent.
+        life_s: mean duration of a peer's presence in seconds. The duration has an exponential
             distribution.
-        load_s: time in seconds that a new or moved peer needs to load weights. While a peer loads
-            weights, it processes nothing.
+        absence_s: mean duration of a peer's absence in seconds, exponentially distributed.
+        load_s: time in seconds that a new or moved peer needs to load weights. A peer that is
+            loading weights processes nothing.
         lives: duration of the experiment divided by the mean duration of a peer's presence.
     """
 
@@ -54,7 +52,7 @@ class Rebalanced:
 
     Attributes:
         share: throughput of the slowest stage divided by the throughput of the best placement of
-            the present peers. Both throughputs are summed over time.
+            the peers that are present. Both throughputs are summed over time.
         moves: number of times that a peer moved to another stage.
     """
 
@@ -68,10 +66,9 @@ def simulate(about: Experiment, rebalance_s: float | None, *, random_stage: bool
 
     Args:
         about: the experiment.
-        rebalance_s: time between two moves in seconds. None means that peers never move.
+        rebalance_s: time between consecutive moves in seconds. None means that peers never move.
         random_stage: whether new peers are placed at a random stage instead of the slowest stage.
-        seed: seed for the times at which peers leave and return. Equal seeds produce equal times of
-            leaving and returning.
+        seed: random seed for the times at which peers leave and return.
     """
     lives = [random.Random(f"{seed} {peer}") for peer in range(about.peers)]
     dice, members = random.Random(seed), SwarmMembers(about.stages, seed)
@@ -123,7 +120,7 @@ def _load(about: Experiment, events: list[tuple[float, int, str]], loading: dict
 
 def _throughputs(about: Experiment, stage_of: dict[int, int], loading: dict[int, float]
                  ) -> tuple[int, int]:
-    """Return two numbers of peers for the slowest stage: the current number, and the number in the
+    """Return the number of peers that serve the slowest stage in the current placement, and in the
     best placement of all present peers.
     """
     serving = [0] * about.stages

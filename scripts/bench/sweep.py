@@ -1,9 +1,10 @@
-"""Measure every combination of values of several axes on emulated clusters. In each measurement,
-several sides are compared, and they alternate in every round.
+"""Measure every combination of values of several axes on emulated clusters. Each measurement
+compares several variants, which alternate in every round.
 
 A study that runs on emulated clusters describes its measurement with a `Sweep`. On every rank, a
-`Sweep` runs a function that builds the sides and measures them with `alternate`. The result of the
-rank function contains `seconds`: for each side, the times of all timed rounds on this rank. The
+`Sweep` runs a function that builds the variants and measures them with `alternate`. The result of
+this
+function contains `seconds`: for each variant, the times of all timed rounds on this rank. The
 template of the study's page defines the columns of its tables (see `report`).
 """
 
@@ -42,8 +43,8 @@ class Sweep:
         axes: function that maps the study's options to a mapping from the names of the axes to
             their values.
         cluster: function that returns the cluster for a cell.
-        rank: function that measures alternating sides on one rank.
-        row: function that computes the numbers of a cell from the cell and the results of all
+        rank: function that measures alternating variants on one rank.
+        row: function that computes a cell's table values from the cell and the results of all
             ranks.
         timeout_s: time in seconds after which the ranks of a cell are stopped.
     """
@@ -55,7 +56,7 @@ class Sweep:
     timeout_s: float = 600.0
 
     def measure(self, args: Namespace) -> list[dict[str, Any]]:
-        """Measure all cells. Return the numbers of each cell together with its values of the axes.
+        """Measure all cells. Return the values of each cell together with its position on the axes.
         """
         axes, rows = self.axes(args), []
         for values in tracked(list(itertools.product(*axes.values())), "sweep", "cell"):
@@ -69,14 +70,15 @@ class Sweep:
 
 def alternate(sides: Mapping[str, Callable[[], T]], rounds: int,
               warm_up: int = 1) -> dict[str, list[T]]:
-    """Run every side once per round, so that a slow phase of the machine affects all sides.
+    """Run every variant once per round, so that background noise on the machine affects all
+    variants equally.
 
     Args:
-        sides: for each side, a function that runs one step.
+        sides: for each variant, a function that runs one step.
         rounds: number of rounds whose results are returned.
         warm_up: number of rounds before the rounds whose results are returned.
 
-    Returns: For each side, a list with one result per round.
+    Returns: For each variant, a list with one result per round.
     """
     found: dict[str, list[T]] = {name: [] for name in sides}
     for _ in range(warm_up + rounds):
@@ -86,12 +88,12 @@ def alternate(sides: Mapping[str, Callable[[], T]], rounds: int,
 
 
 def slowest(ranks: Ranks, name: str) -> list[float]:
-    """For one side, return the time of each round on the slowest rank."""
+    """For one variant, return the time of each round on the slowest rank."""
     return [max(step) for step in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
 
 
 def medians(ranks: Ranks) -> dict[str, float]:
-    """For each side, return the median time on the slowest rank."""
+    """For each variant, return the median time on the slowest rank."""
     return {name: statistics.median(slowest(ranks, name)) for name in ranks[0]["seconds"]}
 
 
@@ -118,8 +120,8 @@ def timed_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None,
 
 def clean_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None = None,
                grad_TD: Tensor | None = None) -> tuple[float, LayerStats]:
-    """Run `timed_step`, and then remove all gradients. If the gradients were not removed, the next
-    side would add to them.
+    """Run `timed_step` and then clear all gradients. Otherwise, the next variant would accumulate
+    into these gradients.
     """
     found = timed_step(layer, x_TD, choice, grad_TD)
     layer.zero_grad(set_to_none=True)
@@ -137,8 +139,8 @@ def one_step(layer: MoELayer, tokens: int, choice: LayoutChoice | None) -> tuple
 
 
 def timed_end(layer: MoELayer) -> float:
-    """Measure the end of a step, during which replicas may be placed. Return the time in seconds.
-    All ranks start at the same time.
+    """Measure the end of a step, in which replicas may be placed, and return the time in seconds.
+     All ranks start at the same time.
     """
     layer.comm.barrier()
     start = time.perf_counter()

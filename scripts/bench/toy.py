@@ -1,5 +1,5 @@
-"""The small language model that several studies train or use to generate text. The language model
-consists of attention and experts.
+"""The small language model that several studies train or use to generate text. The model consists
+of attention and experts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ class ToyBlock(nn.Module):
     """A block with causal attention and experts, each with a residual connection.
 
     Args:
-        moe: the MoE layer.
-        heads: number of attention heads.
         weighs: whether `forward` returns (output, weighted balance loss) instead of only the
             output.
         remembers: whether tokens attend to the tokens of earlier calls.
@@ -69,7 +67,7 @@ def makers(symbols: int, layers: int, width: int, experts: int, hidden: int,
            heads: int = 8) -> list[Any]:
     """Return functions that build the modules of a model in order: embedding, blocks, head.
 
-    Each of these functions uses its own seed.
+    Each function uses its own random seed.
     """
     settings = {"model_dim": width, "num_experts": experts,
                 "experts": {"hidden_dim": hidden, "compute_selection": "rule"}}

@@ -1,6 +1,4 @@
-"""Compile the switch when it is used for the first time, and store the compiled program in the
-user's cache.
-"""
+"""Compile the switch on first use, and store the compiled program in the user's cache."""
 
 from __future__ import annotations
 
@@ -23,10 +21,9 @@ def compiler() -> str | None:
 
 
 def build_switch(cache: Path | None = None) -> Path:
-    """Return the path of the compiled switch. The switch is compiled first if this is necessary.
+    """Return the path of the compiled switch. The switch is compiled first if necessary.
 
-    The name of the compiled file contains a hash of the source code, so that a new version is
-    compiled again.
+    The file name contains a hash of the source code, so that changed source code is compiled again.
 
     Raises:
         ValueError: if there is no C compiler, or the compiler fails. The error message contains the

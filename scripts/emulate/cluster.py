@@ -33,7 +33,7 @@ ERRORS_SHOWN = 3
 
 @dataclass(frozen=True)
 class PortStats:
-    """Counters of the frames that one node has sent and received.
+    """Counters of the frames sent and received by one node.
 
     Attributes:
         frames_in: number of frames sent by the node.
@@ -57,17 +57,14 @@ class EmulatedCluster:
     machine.
 
     Each node has its own network namespace, host name and link. Ranks on the same node communicate
-    over the loopback interface of the node. However this process ends, the cluster leaves nothing
-    behind: namespaces have no names, the switch exits when its control socket is closed, and ranks
-    exit with their parent process.
+    over the loopback interface of the node. Nothing remains of the cluster however this process
+    ends, because namespaces have no names, the switch exits when its control socket is closed, and
+    ranks exit with their parent process.
 
     Args:
-        nodes: number of nodes.
-        ranks_per_node: number of ranks on each node.
         rate_bit_s: bandwidth of each node's link in each direction, in bits per second.
         delay_s: latency of a link in one direction, in seconds.
-        message_s: additional time that the network card of a node needs for each message, in
-            seconds.
+        message_s: additional time per message that a node's network card needs, in seconds.
         mtu: maximum transmission unit of the links, in bytes.
 
     Raises:
@@ -148,8 +145,8 @@ class EmulatedCluster:
 
     def start(self, fn: Callable[..., Any], *args: Any, group_timeout_s: float = 60.0,
               join: bool = True) -> list[RankProcess]:
-        """Start `fn(*args)` on every rank. The environment of each rank contains the variables that
-        a launcher sets.
+        """Start `fn(*args)` on every rank. Each rank's environment contains the variables that a
+        launcher sets.
 
         Args:
             fn: function that every rank calls.
@@ -187,7 +184,7 @@ class EmulatedCluster:
         return [end.value for end in ends]
 
     def collect(self, ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
-        """Wait for all ranks to end, return how each rank ended, and stop the stores.
+        """Wait for all ranks to end, return how each of them ended, and stop the stores.
 
         Ranks that are still running after `timeout_s` seconds are killed.
         """
@@ -216,17 +213,15 @@ class EmulatedCluster:
         self._tell(f"rate {node} {rate_bit_s}")
 
     def set_network(self, network: Network) -> None:
-        """Route frames between nodes over the wires of a network. Each wire of the network has its
-        own bandwidth.
+        """Route frames between nodes over the links of a network. Each link has its own bandwidth.
 
         Rank i of the network corresponds to node i of the cluster. Each frame takes the path with
-        the fewest wires. If several paths are equally short, a frame takes the path whose wires
-        come first in the network. The links of the nodes themselves are set to the highest possible
-        bandwidth.
+        the fewest links. If several paths are equally short, the frame takes the path whose links
+        come first in the network. The nodes' own links are set to the highest possible bandwidth.
 
         Raises:
-            ValueError: if the number of ranks in the network differs from the number of nodes in
-                the cluster, or if the network has more wires than the switch supports.
+            ValueError: if the network and the cluster have different numbers of ranks and nodes, or
+                if the network has more links than the switch supports.
         """
         if len(network.ranks) != self.nodes_wanted:
             raise ValueError(
@@ -248,9 +243,7 @@ class EmulatedCluster:
         self._tell(f"loss {node} {probability}")
 
     def set_hole(self, node: int, on: bool = True) -> None:
-        """Drop all frames from and to one node without reporting an error, like a black hole in a
-        network.
-        """
+        """Silently drop all frames from and to one node, like a black hole in a network."""
         self._tell(f"hole {node} {int(on)}")
 
     def set_link(self, node: int, up: bool) -> None:
@@ -258,7 +251,7 @@ class EmulatedCluster:
         self._tell(f"link {node} {int(up)}")
 
     def stats(self) -> list[PortStats]:
-        """For every node, return the counters of its port since the cluster was started."""
+        """For every node, return the counters of its port since the start of the cluster."""
         return [PortStats(*map(int, line.split())) for line in self._tell("stats").splitlines()[1:]]
 
     @property

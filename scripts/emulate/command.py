@@ -151,7 +151,7 @@ def fault(args: argparse.Namespace) -> int:
 
 
 def _why(fault: Fault, made: int) -> str:
-    """Return the reason why the fault was not injected into a program that ran `made` steps."""
+    """Return the reason why the fault was not injected into a program that ran for `made` steps."""
     from scripts.emulate.faults import PLACES
 
     if made < fault.step:
@@ -166,7 +166,7 @@ def _say(what: str) -> None:
 
 
 def _program(words: Sequence[str]) -> list[str]:
-    """Return the command, in which the name of an installed program is replaced with its path.
+    """Return the command, with the name of an installed program replaced by its path.
 
     Raises:
         ValueError: if the program is not installed.

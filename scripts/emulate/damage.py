@@ -1,5 +1,5 @@
-"""Damage the files of a checkpoint between a save and the next start. Tests use this module to
-check how damaged checkpoints are loaded.
+"""Damage the files of a checkpoint between a save and the next start, to test how damaged
+checkpoints are loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ def damage(path: str | os.PathLike[str], way: str, seed: int = 0) -> str:
     """Damage a file in place.
 
     Args:
-        path: the file to damage.
         way: type of damage. `cut` removes at least one byte at the end, `empty` removes all bytes,
             `bit` flips one bit, `byte` changes one byte, `zeros` overwrites a sector with zeros,
             `missing` removes the file, `swapped` replaces the content with the content of another

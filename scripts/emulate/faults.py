@@ -1,7 +1,7 @@
 """Inject a fault into a training program at a specified time.
 
-Use this module to test how a program reacts if a rank dies, hangs or slows down, if a disk is full,
-if a number is wrong, or if a connection breaks. Before training starts, call
+Use this module to test how a program reacts if a rank dies, hangs or slows down, a disk is full, a
+value is corrupted, or a connection breaks. Before training starts, call
 
     Fault("kill", ranks=(1,), step=5, place="exchange").arm(rank)
 
@@ -77,13 +77,13 @@ class Fault:
         step: the step in which the fault is injected. Step 1 is the first step after the process
             has started. Each step ends with an optimizer step.
         place: where in the step the fault is injected, which is a key of `PLACES`. The fault is
-            injected when the process reaches this place for the first time in the step. Defaults to
-            "forward", or to the only place at which this type of fault is possible.
+            injected when the process first reaches this place in the step. Defaults to "forward",
+            or to the only place at which this type of fault is possible.
         seconds: duration of the faults `stall` and `slow`.
         bytes: maximum file size for the fault `disk-full`.
         bit: the bit that `bit-flip` and `wrong-product` flip. Bit 0 is the lowest bit.
-        record: path of a file. When the fault is injected, a line "RANK TIME" is appended to this
-            file. By default, no line is written.
+        record: path of a file to which a line "RANK TIME" is appended when the fault is injected.
+            By default, no line is written.
 
     Raises:
         ValueError: if a value is out of bounds, or if this type of fault is not possible at this
@@ -134,7 +134,7 @@ class Armed:
 
     Attributes:
         happened_in: the latest step in which the fault was injected. 0 if the fault has not been
-            injected so far.
+            injected yet.
     """
 
     def __init__(self, fault: Fault, rank: int) -> None:
@@ -148,8 +148,7 @@ class Armed:
         return 1 + max(self._updates.values(), default=0)
 
     def due(self) -> bool:
-        """Return whether the fault must be injected now. If the fault must be injected, record that
-        it was injected.
+        """Return whether the fault must be injected now, and if so, record that it was injected.
 
         Call this method only when the process has reached the fault's place.
         """

@@ -23,7 +23,6 @@ def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restart
     """Start torchrun on every node. Each torchrun starts `ranks_per_node` ranks.
 
     Args:
-        cluster: the emulated cluster.
         program: `script.py ARGS`, `-m module ARGS`, or an installed command such as
             `fairseq-train ARGS`.
         max_restarts: how often torchrun may restart all ranks after a rank has failed.
@@ -57,7 +56,7 @@ def start_plain(cluster: EmulatedCluster, program: Sequence[str],
                 **popen: object) -> list[subprocess.Popen]:
     """Start a launch script on every node.
 
-    The environment of the script contains MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and
+    The script's environment contains MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and
     NPROC_PER_NODE.
     """
     env = {
@@ -73,8 +72,7 @@ def start_plain(cluster: EmulatedCluster, program: Sequence[str],
 def wait(started: Sequence[subprocess.Popen], grace_s: float = GRACE_S) -> int:
     """Wait for all processes to end, and return the first exit status that is not 0.
 
-    After one process has failed, this function waits at most `grace_s` seconds for the other
-    processes.
+    After one process has failed, wait at most `grace_s` seconds for the others.
     """
     deadline = None
     while any(process.poll() is None for process in started):

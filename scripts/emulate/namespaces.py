@@ -32,7 +32,6 @@ class Node:
     """A node of the cluster, which consists of a network namespace and a host name (UTS) namespace.
 
     Attributes:
-        index: index of the node in the cluster.
         net: file descriptor of the network namespace.
         uts: file descriptor of the host name namespace.
     """

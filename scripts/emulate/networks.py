@@ -1,8 +1,8 @@
 """Networks with unequal links for `EmulatedCluster.set_network`, with one rank per node.
 
 In all functions, `rate_bit_s` is the bandwidth of a normal link in each direction, in bits per
-second. The wires do not have a cost per message (alpha), because the cost of a message on this
-machine is unknown.
+second. The links have no cost per message (alpha), because the cost of a message on this machine is
+unknown.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def chain(nodes: int, rate_bit_s: float) -> Network:
 
 def two_clusters(nodes: int, rate_bit_s: float, slower: float = 2) -> Network:
     """Return a network with two switches that are linked to each other. Half of the nodes are
-    connected to each of the two switches.
+    connected to each switch.
 
-    The link between the switches is slower than the link of a node by the factor `slower`.
+    The link between the switches is slower than a node's link by the factor `slower`.
     """
     links = [(str(i), f"s{2 * i // nodes}", rate_bit_s) for i in range(nodes)]
     return _linked("two clusters", nodes, 2, [*links, ("s0", "s1", rate_bit_s / slower)])

@@ -32,7 +32,6 @@ class RankEnd:
     """The result of a rank, which is a value or an error.
 
     Attributes:
-        rank: number of the rank.
         value: the return value of the rank's function.
         error: the error with its traceback as text, or None if the function returned normally.
         exit: exit status of the process. Negative if the process was ended by a signal. None if the
@@ -58,7 +57,6 @@ class RankProcess:
 
     Attributes:
         rank: number of the rank, or -1 for the process that runs the store.
-        pid: ID of the process.
         pipe: connection that receives the result.
         log: standard error of the process, which is printed if the rank fails.
         started: start time, as returned by `time.monotonic`.
@@ -76,11 +74,10 @@ def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[
     """Run `work` in a forked process. The forked process is killed when this process ends.
 
     Args:
-        work: function that is called in the forked process. The return value of `work` is sent to
+        work: function that is called in the forked process. The function's return value is sent to
             this process.
         node: the node on which the process runs. None runs the process outside of the emulated
             nodes.
-        rank: number of the rank.
         close: file descriptors that are closed in the forked process.
     """
     ours, theirs = Pipe(duplex=False)
@@ -115,7 +112,7 @@ def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[
 
 
 def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
-    """Wait for all ranks to end, and return how each rank ended.
+    """Wait for all ranks to end, and return how each of them ended.
 
     Ranks that have not sent a result after `timeout_s` seconds are killed. The errors of these
     ranks contain the stack traces of all threads.
@@ -162,8 +159,8 @@ def initialise(address: str, port: int, rank: int, world: int, timeout_s: float)
 
 
 def serve_store(node: Node, close: Sequence[int] = ()) -> tuple[RankProcess, int]:
-    """Start a separate process on `node` that runs the store of the ranks. Because the store has a
-    separate process, any rank may die without stopping the store.
+    """Start a separate process on `node` that runs the store of the ranks. The store has a separate
+    process, so that any rank may die without stopping it.
 
     Returns:
         The process and the port of the store.

@@ -1,4 +1,4 @@
-"""Run torchrun on an emulated node. Messages that the last nodes would print at the end are
+"""Run torchrun on an emulated node. Messages that the last nodes to finish would print are
 suppressed.
 """
 

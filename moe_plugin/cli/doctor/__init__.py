@@ -1,11 +1,11 @@
 """`moe-plugin doctor`, which checks whether the MoE layer works on this machine and which packages
 are missing.
 
-The command also prints the commands that install the missing packages. With the flag `--all`, the
-command also prints all packages, the features that hosts do not support, and stored measurements.
+The command also prints the commands that install the missing packages. With `--all`, it also prints
+all packages, the features that each host does not support, and the stored measurements.
 
-The exit status is 0 if the layer works, and 1 otherwise. The check runs a tiny forward and backward
-pass of the layer, and compares the results with a dense computation.
+The exit status is 0 if the layer works, and 1 otherwise. The check runs a small forward and
+backward pass of the layer and compares the results with a dense computation.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Run the checks. Print whether the layer works. Then collect and print the results that take
-    longer to compute.
+    """Run the checks. Print whether the layer works. Then collect and print the sections of the
+    report that take longer to compute.
 
     Returns: 0 if the layer works, and 1 otherwise.
     """

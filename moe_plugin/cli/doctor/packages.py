@@ -1,9 +1,8 @@
 """Functions that check the environment: package versions, host frameworks, devices and compiled
 functions.
 
-For each missing package, the functions in this module return the command that installs the package.
-For each host, the functions in this module check whether this package's adapter can be imported,
-and which fused implementations the host uses.
+These functions also return the command that installs each missing package. For each host, they
+check whether this package's adapter can be imported, and which fused implementations the host uses.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _OPTIONAL = {"rich", "triton"}
 
 
 def import_everything() -> list[dict[str, str]]:
-    """Import all modules except those of hosts and commands, so that all names are registered.
+    """Import all modules except hosts and commands, so that all components are registered.
 
     Returns: For each module that cannot be imported, a row with the keys `module` and `reason`.
     """
@@ -74,8 +73,7 @@ def import_everything() -> list[dict[str, str]]:
 
 def missing_rows() -> list[dict[str, str]]:
     """For each registered component that cannot run on this machine, return a row with its kind,
-    its name and the reason. Frameworks that are used only for comparison in benchmarks are left
-    out.
+    its name and the reason. Frameworks that are used only as benchmark baselines are left out.
     """
     return [{"kind": kind, "name": entry.name, "reason": reason}
             for kind in sorted(set(KINDS) - {"bench_peer"}) for entry in KINDS[kind]
@@ -86,7 +84,7 @@ def choice_rows() -> list[dict[str, str]]:
     """Return the measurements that `experts.compute=auto` has stored on this machine.
 
     Each row contains the load, the chosen implementation, the reason for the choice, and the age
-    and the spread of the measurements.
+    and spread of the measurements.
     """
     return [{"load": key, "name": kept.name, "why": kept.why,
              "age": show_time(max(0.0, time.time() - kept.made)),
@@ -94,10 +92,10 @@ def choice_rows() -> list[dict[str, str]]:
 
 
 def run_rows() -> list[dict[str, str]]:
-    """Return one row for each feature that can be attached to the training steps of a run.
+    """Return one row for each optional feature of a training run.
 
-    Each row contains the setting of the feature and the hosts that support it. For each other host,
-    the row contains the reason and a remedy.
+    Each row contains the setting of the feature and the hosts that support it. For every host
+    without support, the row contains the reason and a workaround.
     """
     settings = (*(row.setting for row in FEATURES if row.setting), *OF_HOSTS)
     return [{"name": name, "state": ", ".join(h for h in HOSTS if (name, h) not in LACKS),
@@ -108,7 +106,7 @@ def run_rows() -> list[dict[str, str]]:
 
 def refusal_rows() -> list[dict[str, str]]:
     """Return the combinations of settings that are rejected by a host. Each row contains the host,
-    a requested setting, and the settings that cannot be combined with the requested setting.
+    a requested setting, and the settings that cannot be combined with it.
     """
     by_request = dict[tuple[str, str], list[str]]()
     for host, table in (("fairseq", fairseq.TABLE), ("megatron", megatron.TABLE)):
@@ -151,7 +149,7 @@ def _widened() -> str:
 def compiled() -> list[dict[str, str]]:
     """Return one row for each C++ function that can replace torch operations on the CPU.
 
-    C++ functions that have not been compiled yet are compiled during this call.
+    Functions that have not been compiled yet are compiled during this call.
     """
     parts = [(f"experts' {name}", functions.why_not(name)) for name in ACTIVATIONS]
     parts.append(("several experts at a time, float32", products.why_one_by_one()))
@@ -187,7 +185,6 @@ class Package:
     """A distribution that moe-plugin can use.
 
     Attributes:
-        name: name of the distribution.
         module: name of the Python module in the distribution.
         use: what this package uses the distribution for.
         gpu: whether the distribution is useful only with a GPU.
@@ -262,7 +259,7 @@ def installed_version(package: Package) -> str | None:
 
 def requirement(name: str) -> str:
     """Return the version requirement in moe-plugin's metadata (such as `tensorboard>=2.14`), or the
-    bare package name if the metadata contain no requirement.
+    bare package name if the metadata do not list the package.
     """
     try:
         stated = metadata.requires("moe-plugin") or []
@@ -337,8 +334,8 @@ def _row(name: str, process: subprocess.Popen | None) -> dict[str, Any]:
 
 
 def fused_rows() -> list[dict[str, Any]]:
-    """Return one row for each fused implementation, with its purpose (Adam, norms, or the norm and
-    scaling of gradients), the implementation that is used, and the reason.
+    """Return one row for each purpose (Adam, norms, or computing the norm of the gradients and
+    scaling them), with the fused implementation in use and the reason.
     """
     return [{"name": choice.role, "state": choice.active, "reason": choice.reason}
             for choice in fused.choices()]

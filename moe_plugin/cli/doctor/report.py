@@ -1,4 +1,4 @@
-"""The report of `moe-plugin doctor`. The report is collected as plain values, and then formatted as
+"""The report of `moe-plugin doctor`. The report is collected as plain values and then formatted as
 text.
 """
 
@@ -31,8 +31,8 @@ def check_rows(kinds: list[torch.device]) -> list[dict[str, Any]]:
 
     Each row contains the largest relative error of the output, the largest relative error of the
     gradients, and whether both errors are within the tolerance. On a GPU, the layer is checked only
-    with a single rank. torch runs all backward passes on a GPU in a single thread. Several
-    simulated ranks would therefore wait for each other forever.
+    with a single rank. With several simulated ranks, the backward passes would deadlock, because
+    torch runs all backward passes on a GPU in a single thread.
     """
     cases = []
     for device in kinds:
@@ -91,8 +91,7 @@ def _errors(device: torch.device, dtype: torch.dtype, dispatcher: str,
 
 
 def _share(whole: MoELayer, config: MoEConfig, comm: Comm) -> MoELayer:
-    """Create this rank's layer, and copy this rank's share of the weights from the layer `whole`.
-    """
+    """Create this rank's layer and copy its share of the weights from the full layer `whole`."""
     weight_ED = whole.router.get_parameter("weight_ED")
     layer = MoELayer(config, comm, dtype=weight_ED.dtype, device=weight_ED.device)
     first, local = comm.rank * layer.placement.local, layer.placement.local
@@ -156,11 +155,10 @@ def first() -> dict[str, Any]:
 
 
 def rest(everything: bool) -> dict[str, Any]:
-    """Collect the data that are only shown on request, such as missing components and stored
+    """Collect the sections that are shown only on request, such as missing components and stored
     measurements.
 
-    everything: whether the user requested all data of the report. If False, the returned dict is
-    empty.
+    everything: whether the user requested the full report. If False, the returned dict is empty.
     """
     if not everything:
         return {}
@@ -173,9 +171,7 @@ def rest(everything: bool) -> dict[str, Any]:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Return the first lines of the report, which list the checks and state whether the layer
-    works.
-    """
+    """Return the first lines of the report: the checks, and whether the layer works."""
     checks = report["self_check"]
     differences = [d for row in checks for d in (row["output_error"], row["gradient_error"])
                    if d is not None]
@@ -268,7 +264,7 @@ def _missing(report: dict[str, Any]) -> str:
 
 
 def _load(load: str) -> str:
-    """Return the short form of the text that describes a load. The omitted words appear in other
-    columns, and in the output of `--json`.
+    """Shorten the text that describes the load of a measurement. The omitted details are shown in
+    other columns and in the output of `--json`.
     """
     return load.split(": ", 1)[-1].split(", of ")[0]

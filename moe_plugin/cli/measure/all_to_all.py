@@ -1,4 +1,4 @@
-"""Measurement of all-to-all algorithms on the ranks of a real group or of an emulated cluster."""
+"""Measure all-to-all algorithms on the ranks of a real group or of an emulated cluster."""
 
 from __future__ import annotations
 
@@ -36,15 +36,11 @@ class ExchangeRow:
     """The measurements of one all-to-all algorithm at one message size.
 
     Attributes:
-        nodes: number of nodes.
-        ranks_per_node: number of ranks per node.
-        algorithm: name of the all-to-all algorithm.
         bytes: size of the input of each rank in bytes.
         median_ms: median time per exchange over all repeats, in ms.
         min_ms: shortest time per exchange over all repeats, in ms.
         floor_ms: lower bound on the time in ms, given by the bandwidth of the links.
-        cpu_ms: total CPU time of all ranks and of the emulated switch in ms, divided by the number
-            of cores.
+        cpu_ms: CPU time in ms of all ranks and the emulated switch, divided by the number of cores.
         messages: number of messages that each node sends to other nodes.
         chosen: name of the algorithm that was selected by `auto`.
     """
@@ -63,13 +59,13 @@ class ExchangeRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """The list of all-to-all measurements to perform.
+    """The all-to-all measurements to perform.
 
     Attributes:
         names: names of the algorithms to measure.
-        sizes: sizes of the input of each rank in bytes.
-        repeats: number of timed repeats. For sizes above `BURST_UP_TO` bytes, only half of the
-            repeats are timed.
+        sizes: input sizes per rank, in bytes.
+        repeats: number of timed repeats. For sizes above `BURST_UP_TO` bytes, half as many repeats
+            are timed.
         settings: settings of the group, e.g. its topology.
         helper: process ID of a helper process whose CPU time is also counted, such as the switch of
             an emulated cluster.
@@ -87,7 +83,6 @@ class RankTimes:
     """The measurements of one all-to-all algorithm at one message size on one rank.
 
     Attributes:
-        name: name of the algorithm.
         size: size of the input of each rank in bytes.
         seconds: for each repeat, the time per exchange in seconds, measured over all ranks.
         cpu_s: CPU time in seconds of this rank per exchange.
@@ -106,7 +101,7 @@ def measure_rank(plan: Plan,
     """Measure all algorithms on every rank. Return the nodes of the group, and one `RankTimes` for
     each algorithm and size.
 
-    All algorithms run in each repeat, in an order that rotates from repeat to repeat.
+    Each repeat runs all algorithms once, in an order that rotates from repeat to repeat.
     """
     comm = comm or TorchComm()
     prepare(comm, plan.settings or CommConfig())
@@ -133,8 +128,8 @@ def measure_rank(plan: Plan,
 
 
 def _warm_up(comm: Comm, name: str, x: torch.Tensor) -> None:
-    """Run an all-to-all algorithm once before it is timed. The algorithm `auto` is repeated until
-    it has selected an algorithm.
+    """Run an all-to-all algorithm once before it is timed. `auto` is run repeatedly until it has
+    selected an algorithm.
     """
     run = algorithms.get(name)
     run(comm, x)
@@ -153,9 +148,8 @@ def _chosen(comm: Comm, name: str, x: torch.Tensor) -> str | None:
 def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -> list[float]:
     """For each repeat, combine the times of all ranks into one time in seconds.
 
-    If all ranks share one clock, the time of a repeat lasts from the earliest start on any rank to
-    the latest end on any rank. Without a shared clock, the time of a repeat is the time of the
-    slowest rank.
+    If all ranks share one clock, a repeat lasts from the earliest start on any rank to the latest
+    end on any rank. Otherwise, the time of a repeat is that of the slowest rank.
     """
     if not one_clock:
         return comm.agree_max([end - begin for begin, end in spans])
@@ -194,7 +188,7 @@ def _cpu_s(comm: Comm, helper: int | None) -> float:
 
 def row_of(topology: Topology, cell: RankTimes, floor_ms: float | None = None,
            cpu_ms: float | None = None) -> ExchangeRow:
-    """Convert the `RankTimes` of one rank to an `ExchangeRow`. Leave `floor_ms` out for a real
+    """Convert the `RankTimes` of one rank to an `ExchangeRow`. `floor_ms` is left out for a real
     group, because the bandwidths of its links are unknown.
     """
     return ExchangeRow(len(topology.nodes), max(map(len, topology.nodes)), cell.name, cell.size,
@@ -203,8 +197,8 @@ def row_of(topology: Topology, cell: RankTimes, floor_ms: float | None = None,
 
 
 def messages_out(topology: Topology, name: str) -> float | None:
-    """Return the number of messages that a node sends to other nodes. The number of messages is
-    computed by a formula, or counted by running the algorithm on simulated ranks.
+    """Return the number of messages that a node sends to other nodes. The number is computed by a
+    formula, or counted by running the algorithm on simulated ranks.
 
     If the nodes have different numbers of ranks, return the mean over all nodes, or None if the
     group has more than `COUNTED_RANKS` ranks.
@@ -225,8 +219,8 @@ def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
     """Return the measurements of all algorithms that have a cost model. The planner fits its
     network model to these measurements.
 
-    Each measurement is a median, because with many ranks on few cores the fastest repeat is an
-    outlier.
+    Each measurement is a median, because the fastest repeat is an outlier when many ranks share few
+    cores.
     """
     return [
         Measurement(r.nodes, r.ranks_per_node, r.algorithm, r.bytes, r.median_ms / 1e3,

@@ -1,4 +1,4 @@
-"""Measurement of matmuls, copies and small operations of a processor for the cost model."""
+"""Measure matmuls, copies and small operations of a processor for the cost model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Samples:
         inner: inner width of an expert.
         products: for each number of rows, the times of matmuls with shapes [rows, width] x [width,
             inner].
-        launch: times of the smallest operation, which consist only of launch overhead.
+        launch: times of the smallest possible operation, which consist only of launch overhead.
         copy: times of a memory copy.
         copied: number of bytes that a copy reads and writes.
     """
@@ -71,17 +71,15 @@ class Samples:
 
 def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, width: int = 512,
                    inner: int = 2048, repeats: int = 7) -> Device:
-    """Measure the speed of this machine as one rank experiences it.
+    """Measure the speed that one rank achieves on this machine.
 
     In the cost model, a matmul with `n` rows takes `launch + 2 * width * inner * (n + half_rows) /
     flops` seconds, which is linear in `n`.
 
     Args:
-        device: torch device.
-        dtype: dtype of the matmuls that are measured.
+        dtype: dtype of the measured matmuls.
         width: width of a token.
         inner: inner width of an expert.
-        repeats: number of repeats.
     Raises:
         ValueError: If the device does not exist, or if the matrices exceed the memory of the
             device.
@@ -92,18 +90,16 @@ def measure_device(device: str = "cpu", dtype: torch.dtype = torch.float32, widt
 
 def sample_device(device: str, dtype: torch.dtype, width: int, inner: int,
                   repeats: int = 7, least_s: float = 0.0) -> Samples:
-    """Measure the times to which `measure_device` fits a device.
+    """Measure the times that `measure_device` uses to fit the model of a device.
 
     Args:
-        device: torch device.
         dtype: dtype of the matmuls that are measured.
         width: width of a token.
         inner: inner width of an expert.
-        repeats: number of repeats.
         least_s: minimum duration of a repeat on a CPU, in seconds. Each repeat makes as many calls
             as are needed to reach this duration. The recorded time is the mean over the calls of
-            the repeat. On a busy processor, short repeats are rarely interrupted, but long repeats
-            always are.
+            the repeat. On a busy processor, most short repeats run without interruption, but long
+            repeats are always interrupted.
     """
     where = _device(device)
     memory = memory_bytes(where) or float("inf")
@@ -124,20 +120,18 @@ def sample_device(device: str, dtype: torch.dtype, width: int, inner: int,
 
 def measure_kernels(device: str, dtype: torch.dtype, width: int, inner: int, experts: int,
                     repeats: int = 3) -> dict[str, dict[str, Any]]:
-    """Measure the kernels of experts for `planner.prefill.load_kernels`.
+    """Measure the expert kernels for `planner.prefill.load_kernels`.
 
     For each strategy that `compute: auto` considers on this device, return the forward time of one
-    expert in seconds by the number of rows. The fixed cost of a call is derived from the times of
-    two calls: a call with one expert and a call with all experts. Once a call has taken longer than
-    `LONGEST_S`, larger numbers of rows are not measured.
+    expert, in seconds, for each number of rows. The fixed cost of a call is derived from the times
+    of a call with one expert and a call with all experts. Once a call takes longer than
+    `LONGEST_S`, larger numbers of rows are skipped.
 
     Args:
-        device: torch device.
         dtype: dtype of the experts that are measured.
         width: width of a token.
         inner: inner width of an expert.
         experts: number of experts per call.
-        repeats: number of repeats.
     Raises:
         ValueError: If `experts` is below 1.
     """
@@ -197,10 +191,10 @@ def _device(name: str) -> torch.device:
 
 def fit_products(rows: tuple[int, ...], seconds: list[float], launch: float,
                  operations: float) -> tuple[float, float]:
-    """Return (flops, half_rows) of the line that minimizes the sum of the squared relative errors
-    of the times.
+    """Return (flops, half_rows) of the straight line that minimizes the sum of the squared relative
+    errors of the times.
 
-    operations: number of floating-point operations for one row.
+    operations: number of floating-point operations per row.
     """
     a = np.array([[n / s, 1 / s] for n, s in zip(rows, seconds, strict=True)])
     shares = np.array([(s - launch) / s for s in seconds]).clip(min=0.0)

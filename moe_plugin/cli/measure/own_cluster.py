@@ -1,7 +1,7 @@
-"""Measurement of the network and the processors of the running ranks.
+"""Measure the network and the processors of the running ranks.
 
-All ranks perform their measurements at the same time. For each repeat, every rank uses the time of
-the slowest rank, so all ranks obtain the same results.
+All ranks perform their measurements at the same time. The time of each repeat is that of the
+slowest rank, so all ranks obtain the same results.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def largest_size(model: ModelShape) -> int:
 
 
 def about_network(model: ModelShape, grid: tuple[int, int], device: torch.device) -> dict[str, str]:
-    """Return the properties of the ranks and the model on which the measurement depends. A stored
-    network measurement is reused only if all of these properties are equal.
+    """Return the properties of the ranks and the model that affect the network measurement. A
+    stored measurement is reused only if all of these properties are the same.
     """
     return {
         "bytes": str(largest_size(model)), "grid": f"{grid[0]}x{grid[1]}",
@@ -94,8 +94,8 @@ def about_network(model: ModelShape, grid: tuple[int, int], device: torch.device
 
 
 def about_processor(model: ModelShape, comm: Comm, device: torch.device) -> dict[str, str]:
-    """Return the properties of the ranks and the model. A stored processor measurement is reused
-    only if all of these properties are equal.
+    """Return the properties of the ranks and the model that affect the processor measurement. A
+    stored measurement is reused only if all of these properties are the same.
 
     The number of ranks is included because all ranks on a machine share the processor.
     """
@@ -126,10 +126,10 @@ def measure_network(model: ModelShape, comm: Comm, grid: tuple[int, int], about:
 
 def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memory: float,
                       about: dict[str, str], repeats: int) -> Processor:
-    """Measure matmuls with the widths of the experts on all ranks at the same time, and fit a model
-    of the device.
+    """Run matmuls with the experts' widths on all ranks at the same time, and fit a model of the
+    device to the measured times.
 
-    For each repeat, the time of the slowest rank is used. memory: number of bytes that a rank may
+    The time of each repeat is that of the slowest rank. memory: number of bytes that a rank may
     use.
     """
     dtype = torch.float32 if model.element_bytes == 4 else torch.bfloat16

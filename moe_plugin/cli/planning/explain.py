@@ -1,5 +1,5 @@
-"""Functions that format the results of a search: the best layout or plan, its time and memory, and
-the alternatives.
+"""Functions that format the results of a search: the best plan, its time and memory, and the
+alternatives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_plugin.planner.units import show_change, show_size, show_time
 
 # Predicted all-to-all times as tables and a plot.
 def sent(size: int) -> str:
-    """Format the number of bytes that each rank sends, for a row or a title of a table."""
+    """Format the number of bytes sent by each rank for a table."""
     return f"{show_size(size)} by each rank"
 
 
@@ -28,8 +28,8 @@ def _time_of(name: str, item: tuple[int, dict[str, float]]) -> str:
 
 
 def predicted_parts(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the sections of a page that shows predicted times. The page has a title and a table
-    for each size.
+    """Return the sections of a page of predicted times. The page has a title and one table per
+    message size.
     """
     parts = []
     for size in dict.fromkeys(row["bytes"] for row in rows):
@@ -47,7 +47,7 @@ def predicted_parts(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def plot_model(rows: list[dict[str, Any]], path: str) -> None:
-    """Plot the time against the number of ranks, with one panel for each size."""
+    """Plot the time against the number of ranks, with one panel per message size."""
     sizes = list(dict.fromkeys(row["bytes"] for row in rows))
     figure, axes = pyplot().subplots(1, len(sizes), figsize=(3.6 * len(sizes), 3.6),
                                      squeeze=False, layout="constrained")
@@ -84,8 +84,8 @@ def breakdown(cost: PlanCost) -> dict[str, Any]:
 
 
 def predicted(cost: PlanCost, cluster: Cluster, device: Device) -> str:
-    """Return the predicted step time of a plan, and the errors of the fitted models that the
-    prediction uses.
+    """Return the predicted step time of a plan and the fitting errors of the models used for the
+    prediction.
     """
     inputs: dict[str, Device | Cluster] = {"device": device}
     if cluster.ranks > 1:
@@ -117,8 +117,8 @@ def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, s
 
 
 def plan_lines(plans: Sequence[PlanCost]) -> list[str]:
-    """Return lines that list the plans by increasing time. The lines also show the time and memory
-    of the fastest plan.
+    """Return lines that list the plans from fastest to slowest. The lines also show the time and
+    memory of the fastest plan.
     """
     best = plans[0]
     again, layers = best.activations.count(RECOMPUTE), len(best.activations)
@@ -153,8 +153,8 @@ def _time_and_memory(best: PlanCost) -> list[str]:
 
 def _why_not(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
              space: Space) -> list[str]:
-    """For each setting of the best plan, describe the best alternative plan with a different value
-    of this setting.
+    """For each setting of the best plan, describe the best alternative plan in which that setting
+    has a different value.
     """
     lines = []
     for axis, other in alternatives(model, cluster, device, best, space).items():

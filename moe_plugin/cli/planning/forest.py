@@ -21,12 +21,11 @@ _NAMED = 8  # largest number of nodes listed by name
 
 @dataclass(frozen=True)
 class Compared:
-    """One of the algorithms that are compared for a collective.
+    """One of the collective algorithms in a comparison.
 
     Attributes:
-        name: name of the algorithm.
         run: simulation of the algorithm at the requested size.
-        limit_s: lower bound on the time in seconds, given by the busiest wire.
+        limit_s: lower bound on the time in seconds, given by the busiest link.
     """
 
     name: str
@@ -36,15 +35,14 @@ class Compared:
 
 @dataclass(frozen=True)
 class Report:
-    """Input data for the report about a schedule.
+    """The data for the report about a schedule.
 
     Attributes:
-        schedule: the schedule.
         size: size of the collective's result in bytes.
-        ways: the algorithms that are compared. The first item is the planned schedule. The tuple is
-            empty if there is only one rank.
+        ways: the algorithms to compare. The first item is the planned schedule. The tuple is empty
+            if there is only one rank.
         planned_s: time in seconds that planning took.
-        note: assumptions about the network.
+        note: assumptions made about the network.
     """
 
     schedule: Schedule
@@ -55,7 +53,7 @@ class Report:
 
 
 def compare(schedule: Schedule, size: int, chunks: int) -> tuple[Compared, ...]:
-    """Simulate the schedule and the baselines. The data of each message are split into up to
+    """Simulate the planned schedule and the baseline algorithms. Each message is split into up to
     `chunks` chunks, which are sent one after the other.
     """
     if len(schedule.network.ranks) == 1:
@@ -74,8 +72,8 @@ def _compared(program: Program, size: int, chunks: int) -> Compared:
 
 
 def cut_words(schedule: Schedule) -> str:
-    """Explain why no schedule is faster. The text names the limiting cut of the network, the data
-    that must cross this cut, and the bandwidth of the cut.
+    """Explain why no schedule is faster. The text names the cut of the network that limits the
+    bandwidth, the data that must cross it, and its bandwidth.
     """
     network = schedule.network
     inside = [rank for rank in network.ranks if rank in schedule.cut]
@@ -99,7 +97,7 @@ def cut_words(schedule: Schedule) -> str:
 
 
 def _parts_words(schedule: Schedule) -> str:
-    """Explain the optimum of an overlapping all-reduce, which is limited by a partition of the
+    """Explain the lower bound for an overlapping all-reduce, which is given by a partition of the
     nodes instead of a cut.
     """
     network, parts = schedule.network, schedule.parts
@@ -138,7 +136,7 @@ def _listed(names: list[str]) -> str:
 
 
 def number(value: Fraction | float) -> str:
-    """Format a number with at most six significant digits. The result is exact if six digits
+    """Format a number with at most six significant digits. The number is exact if six digits
     suffice.
     """
     return f"{float(value):.6g}"

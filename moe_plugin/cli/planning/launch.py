@@ -29,10 +29,8 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
     """Convert a plan to nested plain values that can be used as settings of this package.
 
     Args:
-        model: the model.
-        plan: the plan.
-        auto: whether the tuner may change the layout of the plan during training. If True, the
-            tuner starts with `dispatch.send=rows`, which sends one row per token and expert.
+        auto: whether the tuner may change the layout during training. If True, the tuner starts
+            with `dispatch.send=rows`, which sends one row per token and expert.
         keeps_send: whether the tuner must not change `dispatch.send`. See `plan_cost.needs_send`.
     """
     parallel: dict[str, Any] = {
@@ -62,7 +60,7 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
 
 
 def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
-    """Return the host's own command-line flags for a plan, as a list of words.
+    """Return the host's own command-line flags for a plan, as a list of command-line words.
 
     Raises:
         ValueError: If the host is unknown or cannot run the plan.
@@ -104,8 +102,6 @@ def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: s
     """Return the content of the `--moe-config` file that applies a plan.
 
     Args:
-        model: the model.
-        plan: the plan.
         host: see `HOSTS`.
         auto: see `moe_settings`.
         note: comment to write at the top of the file.
@@ -127,10 +123,9 @@ def plan_yaml(model: ModelShape, plan: ModelPlan, host: str, auto: bool, note: s
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchCommand:
-    """Values for the launch command that do not depend on the plan.
+    """The settings of the launch command that do not depend on the plan.
 
     Attributes:
-        nodes: number of nodes.
         ranks_per_node: number of processes per node.
         head: address of the first node. Required if the run uses several nodes.
         cpu: whether to train on the CPU.
@@ -155,8 +150,8 @@ class LaunchCommand:
 
 
 def torchrun_words(start: LaunchCommand) -> list[str]:
-    """Return the word `torchrun` followed by the options of `torchrun`. If there are several nodes,
-    the command must be run on each node.
+    """Return the word `torchrun` followed by its options. If there are several nodes, the command
+    must be run on each node.
     """
     words = [f"OMP_NUM_THREADS={start.threads}"] if start.cpu and start.threads else []
     if start.nodes == 1:
@@ -169,16 +164,13 @@ def torchrun_words(start: LaunchCommand) -> list[str]:
 
 
 def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCommand) -> list[str]:
-    """Return all words of the launch line.
+    """Return the launch command as a list of command-line words.
 
-    The dtype is determined by `model.element_bytes`. If `model.element_bytes` is 2, the dtype is
-    bf16.
+    The dtype is bf16 if `model.element_bytes` is 2.
 
     Args:
-        model: the model.
-        plan: the plan.
         host: see `HOSTS`.
-        start: values for the launch line that do not depend on the plan.
+        start: the settings of the launch command that do not depend on the plan.
     Raises:
         ValueError: If the host cannot run the plan, or if `script` is set for fairseq.
     """
@@ -226,9 +218,9 @@ def _megatron(start: LaunchCommand) -> list[str]:
 
 
 def launch_text(words: list[str]) -> str:
-    """Return the launch line for a shell, wrapped into lines of at most `COLUMNS` columns.
+    """Return the launch command for a shell, wrapped to lines of at most `COLUMNS` columns.
 
-    A flag and its values are always on the same line.
+    A flag and its values always stay on the same line.
     """
     parts: list[str] = []
     for word in words:
@@ -247,7 +239,9 @@ def launch_text(words: list[str]) -> str:
 
 
 def launch_script(text: str, note: str) -> str:
-    """Return a shell script that runs the launch line and passes on the arguments of the script."""
+    """Return a shell script that runs the launch command and appends the arguments passed to the
+    script.
+    """
     return f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n'
 
 

@@ -1,5 +1,5 @@
 """Functions that format memory plans as text and as plain values. For each block, the output also
-contains the cost of the alternative decisions.
+shows the cost of the alternatives to its keep, recompute or swap decision.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moe_plugin.planner.units import show_change, show_size, show_time
 
 
 def keep_all_bytes(plan: SwapPlan) -> int:
-    """Return how many bytes of device memory are needed to keep all activations."""
+    """Return the device memory, in bytes, needed to keep all activations."""
     held = most = 0
     for block in plan.problem.blocks:
         held += block.activation_bytes
@@ -23,9 +23,10 @@ def keep_all_bytes(plan: SwapPlan) -> int:
 
 
 def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
-    """For each block, return how many seconds per step each alternative decision would add.
+    """For each block, return how many seconds each alternative decision (keep, recompute or swap)
+    would add to the step.
 
-    The value for a decision is inf if the decision would exceed the memory.
+    The value is inf if the alternative would exceed the memory.
     """
     by_block = []
     for j, (block, taken) in enumerate(zip(plan.problem.blocks, plan.decisions, strict=True)):
@@ -39,8 +40,8 @@ def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
 
 
 def as_dict(plan: SwapPlan) -> dict[str, Any]:
-    """Convert a memory plan to plain values for JSON. Decisions that would exceed the memory have
-    the value None.
+    """Convert a memory plan to plain values for JSON. Alternatives that would exceed the memory
+    have the value None.
     """
     return {
         "seconds": plan.seconds, "bound_s": plan.bound_s, "proved": plan.proved,
@@ -61,8 +62,8 @@ def _finite(value: float) -> float | None:
 
 
 def explain(plan: SwapPlan, name: str = "model") -> str:
-    """Return a text with the decisions for all blocks and their reasons, the memory, and the step
-    time if all blocks had the same decision.
+    """Describe a memory plan: the decision for each block and its reason, the memory, and the step
+    time if all blocks used the same decision.
     """
     blocks, counts = plan.problem.blocks, {d: plan.decisions.count(d) for d in DECISIONS}
     width = max(5, *(len(block.name) for block in blocks))

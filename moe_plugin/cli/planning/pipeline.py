@@ -67,7 +67,8 @@ def as_dict(profile: StageProfile) -> dict[str, object]:
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """Return the timeline of the stages and links in the trace format of Chrome and Perfetto."""
+    """Return the timeline of the stages and links in the trace event format of Chrome and Perfetto.
+    """
     rows = sorted({span.task.resource for span in timeline.spans},
                   key=lambda name: (name.startswith("link"), *map(int, name.split()[1:])))
     return timeline.trace(rows)

@@ -1,5 +1,6 @@
-"""The table of EPS-MoE for prompts of different lengths. For each prompt length, the table contains
-the number of pieces and the kernel for the forward pass of an MoE layer.
+"""The table of EPS-MoE choices for prompts of different lengths. For each prompt length, the table
+contains the kernel for the forward pass of an MoE layer, and the number of pieces into which the
+rows are divided.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ LOOKED_AT = 4096  # number of loads checked for a change of kernel
 
 @dataclass(frozen=True)
 class PrefillRow:
-    """The choices for one prompt length.
+    """The number of pieces and the kernel chosen for one prompt length.
 
     Attributes:
         tokens: number of prompt tokens per rank.
         rows: number of rows per expert.
-        whole_s: time of the forward pass in seconds if the pass is not split into pieces.
-        best: best choice over all numbers of pieces.
+        whole_s: time of the forward pass in seconds if the rows are not divided into pieces.
+        best: the fastest choice over all numbers of pieces.
     """
 
     tokens: int
@@ -44,12 +45,11 @@ class PrefillRow:
 
 @dataclass(frozen=True)
 class PrefillTable:
-    """The best choices for all prompt lengths.
+    """The number of pieces and the kernel chosen for each prompt length.
 
     Attributes:
-        rows: the results.
-        kernels: the lengths at which the best kernel changes if the pass is not split, as tuples
-            (tokens on a rank, kernel below this number, kernel from this number on).
+        kernels: the prompt lengths at which the best kernel changes when the rows are not divided,
+            as tuples (tokens per rank, kernel for shorter prompts, kernel from this length on).
     """
 
     rows: tuple[PrefillRow, ...]
@@ -61,8 +61,6 @@ def prefill_table(model: ModelShape, cluster: Cluster, profile: Profile,
     """Compute the table for an MoE layer whose experts are sharded over all ranks of a cluster.
 
     Args:
-        model: the model.
-        cluster: the cluster.
         profile: measured kernels for the widths and experts of this layer.
         lengths: the prompt lengths, in tokens per rank.
     Raises:

@@ -42,11 +42,10 @@ def parse_step(line: str) -> tuple[str, StepRecord] | None:
     """Parse a line of the log. Return (type, record) if the line contains training metrics, or None
     for any other line.
 
-    The type of a line is `train_inner`, `train` (the end of an epoch) or `valid`.
+    The type is `train_inner`, `train` (the end of an epoch) or `valid`.
 
     Raises:
-        ValueError: If a number in the line cannot be read, for example because the line is
-            truncated.
+        ValueError: If the line contains an invalid number, for example because it is truncated.
     """
     found = _LINE.search(line)
     if found:
@@ -64,7 +63,7 @@ def parse_step(line: str) -> tuple[str, StepRecord] | None:
 
 
 def parse_json(row: Mapping[str, Any]) -> tuple[str, StepRecord] | None:
-    """Parse a complete line of a `--log-file` in the format `json`, and return (type, record)."""
+    """Parse a complete line of a `--log-file` in `json` format, and return (type, record)."""
     named = [found for key in row if (found := _FILE_JSON.fullmatch(key))]
     return _record(named[0][1] or "train_inner", row) if named and "epoch" in row else None
 
@@ -73,7 +72,7 @@ def _record(kind: str, values: Mapping[str, Any]) -> tuple[str, StepRecord] | No
     """Build one record from the metrics in a line of fairseq's log.
 
     Args:
-        kind: fairseq's name for the type of the line. For example, the second validation subset is
+        kind: the type of the line in fairseq's log. For example, the second validation subset is
             named `valid1`.
         values: a mapping from the names of metrics to their values as strings.
     """
@@ -92,8 +91,7 @@ def step_record(values: dict[str, Any], kind: str) -> StepRecord | None:
     """Build the record of a log line from its metrics. Return None if the metrics do not include
     the number of updates.
 
-    values: the metrics of the log line by name. The names do not contain the prefix for the type of
-    the line.
+    values: the metrics of the log line, by name without the prefix for the type of the line.
     """
     numbers = {key: number for key, value in values.items()
                if (number := _number(value)) is not None}
@@ -133,9 +131,10 @@ def _number(value: Any) -> float | None:
 
 
 def parse_settings(line: str) -> dict[str, str]:
-    """Parse fairseq's configuration line, and return the settings by the names of their flags.
+    """Parse the line in which fairseq prints its configuration, and return the settings by flag
+    name.
 
-    If the line is not the configuration line, return an empty dict.
+    Return an empty dict for any other line.
     """
     found = _CONFIG.search(line)
     if not found:
@@ -145,8 +144,8 @@ def parse_settings(line: str) -> dict[str, str]:
 
 
 def parse_changed(line: str) -> dict[str, tuple[str, str]] | None:
-    """Return a pair (value, default) for each setting that differs from its default. Return None if
-    the line is not the list of such settings.
+    """Parse the line that lists all settings that differ from their defaults, and return a pair
+    (value, default) for each. Return None for any other line.
 
     Raises:
         ValueError: If the list of settings cannot be read.

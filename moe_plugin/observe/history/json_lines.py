@@ -1,7 +1,7 @@
 """Parsers for the JSON lines that this package writes.
 
 The lines contain layer statistics, the training log of the Megatron host, settings and timelines.
-All functions in this module raise `ValueError` if a field has a wrong type.
+All functions in this module raise `ValueError` if a field has the wrong type.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
 
 
 def _more(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return additional statistics by name. The additional statistics have a chart but are not
-    attributes of `LayerRecord`.
+    """Return the additional statistics by name. The report plots these statistics, but
+    `LayerRecord` has no attributes for them.
     """
     known, found = _fields(LayerRecord), _NONE
     for name, value in row.items():
@@ -54,9 +54,9 @@ def _more(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loads(values: list[Any]) -> Sequence[float]:
-    """Return the loads of all experts as an array with 2, 4 or 8 bytes per expert.
+    """Return the loads of all experts as an array that uses 2, 4 or 8 bytes per load.
 
-    A compact array saves memory, because a long log contains millions of loads.
+    Compact arrays save memory, because a long log contains millions of loads.
     """
     kinds = {*map(type, values)}
     try:
@@ -76,11 +76,11 @@ def copy_record(row: Mapping[str, Any]) -> CopyRecord:
 
 
 def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:
-    """Convert a JSON line to a record of the training log and to the brief layer records that are
-    part of the same line.
+    """Convert a JSON line to a record of the training log and to the brief layer records in the
+    same line.
 
     Brief layer records do not contain the loads of the experts. Brief layer records are used only
-    for layers that have no other records.
+    for layers without any other records.
     """
     step = _step(row, "iteration")
     record = _filled(StepRecord, row, step=step, loss=_maybe(row, "lm_loss"),
@@ -99,8 +99,8 @@ TRAINING = ("loss", "tokens_per_s", "learning_rate", "grad_norm", "not_finite")
 
 
 def training_record(row: Mapping[str, Any]) -> StepRecord:
-    """Convert a JSON line to the record of a training step. Training loops without a separate log
-    write such JSON lines.
+    """Convert a JSON line to the record of a training step. These lines are written by training
+    loops that have no other log.
     """
     return StepRecord(step=_step(row, "step"), **_floats(_dict(row, "training"), *TRAINING))
 
@@ -116,7 +116,7 @@ def timeline(row: Mapping[str, Any]) -> tuple[int, int, list[SpanRecord]]:
 
 
 def settings(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings of the run that a host has written to a JSON line."""
+    """Return the settings of the run, which a host has written to a JSON line."""
     return {str(key).replace("_", "-"): str(value)
             for key, value in _dict(row, "settings").items() if value is not None}
 
@@ -132,11 +132,11 @@ def changed(row: Mapping[str, Any]) -> dict[str, tuple[str, str]] | None:
 
 
 def pair_of(pair: Any) -> tuple[str, str]:
-    """Convert a list with two items to a pair (value, default) of a setting. Raise `ValueError` for
-    a list with a different length or any other type.
+    """Convert a two-item list to the pair (value, default) of a setting. Raise `ValueError` for any
+    other value.
     """
     if not isinstance(pair, list) or len(pair) != 2:
-        raise ValueError(f"{short(pair)} is not a pair of a setting's value and its default")
+        raise ValueError(f"{short(pair)} is not a pair (value, default) of a setting")
     return str(pair[0]), str(pair[1])
 
 
@@ -173,9 +173,9 @@ def _fields(kind: Any) -> dict[str, bool]:
 
 @functools.cache
 def _absent(kind: Any) -> dict[str, Any]:
-    """Return an empty dict for each field of a record class that stores a dict. The empty dicts are
-    used for fields that are missing in a JSON line. All records share the same empty dict in order
-    to save memory.
+    """Return an empty dict for each field of a record class that stores a dict. An empty dict is
+    used for each field that is missing in a JSON line. All records share the same empty dict to
+    save memory.
     """
     return {name: _NONE for name, by_name in _fields(kind).items() if by_name}
 
@@ -183,8 +183,8 @@ def _absent(kind: Any) -> dict[str, Any]:
 @functools.lru_cache(maxsize=1 << 8)  # the lines of a log have few different sets of names
 def _read_fields(kind: Any, names: tuple[str, ...], given: tuple[str, ...]
                  ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return two tuples with names of fields in a JSON line: fields that store a number, and fields
-    that store a dict of numbers.
+    """Return the names of the fields in a JSON line as two tuples: fields that store a number, and
+    fields that store a dict of numbers.
     """
     fields = {name: by_name for name, by_name in _fields(kind).items()
               if name in names and name not in given}
@@ -193,7 +193,7 @@ def _read_fields(kind: Any, names: tuple[str, ...], given: tuple[str, ...]
 
 
 def _filled(kind: Callable[..., Record], row: Mapping[str, Any], **given: Any) -> Record:
-    """Build a record from the given fields and the numbers in a JSON line."""
+    """Build a record from the given fields and the numeric fields of a JSON line."""
     numbers, dicts = _read_fields(kind, tuple(row), tuple(given))
     found = {**_absent(kind), **given}
     for name in dicts:
@@ -213,7 +213,7 @@ _PLAIN = {int, float}  # without bool
 
 @functools.lru_cache(maxsize=1 << 10)  # bounded, because a training run also parses its records
 def _shared(*items: tuple[str, float]) -> dict[str, float]:
-    """Return the same cached dict for equal items, because a long log contains many equal dicts."""
+    """Return the same cached dict for equal items, because a long log repeats many dicts."""
     return dict(items)
 
 
@@ -244,8 +244,8 @@ def _step(row: Mapping[str, Any], name: str) -> int:
 
 
 def step_number(value: float, name: str) -> int:
-    """Convert a value of a JSON line to a number of steps. Raise `ValueError` if the value is not a
-    valid number of steps.
+    """Convert a JSON value to a step number. Raise `ValueError` if the value is not a valid step
+    number.
     """
     if not 0 <= value <= MOST_STEPS:
         raise ValueError(f"{name} is {short(value)}, not a number of steps")

@@ -1,6 +1,6 @@
 """Parser for the lines that Megatron's training loop prints (versions 0.15 to 0.19).
 
-With this parser, a run without this plugin can be compared with a run that uses the plugin.
+The parser makes it possible to compare a run that uses this plugin with a run that does not.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def parse_step(line: str, length: str | None) -> StepRecord | None:
         length: the number of tokens per training sample, as a string. If None, the record does not
             contain tokens per second.
     Raises:
-        ValueError: If a number in the line cannot be read.
+        ValueError: If the line contains an invalid number.
     """
     if valid := _VALID.search(line):
         return StepRecord(step=int(valid[1]), valid_loss=_number(valid[2]))

@@ -1,6 +1,4 @@
-"""Reader that recognizes the files of a run by their contents, and converts them line by line to a
-`RunRecord`.
-"""
+"""Detect the files of a run by their contents, and convert them line by line to a `RunRecord`."""
 
 from __future__ import annotations
 
@@ -44,8 +42,8 @@ WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's
 
 @dataclass(frozen=True)
 class _BadLine:
-    """Raised for a line of a log file that cannot be read. record: whether the line looks like a
-    record and not like other text.
+    """Raised for a log line that cannot be parsed. record: whether the line looks like a record
+    rather than other text.
     """
 
     number: int
@@ -58,9 +56,9 @@ class _Source:
     """The contents of one file of a run.
 
     Attributes:
-        brief: the layer records that are contained in the lines of the training log.
-        arguments: the arguments that Megatron's training script prints.
-        writer: the host that is named in the statistics or in the settings.
+        brief: the layer records in the lines of the training log.
+        arguments: the arguments that Megatron's training script has printed.
+        writer: the host named in the statistics or settings.
         cut: whether the last line of the file is incomplete.
         done: whether fairseq's log reports that training has ended.
     """
@@ -101,8 +99,8 @@ def read_run(folder: str | Path) -> RunRecord:
 
     Args:
         folder: the folder of the run. The folder must contain layer statistics as JSON lines, or
-            the training log of fairseq or of the Megatron host. The files in this folder may have
-            any name. A run that is still writing to its files can also be read.
+            the training log of fairseq or of the Megatron host. Files may have any name. The run
+            may still be in progress.
     Raises:
         ValueError: If the folder does not exist, contains no record, or contains several runs.
     """
@@ -164,8 +162,8 @@ def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
 
 
 def _without_copies(sources: list[_Source]) -> list[_Source]:
-    """Leave out logs that Megatron itself printed if this package has also written a log of the
-    same run.
+    """If this package has written a log of a run, leave out the log that Megatron itself printed
+    for the same run.
     """
     own = [s.path.parent for s in sources if any(kind == "iteration" for kind, _ in s.steps)
            or s.settings and s.writer == "megatron"]
@@ -179,7 +177,7 @@ def _without_copies(sources: list[_Source]) -> list[_Source]:
 
 
 def candidates(folder: Path) -> Iterator[Path]:
-    """Yield the files whose names suggest that they belong to a run."""
+    """Yield the files that may belong to a run, judging by their names."""
     for place, names, files in os.walk(folder):
         depth = len(Path(place).relative_to(folder).parts)
         names[:] = sorted(n for n in names if not n.startswith(".")) if depth < DEPTH else []
@@ -318,7 +316,9 @@ def _run(folder: Path, sources: list[_Source]) -> RunRecord:
 
 
 def _copies(sources: list[_Source]) -> dict[str, list[CopyRecord]]:
-    """Sum the records of each copier over the files of all pipeline stages."""
+    """Combine the records of all pipeline stages by adding the counters of copiers with the same
+    name.
+    """
     found: dict[str, list[CopyRecord]] = {}
     for copier, step in sorted({key for source in sources for key in source.copies}):
         parts = [s.copies[copier, step] for s in sources if (copier, step) in s.copies]
@@ -352,9 +352,10 @@ def _notes(source: _Source) -> list[str]:
 
 
 def _merged_steps(valid: list[StepRecord], train: list[StepRecord]) -> list[StepRecord]:
-    """Return one record per step. The record includes the validation loss of the step.
+    """Return one record per step. Each record includes the validation loss of its step, if there is
+    one.
 
-    If a step was repeated, the last record of this step is used.
+    If a step was repeated, its last record is used.
     """
     by_step: dict[int, dict] = {}
     for record in [*train, *valid]:
@@ -380,7 +381,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _command(folder: Path) -> dict[str, str]:
-    """Return the flags of the last command in a `.sh` file of the folder."""
+    """Return the flags of the last command in a `.sh` file in the folder."""
     for path in sorted(folder.glob("*.sh")):
         try:
             check_input(path)

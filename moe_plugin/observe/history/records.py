@@ -23,7 +23,6 @@ class ResizeRecord:
 
     Attributes:
         step: the number of the step before which the size changed.
-        host: the host framework of the run.
         before, after: the number of expert-parallel ranks before and after the change.
         bytes: the total number of bytes sent by all ranks.
         seconds: the duration of the change on the slowest rank, in seconds.
@@ -49,8 +48,8 @@ class ResizeRecord:
 
 
 def resize_record(row: Mapping[str, Any]) -> ResizeRecord:
-    """Convert a row written by `ResizeRecord.as_row` to a record. Raise `ValueError` if the row was
-    not written by this method.
+    """Convert a row written by `ResizeRecord.as_row` to a record. Raise `ValueError` for any other
+    row.
     """
     try:
         given = row[KEY]
@@ -59,7 +58,8 @@ def resize_record(row: Mapping[str, Any]) -> ResizeRecord:
             after=int(given["after"]), bytes=float(given["bytes"]),
             seconds=float(given["seconds"]))
     except (KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"{KEY} does not describe a change of expert-parallel ranks") from error
+        raise ValueError(f"{KEY} is not the record of a change of the expert-parallel size"
+                         ) from error
 
 
 RECENT = 20  # the number of records from which the remaining time is estimated
@@ -74,15 +74,14 @@ class StepRecord:
     Attributes:
         loss, valid_loss: the losses in nats per token. Losses that fairseq reports in bits are
             converted to nats. The balance loss is excluded if the log reports it separately.
-        seconds: the duration in seconds of the steps that this record covers.
+        seconds: the duration of the steps covered by this record, in seconds.
         elapsed_s: the time in seconds since the start of the process.
-        not_finite: the number of steps since the previous record that were skipped because a loss
-            or a gradient was not finite. Steps that were skipped only to reduce the loss scale are
-            not counted.
+        not_finite: the number of steps skipped since the previous record because a loss or gradient
+            was not finite. Steps skipped only to reduce the loss scale are not counted.
         extra: other metrics from the log. Keys are the names of the metrics in the log. The names
             of validation metrics begin with `valid `.
-        confidence: histograms of the predictions of an ensemble during validation, by name. The
-            histograms count predictions by their largest probability, in ranges of equal width.
+        confidence: histograms of the predictions of an ensemble during validation, by name. Each
+            histogram counts predictions by their largest probability, in bins of equal width.
     """
 
     step: int
@@ -98,10 +97,10 @@ class StepRecord:
     confidence: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def dropped(self, kind: str = "") -> float | None:
-        """Return the fraction of dropped choices that fairseq's training log reports, or None if
-        the log does not report this fraction.
+        """Return the fraction of dropped choices from fairseq's training log, or None if the log
+        does not report it.
 
-        kind: prefix of the metrics' names, which is `valid ` for validation.
+        kind: prefix of the metric names, `valid ` for validation.
         """
         shares = [self.extra[f"{kind}{name}"] / 100 for name in DROPS
                   if f"{kind}{name}" in self.extra]
@@ -132,10 +131,10 @@ class LayerRecord:
     """The statistics of one MoE layer over one logging interval. See
     `moe_plugin/utils/statistics.py`.
 
-    more: additional statistics by name. These statistics have a chart but are not attributes of
-    this class.
-    load: the number of tokens that chose each expert, or an empty sequence if these numbers are
-        unknown. If the record was read from a log, the loads are stored in an `array`.
+    more: additional statistics by name. The report plots these statistics, but this class has no
+    attributes for them.
+    load: the number of tokens that chose each expert, or an empty sequence if unknown. Loads that
+        were read from a log are stored in an `array`.
     choices: the total number of choices, which is the sum of `load`.
     """
 
@@ -172,35 +171,33 @@ class LayerRecord:
 
     @property
     def hit_rate(self) -> float | None:
-        """The fraction of needed experts that were already on the device when a call needed them.
-        None if all experts are always on the device.
+        """The fraction of required experts that were already on the device. None if all experts are
+        always on the device.
         """
         asked = self.store.get("hits", 0.0) + self.store.get("misses", 0.0)
         return self.store.get("hits", 0.0) / asked if asked else None
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The load of each expert divided by the mean load. The shares are NaN if no token was
-        routed.
-        """
+        """The load of each expert divided by the mean load. NaN if no token was routed."""
         total, count = self.choices, len(self.load)
         return tuple([n * count / total for n in self.load]) if total else (math.nan,) * count
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyRecord:
-    """The activity of a copier since its previous record, summed over all ranks.
+    """The activity of a copier, which moves activations or weights to and from the device, since
+    its previous record, summed over all ranks.
 
     Attributes:
-        copier: the type of data that is copied, such as `activations` or `weights`.
+        copier: what is copied, such as `activations` or `weights`.
         bytes: the number of copied bytes.
         waits: how many times computation had to wait for a copy.
         stalled_s: the total time in seconds that computation spent waiting for copies.
         busy_s: the total time in seconds during which copies were running.
-        resident_bytes: the largest number of bytes that were stored on the device during a step. 0
-            if unknown.
+        resident_bytes: the peak number of bytes stored on the device during a step. 0 if unknown.
         keep, recompute, swap: the number of blocks whose activations are kept, recomputed or
-            swapped.
+            swapped to the host.
     """
 
     step: int
@@ -238,18 +235,16 @@ class RunRecord:
     """All records of a training run, read from its folder.
 
     Attributes:
-        name: the name of the run.
-        host: the name of the host framework of the run.
         steps: the records of the training log, ordered by step.
         layers: for each layer name, the layer's records ordered by step. Layers are sorted.
         copies: for each copier name, the copier's records ordered by step. Copier records are
             summed over all pipeline stages.
         timelines: the spans of each recorded timeline, by (step, rank).
         resizes: the changes of the expert-parallel size.
-        settings: the values of flags or settings, in the form in which the user wrote them.
+        settings: the values of flags or settings, as written by the user.
         changed: for each setting that differs from its default, a pair (value as written, default),
             by name. None if unknown.
-        notes: sentences that inform the reader of a report about problems with the files.
+        notes: messages for the reader of a report about problems with the files.
         files: the paths of the run's files, relative to the folder.
         folder: the folder of the run. None if the run was not read from files.
         finished: whether the run has completed its last training step.
@@ -276,7 +271,7 @@ class RunRecord:
 
     @property
     def last_records(self) -> dict[str, LayerRecord]:
-        """For each layer that has records, the last record."""
+        """The last record of each layer that has records."""
         return {name: records[-1] for name, records in self.layers.items() if records}
 
     @property
@@ -306,16 +301,18 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int | None:
-        """The configured number of steps, or None if this number is unknown."""
+        """The configured number of steps, or None if unknown."""
         text = self.settings.get("max-update") or self.settings.get("train-iters") or ""
         known = text.isdecimal() and len(text) <= 15
         return int(text) or None if known else None
 
     @property
     def clock(self) -> list[tuple[int, float]]:
-        """The steps of the run, and for each step the time in seconds since the start of the run.
+        """The step numbers of the run, and the time in seconds since the start of the run at each
+        step.
 
-        The times are read from the training log if possible, and otherwise from the layer records.
+        The times are read from the training log if it contains them, and otherwise from the layer
+        records.
         """
         elapsed = [(r.step, r.elapsed_s) for r in self.steps if r.elapsed_s is not None]
         if elapsed:
@@ -329,13 +326,13 @@ class RunRecord:
 
     @property
     def seconds(self) -> float | None:
-        """The duration of the run in seconds, or None if the duration is unknown."""
+        """The duration of the run in seconds, or None if unknown."""
         return max((elapsed for _, elapsed in self.clock), default=None)
 
     @property
     def remaining_s(self) -> float | None:
-        """The estimated time in seconds until the run has completed its last step, or None if the
-        time cannot be estimated.
+        """The estimated time in seconds until the end of the run, or None if it cannot be
+        estimated.
 
         The estimate is based on the speed in the last few records.
         """
@@ -353,7 +350,7 @@ class RunRecord:
 
     @property
     def experts(self) -> int:
-        """The maximum number of experts in any layer, or 0 if this number is unknown."""
+        """The maximum number of experts in any layer, or 0 if unknown."""
         return max((len(r.load) for r in self.layer_records), default=0)
 
 

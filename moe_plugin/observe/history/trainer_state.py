@@ -20,7 +20,7 @@ _KNOWN = {"loss", "eval_loss", "learning_rate", "grad_norm", "step", "epoch"}
 
 
 def latest(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the given paths, but skip trainer states whose records are repeated in a later
+    """Yield the given paths, but skip trainer states whose records also appear in a later
     checkpoint of the same run.
     """
     found: dict[Path, Path] = {}
@@ -40,8 +40,8 @@ def _step_of(path: Path) -> float:
 
 
 def parse(text: bytes) -> tuple[list[tuple[str, StepRecord]], list[tuple[int, str]]]:
-    """Parse a trainer state. Return the training and validation records in a trainer state, and the
-    log entries that could not be read.
+    """Parse a trainer state. Return its training and validation records, and the log entries that
+    could not be read.
 
     Returns: A list of pairs (type, record), and a list of pairs (index of the entry, reason why the
         entry could not be read).
@@ -51,7 +51,7 @@ def parse(text: bytes) -> tuple[list[tuple[str, StepRecord]], list[tuple[int, st
     state = json.loads(text)
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
-        raise ValueError("the file has no log_history, which a Trainer of transformers writes")
+        raise ValueError("the file has no log_history, so no transformers Trainer has written it")
     found: list[tuple[str, StepRecord]] = []
     wrong = []
     for place, row in enumerate(history, 1):

@@ -1,4 +1,4 @@
-"""Parse settings and their values from the words of a command line."""
+"""Parse settings and their values from command-line arguments."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _WORDS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "
 
 
 def written(words: Iterable[str], several: Collection[str] = ()) -> dict[str, str]:
-    """Return the settings in the words of a command, by name. In the names of settings, `_` is
-    replaced with `-`.
+    """Return the settings in a command line by name. In the names of settings, `_` is replaced with
+    `-`.
 
-    The forms `--lr 3e-3`, `--lr=3e-3` and `optimization.lr=3e-3` are supported. If a flag has no
-    value, its value is an empty string.
+    The forms `--lr 3e-3`, `--lr=3e-3` and `optimization.lr=3e-3` are supported. A flag without a
+    value has an empty string as its value.
 
     several: the names of flags that accept more than one value.
     """
@@ -39,12 +39,12 @@ def written(words: Iterable[str], several: Collection[str] = ()) -> dict[str, st
 
 
 def comparable(value: Any) -> Any:
-    """Convert the value of a setting to a hashable value that can be compared. Two values with the
-    same meaning are converted to equal values.
+    """Convert a setting's value to a hashable form for comparisons. Values with the same meaning
+    are converted to equal results.
 
     Numbers, booleans and None are also recognized in strings (`3e-3`, `on`, `none`). Sequences of
-    different types are considered equal if all of their items are equal. A sequence with a single
-    item is considered equal to this item, because fairseq stores `--lr 0.003` as `[0.003]`.
+    different types are equal if all of their items are equal. A single-item sequence is equal to
+    its item, because fairseq stores `--lr 0.003` as `[0.003]`.
     """
     if isinstance(value, str):
         if value.lower() in _WORDS:

@@ -1,4 +1,4 @@
-"""Select the figures of a report and the data that the figures show."""
+"""Select the figures of a report and their data."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FROM_LOG = {"drops": [(f"choice {i}", key, 0.01) for i, key in enumerate(DROPS, 
 
 
 def sections(run: RunRecord) -> list[ReportSection]:
-    """Return all sections of the report, with all figures for which the run has data."""
+    """Return all sections of the report, with every figure for which the run has data."""
     by_title: dict[str, list[Figure]] = {
         "Training": training(run),
         "Ensemble": ensemble(run),
@@ -82,7 +82,7 @@ def sections(run: RunRecord) -> list[ReportSection]:
 
 
 def statistic_charts() -> list[tuple[Statistic, Chart]]:
-    """Return all statistics that are drawn as curves, each with its chart."""
+    """Return the statistics that are drawn as curves, each with its chart."""
     return [(statistic, shown) for statistic in statistics.values()
             if statistic.reduce != "names" for shown in statistic.charts]
 
@@ -107,7 +107,7 @@ def charts_of(run: RunRecord, section: str) -> list[Figure]:
 
 
 def value_of(statistic: Statistic, shown: Chart) -> Callable[[LayerRecord], float | None]:
-    """Return a function that computes the value of a chart from a layer record."""
+    """Return a function that computes the plotted value from a layer record."""
     return shown.value or (lambda record: record.value(statistic.name))
 
 
@@ -124,8 +124,8 @@ def _of_layers(run: RunRecord, statistic: Statistic, shown: Chart) -> list[LineC
 def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> list[Line | None]:
     """Return one curve per layer for the given value.
 
-    If there are many layers, return three curves for the highest, the middle and the lowest value
-    at each step.
+    If there are many layers, return three curves: the highest, the middle and the lowest value at
+    each step.
     """
     if len(run.layers) <= LINES:
         return [line(name, [(r.step, value(r)) for r in records])
@@ -150,7 +150,7 @@ def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> li
 
 
 def _names(run: RunRecord) -> list[str]:
-    """Return the names of the layers, in shortened form if the shortened names are distinct."""
+    """Return the names of the layers, shortened if they remain distinct."""
     short = [shortened(name, NAME) for name in run.layers]
     return short if len(set(short)) == len(short) else list(run.layers)
 
@@ -201,8 +201,8 @@ def _loss(name: str, r: LayerRecord) -> float | None:
 
 
 def _losses(run: RunRecord) -> list[Figure]:
-    """Return the charts of the router losses. The router losses are read from the layer records or,
-    if these contain no losses, from the training log.
+    """Return the charts of the router losses. Router losses are read from the layer records or, if
+    these contain no losses, from the training log.
     """
     names = sorted({name for record in run.layer_records for name in record.losses})
     keys = sorted({key for r in run.steps for key in r.extra
@@ -234,7 +234,7 @@ def exchange(run: RunRecord) -> list[Figure]:
 
 def copies(run: RunRecord) -> list[Figure]:
     """Return the charts of copies to and from the device, and of the time that computation waits
-    for these copies.
+    for them.
     """
 
     def of(field: str, records: Iterable[CopyRecord], name: str,
@@ -266,8 +266,8 @@ def copies(run: RunRecord) -> list[Figure]:
 
 
 def layouts(run: RunRecord) -> list[Figure]:
-    """Return figures of the most frequent layouts and algorithms over time, and of the decisions of
-    the tuners.
+    """Return figures of the most frequent layouts and algorithms over time, and of the tuners'
+    decisions.
 
     Figures are left out if they would show only a single value.
     """
@@ -317,9 +317,7 @@ def _decisions(run: RunRecord) -> list[Table]:
 
 
 def timelines(run: RunRecord) -> list[Figure]:
-    """For each recorded step, return a figure with its spans, and a table that shows where the time
-    was spent.
-    """
+    """For each recorded step, return a timeline and a table of where the time was spent."""
     figures: list[Figure] = []
     for i, ((step, rank), spans) in enumerate(sorted(run.timelines.items())[:TIMELINES]):
         if not spans:
@@ -338,7 +336,7 @@ def timelines(run: RunRecord) -> list[Figure]:
 
 
 def _kind(span: SpanRecord) -> str:
-    """Return the category of a span, which determines the colour of the span.
+    """Return the category of a span, which determines its colour.
 
     The category is `forward` or `backward` for layers, the name of the span for exchanges, and the
     track for all other spans.

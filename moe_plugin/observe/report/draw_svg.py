@@ -1,8 +1,8 @@
-"""Functions that convert the figures of a report to inputs for the template
+"""Functions that convert the figures of a report to inputs of the template
 `templates/figures.html`.
 
 A drawing is an inline SVG image that is stretched to the width of the page. Labels have a fixed
-font size and are placed next to the image, which keeps them readable on a phone. The colours of
+font size and are placed next to the image, so they remain readable on a phone. The colours of
 figures are defined in `page.css`.
 """
 
@@ -38,23 +38,20 @@ class Drawing:
     """One figure of a report, in the form that the template `figures.html` requires.
 
     Attributes:
-        figure: the figure.
-        words: a textual description of the figure.
-        unseen: whether the textual description is hidden and only read by screen readers. True if
-            the textual description is long.
+        words: a text that describes the figure.
+        unseen: whether this text is only visible to screen readers because it is long.
         wide: whether the figure spans the whole width of the page.
         style: the CSS class of the plot.
-        shapes: the content of an SVG image of size width x height. An empty string if the figure is
-            shown as a table.
+        shapes: the content of an SVG image of size width x height. Empty if the figure is shown as
+            a table.
         width, height: the size of the image in its own coordinates.
         pixels: the height of the figure on the screen in pixels.
-        side, below: the labels of the vertical and the horizontal axis.
+        side, below: the labels of the vertical and horizontal axes.
         axis: the name of the horizontal axis.
         begin, end: the range of the horizontal axis.
-        legend: the items of the legend as pairs (name, style).
+        legend: the legend entries as pairs (name, style).
         table: the values of the figure as a table (header, rows). Optional.
-        data: the values that the script of the page shows next to the mouse pointer, as JSON.
-            Optional.
+        data: the values that the page's script shows next to the mouse pointer, as JSON. Optional.
     """
 
     figure: Figure
@@ -111,9 +108,9 @@ def _row_names(names: Sequence[str], shown: Iterable[int]) -> list[_Mark]:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Remove the leading components that all names share, except for the last shared component.
+    """Remove the leading name components that all names share, except the last shared component.
 
-    A narrow screen has space for `layers.1`, but not for `decoder.layers.1`.
+    A narrow screen fits `layers.1` but not `decoder.layers.1`.
     """
     parts = [name.split(".") for name in names]
     same = len(os.path.commonprefix(parts)) if len(names) > 1 else 0
@@ -204,7 +201,7 @@ def _values(f: LineChart, curves: list[Line]) -> tuple[Sequence[str], Sequence[S
 
 
 def _line_words(f: LineChart) -> str:
-    """Describe the first, last, lowest and highest value of the first few curves."""
+    """Describe the first, last, lowest and highest value of each of the first few curves."""
     parts = []
     for one in [one for one in f.lines if not one.dashed][:6]:
         known = [(x, y) for x, y in zip(one.x, one.y, strict=True) if not math.isnan(y)]
@@ -238,7 +235,7 @@ def _heat_map(f: HeatMap, top: float) -> Drawing:
 
 def _cells(f: HeatMap, top: float) -> Markup:
     """Draw the cells of a heat map with one SVG path per colour. Adjacent cells of the same colour
-    in a row are drawn as one stroke.
+    in a row are drawn as a single stroke.
     """
     strokes: dict[int, list[str]] = {}
     for y, row in enumerate(f.values):
@@ -257,8 +254,7 @@ def _cells(f: HeatMap, top: float) -> Markup:
 def level(value: float, top: float) -> int | None:
     """Return the colour level for a relative load (load divided by mean load), or None for NaN.
 
-    A load of 0 has the level -LEVELS, the mean load has the level 0, and `top` has the level
-    LEVELS.
+    The levels are -LEVELS for a load of 0, 0 for the mean load, and LEVELS for the load `top`.
     """
     if math.isnan(value):
         return None
@@ -267,10 +263,10 @@ def level(value: float, top: float) -> int | None:
 
 
 def top_of(values: Sequence[Sequence[float]]) -> float:
-    """Return the relative load (load divided by mean load) that has the highest colour level. The
-    returned load is at least 2.
+    """Return the relative load (load divided by mean load, at least 2) that is drawn in the darkest
+    colour.
 
-    The returned load is slightly less than the maximum, so that single peaks do not hide other
+    This load may be slightly below the maximum, so that isolated spikes do not mask other
     differences.
     """
     known = sorted(v for row in values for v in row if not math.isnan(v))
@@ -296,8 +292,8 @@ def _heat_words(f: HeatMap) -> str:
 def _bands(f: Bands, span: _Span) -> Drawing:
     """Draw a figure with rows of coloured bands.
 
-    The legend contains at most as many categories of bands as there are colours. The categories of
-    all other bands are only shown next to the mouse pointer.
+    The legend contains at most as many categories as there are colours. All other categories are
+    only shown next to the mouse pointer.
     """
     if f.unit == "s":
         span = (0.0, max(b.end for b in f.bands))

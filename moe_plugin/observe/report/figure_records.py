@@ -1,5 +1,4 @@
-"""The figures of a report as plain records. The records do not depend on how the figures are drawn.
-"""
+"""The figures of a report as plain data, independent of how they are drawn."""
 
 from __future__ import annotations
 
@@ -23,12 +22,11 @@ class Line:
     """One curve. The coordinate `y` is NaN at points where the value is unknown.
 
     Attributes:
-        name: the name of the curve in the legend.
         x, y: the coordinates of the points.
         marks: whether to draw points instead of a line.
         dashed: whether the curve is a reference rather than a measurement.
-        means: for a curve with a reduced number of points, the mean of the original values that
-            each point represents. None if the curve contains all original points.
+        means: for a curve with a reduced number of points, the mean of the original values
+            represented by each point. None if no points were removed.
     """
 
     name: str
@@ -45,7 +43,6 @@ class Figure:
 
     Attributes:
         id: an identifier that is unique within the report.
-        title: the title of the figure.
         about: one sentence that explains the figure.
     """
 
@@ -59,10 +56,9 @@ class LineChart(Figure):
     """Curves over steps.
 
     Attributes:
-        lines: the curves.
         unit: the unit of the values. The possible units are listed in `text.number`.
-        floor: the lower end of the vertical axis if all values are larger. If None, the vertical
-            axis starts at the lowest value.
+        floor: the value at which the vertical axis starts, unless some values are lower. If None,
+            the axis starts at the lowest value.
     """
 
     lines: tuple[Line, ...]
@@ -79,13 +75,12 @@ class LineChart(Figure):
 
 @dataclass(frozen=True)
 class HeatMap(Figure):
-    """Relative loads (load divided by mean load), with one row per expert or layer.
+    """A heat map of relative loads (load divided by mean load), with one row per expert or layer.
 
     Attributes:
         row: what a row represents, such as `expert`.
         rows: the names of the rows.
-        steps: for each column, the last step that the column contains. Each column contains several
-            consecutive steps.
+        steps: the last step in each column. Each column contains several consecutive steps.
         values: for each row, a tuple of values with one value per column. NaN if the load is
             unknown.
     """
@@ -151,8 +146,8 @@ class ReportSection:
 
 
 def settled(section: ReportSection) -> ReportSection:
-    """Move the constant curves of a section to a table. Charts in which all curves are constant are
-    removed.
+    """Replace the constant curves of a section with a table. Charts that contain only constant
+    curves are removed.
     """
     constant = [f for f in section.figures if isinstance(f, LineChart) and f.constants]
     if not constant:
@@ -166,8 +161,8 @@ def settled(section: ReportSection) -> ReportSection:
 
 
 def _distinct(curves: Sequence[Line]) -> list[tuple[str, float]]:
-    """Return a pair (name, value) for each constant curve, or a single pair if all curves have the
-    same constant value.
+    """Return a pair (name, value) for each curve, or a single pair if all curves have the same
+    value. All curves must be constant.
     """
     if len({curve.y[0] for curve in curves}) > 1:
         return [(curve.name, curve.y[0]) for curve in curves]
@@ -177,7 +172,7 @@ def _distinct(curves: Sequence[Line]) -> list[tuple[str, float]]:
 def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool) -> Line | None:
     """Build a curve from (x, y) pairs. Return None if the value of y is unknown at all points.
 
-    Points at which `y` is None or not finite become gaps in the curve.
+    Values of `y` that are None or not finite become gaps in the curve.
     """
     known = [(x, math.nan if y is None or not math.isfinite(y) else float(y)) for x, y in points]
     if all(math.isnan(y) for _, y in known):
@@ -187,11 +182,11 @@ def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool)
 
 
 def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float, float]]:
-    """Reduce a curve to at most `POINTS` points. Each point is a tuple (x, y, mean of the
-    interval).
+    """Downsample a curve to at most `POINTS` points. Each returned point is a tuple (x, y, mean of
+    the interval).
 
-    The first and the last point are always included. For each interval, the curve keeps the lowest
-    point, the highest point and the first gap.
+    The first and the last point are always included. In each interval, the lowest point, the
+    highest point and the first gap are kept.
     """
     if len(points) <= POINTS:
         return [(x, y, y) for x, y in points]
@@ -210,8 +205,8 @@ def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float, float
 
 def heat_map(id: str, title: str, about: str, row: str, cells: Mapping[str, Sequence[float]],
              steps: Sequence[int], columns: int) -> HeatMap:
-    """Build a heat map with at most `columns` columns. Each column of the heat map contains the
-    means over several steps.
+    """Build a heat map with at most `columns` columns. Each column shows the means over several
+    steps.
 
     cells: for each row, the values of all steps.
     """
@@ -223,8 +218,8 @@ def heat_map(id: str, title: str, about: str, row: str, cells: Mapping[str, Sequ
 
 
 def stretches(steps: int, columns: int) -> list[tuple[int, int]]:
-    """Divide a number of steps evenly into at most `columns` columns. For each column, return the
-    indices of its start and its end.
+    """Divide the steps evenly into at most `columns` columns. Return the start and end index of
+    each column.
     """
     count = min(columns, steps)
     return list(pairwise(i * steps // count for i in range(count + 1)))
@@ -265,7 +260,7 @@ def mean_known(values: Sequence[float]) -> float:
 def chart(id: str, title: str, about: str, lines: Sequence[Line | None], *, unit: str = "",
           floor: float | None = 0.0) -> list[LineChart]:
     """Return a list with one chart that contains all known curves. The list is empty if there are
-    no curves apart from reference curves.
+    only reference curves.
     """
     known = tuple(curve for curve in lines if curve is not None)
     measured = any(not curve.dashed for curve in known)

@@ -1,6 +1,6 @@
 """Write reports as self-contained HTML pages.
 
-A report shows one run, compares several runs side by side, or lists the history of many runs.
+A report shows one run, compares several runs side by side, or lists a history of runs.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def comparison(runs: Sequence[RunRecord]) -> list[ReportSection]:
 
 def history(runs: Sequence[RunRecord], named: Callable[[RunRecord], str] = lambda run: run.name
             ) -> list[ReportSection]:
-    """List all runs in a table, ordered so that the best run is last, and compare the best runs.
+    """List all runs in a table, with the best run last, and compare the best runs.
 
-    named: a function that returns the text or link for a run in the table.
+    named: a function that returns the table entry of a run as text or a link.
     """
     by_valid = all(_losses(run, "valid_loss") for run in runs)
     what = "best validation loss" if by_valid else f"mean of the last {LAST} losses"
@@ -129,8 +129,8 @@ def _facts(runs: Sequence[RunRecord]) -> Figure:
 
 
 def _against(first: RunRecord, run: RunRecord) -> dict[str, str]:
-    """Compare a run with the first run. The comparison contains the ratio of the speeds, and the
-    largest difference between losses at the same step.
+    """Compare a run with the first run: the ratio of their speeds, and the largest difference
+    between losses at the same step.
     """
     if run is first:
         return {}
@@ -218,7 +218,7 @@ TEMPLATES = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=
 
 
 def write_report(run: RunRecord, path: str | Path) -> Path:
-    """Write the report of a run. The file is replaced atomically.
+    """Write the report of a run. The file is written atomically.
 
     Raises:
         ValueError: If the file cannot be written, or if the path is not a regular file.
@@ -239,8 +239,8 @@ def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> Path:
 def render(run: RunRecord, place: Path | None = None) -> str:
     """Return the HTML page of a run as a string.
 
-    place: the folder in which the page will be stored. The folder is required for links to the
-        files of the run. If omitted, the page contains no links to files.
+    place: the folder in which the page will be stored. Required for links to the files of the run.
+        If omitted, the page contains no links to files.
     """
     found = sections(run)
     facts = summary(run)
@@ -276,7 +276,7 @@ def write_history(runs: Sequence[RunRecord], path: str | Path) -> Path:
 
 
 def _report_of(run: RunRecord, place: Path) -> str:
-    """Return the name of a run, as a link if the run has a report."""
+    """Return the name of a run, as a link to its report if there is one."""
     path = run.folder / "report.html" if run.folder else None
     if path is None or not path.is_file():
         return run.name
@@ -285,7 +285,7 @@ def _report_of(run: RunRecord, place: Path) -> str:
 
 
 def document(title: str, body: Sequence[str]) -> str:
-    """Return an HTML page in the style of the reports. The HTML page does not load any other files.
+    """Return an HTML page in the style of the reports. The page does not load any other files.
     body: the lines of HTML between the body tags.
     """
     return TEMPLATES.get_template("document.html").render(
@@ -320,7 +320,7 @@ def _with_plots(found: list[Finding],
 
 
 def _files(run: RunRecord, place: Path | None) -> Iterator[tuple[str, str | None]]:
-    """Yield the names of the run's files, as links if the files exist."""
+    """Yield the names of the run's files, as links for files that exist."""
     for name in run.files:
         path = run.folder / name if run.folder else None
         if place is None or path is None or not path.is_file():

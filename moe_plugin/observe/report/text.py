@@ -1,4 +1,4 @@
-"""The summary of a report, and functions that format numbers and names."""
+"""Functions that summarize a run and format numbers and names."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ HOSTS = {"fairseq": "fairseq", "megatron": "Megatron-core", "pytorch": "plain Py
 def number(value: float | None, unit: str = "") -> str:
     """Format a number with a unit.
 
-    unit: an empty string for a plain number, `%` for a fraction that is shown in percent, `B` for
-    bytes, `s` for seconds, `ms` for milliseconds, or `count` for integers with separators. None and
-    NaN are shown as a dash, and infinity is shown as a symbol.
+    unit: an empty string for a plain number, `%` for a fraction shown as a percentage, `B` for
+    bytes, `s` for seconds, `ms` for milliseconds, or `count` for integers with thousands
+    separators. None and NaN are shown as a dash, and infinity is shown as a symbol.
     """
     if value is None or math.isnan(value):
         return "–"
@@ -41,10 +41,9 @@ def number(value: float | None, unit: str = "") -> str:
 
 
 def shortened(name: str, limit: int) -> str:
-    """Shorten a name to at most `limit` characters by removing characters in its middle.
+    """Shorten a name to at most `limit` characters by removing characters from the middle.
 
-    The end of a name distinguishes layers, and the beginning distinguishes different modules of a
-    model.
+    The end distinguishes the layers, and the beginning distinguishes the modules of a model.
     """
     if len(name) <= limit:
         return name
@@ -63,7 +62,7 @@ def _short(value: float) -> str:
 
 def ticks(low: float, high: float, count: int = 5, least: float = 0.0,
           unit: str = "") -> list[float]:
-    """Return about `count` round numbers within [low, high] that are at least `least` apart.
+    """Return about `count` round numbers between `low` and `high` that are at least `least` apart.
 
     If `unit` is `B`, the returned numbers are round in KiB, MiB or GiB.
     """
@@ -84,7 +83,7 @@ NAME = 32  # the number of characters of a layer's name
 
 @functools.lru_cache(maxsize=1 << 10)
 def layout_words(field: str, name: str) -> str:
-    """Describe a layout in words if the name is the label of a layout. All other names are returned
+    """If a name is the label of a layout, describe the layout in words. Return all other names
     unchanged.
     """
     try:

@@ -1,5 +1,5 @@
-"""Audit targets for other frameworks. The targets are written in the same way as a user of the
-framework would write a training step.
+"""Audit targets for other frameworks. Each target is written the way a user of the framework would
+write a training step.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def audit_named(name: str, ranks: Sequence[int], *, timeout_s: float, tolerance:
 
     Args:
         name: a name in `TARGETS`, or any target name that `load` accepts.
-        ranks: the numbers of ranks to run the training step with.
+        ranks: the numbers of ranks to audit.
         timeout_s: time limit in seconds, both for building the model and for each step.
-        tolerance: the largest relative error that is still considered correct.
+        tolerance: the maximum relative error at which a result is considered correct.
 
     Raises:
         ValueError: if the target does not exist (see `load`).

@@ -25,7 +25,7 @@ def join_ranks() -> None:
     """Initialize DeepSpeed's communication with the gloo backend.
 
     By default, DeepSpeed first compiles an all-reduce over shared memory and functions that flatten
-    tensors. The function disables the shared-memory all-reduce, and uses torch's functions to
+    tensors. This function disables the shared-memory all-reduce and uses torch's functions to
     flatten tensors.
     """
     import deepspeed
@@ -43,7 +43,7 @@ def join_ranks() -> None:
 class GradientsKept(torch.optim.SGD):
     """An optimizer that copies the gradients of each step.
 
-    The gradients must be copied because DeepSpeed's engine zeros them in the same call.
+    DeepSpeed's engine clears the gradients in the same call, so they must be copied.
     """
 
     def __init__(self, parameters: Any) -> None:
@@ -57,16 +57,16 @@ class GradientsKept(torch.optim.SGD):
                 self.kept[id(p)] = None if p.grad is None else p.grad.clone()
 
     def part(self, tensor: Tensor, where: Any = (), here: Any = ()) -> HeldPart:
-        """Return a slice of a parameter as a `HeldPart`, whose gradient is that of the last step.
-        """
+        """Return a slice of a parameter as a `HeldPart` with the gradient of the last step."""
         return HeldPart(tensor, where, here, grad=lambda: self.kept.get(id(tensor)))
 
 
 class Engine:
-    """DeepSpeed's engine, with the gradient accumulation and clipping that each batch requires.
+    """DeepSpeed's engine, configured with the gradient accumulation and clipping that each batch
+    requires.
 
     Attributes:
-        norm: the gradient norm that the engine used to clip the gradients of the last step.
+        norm: the gradient norm used for clipping in the last step.
     """
 
     def __init__(self, network: nn.Module, **config: Any) -> None:

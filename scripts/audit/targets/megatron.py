@@ -53,7 +53,7 @@ class Megatron:
     def build(self, ranks: int, ep: int) -> Parts:
         """Build the model with Megatron's `SequentialMLP`.
 
-        Each expert of this rank is a separate module, which stores gate and up in a single matrix.
+        Each expert of this rank is a separate module that stores gate and up in a single matrix.
         """
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed

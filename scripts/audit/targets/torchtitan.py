@@ -92,9 +92,7 @@ class TorchTitan:
     supports = ("accumulation", "clipping", "recompute", "per_token", "empty")
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model in the same way as `parallelize_qwen3`. The parameters of the model are
-        DTensors.
-        """
+        """Build the model as `parallelize_qwen3` does. The parameters of the model are DTensors."""
         from torchtitan.distributed import parallel_dims
         from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
         from torchtitan.distributed.utils import set_spmd_backend
@@ -120,7 +118,7 @@ class TorchTitan:
                 "gate": experts.w1_EFD, "up": experts.w3_EFD, "down": experts.w2_EDF}
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run the training step in the same way as torchtitan's `Trainer`.
+        """Run the training step as torchtitan's `Trainer` does.
 
         Each loss is a sum divided by the number of valid tokens on all ranks, and FSDP sums the
         gradients over the ranks.

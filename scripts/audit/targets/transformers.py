@@ -1,5 +1,5 @@
-"""Audit targets for a Mixtral model of `transformers`. There is one audit target for each method of
-exchanging tokens in `transformers`.
+"""Audit targets for a Mixtral model of `transformers`. There is one target for each of the ways in
+which `transformers` exchanges tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Transformers:
         return 1
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run the training step in the same way as `Trainer`.
+        """Run the training step as `Trainer` does.
 
         Losses are divided by `num_items_in_batch`, and multiplied by the number of ranks over which
         FSDP averages gradients.
@@ -94,9 +94,7 @@ class Transformers:
         return answer
 
     def _clip(self, bound: float) -> float:
-        """Clip gradients in the same way as `Trainer`, which computes the norm separately for each
-        mesh.
-        """
+        """Clip gradients as `Trainer` does, which computes the norm separately for each mesh."""
         import transformers
 
         if dist.get_world_size() == 1:
@@ -106,8 +104,8 @@ class Transformers:
 
 
 class TransformersAllReduce(Transformers):
-    """The audit target for `all_reduce`, with which all ranks of an expert-parallel group process
-    the same tokens.
+    """The audit target for `all_reduce`, in which all ranks of an expert-parallel group process the
+    same tokens.
 
     Tensor parallelism and expert parallelism use the same ranks.
     """

@@ -26,7 +26,6 @@ class Candidate:
 
     Attributes:
         forward: a function that maps x [T, D] to (y [T, D], losses to add to the training loss).
-        parameters: parameters of the layer.
         note: how this candidate differs from the other candidates.
         compared: whether the layer computes the same function as our layer, including the balance
             loss.
@@ -39,8 +38,8 @@ class Candidate:
 
 
 class UnsupportedProblem(ValueError):
-    """Raised if a peer is installed but cannot run a problem. The error message is the reason,
-    which is shown in the report.
+    """Raised if a peer is installed but cannot run a problem. The error message is the reason shown
+    in the report.
     """
 
 
@@ -73,7 +72,6 @@ def register_peer(
     The peer is available if all of `modules` are installed.
 
     Args:
-        name: name of the peer.
         modules: modules that the peer requires.
         refuses: a function that returns the reason why the peer cannot run a problem, or None if
             the peer can run it. If a peer refuses a problem, building the peer raises
@@ -124,8 +122,8 @@ def route(x_TD: Tensor, router_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor, 
 
 
 def switch_loss(probs_TE: Tensor, ids_TK: Tensor) -> Tensor:
-    """Return the balance loss as defined in the Switch Transformer. To compute the load, only the
-    first choice of each token is counted.
+    """Return the balance loss as defined in the Switch Transformer. The load counts only the first
+    choice of each token.
 
     Args:
         probs_TE: router probabilities in float32.
@@ -138,8 +136,8 @@ def switch_loss(probs_TE: Tensor, ids_TK: Tensor) -> Tensor:
 
 
 def expert_group() -> Comm:
-    """Return the ranks over which the experts are sharded. The experts are sharded over the default
-    group, or are all on this rank if there is no group.
+    """Return the group of ranks over which the experts are sharded. The group is the default group,
+    or contains only this rank if there is no default group.
     """
     return TorchComm() if dist.is_initialized() and dist.get_world_size() > 1 else LocalComm()
 

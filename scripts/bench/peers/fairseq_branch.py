@@ -4,7 +4,7 @@ fairseq 0.12.2 has no MoE layer, and the `moe` branch cannot be installed in the
 As in the branch, the layer has: a top-1 or top-2 gate in float32; ceil(S/E) slots per expert for
 each choice; masks of tokens x experts x slots that are built from one-hot rows; two matmuls with
 these masks; the same number of slots on all ranks, exchanged by torch's all-to-all; and two linear
-maps per expert, computed for one expert after the other.
+maps per expert, computed one expert at a time.
 The statistics that the branch logs about the gate are not implemented. Source: fairseq's `moe`
 branch (Artetxe et al. 2021), after GShard (Lepikhin et al. 2020).
 """
@@ -82,8 +82,8 @@ class BranchMoE(nn.Module):
 
 def gate(logits_SE: Tensor, top_k: int,
          chosen_SK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute the router (gate) in the same way as fairseq's `moe` branch. Return (balance loss,
-    weight of each token's row in each slot [S, E, C]).
+    """Compute the router (gate) of fairseq's `moe` branch. Return (balance loss, weight of each
+    token's row in each slot [S, E, C]).
 
     The number of slots C is ceil(S/E) times top_k. Choices are dropped if their expert has no free
     slot. First choices are assigned to slots before second choices. The weights of a token's two
@@ -92,7 +92,7 @@ def gate(logits_SE: Tensor, top_k: int,
     Args:
         logits_SE: logits computed by the gate.
         top_k: number of experts per token.
-        chosen_SK: experts to use instead of the experts with the largest logits.
+        chosen_SK: experts to use instead of those with the largest logits.
     """
     gates_SE = F.softmax(logits_SE, dim=1)
     tokens, experts = gates_SE.shape
@@ -138,7 +138,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def exchange(rows_VD: Tensor, comm: Comm) -> Tensor:
-    """Exchange pieces of equal size with torch's all-to-all. The exchange of pieces is
-    differentiable. In a group with one rank, the rows are returned unchanged.
+    """Exchange equally large pieces with torch's all-to-all. The exchange is differentiable. In a
+    group with one rank, the rows are returned unchanged.
     """
     return rows_VD if comm.size == 1 else _AllToAll.apply(rows_VD, comm.group)

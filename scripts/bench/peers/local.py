@@ -1,5 +1,5 @@
-"""Our layer, and two peers that are implemented in this module: the dense one-hot implementation
-and a dense FFN.
+"""Our layer and two peers implemented in this module: a dense one-hot implementation and a dense
+FFN.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ def einsum(problem: Problem, data: Data) -> Iterator[Candidate]:
     """Build GShard's dense implementation, which fairseq's `moe` branch also uses: a T x E x C
     one-hot mask and two einsums.
 
-    C is the largest number of tokens that any rank sends to any expert, so that no token is
-    dropped.
+    C is the largest number of tokens that any rank sends to any expert, so no token is dropped.
     """
     group, act = expert_group(), activation(problem)
     own = data.local(group.rank, group.size).weights()
@@ -107,7 +106,7 @@ def dense(problem: Problem, data: Data) -> Iterator[Candidate]:
     """Build a dense FFN with the same active FLOPs. The inner width of the FFN is K * F, and there
     is no router.
 
-    The dense FFN computes a different function than our layer, so its output is not compared.
+    The FFN computes a different function than our layer, so its output is not compared.
     """
     wide, k = problem.top_k * problem.hidden_dim, problem.top_k
     first = [

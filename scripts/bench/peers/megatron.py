@@ -1,5 +1,4 @@
-"""Megatron-core's own MoE layer as two candidates, which differ in the implementation of the
-experts.
+"""Megatron-core's own MoE layer as two candidates, which differ in how they implement the experts.
 
 `megatron` is the layer that Megatron's layer specs build without `moe_grouped_gemm`. The candidate
 `megatron` computes one matmul per expert. `megatron_te` uses Transformer Engine's grouped GEMM,
@@ -123,7 +122,7 @@ def _layer(problem: Problem, experts: str, ranks: int) -> Any:
 
 
 def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) -> Any:
-    """Build Megatron-core's own MoE layer in the same way as Megatron's GPT layer specs.
+    """Build Megatron-core's own MoE layer as Megatron's GPT layer specs do.
 
     Args:
         config: Megatron's configuration.

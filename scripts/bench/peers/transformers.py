@@ -63,7 +63,7 @@ def _candidate(problem: Problem, data: Data, implementation: str) -> Iterator[Ca
 
 
 def _over(group: Comm, experts: nn.Module, device: str) -> Callable[..., Tensor]:
-    """Return the experts with an exchange over several ranks that uses the all-to-alls of
+    """Wrap the experts in an exchange over several ranks that uses the all-to-alls of
     `transformers`.
     """
     if group.size == 1:

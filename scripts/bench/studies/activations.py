@@ -1,10 +1,10 @@
 """Measure the time and memory of training steps with different policies for activations. A policy
-keeps, recomputes or swaps all activations, or chooses one of these ways for each block.
+keeps, recomputes or swaps all activations, or chooses one of these options for each block.
 
-The policies run alternately, so that all policies are measured under the same conditions. Memory is
+The policies run alternately, so that background noise affects all of them equally. Memory is
 measured in a separate process for each policy, because the resident memory of a process rarely
-shrinks. Activations are swapped to a file. The bandwidth of this file is limited by an option. The
-study takes about two minutes on two cores.
+shrinks. Activations are swapped to a file whose bandwidth is limited by an option. The study takes
+about two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OPTIONS = {
 
 
 class AliveBytes(TorchDispatchMode):
-    """A dispatch mode that counts the bytes of all storages that operators create while the mode is
+    """A dispatch mode that counts the bytes of all storages created by operators while the mode is
     active.
 
     Attributes:
@@ -71,7 +71,7 @@ class AliveBytes(TorchDispatchMode):
         return result
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Exclude the given tensors, which exist during the whole measurement."""
+        """Exclude the given tensors, which exist throughout the measurement."""
         self._seen |= {x.untyped_storage()._cdata for x in tensors}
 
     def _add(self, storage: Any) -> None:

@@ -30,13 +30,13 @@ CHOICES = list(legal_choices(EXPERTS, NODES, degrees=(1, 2)))
 OPTIONS = {
     "steps": Option(120, "number of steps of each run with auto", quick=30),
     "most-steps": Option(2000, "leave out runs with more steps than this", quick=100),
-    "rate": Option(200e6, "rate of a node's link in bit/s", quick=1e9),
+    "rate": Option(200e6, "bandwidth of a node's link in bit/s", quick=1e9),
 }
 
 
 def steps_of(at: argparse.Namespace) -> tuple[int, int]:
-    """For a regime, return the total number of steps, and the number of steps between two
-    measurements of the fixed layouts.
+    """Return the total number of steps of a regime, and the number of steps between measurements of
+    the fixed layouts.
     """
     regime = REGIMES[at.regime]
     return regime.get("steps", at.steps), regime.get("every", EVERY)
@@ -51,12 +51,12 @@ def tokens_at(regime: dict[str, Any], step: int, steps: int) -> int:
 
 
 def run_regime(at: argparse.Namespace) -> dict[str, Any]:
-    """On one rank, run forward and backward passes with `auto`. At regular intervals, also run
-    forward and backward passes with each fixed layout.
+    """On one rank, run forward and backward passes with `auto`, and at regular intervals with each
+    fixed layout.
 
-    Each fixed layout runs two steps, and only the second step is timed. The first of these steps
-    warms up buffers and connections, because they are always warm for `auto`. Fixed layouts are not
-    measured in the first step after the load has changed.
+    Each fixed layout runs two steps, and only the second step is timed. The first step warms up
+    buffers and connections, because they are always warm for `auto`. Fixed layouts are not measured
+    in the first step after the load has changed.
     """
     regime = REGIMES[at.regime]
     tree: dict[str, Any] = {
@@ -85,8 +85,8 @@ def run_regime(at: argparse.Namespace) -> dict[str, Any]:
 
 def mean_over_loads(seconds: list[float], loads: list[int],
                     counted: list[bool] | None = None) -> float | None:
-    """Compute the mean time for each load, and return the mean over all loads. Return None if the
-    list of steps to count is empty.
+    """Compute the mean time for each load, and return the mean over all loads. Return None if no
+    steps are selected.
     """
     counted = counted or [True] * len(seconds)
     by_load: dict[int, list[float]] = {}
@@ -98,10 +98,11 @@ def mean_over_loads(seconds: list[float], loads: list[int],
 
 
 def row(at: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """For each layout and for `auto`, return the mean time over the steps. All loads have the same
-    weight in the mean.
+    """For each layout and for `auto`, return the mean time over the steps. The mean gives all loads
+    the same weight.
 
-    For `auto`, return two means: over all steps, and over the steps in which no layout is explored.
+    For `auto`, return two means: over all steps, and over the steps in which it does not explore
+    layouts.
     """
     (steps, every), first = steps_of(at), ranks[0]
     loads = [tokens_at(REGIMES[at.regime], step, steps) for step in range(steps)]
@@ -129,7 +130,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _settled(rank: dict[str, Any], steps: int) -> list[bool]:
-    """For each step, return whether `auto` does not explore in this step."""
+    """For each step, return whether `auto` does not explore layouts in this step."""
     settled, exploring = [], False
     events = {d["call"]: d["event"] for d in rank["decisions"]}
     for step in range(1, steps + 1):

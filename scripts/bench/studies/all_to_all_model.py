@@ -53,8 +53,8 @@ OPTIONS = {
 
 
 class Quiet:
-    """Measure one message size after the other, and repeat measurements during which other programs
-    used the CPU.
+    """Measure one message size after the other, and repeat measurements that were disturbed because
+    other programs used the CPU.
 
     Attributes:
         shares: for each measurement, the share of the CPU that other programs used.
@@ -70,7 +70,7 @@ class Quiet:
                 for row in self._cell(grid, Plan(tuple(names), (size,), repeats), message_s)]
 
     def _cell(self, grid: tuple[int, int], plan: Plan, message_s: float) -> list[ExchangeRow]:
-        """Return the rows of the attempt during which other programs used the least CPU time."""
+        """Return the rows of the attempt in which other programs used the least CPU time."""
         found: list[tuple[float, list[ExchangeRow]]] = []
         while len(found) < self.tries and not any(share <= ENOUGH for share, _ in found):
             found.append(_measure_once(grid, plan, message_s))
@@ -82,7 +82,7 @@ class Quiet:
 
 
 def in_rounds(quiet: Quiet, sizes: Sequence[int], rounds: int) -> list[ExchangeRow]:
-    """Measure the grids to which the model is fitted, and the grid on which the model is tested.
+    """Measure the grids used to fit the model and the grid used to test it.
 
     All grids and message sizes are measured in several rounds, because the speed of the machine
     varies over time. Each row contains the median of the rounds' medians and the minimum of the
@@ -113,8 +113,8 @@ def _busy_s() -> float:
 
 
 def _own_s() -> float:
-    """Return the CPU time in seconds of this process and of its child processes that have ended
-    (ranks and switch).
+    """Return the CPU time in seconds of this process and of its terminated child processes (ranks
+    and switch).
     """
     return sum(
         usage.ru_utime + usage.ru_stime
@@ -122,7 +122,7 @@ def _own_s() -> float:
 
 
 def compare(fitted: Fit, rows: Sequence[ExchangeRow]) -> list[dict[str, Any]]:
-    """Return the predicted and the measured times of all algorithms that have a cost model."""
+    """Return the predicted and measured times of all algorithms that have a cost model."""
     found = []
     for m in measurements_of(rows):
         seconds = predict(fitted.cluster.resized(m.nodes, m.ranks_per_node), m.algorithm,
@@ -184,7 +184,7 @@ def body(about: dict[str, Any]) -> list[str]:
 
 def auto_table(rows: Sequence[ExchangeRow]) -> str:
     """Return a table with the time of `auto` divided by the time of the best algorithm, by grid and
-    size.
+    message size.
     """
     cells = []
     for key in dict.fromkeys((r.nodes, r.ranks_per_node, r.bytes) for r in rows):

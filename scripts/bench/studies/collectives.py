@@ -1,7 +1,7 @@
 """Measure collectives that use planned trees, on emulated networks with unequal links.
 
-For each network and size, the study compares trees with torch's own gloo collectives and with a
-ring. The measured ratio is compared with the ratio that is predicted from the bandwidths of the
+For each network and message size, the study compares trees with torch's gloo collectives and with a
+ring. The study also compares the measured ratio with the ratio predicted from the bandwidths of the
 links. Then fairseq and Megatron train with gathered parameters (r = 0) on a ring of nodes, both
 with native collectives and with trees.
 
@@ -100,10 +100,9 @@ def ring_bound_s(network: Network, size: float) -> float:
     """Return the time in seconds of an all-gather around a ring of all ranks, computed from the
     bandwidths of the links.
 
-    Each message takes a path with the smallest number of wires.
+    Each message takes a path with the fewest links.
 
     Args:
-        network: the network.
         size: size of the gathered tensor in bytes.
     """
     ranks, load = network.ranks, Counter()
@@ -117,7 +116,7 @@ def ring_bound_s(network: Network, size: float) -> float:
 def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
     """Measure each collective with each message size. Every rank must call this function. The
     returned times are medians on the slowest rank in seconds: torch's own collective (`gloo_s`), a
-    ring, both choices of `auto`, and the times computed from the bandwidths of the links
+    ring, both options of `auto`, and the times computed from the bandwidths of the links
     (`bound_s`, `ring_bound_s`). See `with_ratios`.
     """
     comm = TorchComm()
@@ -187,7 +186,7 @@ def train(host: str, steps: int) -> dict[str, Any]:
     """Train with a host framework on an emulated ring of nodes. In each step, every rank gathers
     all experts (r = 0).
 
-    Native collectives and collectives with trees are used alternately. This function runs in a
+    Steps alternate between native collectives and collectives with trees. This function runs in a
     separate process.
     """
     network = SHAPES["ring"](HOST_NODES, HOST_RATE)
@@ -208,7 +207,8 @@ def train(host: str, steps: int) -> dict[str, Any]:
 
 
 def saved_s(host: str) -> float:
-    """Return how many seconds per step the trees save, predicted from the bandwidths of the links.
+    """Return how many seconds per step the trees save, as predicted from the bandwidths of the
+    links.
 
     Each layer gathers its experts, and reduce-scatters their gradients.
     """

@@ -1,13 +1,14 @@
 """Compare ensembles of five members. One ensemble is trained with the confident oracle loss (CMCL),
-and another ensemble consists of independent members. Optionally, the study also trains an ensemble
-with multiple choice learning (MCL), in which each member learns nothing from the images of other
-members.
+and the other consists of independent members. Optionally, the study also trains an ensemble with
+multiple choice learning (MCL), in which each member learns nothing from images that are assigned to
+other members.
 
 For the noisy digits, every member is a SwinV2-MoE. With `--data cifar10`, every member is a dense
 SwinV2 that is trained on all 50,000 images, similar to the experiment of Lee et al. 2017. All rows
-of the table use the same images, model sizes, numbers of steps and seeds. The study measures errors
-and no times, so the machine need not be idle. The digits take about 15 minutes on two cores.
-CIFAR-10 takes hours. If the study is interrupted, it can be continued by running it again.
+of the table use the same images, model sizes, numbers of steps and seeds. The study measures only
+errors, not run times, so the machine does not need to be idle. The digits take about 15 minutes on
+two cores. CIFAR-10 takes hours. If the study is interrupted, it can be continued by running it
+again.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def train(folder: Path, data: str, row: str, seed: int, epochs: int) -> dict[str
 
 
 def sure(results: Sequence[dict[str, Any]], kind: str) -> str:
-    """Return the share of predictions whose confidence is in the highest tenth of its range."""
+    """Return the share of predictions whose confidence is in the top tenth of its range."""
     counts = [sum(column) for column in zip(*(r["confidence"][kind] for r in results), strict=True)]
     return f"{counts[-1] / max(1, sum(counts)):.0%}"
 
@@ -80,7 +81,7 @@ def uncertainty(results: dict[str, list[dict[str, Any]]], images: int) -> float:
 
 
 def verdict(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Return a list of the relative changes of the errors compared with independent members."""
+    """Return a list of the relative changes in error compared with independent members."""
     lines = []
     base = results[INDEPENDENT]
     for row, found in results.items():

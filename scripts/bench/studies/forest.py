@@ -1,8 +1,8 @@
 """Measure the time and memory needed to plan trees (ForestColl), for different networks and numbers
 of GPUs.
 
-The study requires Linux, and takes about three minutes. Each network is planned in its own process
-on one core. The exit status is 1 if a planning time exceeds its limit.
+The study requires Linux, and takes about three minutes. Each network is planned in a separate
+process on one core. The exit status is 1 if planning takes longer than allowed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Train the quick start's model with every router in both hosts.
 
 The study takes about 15 minutes. Run `bash scripts/setup.sh` first. The exit status is 1 if a loss
-does not decrease. The exit status is also 1 if the imbalance of a router exceeds its bound after
-100 steps or more. `--quick` does not check the imbalance. A second run trains only the models that
-are missing in runs/gates. Use --fresh to start with an empty folder.
+does not decrease, or if the load imbalance of a router exceeds its bound after 100 steps or more.
+`--quick` does not check the imbalance. A second run trains only the models that are missing in
+runs/gates. Use --fresh to start with an empty folder.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ SWITCH = {"switch": 0.01}
 
 @dataclass(frozen=True)
 class Gate:
-    """The settings with which one router is trained.
+    """The settings used to train with one router.
 
     Attributes:
-        most: bound on the largest expert load divided by the mean load, at the end of training.
+        most: upper bound on the largest expert load divided by the mean load at the end of
+            training.
         router: settings of the `router` section.
         losses: weights of the balance losses.
         capacity: capacity factor of the padded dispatcher. None means that no tokens are dropped.
@@ -78,7 +79,7 @@ GATES = {
 
 
 def faults(row: dict[str, Any]) -> list[str]:
-    """Return a list of the bounds that a run exceeds, in words."""
+    """Return a list of texts that describe the bounds exceeded by a run."""
     found = [] if row["last_loss"] < 0.8 * row["first_loss"] else [
         "the loss changed only from {first_loss:.3f} to {last_loss:.3f}".format(**row)]
     if row["steps"] >= BALANCED_AFTER and row["busiest"] > row["most"]:
@@ -88,7 +89,7 @@ def faults(row: dict[str, Any]) -> list[str]:
 
 
 def counts(host: str, corpus: Path) -> list[int]:
-    """Return the number of occurrences of each token id in the training text of a host."""
+    """Return the number of occurrences of each token id in a host's training text."""
     found = [0] * VOCABULARY
     if host == "megatron":
         for byte in (corpus / "train.txt").read_bytes():
@@ -100,7 +101,7 @@ def counts(host: str, corpus: Path) -> list[int]:
 
 
 def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
-    """Write the router's settings as YAML to a folder next to the folder of the run."""
+    """Write the router's settings as YAML to a folder next to the run's folder."""
     gate, home = GATES[name], folder.with_name(f"{folder.name}.settings")
     make_folder(home)
     router = {"name": name, "top_k": gate.top_k, **gate.router}
@@ -120,9 +121,9 @@ def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
 
 def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path,
         folder: Path) -> dict[str, Any]:
-    """Train with one router in one host, and return the results. Losses are in nats per byte. The
-    numbers `busiest` (the largest expert load divided by the mean load) and `drops` are read from
-    the last record, for the layer with the worst value.
+    """Train with one router in one host and return the results. Losses are in nats per byte.
+    `busiest` (the largest expert load divided by the mean load) and `drops` are read from the last
+    record, for the worst layer.
     """
     extra = ["--moe-config", str(settings_file(name, host, corpus, folder))]
     if host == "fairseq":

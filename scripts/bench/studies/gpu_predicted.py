@@ -41,8 +41,8 @@ def flops(call: Call) -> int:
 
 
 def _rows(call: Call) -> int:
-    """Return the total number of rows of all experts, which is read from the operand of a weight
-    gradient that is not gathered.
+    """Return the total number of rows of all experts, read from the ungathered operand of a weight
+    gradient.
     """
     fixed = dict(call.launch.constants)
     return call.shapes["grad" if fixed["X_GATHER"] else "x"][0]
@@ -93,7 +93,7 @@ def _layer(problem: Any, target: str) -> dict[str, Any]:
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Merge the numbers of different states of the code."""
+    """Merge the results for different states of the code."""
     return {**new, "states": old["states"] | new["states"]}
 
 

@@ -1,9 +1,9 @@
 """Compare published results with the planner's predictions and with this project's measurements.
 
 The study takes a few seconds, because predictions are computed and measurements are read from the
-committed numbers of the other studies. With --measure, the study also measures mechanisms that no
-other study covers. The measurements with --measure take about four minutes on an idle machine, and
-require Linux, root and timm.
+committed data of the other studies. With --measure, the study also measures mechanisms that no
+other study covers. With --measure, it takes about four minutes on an idle machine, and requires
+Linux, root and timm.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OPTIONS = {
     "measure": Option(False, "also measure the results that no other study covers"),
     "rounds": Option(15, "number of timed rounds with --measure", quick=2),
 }
-CHOICES, IMAGES, CLASSES, RATE = 16384, 8, 10, 200e6  # RATE: rate of a node's link in bit/s
+CHOICES, IMAGES, CLASSES, RATE = 16384, 8, 10, 200e6  # RATE: bandwidth of a node's link in bit/s
 FIVE_BLOCKS = replace(PRESETS["swin_s"], depths=(1, 1, 2, 1), moe_blocks=((), (), (1,), (0,)))
 SWITCH = {"router.name": "topk", "router.top_k": 1, "router.normalize": "none",
           "dispatch.capacity_factor": 1.0, "losses": {"switch": 0.01}}
@@ -75,8 +75,8 @@ def plain(row: Mapping[str, Any], stated: Mapping[str, Any],
 
     Args:
         row: an item of `headlines.yaml`.
-        stated: the predictions that the texts of the item contain.
-        here: the numbers that this study has measured, or None if nothing was measured.
+        stated: the predicted values used in the texts of the item.
+        here: the data measured by this study, or None if nothing was measured.
     """
     found = {
         **{key: row.get(key) for key in ("system", "result", "said", "value")},
@@ -100,8 +100,8 @@ def _range(values: Any) -> list[float]:
 
 
 def ratios(row: Mapping[str, Any]) -> list[float] | None:
-    """Return the smallest and the largest ratio of the predicted result to the published result, or
-    None if one of them is missing.
+    """Return the smallest and largest ratio of the predicted to the published result, or None if
+    one of the results is missing.
 
     If the results are speedup factors, the ratio compares the gains. For example, a predicted
     factor of 1.05 and a published factor of 1.32 have the ratio 0.16. If the results are shares
@@ -114,7 +114,7 @@ def ratios(row: Mapping[str, Any]) -> list[float] | None:
 
 
 def misses(row: Mapping[str, Any]) -> bool:
-    """Return whether any number in the prediction differs from the published number by more than a
+    """Return whether any value in the prediction differs from the published value by more than a
     quarter.
     """
     return any(abs(ratio - 1) > QUARTER for ratio in ratios(row) or ())
@@ -124,7 +124,7 @@ def checked(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row.
 
     Raises:
-        ValueError: if the row lacks a field that readers need to judge the result.
+        ValueError: if the row lacks a field that readers need to assess the result.
     """
     wanted = {key: True for key in ("source", "hardware", "model")}
     wanted |= {"why": misses(row), "what": True, "value": row["predicted"] is not None}
@@ -167,8 +167,8 @@ def measured_here(rounds: int, swin: SwinMoE) -> dict[str, Any]:
 
 
 def counts(rounds: int) -> list[dict[str, float]]:
-    """Return the time of fairseq's `cumsum(mask, 0) - 1` divided by the time of our count, for a
-    given mask.
+    """For a given mask, return the time of fairseq's `cumsum(mask, 0) - 1` divided by the time of
+    our own counting function.
     """
     found = []
     for experts in (8, 64, 256):
@@ -195,7 +195,7 @@ def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
     """Return the time of SwinV2-MoE with the layers of fairseq's `moe` branch divided by the time
     with our layers.
 
-    The models with both kinds of layers use a plain top-1 gate.
+    Both models use a plain top-1 gate.
     """
     drawn = torch.Generator().manual_seed(1)
     ours, theirs = (build(replace(size, settings=SWITCH), CLASSES) for _ in range(2))
@@ -219,8 +219,8 @@ def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
 
 
 def on_nodes(rank: Callable[[int], dict[str, Any]], rounds: int) -> dict[str, float]:
-    """Run `rank` on two emulated nodes of two ranks each. For each side, return the time in seconds
-    of the fastest forward and backward pass on the slowest rank.
+    """Run `rank` on two emulated nodes of two ranks each. For each variant, return the time in
+    seconds of the fastest forward and backward pass on the slowest rank.
     """
     with EmulatedCluster(2, 2, rate_bit_s=RATE) as cluster:
         ranks = cluster.run(rank, rounds, timeout_s=300)
@@ -229,7 +229,7 @@ def on_nodes(rank: Callable[[int], dict[str, Any]], rounds: int) -> dict[str, fl
 
 def parm_rank(rounds: int) -> dict[str, Any]:
     """Measure Parm's schedules on one rank. The two ranks of a node have the same tokens, and each
-    of the two ranks stores half of each expert.
+    of them stores half of each expert.
     """
     comm, layers = TorchComm(), {}
     for name, schedule in PARM.items():
@@ -274,11 +274,11 @@ def ppmoe_rank(rounds: int) -> dict[str, Any]:
 
 
 class TensorParallelBlocks(nn.Module):
-    """Two transformer blocks whose weights are divided over the ranks of a node, as in Megatron.
+    """Two transformer blocks whose weights are sharded over the ranks of a node, as in Megatron.
 
     All ranks of the node have the same tokens [T, D], which form sequences of 128 tokens. The first
-    block has a dense feed-forward layer. The feed-forward layer of the second block is an argument
-    of `forward`.
+    block has a dense feed-forward layer. The feed-forward layer of the second block is passed to
+    `forward`.
     """
 
     def __init__(self, node: Comm, width: int = 256, inner: int = 1024, heads: int = 8) -> None:
@@ -343,7 +343,7 @@ def _notes(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield one bullet for each row. Rows with the same notes share a single bullet.
 
     A bullet contains the source, the model, the reason for an error, and the measurement. An item
-    of the bullet is left out if it is the same as in the previous row.
+    is left out if it is the same as in the previous row.
     """
     made: list[tuple[list[str], list[str]]] = []  # numbers, sentences
     before: list[str] = [""] * 3

@@ -2,7 +2,7 @@
 layer, Megatron-core's own layer and the layers of other frameworks (peers). The study starts its
 own rank processes.
 
-For few tokens, nearly all time is spent in Python, dispatch and autograd. The host needs the same
+For few tokens, nearly all time is spent in Python, dispatch and autograd. The host takes the same
 time to launch a layer on a GPU.
 """
 
@@ -120,9 +120,9 @@ def measure_rank(problem: Problem, ranks: int, rounds: int, names: Sequence[str]
 
 
 def _measured(candidates: dict[str, Candidate], data: Data, rounds: int) -> list[dict[str, Any]]:
-    """Return the CPU time of a call in microseconds, and the number of ATen operations. CPU time
-    and operations are returned for a forward pass, and for a forward and backward pass ("step").
-    Views are counted as operations, and collectives are not counted.
+    """Return the CPU time of a call in microseconds, and the number of ATen operations. The time
+    and the operations are returned for a forward pass, and for a forward and backward pass
+    ("step"). Views are counted as operations, and collectives are not counted.
     """
     calls = {name: list(_calls(c, data)) for name, c in candidates.items()}
     for mine in calls.values():

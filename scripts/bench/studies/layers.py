@@ -1,5 +1,5 @@
 """Studies of a layer, its peers and its operations. Some of the studies measure one problem, and
-the others measure all problems of a page.
+others measure all problems of a page.
 """
 
 from __future__ import annotations
@@ -74,8 +74,6 @@ def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1,
     The noise is the median time of the bound divided by its minimum time.
 
     Args:
-        problem: sizes of the layer.
-        args: options of the study.
         ranks: number of ranks that share the experts and the CPU threads.
         forward_only: whether to measure only the forward pass.
     """
@@ -157,8 +155,8 @@ def _generated(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def aim_of(one: dict[str, Any]) -> float | None:
-    """Return the aim for the ratio to the bound on one rank, or None if there is no aim for this
-    layer.
+    """Return the target for the ratio to the lower bound on one rank, or None if there is no target
+    for this layer.
     """
     problem = Problem.of(one)
     if problem not in LAYERS["cpu"]:
@@ -170,7 +168,7 @@ def aim_of(one: dict[str, Any]) -> float | None:
 
 
 def aims(found: list[dict[str, Any]]) -> list[str]:
-    """Return the aims on one rank, and whether each aim is reached."""
+    """Return the targets on one rank, and whether each target is reached."""
     def met(reached: bool) -> str:
         return "yes" if reached else "no"
 
@@ -228,8 +226,8 @@ class AllLayers:
     """Measure our layer and every installed peer on all problems of the page. The study measures
     the forward and backward pass on one rank and on two ranks, and the forward pass of 64 tokens,
     as in text generation. The bound is the time of the experts' matmuls alone, one after the other,
-    measured in the same run. Layers that compute several matmuls at the same time, such as our
-    layer in float32, may be faster than the bound.
+    measured in the same run. Layers that compute several matmuls concurrently, such as our layer in
+    float32, may be faster than the bound.
     """
 
     TITLE = "The layer and its peers"
@@ -243,8 +241,8 @@ class AllLayers:
 
 class OneProblemsOperations:
     """Measure every operation of a layer with the given sizes: the time of each implementation that
-    runs on this machine, and the bound. The bound is the larger of two times: bytes divided by the
-    measured copy bandwidth, and FLOPs divided by the measured rate of a large matmul.
+    runs on this machine, and the bound. The bound is the bytes divided by the measured copy
+    bandwidth, or the FLOPs divided by the measured rate of a large matmul, whichever is larger.
     """
 
     TITLE = "Operations of one layer"
@@ -262,9 +260,9 @@ class OneProblemsOperations:
 
 class AllOperations(OneProblemsOperations):
     """Measure every operation of the layer on the first three problems of the page: the time of
-    each implementation that runs on this machine, and the bound. The bound is the larger of two
-    times: bytes divided by the measured copy bandwidth, and FLOPs divided by the measured rate of a
-    large matmul.
+    each implementation that runs on this machine, and the bound. The bound is the bytes divided by
+    the measured copy bandwidth, or the FLOPs divided by the measured rate of a large matmul,
+    whichever is larger.
     """
 
     TITLE = "Each operation and its bound"

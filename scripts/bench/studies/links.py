@@ -36,7 +36,7 @@ HOSTS = ("megatron", "fairseq")
 
 
 def flows(network: Network) -> dict[tuple[int, int], list[tuple[str, str]]]:
-    """For each pair of ranks, return the wires on the path that emulated frames take."""
+    """For each pair of ranks, return the links on the path that emulated frames take."""
     number = {name: i for i, name in enumerate(network.ranks)}
     return {(i, number[path[-1]]): list(pairwise(path)) for source, i in number.items()
             for path in shortest_paths(network, source).values()
@@ -44,11 +44,10 @@ def flows(network: Network) -> dict[tuple[int, int], list[tuple[str, str]]]:
 
 
 def costs_of(network: Network, own: float) -> np.ndarray:
-    """Return the cost of a byte for each pair of ranks [W, W]. The cost is computed for an exchange
-    in which all ranks send to all ranks.
+    """Return the cost per byte for each pair of ranks [W, W]. The costs apply to an exchange in
+    which all ranks send to all ranks.
 
     Args:
-        network: the network.
         own: cost of a byte that stays on its rank, relative to the cost on the cheapest link.
     """
     paths = flows(network)
@@ -62,7 +61,7 @@ def costs_of(network: Network, own: float) -> np.ndarray:
 
 
 def sides(costs: str) -> dict[str, Settings]:
-    """Return the settings of the router with TA-MoE and of the plain router.
+    """Return the settings of the TA-MoE router and of the plain router.
 
     Args:
         costs: file with the costs of the links.
@@ -141,7 +140,7 @@ OPTIONS = {
                        choices=tuple(SHAPES)),
     "hosts": Option(HOSTS, "hosts of the whole steps", quick=("megatron",), choices=HOSTS),
     "nodes": Option(4, "number of nodes, with one rank each"),
-    "rate": Option(100e6, "rate of an ordinary link in bit/s", quick=1e9),
+    "rate": Option(100e6, "bandwidth of a normal link in bit/s", quick=1e9),
     "own": Option(0.25, "cost of a byte that stays on its rank, relative to the cheapest link"),
     "tokens": Option(1024, "tokens per rank for the layer alone", quick=64),
     "width": Option(256, "width of the layer alone", quick=16),

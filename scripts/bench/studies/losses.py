@@ -1,14 +1,14 @@
-"""Trace the losses of `bench train` token by token, to explain why models with equal weights and
-equal data have different losses.
+"""Trace the losses of `bench train` token by token, to explain why models with the same weights and
+data have different losses.
 
-Every model ("side") is trained twice on the same steps. In the first run, each side chooses its own
-experts. In the second run, the choices of the first side are recorded, and all other sides use
-these choices. The differences that remain in the second run are caused by rounding. If a side would
-have chosen a different expert, the study reports the first token for which this happens, and both
-experts.
+Every model is trained twice on the same steps. In the first run, each model chooses its own
+experts. In the second run, the choices of the first model are recorded, and all other models use
+these choices. The differences that remain in the second run are caused by rounding. If a model
+would have chosen a different expert, the study reports the first token for which this happens, and
+both experts.
 
-In bfloat16, rounding errors are so large that the losses cannot be equal. A float32 copy of the
-first side is therefore trained with the same choices, and the study reports which sides have losses
+In bfloat16, rounding errors are so large that the losses cannot be equal. Therefore a float32 copy
+of the first model is trained with the same choices, and the study reports which models have losses
 that are closer to the losses of this copy.
 """
 
@@ -53,13 +53,13 @@ FLOAT32 = "float32"  # the first side in float32, only for shapes in bfloat16
 
 
 class Tracer:
-    """Record the choices of the first side in a step, and replace the choices of all other sides
+    """Record the choices of the first model in a step, and replace the choices of all other models
     with them.
 
     Args:
         rank: this rank.
-        ordered: whether the order of a token's experts matters, which is the case if the capacity
-            is limited.
+        ordered: whether the order of a token's experts matters, as it does if the capacity is
+            limited.
     """
 
     def __init__(self, rank: int, ordered: bool = False) -> None:
@@ -68,18 +68,17 @@ class Tracer:
         self.parted: list[dict[str, Any]] = []
 
     def first(self, layer: int, logits_TE: Tensor, ids_TK: Tensor) -> Tensor:
-        """Return the experts [T, K] that the first side chooses."""
+        """Return the experts [T, K] that the first model chooses."""
         self.kept[layer] = logits_TE.detach().clone(), ids_TK
         return ids_TK
 
     def other(self, side: str, layer: int, logits_TE: Tensor, own_TK: Tensor) -> Tensor:
-        """Return the experts of the first side, and record the first token for which this side
+        """Return the experts of the first model, and record the first token for which this model
         would have chosen different experts (`own_TK`).
 
-        `margin` is computed on the first side. The margin is the logit of the expert that the side
-        chose (`took`) minus the logit of the expert that the other side would have chosen
-        (`other`). `rounding` is the difference between the margin on the first side and the margin
-        on the other side.
+        `margin` is computed on the first model: the logit of the expert that it chose (`took`)
+        minus the logit of the expert that the other model would have chosen (`other`). `rounding`
+        is the difference between the margins on the first model and on the other model.
         """
         theirs_TE, ids_TK = self.kept[layer]
         both = (own_TK, ids_TK) if self.ordered else (own_TK.sort(1).values, ids_TK.sort(1).values)
@@ -182,7 +181,7 @@ def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings
 
 def _in_float32(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
                 first: Side) -> Side:
-    """Build a copy of the first side in float32, with the weights of the first side."""
+    """Build a float32 copy of the first model, with the same weights."""
     [side] = runs.sides_of(host, replace(shape, bf16=False), read_text(text),
                            {FLOAT32: next(iter(ours.values()))}, others=False)
     with torch.no_grad():
@@ -193,7 +192,7 @@ def _in_float32(host: str, shape: TrainShape, text: str, ours: Mapping[str, Sett
 
 @torch.no_grad()
 def change_last_bits(parameters: Iterable[Tensor]) -> None:
-    """Multiply each number by 1 plus or minus the epsilon of its dtype. The factors are the same on
+    """Multiply each weight by 1 plus or minus the epsilon of its dtype. The factors are the same on
     all ranks.
     """
     drawn = torch.Generator().manual_seed(0)
@@ -207,8 +206,8 @@ def _chooser(tracer: Tracer, place: int, name: str, layer: int) -> Chooser:
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Replace the earlier results for the same host, place and shape. The page states the dates,
-    the devices and the versions of all runs.
+    """Replace earlier results for the same host, place and shape. The page states the dates, the
+    devices and the versions of all runs.
     """
     versions = {}
     for name in {**old["versions"], **new["versions"]}:
@@ -218,22 +217,22 @@ def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def gap(losses: list[list[float]]) -> float:
-    """Return the largest difference between the loss of the first side and the loss of any other
-    side in any step.
+    """Return the largest difference between the loss of the first model and the loss of any other
+    model in any step.
     """
     return max(abs(one - row[0]) for row in losses for one in row[1:])
 
 
 def gaps(one: Mapping[str, Any]) -> tuple[float, float]:
-    """Return two gaps for the case in which all sides use the same choices: the gap of the other
-    sides, and the gap of the copy of the first side with changed bits.
+    """Return two gaps for the case in which all models use the same choices: the gap of the other
+    models, and the gap of the copy of the first model with changed bits.
     """
     return gap([row[:-1] for row in one["same"]]), gap([[row[0], row[-1]] for row in one["same"]])
 
 
 def from_float32(one: Mapping[str, Any], native: bool) -> float | None:
-    """Return the largest difference between a loss in bfloat16 and the loss in float32 of the same
-    step, of our sides or of the native ones, with the same choices. None for shapes in float32.
+    """Return the largest difference between a bfloat16 loss and the float32 loss of the same step,
+    for our models or for the native models, with the same choices. None for shapes in float32.
     """
     if "float32" not in one:
         return None

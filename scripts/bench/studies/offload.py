@@ -132,7 +132,7 @@ def child(args: argparse.Namespace, mode: str, file: str) -> dict[str, Any]:
 
 
 def counts(model: WritingModel) -> dict[str, float]:
-    """Return the sums of the counters over all stores, or an empty dictionary if the experts are
+    """Return the sums of the counters over all stores, or an empty dict if the experts are
     resident.
     """
     stores = [block.moe.experts.store for block in model.blocks

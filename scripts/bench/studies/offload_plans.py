@@ -1,7 +1,7 @@
 """Compare peers that stream a whole model with a pipeline of the same peers, for different
 bandwidths of the links.
 
-All times are computed, and nothing is measured. The study takes a few seconds on one core.
+All times are computed; nothing is measured. The study takes a few seconds on one core.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def cells(made: StreamPlan, size: int, every: int) -> list[dict[str, float]]:
 
     Args:
         made: plan of the streaming peers.
-        size: number of bytes that are averaged.
-        every: number of steps between two averages of the weights.
+        size: number of bytes to average.
+        every: number of steps between consecutive averaging rounds.
     """
     peers = Peers(count=PEERS, bytes_s=1.0, delay_s=DELAY_S, average_every=every,
                   averaged_bytes=size)

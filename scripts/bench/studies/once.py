@@ -4,8 +4,8 @@ whole training steps in Megatron and fairseq. The study also predicts how many b
 larger clusters.
 
 The study requires Linux and root. Without --parts, it takes about 15 minutes on an idle machine
-with two CPU cores. The parts with 8x4 nodes and with slower links take about half an hour more, and
-are measured only if --parts lists them.
+with two CPU cores. The parts with 8x4 nodes and with slower links take about half an hour more and
+run only if --parts lists them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from scripts.bench.train.sides import Settings, parse_shapes, write_text
 from scripts.emulate import EmulatedCluster
 
 TITLE = "A token once to each rank or node"
-EXPERTS, RATE = 64, 200e6  # RATE: rate of a node's link in bit/s
+EXPERTS, RATE = 64, 200e6  # RATE: bandwidth of a node's link in bit/s
 GRIDS = ("2x2", "4x2", "8x4")
 AUTO, TODAY = "auto", "rows, auto"
 IN_PIECES = {f"{send}, d=2": LayoutChoice(r=1, d=2, send=send) for send in SENDS[1:]}
@@ -43,7 +43,7 @@ LONGEST_WARM_UP = 40  # number of calls in which a tuner can choose
 
 
 class IdentityExpert(nn.Module):
-    """An expert that returns its input unchanged. The expert has a parameter, so that autograd runs
+    """An expert that returns its input unchanged. The expert has a parameter so that autograd runs
     the backward pass of the exchange.
     """
 
@@ -75,8 +75,8 @@ def make_layer(width: int, k: int, mode: str) -> MoELayer:
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure all ways to send tokens on one rank. The result also contains the number of rows per
-    token, and the layout that `auto` chose.
+    """Measure all modes of sending tokens on one rank. The result also contains the number of rows
+    per token, and the layout that `auto` chose.
     """
     torch.manual_seed(0)
     fixed, tuned = make_layer(at.width, at.k, "fixed"), make_layer(at.width, at.k, "auto")
@@ -109,8 +109,8 @@ EXCHANGE = Sweep(
 
 
 def formula(grid: str, k: int) -> tuple[float, float]:
-    """Return the number of rows that `ranks` and `nodes` send between nodes, divided by the number
-    of rows that `rows` sends.
+    """Return the number of rows sent between nodes by `ranks` and `nodes`, divided by the number of
+    rows sent by `rows`.
     """
     nodes, per_node = parse_grid(grid)
     rows = rows_of_token(Cluster(nodes=nodes, ranks_per_node=per_node), k)
@@ -119,7 +119,7 @@ def formula(grid: str, k: int) -> tuple[float, float]:
 
 def floor(grid: str, cell: dict[str, Any]) -> float:
     """Return the minimum number of bytes that must be sent between nodes, including (token, expert)
-    pairs, divided by the number of bytes that `rows` sends.
+    pairs, divided by the number of bytes sent by `rows`.
     """
     nodes, per_node = parse_grid(grid)
     cluster = Cluster(nodes=nodes, ranks_per_node=per_node)
@@ -133,7 +133,6 @@ def measure_exchange(grid: str, args: argparse.Namespace, slower: float = 1.0) -
 
     Args:
         grid: number of nodes and of ranks per node.
-        args: options of the study.
         slower: factor by which the links are slower than in the other parts of the study. If the
             factor is not 1, only the first width is measured, because the times mostly depend on
             the number of bytes.
@@ -202,8 +201,8 @@ PUBLISHED = {16: (43, 43), 32: (58, 57), 64: (51, 50)}
 
 
 def predict(nodes: int) -> dict[str, float]:
-    """Return the bytes that are sent between nodes for one token, for each way to send the token,
-    on nodes of eight GPUs.
+    """For each mode, return the number of bytes sent between nodes per token, on nodes with eight
+    GPUs.
     """
     cluster = Cluster(nodes=nodes, ranks_per_node=8)
     found = {send: bytes_of_token(cluster, send, CHOICES, ROW_BYTES) for send in SENDS}
@@ -256,5 +255,5 @@ OPTIONS = {
     "steps": Option(5, "timed steps of each side", quick=1),
     "warm-up": Option(2, "untimed steps before the timed ones; tuners that have not chosen by "
                       "then get more", quick=1),
-    "rate": Option(RATE, "rate of a node's link in bit/s", quick=1e9),
+    "rate": Option(RATE, "bandwidth of a node's link in bit/s", quick=1e9),
 }

@@ -47,8 +47,8 @@ class OneGPU:
 
     @staticmethod
     def steps(args: argparse.Namespace) -> list[dict[str, str]]:
-        """Return the lines that the script logged about its steps. For steps that failed, the last
-        lines of their output are included.
+        """Return the log lines in which the script reports its steps. For failed steps, include the
+        last lines of their output.
         """
         logs = Path(args.out or ".") / "gpu_logs"
         told = logs / "steps.txt"

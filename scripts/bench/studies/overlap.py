@@ -3,9 +3,9 @@ with one rank each. Exchange and matmuls are timed separately, and together with
 
 The matmuls either run on the CPU, or are replaced by waiting, which imitates an accelerator. While
 a rank waits, the CPU cores are free to transfer packets. If both CPU cores compute matmuls, no core
-is free to transfer packets. The study also measures two other cases. In the first of these cases,
-there are many small experts, whose matmuls become slower if rows are split. In the second of these
-cases (Parm's S2), ranks with the same tokens gather each piece while the next piece is sent.
+is free to transfer packets. The study also measures two other cases: many small experts, whose
+matmuls become slower if rows are split, and Parm's S2, in which ranks with the same tokens gather
+each piece while the next piece is sent.
 
 The study requires Linux and root, and takes about nine minutes on an idle machine with at least two
 CPU cores.
@@ -37,7 +37,7 @@ from scripts.emulate import EmulatedCluster
 TITLE = "Overlap on emulated nodes"
 WIDTH = 256
 TOKENS = 1024
-RATES = (25e6, 50e6, 100e6)  # rates of a node's link in bit/s
+RATES = (25e6, 50e6, 100e6)  # bandwidths of a node's link in bit/s
 AIM = 1.10  # largest acceptable time, relative to the longer one of exchange and matmuls
 ROW_S = 100e-6  # time of a row's forward matmuls if they only wait; backward waits twice as long
 
@@ -48,7 +48,6 @@ class Kind(NamedTuple):
     Attributes:
         title: title of the section.
         nodes: number of nodes, each with one rank.
-        experts: number of experts.
         hidden: inner width of an expert.
         waits: whether the matmuls are replaced by waiting.
         cuts: ways to split the rows into pieces.
@@ -98,7 +97,7 @@ class WaitingExpert(nn.Module):
 
 
 def layouts(degrees: Iterable[int], cuts: Iterable[str]) -> dict[str, LayoutChoice]:
-    """Return the measured layouts by name. The first of these layouts does not use overlap."""
+    """Return the measured layouts by name. The first layout does not use overlap."""
     found = {"d=1": LayoutChoice(r=1)}
     for cut in cuts:
         found |= {f"d={d} {cut}": LayoutChoice(r=1, d=d, piece_axis=cut) for d in degrees}
@@ -106,8 +105,7 @@ def layouts(degrees: Iterable[int], cuts: Iterable[str]) -> dict[str, LayoutChoi
 
 
 class Alone:
-    """The exchange and the matmuls of one layer call. The exchange and the matmuls can be run
-    separately.
+    """The exchange and the matmuls of one layer call, which can be run separately.
 
     Args:
         layer: the layer, which uses r = 1 and a single piece.
@@ -155,8 +153,8 @@ def settings(kind: Kind) -> dict[str, Any]:
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure all layouts on one rank. In each round, the exchange alone, the matmuls alone, and
-    each layout are measured in the forward and the backward pass.
+    """Measure all layouts on one rank. Each round measures the exchange alone, the matmuls alone,
+    and each layout, in the forward and backward pass.
     """
     torch.manual_seed(0)
     kind, choices = KINDS[at.kind], layouts(at.degrees, KINDS[at.kind].cuts)
@@ -193,8 +191,7 @@ def run_rank(at: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(ranks: Ranks) -> dict[str, Any]:
-    """Return the median time in seconds on the slowest rank, for the forward pass and the backward
-    pass.
+    """Return the median time in seconds on the slowest rank, for the forward and backward passes.
     """
     found = medians(ranks)
     return {direction: {
@@ -249,7 +246,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 OPTIONS = {
     "kinds": Option(tuple(KINDS), "tables to measure", choices=KINDS),
     "rounds": Option(9, "number of timed rounds", quick=1),
-    "rates": Option(RATES, "rates of a node's link in bit/s", quick=(1e9,)),
+    "rates": Option(RATES, "bandwidths of a node's link in bit/s", quick=(1e9,)),
     "degrees": Option((2, 4, 8), "numbers of pieces, in addition to one", quick=(2,)),
     "tokens": Option(TOKENS, "tokens per rank", quick=16),
 }

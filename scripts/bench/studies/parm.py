@@ -67,11 +67,10 @@ def settings(shape: Shape, schedule: str, width: int, links: dict[str, Any]) -> 
     """Return the settings of the layer.
 
     Args:
-        shape: sizes of the layer.
         schedule: value of `parallel.schedule`.
         width: width of a token.
-        links: a dictionary with the setting `cluster` (a file that describes the links). If `auto`
-            must not use such a file, the dictionary is empty.
+        links: a dict with the setting `cluster` (a file that describes the links), or an empty dict
+            if `auto` must not use such a file.
     """
     return {
         "model_dim": width, "num_experts": EXPERTS, "experts": {"hidden_dim": 8},
@@ -134,7 +133,7 @@ OPTIONS = {
     "shapes": Option(tuple(SHAPES), "shapes of the layer", quick=("a half, near", "one, far"),
                      choices=tuple(SHAPES)),
     "rounds": Option(9, "timed rounds of each schedule", quick=1),
-    "rate": Option(50e6, "rate of a node's link in bit/s", quick=1e9),
+    "rate": Option(50e6, "bandwidth of a node's link in bit/s", quick=1e9),
     "width": Option(256, "width of a token", quick=16),
     "calibrated": Option(False, "let auto read the links' times from a cluster file"),
 }

@@ -39,8 +39,8 @@ loss = partial(loss_of, BATCHES)
 
 
 def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict[str, float]:
-    """Run one of the two peers on this rank. Return two times in seconds: the time of `every`
-    training steps, and the time to average the weights.
+    """Run one of the two peers on this rank. Return two times in seconds: for `every` training
+    steps, and for averaging the weights.
     """
     rank = int(os.environ["RANK"])
     # torchft finds its node by the host name, which no name server resolves in the emulation
@@ -133,7 +133,7 @@ def measure_rate(rate: float, every: int, steps: int) -> dict[str, Any]:
         raise RuntimeError(failed[0])
     peers = [end.value for end in ends]
     if {end["members"] for end in peers} != {2}:
-        raise RuntimeError("a peer did not take part in the average. Run the command again on a "
+        raise RuntimeError("a peer did not take part in the averaging. Run the command again on a "
                            "machine that is less busy")
     pipeline = steps * BATCHES * TOKENS / max(end["seconds"] for end in stages)
     whole = 2 * every * BATCHES * TOKENS / max(end["seconds"] for end in peers)
@@ -169,8 +169,8 @@ def plot(seen: dict[str, Any], path: Path) -> None:
 
 PLOTS = {"peers.png": plot}
 OPTIONS = {
-    "rates": Option((50.0, 20.0, 10.0), "rates of the link in Mbit/s", quick=(50.0,)),
-    "every": Option(30, "number of steps between two averages", quick=3),
+    "rates": Option((50.0, 20.0, 10.0), "bandwidths of the link in Mbit/s", quick=(50.0,)),
+    "every": Option(30, "number of steps between averaging rounds", quick=3),
     "steps": Option(6, "number of timed steps of the pipeline", quick=2),
 }
 

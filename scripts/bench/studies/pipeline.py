@@ -48,12 +48,11 @@ class Load(NamedTuple):
     """The micro-batches of a training step.
 
     Attributes:
-        batches: number of micro-batches.
         length: number of tokens per sequence.
         width: width of the activations. The activations of one sequence have 1.25 MiB.
         forward_s: function that returns the duration of a slice's forward pass in seconds. The
-            arguments of this function are the number of tokens in the slice and the number of
-            tokens before the slice.
+            function's arguments are the number of tokens in the slice and the number of tokens
+            before the slice.
     """
 
     batches: int
@@ -67,8 +66,8 @@ LOADS = {"schedules": Load(16, 1024, 320, lambda length, context: FORWARD_S),
 
 
 class WaitFunction(torch.autograd.Function):
-    """An autograd function that waits as long as a stage would compute. Half of the waiting time of
-    the backward pass represents the gradients of the weights.
+    """An autograd function that waits for as long as a stage would compute. Half of the waiting
+    time of the backward pass represents the gradients of the weights.
     """
 
     @staticmethod
@@ -152,8 +151,8 @@ def one_way_s(length: int, width: int) -> float:
 
 def measure_stages(part: str, schedules: Mapping[str, dict[str, Any] | None],
                    rounds: int) -> dict[str, Any]:
-    """On each rank, measure three things: the transfer of all tokens, the transfer of few tokens,
-    and the start and end of steps.
+    """On each rank, measure the transfer of all tokens, the transfer of few tokens, and the start
+    and end of steps.
     """
     from megatron.core import parallel_state as ps
 
@@ -196,9 +195,7 @@ def _overlapped(**passes: Any) -> None:
 
 
 def slices_of(part: str) -> dict[str, tuple[int, ...]]:
-    """Return the best slices of a long sequence. Also return slices of equal lengths. The number of
-    slices with equal lengths is the same as the number of best slices.
-    """
+    """Return the best slices of a long sequence, and four slices of equal length."""
     if part == "schedules":
         return {}
     load = LOADS[part]
@@ -272,6 +269,6 @@ def measure_part(part: str, args: argparse.Namespace) -> dict[str, Any]:
 PARTS = {"schedules": (partial(measure_part, "schedules"), schedules_part),
          "slices": (partial(measure_part, "slices"), slices_part)}
 OPTIONS = {
-    "rates": Option((200.0, 100.0), "rates of the links in Mbit/s", quick=(200.0,)),
+    "rates": Option((200.0, 100.0), "bandwidths of the links in Mbit/s", quick=(200.0,)),
     "rounds": Option(3, "timed steps of each schedule", quick=1),
 }

@@ -1,5 +1,5 @@
 """Compare predicted and measured training steps in both hosts, over several shapes, layouts and
-networks. Each training step is predicted with cost models that are fitted in the same way as in
+networks. Each training step is predicted with cost models that are fitted as in
 `moe-plugin recommend`.
 
 The study requires Linux and root, and takes about 15 minutes on an idle machine. The study first
@@ -68,8 +68,8 @@ VOCABULARY = {"megatron": 384, "fairseq": 260}  # vocabulary sizes of the hosts'
 
 
 def model_of(shape: TrainShape, host: str) -> ModelShape:
-    """Return the planner's description of a model that is trained by this study. The weights in
-    this description have the sizes of the float32 master weights.
+    """Return the planner's description of a model trained by this study. The weights have the sizes
+    of the float32 master weights.
     """
     return ModelShape(
         layers=shape.layers, model_dim=shape.width, ffn_dim=shape.inner, heads=4,
@@ -155,8 +155,7 @@ def error(row: dict[str, Any]) -> float:
 
 
 def pairs(rows: Sequence[dict[str, Any]], apart: float = 0.0) -> tuple[int, int]:
-    """Return two numbers: the number of pairs in the predicted order, and the total number of
-    pairs.
+    """Return the number of pairs in the predicted order, and the total number of pairs.
 
     A pair consists of two layouts for the same shape, network and host. Only pairs whose measured
     step times differ by at least the fraction `apart` are counted.
@@ -173,9 +172,7 @@ def pairs(rows: Sequence[dict[str, Any]], apart: float = 0.0) -> tuple[int, int]
 
 
 def _layout_words(name: str) -> str:
-    """Describe the layout of a side in words. Names of sides that are not in `LAYOUTS` are returned
-    unchanged.
-    """
+    """Describe a layout in words. Names that are not in `LAYOUTS` are returned unchanged."""
     return LAYOUTS[name][0].words if name in LAYOUTS else name
 
 

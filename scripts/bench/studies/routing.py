@@ -50,8 +50,7 @@ def recorded(host: str, sizes: Mapping[str, Any], args: argparse.Namespace) -> l
 
     Args:
         host: "fairseq" or "megatron".
-        sizes: sizes of the model that differ from those of the quick start.
-        args: options of the study.
+        sizes: model sizes that differ from those of the quick start.
     """
     place, corpus, _ = begin(args)
     s = {**settings(args.steps), **sizes}
@@ -110,7 +109,7 @@ OPTIONS = {
     "traces": Option(tuple(TRACES), "traces to replay", quick=("drifting", "a hot expert"),
                      choices=tuple(TRACES)),
     "grid": Option("4x1", "nodes x ranks per node", quick="2x1"),
-    "rate": Option(200e6, "rate of a node's link in bit/s", quick=1e9),
+    "rate": Option(200e6, "bandwidth of a node's link in bit/s", quick=1e9),
     "tokens": Option(1024, "tokens per rank and call", quick=64),
     "replayed": Option(12, "number of steps of a trace that are replayed, one third each from the "
                        "beginning, the middle and the end", quick=3),
@@ -139,8 +138,8 @@ def summary(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return one row for each trace, with the policy that the planner chooses, the fastest policy
     and the slowest policy.
 
-    The row of a trace contains the shares of these policies. For the slowest policy (except
-    `never`), the row contains the throughput divided by the throughput of the plain layer.
+    The row contains the shares of these policies. For the slowest policy (except `never`), the row
+    also contains the throughput divided by the throughput of the plain layer.
     """
     rows = []
     for name, one in found["traces"].items():

@@ -40,7 +40,7 @@ WARM_UP = REPLAN = 2  # untimed rounds; steps between two placements
 
 
 def make_layer(**parallel: Any) -> MoELayer:
-    """Return a layer with a router that selects the expert from the first elements of each token.
+    """Return a layer whose router selects the expert from the first elements of each token.
 
     Args:
         parallel: settings of the `parallel` section.
@@ -56,8 +56,8 @@ def make_layer(**parallel: Any) -> MoELayer:
 
 
 def make_tokens(rank: int, round_: int, load: str) -> torch.Tensor:
-    """Return the tokens [T, D] that a rank processes in one round. The tokens are the same for all
-    policies.
+    """Return the tokens [T, D] that a rank processes in one round. All policies receive the same
+    tokens.
     """
     tokens, share = LOADS[load]
     generator = torch.Generator().manual_seed(1000 * round_ + rank)
@@ -81,8 +81,8 @@ def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, lis
     """Measure all policies on one rank. For each load, the policies alternate in every round.
 
     The result contains pairs (seconds, rows) for each step, by load and policy. For the policy
-    "place", the result contains a pair (seconds, number of experts with replicas) for each time
-    that replicas are placed.
+    "place", the result contains a pair (seconds, number of experts with replicas) for each
+    placement of replicas.
     """
     plain, stands = make_layer(), STANDING in policies
     stand = {load: make_layer(spill=STANDING, replan=REPLAN) for load in LOADS if stands}
@@ -106,8 +106,8 @@ def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, lis
 
 
 def run_memory(policy: str, steps: int = 5) -> float:
-    """Return the maximum additional memory in bytes that this rank needs during a step with the hot
-    load.
+    """Return the maximum additional memory, in bytes, that this rank needs during a step with the
+    hot load.
     """
     layer = make_layer()
     step(layer, make_tokens(layer.comm.rank, 0, "even"), policy)
@@ -199,5 +199,5 @@ def standing_part(found: dict[str, Any]) -> list[str]:
 PARTS = {"others": (measure_others, others_part), STANDING: (measure_standing, standing_part)}
 OPTIONS = {
     "rounds": Option(40, "timed steps of each policy and load", quick=2),
-    "rate": Option(200e6, "rate of a node's link in bit/s", quick=1e9),
+    "rate": Option(200e6, "bandwidth of a node's link in bit/s", quick=1e9),
 }

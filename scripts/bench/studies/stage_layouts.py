@@ -1,5 +1,5 @@
 """Measure the transfer of activations between pipeline stages with different layouts. The study
-compares slices that are sent to a node once with separate messages to each receiver.
+compares separate messages to each receiver with sending each slice to a node only once.
 
 The study takes about a minute.
 """
@@ -81,8 +81,8 @@ def predicted_s(case: Sequence[Any], once: bool, bytes_per_s: float) -> float:
 
 
 def measure_case(at: argparse.Namespace) -> dict[str, Any]:
-    """On each rank, measure a transfer with separate messages and with slices that are sent once.
-    The two methods alternate.
+    """On each rank, measure a transfer with separate messages, and a transfer that sends each slice
+    to a node only once. The two methods alternate.
     """
     comm, case = TorchComm(), CASES[at.case]
     source, target = layouts(case)
@@ -120,7 +120,7 @@ def body(found: dict[str, Any]) -> list[str]:
         for row in found["rows"]])
 
 
-OPTIONS = {"rate": Option(200.0, "rate of the links in Mbit/s", quick=1000.0),
+OPTIONS = {"rate": Option(200.0, "bandwidth of the links in Mbit/s", quick=1000.0),
            "rounds": Option(5, "timed moves of each kind", quick=1)}
 
 

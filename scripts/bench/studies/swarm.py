@@ -1,4 +1,4 @@
-"""Measure a pipeline of peers with unequal speed and slow links on emulated nodes. Some of the
+"""Measure a pipeline of peers with unequal speeds and slow links on emulated nodes. Some of the
 peers leave the pipeline and return. Each micro-batch is sent to peers that are idle (SWARM). The
 study compares this pipeline with the fastest fixed pipeline of the same peers, and with a single
 process. The part `peers` requires Linux and root, and takes about six minutes on an idle machine
@@ -91,7 +91,7 @@ def parts(speed: float | None) -> list[Any]:
     """Return functions that build the stages of the pipeline.
 
     Args:
-        speed: speed of the peer. None builds stages without any delay.
+        speed: speed of the peer. None builds stages without a delay.
     """
     return [partial(StagePart, stage, TASK_S / speed if speed else 0.0) for stage in range(STAGES)]
 
@@ -114,7 +114,7 @@ OPTIMIZER = partial(torch.optim.SGD, lr=0.5)
 
 
 def alone(steps: int) -> list[float]:
-    """Return the losses of training in a single process."""
+    """Return the losses of single-process training."""
     modules = [make_stage(parts(None), number, SEED) for number in range(STAGES)]
     optimizer = OPTIMIZER([p for module in modules for p in module.parameters()])
     found = []
@@ -141,7 +141,7 @@ def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
     """Return (micro-batches per second, stage of each peer) for the fastest fixed pipeline.
 
     All peers of a stage process the same number of micro-batches. The search includes pipelines in
-    which some peers are not used. The stage of an unused peer is -1.
+    which some peers are not used. An unused peer has the stage -1.
     """
     def rate(places: tuple[int, ...]) -> float:
         stages = [[s for s, place in zip(speeds, places, strict=True) if place == stage]
@@ -153,7 +153,8 @@ def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
 
 
 class Fixed(SwarmMembers):
-    """The members of a swarm, with fixed stages. Peers with the same stage take turns.
+    """The members of a swarm in which each peer has a fixed stage. Peers with the same stage take
+    turns.
 
     Args:
         stage_of: the stage of each peer, by host name.
@@ -204,7 +205,7 @@ def peer_rank(trainer: str, host: str, speed: float, lives: list[tuple[float, fl
 
 
 def train_rank(host: str, seconds: float, way: dict[str, Any]) -> dict[str, Any]:
-    """Train for the given number of seconds, and return the measurements of the run."""
+    """Train for the given number of seconds and return the measurements of the run."""
     torch.set_num_threads(1)
     swarm = Swarm(STAGES, host=host, port=PORT, wire=way["wire"], seed=SEED, timeout_s=TIMEOUT_S,
                   rebalance_s=way["rebalance_s"])
@@ -276,7 +277,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def present(args: argparse.Namespace, places: Sequence[int], seconds: float) -> float:
-    """Return the fraction of the time during which all peers of a fixed pipeline are present."""
+    """Return the fraction of time during which all peers of a fixed pipeline are present."""
     lost: list[tuple[float, float]] = []
     for i, place in enumerate(places):
         now = 0.0
@@ -320,10 +321,10 @@ def body(found: dict[str, Any]) -> list[str]:
 
 OPTIONS = {
     "seconds": Option(60.0, "seconds of each run", quick=2.0),
-    "rate": Option(50e6, "rate of a node's link in bit/s"),
+    "rate": Option(50e6, "bandwidth of a node's link in bit/s"),
     "delay": Option(5e-3, "delay of a link in one direction, in seconds"),
-    "lifetime": Option(60.0, "mean seconds for which a peer is present"),
-    "absence": Option(15.0, "mean seconds for which a peer is absent"),
+    "lifetime": Option(60.0, "mean time in seconds for which a peer is present"),
+    "absence": Option(15.0, "mean time in seconds for which a peer is absent"),
     "steady": Option(3, "number of peers that never leave (the fastest ones)"),
 }
 

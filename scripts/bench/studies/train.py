@@ -2,8 +2,9 @@
 the framework's own MoE layer, and models with dense layers of equal active width. All models have
 the same weights and data, and run on the same ranks in the same processes. The models alternate
 after every training step. With --evaluate, the study compares forward passes of an evaluation
-instead of training steps. In evaluations, our layer is measured with and without pieces that depend
-on the load. The command starts its own ranks, or uses the ranks that torchrun started.
+instead of training steps. In evaluations, our layer is measured with and without dividing its rows
+or experts into pieces, depending on the load. The command starts its own ranks, or uses the ranks
+that torchrun started.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
-    """Return one report for each shape. If a launcher started the ranks, only rank 0 returns the
+    """Return one report for each shape. If a launcher started the ranks, only rank 0 returns
     reports.
     """
     grid = parse_grid(args.emulate) if args.emulate else None

@@ -88,7 +88,7 @@ def build(shape: str, **more: Any) -> Any:
 def stepper(model: Any, tokens: Tensor) -> Callable[[], float]:
     """Return a function that runs one training step with SGD and returns the loss.
 
-    The learning rate is 0, so that losses can be compared across steps and across sides.
+    The learning rate is 0, so that losses can be compared across steps and models.
     """
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -111,11 +111,11 @@ def data(sequences: int, length: int, part: int = 0) -> Tensor:
 
 
 def timed(sides: dict[str, Callable[[], float]], steps: int) -> dict[str, Any]:
-    """Time the steps of all sides. The sides alternate after every step. For each side, return the
+    """Time the steps of all models, which alternate after every step. For each model, return the
     step times in seconds and the last loss.
 
-    All ranks start a step at the same time. In a single process, a side is timed only once if it
-    takes more than `SLOW` times as long as our side.
+    All ranks start a step at the same time. In a single process, a model is timed only once if it
+    takes more than `SLOW` times as long as ours.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     losses = {}
@@ -250,7 +250,6 @@ def _with_sizes(cells: list[dict[str, Any]], args: argparse.Namespace, parts: in
 
     Args:
         cells: the results for each shape.
-        args: options of the study.
         parts: number of batches per step.
         rate: bandwidth of the nodes' links in bit/s, or None.
     """
@@ -280,7 +279,7 @@ def part(title: str, about: str, found: dict[str, Any]) -> list[str]:
 
 
 def _spread(losses: dict[str, float]) -> float:
-    """Return the relative difference between the largest and the smallest loss in the last step."""
+    """Return the relative difference between the largest and smallest losses in the last step."""
     return (max(losses.values()) - min(losses.values())) / min(losses.values())
 
 
@@ -310,5 +309,5 @@ OPTIONS = {
     "steps": Option(12, "timed steps of each side", quick=1),
     "dtype": Option("float32", "dtype of weights and activations",
                     choices=("float32", "bfloat16")),
-    "rate": Option(200e6, "rate of a node's link in bit/s", quick=1e9),
+    "rate": Option(200e6, "bandwidth of a node's link in bit/s", quick=1e9),
 }

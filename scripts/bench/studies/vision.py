@@ -3,9 +3,9 @@
 Both models have the same number of active FLOPs, because each token uses one expert that has the
 width of the dense MLP. The speed is measured in one process that calls both models alternately,
 with all threads of the machine. To measure the accuracy, both models are trained at the same time,
-once per seed. Each of these models is trained in its own process with one thread. The study takes
-about ten minutes on two cores, and hours with `--data cifar10`. If the study is interrupted, the
-training can be continued by running the study again. The study requires 6 GB of memory.
+once per seed, each in its own process with one thread. The study takes about ten minutes on two
+cores, and hours with `--data cifar10`. If the study is interrupted, the training can be continued
+by running the study again. The study requires 6 GB of memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BATCHES = (2, 8, 16)
 
 
 def rate(cell: dict[str, Any], kind: str, side: str) -> float:
-    """Return the number of images per second that was measured in one cell."""
+    """Return the number of images per second measured in one cell."""
     return cell["batch"] / statistics.median(cell["seconds"][kind][side])
 
 
@@ -82,8 +82,8 @@ def forward_of(model: nn.Module, x_BCSS: torch.Tensor) -> Callable[[], None]:
 def cell(preset: str, batch: int, models: dict[str, nn.Module], rounds: int) -> dict[str, Any]:
     """Measure both models with a given number of images per call.
 
-    Returns: The times of all rounds in seconds (by kind of call and side), the FLOPs of a forward
-        pass per image (by side), and the share of tokens without a slot in the layer with the
+    Returns: The times of all rounds in seconds (by kind of call and model), the FLOPs of a forward
+        pass per image (by model), and the share of tokens without a slot in the layer with the
         largest share.
     """
     size = PRESETS[preset].image
@@ -103,7 +103,7 @@ def cell(preset: str, batch: int, models: dict[str, nn.Module], rounds: int) -> 
 
 
 def flops_of(models: dict[str, nn.Module], x_BCSS: torch.Tensor) -> tuple[dict[str, float], float]:
-    """Return (FLOPs of a forward pass per image by side, largest share of dropped tokens).
+    """Return (FLOPs of a forward pass per image by model, largest share of dropped tokens).
 
     The FLOPs of the dense model are counted by torch. For the MoE model, the FLOPs of an MLP are
     subtracted for each token without a slot. The FLOPs of the router are added for each token: a
@@ -144,7 +144,7 @@ def speed(presets: Sequence[str], batches: Sequence[int], rounds: int) -> list[d
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Train both models, and return their accuracy and images per second, by side and seed."""
+    """Train both models, and return their accuracy and images per second, by model and seed."""
     found: dict[str, dict[str, list[float]]] = {
         name: {side: [] for side in SIDES} for name in ("accuracy", "images_per_s")}
     place = folder_of_runs(args)
@@ -188,7 +188,7 @@ def body(found: dict[str, Any]) -> list[str]:
 OPTIONS = {
     "rounds": Option(5, "number of timed rounds", quick=1),
     "seeds": Option(3, "number of trainings per model", quick=1),
-    "epochs": Option(12, "number of epochs of a training", quick=1),
+    "epochs": Option(12, "number of epochs of a training run", quick=1),
     "presets": Option(("tiny", "swin_s"), "models to time", quick=("tiny",), choices=CLASSES),
     "batches": Option(BATCHES, "numbers of images per call", quick=(2,)),
     **run_options("vision", EXAMPLE),

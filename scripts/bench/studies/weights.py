@@ -1,6 +1,7 @@
-"""Measure memory and speed of training a model that is larger than its memory limit, in one
-process: in plain PyTorch with a model three times as large as the limit, and with Megatron's
-training script.
+"""Measure the memory and speed of training a model that is larger than its memory limit.
+
+A single process trains a model three times as large as the limit in plain PyTorch, and another
+model with Megatron's training script.
 
 The study requires cgroups (version 1 or 2) with a writable memory controller and 5 GiB of disk
 space, and takes about 6 minutes. The second part requires megatron-core.
@@ -41,9 +42,7 @@ OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
 def child(args: argparse.Namespace, mode: str, scratch: str, throttle: float) -> dict[str, Any]:
-    """Train one mode in this process. Return the losses, the times and the memory of the training
-    run.
-    """
+    """Train one mode in this process. Return the losses, times and memory of the run."""
     torch.use_deterministic_algorithms(True)
     peak, loss = AnonymousPeak(), partial(loss_of, args.micro_batches)
     blocks = makers(VOCABULARY, args.layers, WIDTH, EXPERTS, args.hidden)
@@ -87,7 +86,8 @@ def child(args: argparse.Namespace, mode: str, scratch: str, throttle: float) ->
 
 def megatron_child(args: argparse.Namespace, mode: str, place: str,
                    throttle: float) -> dict[str, Any]:
-    """Train with Megatron's script in this process. Return the losses, the times and the memory."""
+    """Train with Megatron's script in this process. Return the losses, times and memory of the run.
+    """
     from moe_plugin.hosts.megatron.train import main as train
     from moe_plugin.observe.history import read_run
 

@@ -1,8 +1,8 @@
 """Plot the loss against the training time, for our layer and for the host framework's own layer.
 The figure is shown on the page of `bench train`.
 
-Each line shows the mean over neighbouring steps. The band around a line extends from the smallest
-to the largest of the averaged losses.
+Each line shows the mean over neighbouring steps. The band around a line shows the minimum and
+maximum of the averaged losses.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def curve(side: SideTimes) -> tuple[list[float], list[float]]:
 
 
 def smoothed(losses: Sequence[float]) -> list[tuple[float, float, float]]:
-    """For each step, return (mean, minimum, maximum) of the losses around the step. Near both ends
+    """For each step, return (mean, minimum, maximum) of the losses around the step. Near the ends
     of a curve, fewer steps are averaged.
     """
     reach = len(losses) // (2 * POINTS)

@@ -43,11 +43,9 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
     """Build all models with the same weights. The default process group must be initialized.
 
     Args:
-        shape: sizes of the models.
         text: the training text, uint8 [N].
         rank: this rank.
-        ranks: number of ranks.
-        ours: for each side with our layer, the settings of the layer.
+        ours: for each model with our layer, the settings of the layer.
         others: whether to also build the layer of fairseq's `moe` branch and a dense model.
         evaluate: whether steps are forward passes of an evaluation.
     """
@@ -128,7 +126,7 @@ def _copy_experts(ours: Any, branch: BranchMoE) -> None:
 
 @torch.no_grad()
 def _reload(optimizer: Any) -> None:
-    """Copy the parameters to the optimizer's copies in float32, if it has any."""
+    """Copy the parameters to the optimizer's float32 copies, if it has any."""
     from moe_plugin.hosts.fairseq.compat.runtime import fp32_copies
 
     for parameter, wide in fp32_copies(optimizer):

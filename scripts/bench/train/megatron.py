@@ -38,11 +38,9 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
     group must be initialized.
 
     Args:
-        shape: sizes of the models.
         text: the training text, uint8 [N].
         rank: this rank.
-        ranks: number of ranks.
-        ours: for each side with our layer, the settings of the layer.
+        ours: for each model with our layer, the settings of the layer.
         others: whether to also build Megatron's own layer, with both dispatchers, and a dense
             model.
         evaluate: whether steps are forward passes of an evaluation.
@@ -173,7 +171,6 @@ def make(shape: TrainShape, config: Any, settings: Settings | None = None,
     """Build a model.
 
     Args:
-        shape: sizes of the model.
         config: Megatron's configuration.
         settings: settings of our layer. None (default) builds the layers of Megatron's own layer
             spec.
@@ -224,10 +221,8 @@ class Batches:
     """A sequence of training batches. Each batch consists of tokens and labels, each [B, T].
 
     Args:
-        shape: sizes of the model.
         text: the text, uint8 [N].
         rank: this rank.
-        ranks: number of ranks.
         evaluate: whether the batches are used for evaluation.
     """
 

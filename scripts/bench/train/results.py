@@ -32,14 +32,12 @@ MADE_BY = "moe-plugin bench train --host HOST [--emulate 2x2] [--evaluate] --out
 
 @dataclass(frozen=True)
 class TrainReport:
-    """The times of all sides for one shape, in one host and at one place.
+    """The times of all models for one shape, in one host and at one place.
 
     Attributes:
         host: name of the host, which is a key of `HOSTS`.
         place: description of where the ranks ran.
-        ranks: number of ranks.
-        shape: sizes of the model.
-        sides: the times of each side.
+        sides: the times of each model.
         load: load average of the machine before and after the measurement.
         versions: package versions, the date and the device.
         evaluate: whether forward passes of an evaluation were timed instead of training steps.
@@ -70,34 +68,31 @@ class TrainReport:
         return next(side for side in self.sides if side.name == name)
 
     def best(self, kind: str) -> SideTimes:
-        """Return the side with the lowest median time among the sides of one kind (ours, native or
-        dense).
+        """Return the model with the lowest median time among the models of one kind (ours, native
+        or dense).
         """
         return min((side for side in self.sides if side.kind == kind), key=median_ms)
 
     def ratio(self, name: str = OURS) -> tuple[float, float]:
-        """Return the times of the native sides divided by the times of one of our sides.
+        """Return the times of the native models divided by the times of one of our models.
 
-        If a ratio is above 1, our side is faster.
-
-        Args:
-            name: name of our side.
-        Returns: (ratio of medians for the native side with the lowest median, ratio of minima for
-            the native side with the fastest step).
+        If a ratio is above 1, our model is faster.
+        Returns: (ratio of medians for the native model with the lowest median, ratio of minima for
+            the native model with the fastest step).
         """
         mine = self.side(name)
         least = min(min(s.seconds) for s in self.sides if s.kind == "native")
         return median_ms(self.best("native")) / median_ms(mine), least / min(mine.seconds)
 
     def behind(self, name: str = OURS) -> float:
-        """Return how much slower the median step of a side is than the median step of our fastest
-        side. For example, 0.03 means 3 %.
+        """Return how much slower the median step of a model is than the median step of our fastest
+        model. For example, 0.03 means 3 %.
         """
         return median_ms(self.side(name)) / median_ms(self.best("ours")) - 1
 
     def loss_gap(self) -> float:
-        """Return the largest difference between the losses of our side and of the best native side
-        in any step.
+        """Return the largest difference between the losses of our model and of the best native
+        model in any step.
         """
         mine, theirs = self.side(OURS).losses, self.best("native").losses
         return max(abs(a - b) for a, b in zip(mine, theirs, strict=False))
@@ -118,12 +113,12 @@ class TrainReport:
 
 
 def median_ms(side: SideTimes) -> float:
-    """Return the median step time of a side in milliseconds."""
+    """Return the median step time of a model in milliseconds."""
     return 1e3 * statistics.median(side.seconds)
 
 
 def spread(side: SideTimes) -> float:
-    """Return the interquartile range of a side's step times divided by their median.
+    """Return the interquartile range of a model's step times divided by their median.
 
     With fewer than four step times, return 0.
     """
@@ -134,7 +129,7 @@ def spread(side: SideTimes) -> float:
 
 
 def reports(values: Sequence[dict[str, Any]]) -> list[TrainReport]:
-    """Read the reports from the contents of a file of numbers.
+    """Read the reports from the contents of a results file.
 
     Raises:
         ValueError: if the contents were not written by `bench train`.
@@ -163,8 +158,8 @@ def newest(every: Sequence[TrainReport], evaluate: bool = False) -> list[TrainRe
 
 
 def summary_table(reports: Sequence[TrainReport]) -> str:
-    """Return a table with one row per shape that compares our layer, the faster native side and the
-    dense model.
+    """Return a table with one row per shape that compares our layer, the fastest native layer and
+    the dense model.
     """
     return columns(reports, {
         "shape": "{0.shape.name}", "sizes": lambda r: r.shape.label(),
@@ -183,7 +178,7 @@ def summary_table(reports: Sequence[TrainReport]) -> str:
 
 def evaluation_table(reports: Sequence[TrainReport]) -> str:
     """Return a table with one row per shape that compares our layer with pieces, our layer without
-    pieces, and the native side.
+    pieces, and the native layer.
     """
     return columns(reports, {
         "shape": "{0.shape.name}", "sizes": lambda r: r.shape.label(),
@@ -247,8 +242,8 @@ def _host_parts(mine: Sequence[TrainReport], table: str, more: str) -> list[str]
 
 
 def side_pages(reports: Sequence[TrainReport]) -> dict[str, str]:
-    """Return one page for each host and kind of place. Each page lists every side of every shape.
-    Keys of the returned dict are file names.
+    """Return one page for each host and kind of place. Each page lists every model of every shape.
+    The keys of the returned dict are file names.
     """
     found: dict[str, list[TrainReport]] = {}
     for mine in by_place(reports).values():
@@ -267,8 +262,8 @@ def _page_of(one: TrainReport) -> str:
 
 
 def _kind(place: str) -> str:
-    """Return the kind of a place, which is the text before the first comma. After the comma follow
-    the number of ranks, the bandwidth and the delay.
+    """Return the kind of a place, which is the text before the first comma. The text after the
+    comma states the number of ranks, the bandwidth and the delay.
     """
     return place.split(",")[0]
 
@@ -283,8 +278,8 @@ def by_place(every: Sequence[TrainReport],
              evaluate: bool = False) -> dict[tuple[str, str], list[TrainReport]]:
     """Return the reports about training steps (or evaluations), grouped by host and place.
 
-    Within a group, the version that was measured most recently comes first, and the reports of each
-    version are ordered by shape.
+    Within a group, the most recently measured version comes first, and the reports of each version
+    are ordered by shape.
     """
     known = list(SHAPES)
     last: dict[tuple[str, str, str], str] = {}

@@ -30,15 +30,14 @@ TIMEOUT_S = 900.0
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """One measurement: the host, the shape of the model, and the sides to train.
+    """One measurement: the host, the shape, and the models to train.
 
     Attributes:
         host: "megatron" or "fairseq".
-        shape: sizes of the model.
         text: path of the training text.
-        steps: number of timed steps per side.
-        warm_up: number of untimed steps per side before the timed steps.
-        ours: for each side with our layer, the settings of the layer.
+        steps: number of timed steps per model.
+        warm_up: number of untimed steps per model before the timed steps.
+        ours: for each model with our layer, the settings of the layer.
         others: whether to also measure the host's own layer and a dense model.
         evaluate: whether to time forward passes of an evaluation instead of training steps.
     """
@@ -54,7 +53,7 @@ class TrainPlan:
 
 
 def measure_rank(plan: TrainPlan) -> list[SideTimes]:
-    """Measure all sides of one plan. Every rank must call this function in an initialized group,
+    """Measure all models of one plan. Every rank must call this function in an initialized group,
     and all ranks get the same result.
     """
     sides = sides_of(plan.host, plan.shape, read_text(plan.text), plan.ours, plan.others,
@@ -63,8 +62,8 @@ def measure_rank(plan: TrainPlan) -> list[SideTimes]:
 
 
 def measure_plans(plans: Sequence[TrainPlan]) -> list[tuple[list[SideTimes], Load]]:
-    """Measure all sides of several plans one after the other. For each plan, the load average of
-    the machine is recorded.
+    """Measure all models of several plans one after the other. The load average of the machine is
+    recorded for each plan.
     """
     found = []
     for plan in tracked(plans, "bench train", "shape"):
@@ -76,14 +75,13 @@ def measure_plans(plans: Sequence[TrainPlan]) -> list[tuple[list[SideTimes], Loa
 
 def sides_of(host: str, shape: TrainShape, text: Tensor, ours: Mapping[str, Settings],
              others: bool = True, evaluate: bool = False) -> list[Side]:
-    """Build all sides with the same weights. Every rank must call this function in an initialized
+    """Build all models with the same weights. Every rank must call this function in an initialized
     group.
 
     Args:
         host: "megatron" or "fairseq".
-        shape: sizes of the model.
         text: the training text, as returned by `read_text`.
-        ours: settings of our layer by the name of the side.
+        ours: settings of our layer by the name of the model.
         others: whether to also build the host's own layer and a dense model.
         evaluate: whether steps are forward passes of an evaluation.
     """
@@ -139,25 +137,23 @@ def on_emulated(plans: Sequence[TrainPlan], cluster: EmulatedCluster) -> list[Tr
 
 
 def sides_on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> list[SideTimes]:
-    """Measure one plan on a running emulated cluster, and return the times of the sides."""
+    """Measure one plan on a running emulated cluster, and return the times of the models."""
     forked_hosts([plan.host])
     return cluster.run(measure_rank, plan, timeout_s=TIMEOUT_S, group_timeout_s=120.0)[0]
 
 
 def settings_on_emulated(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
                          args: Namespace, cluster: EmulatedCluster) -> dict[str, Any]:
-    """On a running emulated cluster, train models with our layer and different settings.
+    """Train models with our layer and different settings on a running emulated cluster.
 
     Args:
         host: "megatron" or "fairseq".
-        shape: sizes of the models.
-        text: path of the text that the models train on.
-        ours: settings of our layer by the name of the side.
+        text: path of the training text.
+        ours: settings of our layer by the name of the model.
         args: options of a study, including `steps` and `warm_up`.
-        cluster: the cluster.
 
-    Returns: The label of the shape, and the results of each side. The results of a side are the
-        layout, the median step time in seconds, and the last loss.
+    Returns: The label of the shape, and the results of each model: the layout, the median step time
+        in seconds, and the last loss.
     """
     # in fairseq, k is a setting of our layer, and the ragged dispatcher creates no slots
     more = {"router.top_k": shape.top_k, "dispatch.name": "ragged"} if host == "fairseq" else {}

@@ -1,5 +1,4 @@
-"""Definitions that both hosts use to measure training steps: model sizes, settings, batches and
-sides.
+"""Definitions used to measure training steps in both hosts: shapes, settings, batches and models.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class TrainShape:
     """A decoder language model with an MoE layer in every block.
 
     Attributes:
-        name: name of the shape.
         width: width of a token, D.
         inner: inner width of an expert, F.
         experts: number of experts, E.
@@ -103,14 +101,12 @@ class Side:
     """A model that is trained in a comparison.
 
     Attributes:
-        name: name of the side.
         kind: "ours", "native" or "dense".
         step: a function that receives the number of a step and trains (or evaluates) on this step.
-            The function `step` returns the loss of the language model over all ranks, in nats per
-            token.
+            The function returns the loss of the language model over all ranks, in nats per token.
         optimizers: the torch optimizers. The time of the optimizers is measured separately.
         settled: a function that returns whether the tuners have made their final choices. The
-            function `settled` returns the same value on all ranks.
+            function returns the same value on all ranks.
         layout: a function that returns the label of the current layout.
         parameters: parameters of the model. If the model is stored in 16 bits, the optimizers have
             float32 copies of the parameters.
@@ -118,7 +114,7 @@ class Side:
             layer's router. The argument of this function maps the logits [T, E] and the experts
             [T, K] that the router chooses to the experts [T, K] that the layer uses.
         reload: a function that copies the parameters to the optimizers' float32 copies after the
-            parameters were changed. If there are no such copies, this function does nothing.
+            parameters have changed. Does nothing if there are no such copies.
     """
 
     name: str
@@ -156,8 +152,8 @@ def take_choices(layer: MoELayer, choose: Chooser) -> None:
 
 
 def layout_of(layers: Sequence[MoELayer], tokens: int) -> str:
-    """Return the labels of the layouts in the latest calls, each with the number of layers that use
-    this layout. Collective.
+    """Return the layout labels of the latest calls, each with the number of layers that use the
+    layout. Collective.
 
     Args:
         layers: the layers.
@@ -177,12 +173,10 @@ def _latest(routed: RoutedExperts, tokens: int) -> LayoutChoice:
 def batch(text: Tensor, step: int, sentences: int, length: int, rank: int) -> Tensor:
     """Return the bytes of a rank's sentences in one step, int64 [sentences, length + 1].
 
-    All sides get the same sentences in the same step.
+    All models get the same sentences in the same step.
 
     Args:
         text: the text, uint8 [N].
-        step: number of the step.
-        sentences: number of sentences.
         length: number of tokens per sentence.
         rank: this rank.
     """
@@ -244,8 +238,8 @@ def for_host(shapes: Sequence[TrainShape], host: str) -> list[TrainShape]:
     """Adapt the shapes to the limits of the host's own layer.
 
     The layer of fairseq's `moe` branch does not support gated experts, or more than two experts per
-    token. For fairseq, the number of experts per token is therefore reduced, and shapes with gated
-    experts are removed.
+    token. Therefore the number of experts per token is reduced, and shapes with gated experts are
+    removed.
 
     Raises:
         ValueError: if the host is fairseq and all shapes have gated experts.
@@ -259,10 +253,11 @@ def for_host(shapes: Sequence[TrainShape], host: str) -> list[TrainShape]:
 
 
 def our_settings(several_nodes: bool) -> dict[str, Settings]:
-    """Return the settings of our layer for each side.
+    """Return the settings of our layer for each model.
 
-    The sides are: the default settings; `auto` for the layout and the all-to-all algorithm (on
-    several nodes, this is the default); and every fixed setting that is not the default.
+    There is one model for the default settings, one for the automatic choice (`auto`) of the layout
+    and the all-to-all algorithm (on several nodes, this is the default), and one for every fixed
+    setting that is not the default.
     """
     if several_nodes:  # the default settings are `auto` already
         return {OURS: {}, **{f"{OURS}, {name}": FIXED[name] for name in FIXED}}
@@ -271,12 +266,11 @@ def our_settings(several_nodes: bool) -> dict[str, Settings]:
 
 
 def evaluated_settings(hardware: Settings) -> dict[str, Settings]:
-    """Return the settings of our layer for evaluations, without pieces and with pieces that depend
-    on the load.
+    """Return the settings of our layer for evaluations, with rows not divided into pieces and with
+    the number of pieces chosen by the load.
 
     Args:
-        hardware: settings that describe the links and the processor. The sides with and without
-            pieces both use these settings.
+        hardware: settings that describe the links and the processor. Used with and without pieces.
     """
     return {OURS: hardware, PIECES: {**hardware, "parallel.prefill": True}}
 

@@ -21,18 +21,16 @@ LONGEST_WARM_UP = 60  # maximum number of steps in which tuners can choose
 
 @dataclass(frozen=True)
 class SideTimes:
-    """The step times of one side, in seconds on the slowest rank.
+    """The step times of one model, in seconds on the slowest rank.
 
     Attributes:
-        name: name of the side.
         kind: "ours", "native" or "dense".
         seconds: time of each timed step.
         optimizer_s: time spent in the optimizer during each timed step.
         losses: losses of all steps, including the steps of the last warm-up. The losses of two
-            sides can be compared step by step, because all sides start with the same weights and
+            models can be compared step by step, because all models start with the same weights and
             use the same data.
         parameters: number of parameters per rank.
-        layout: label of the current layout.
     """
 
     name: str
@@ -70,19 +68,18 @@ class _Clock:
 
 def measure(sides: Sequence[Side], comm: Comm, steps: int, warm_up: int = WARM_UP,
             now: Callable[[], float] = time.perf_counter) -> list[SideTimes]:
-    """Train all sides. The sides alternate after each training step. Every rank must call this
-    function.
+    """Time the training steps of all models, which alternate after each step. Every rank must
+    call this function.
 
-    Each side first runs `warm_up` untimed steps. If the tuners of a side have not finished after
-    the warm-up, the side runs more steps alone, and then starts again from its initial weights.
-    Therefore all sides have the same weights, the same data, and the same load of the experts in
-    the timed steps.
+    Each model first runs `warm_up` untimed steps. If the tuners of a model have not finished after
+    the warm-up, the model runs more steps alone and then restarts from its initial weights.
+    Therefore all models have the same weights, data and expert loads in the timed steps.
 
     Args:
         sides: models to train.
         comm: communicator of all ranks.
-        steps: number of timed steps per side.
-        warm_up: number of steps per side before the timed steps.
+        steps: number of timed steps per model.
+        warm_up: number of steps per model before the timed steps.
         now: function that returns the current time in seconds.
     """
     runs = [_Run(side, comm, now) for side in sides]

@@ -91,7 +91,7 @@ def test_what_is_needed_is_named(monkeypatch: pytest.MonkeyPatch,
 def test_numbers_that_are_not_there_are_named(tmp_path: Path,
                                               capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "forest", "--redraw", "--out", str(tmp_path)]) == 2
-    assert "contains no numbers of a study" in capsys.readouterr().err
+    assert "contains no results of a study" in capsys.readouterr().err
     assert main(["bench", "forest", "--redraw"]) == 2
     assert "--redraw needs --out" in capsys.readouterr().err
 

@@ -22,8 +22,8 @@ SLOW = 0.45  # added to a link's length for each factor of 10 in bandwidth below
 
 
 def network_layout(network: Network) -> dict[str, tuple[float, float]]:
-    """Return the positions of all network nodes within [0, 1] x [0, 1]. Equal networks get equal
-    positions.
+    """Return the positions of all network nodes within [0, 1] x [0, 1]. Identical networks are
+    drawn with identical positions.
 
     The distances between nodes approximate the distances along the links (Kamada and Kawai, 1989).
     Fast links are shorter, so nodes with fast connections are drawn close to each other.
@@ -50,7 +50,7 @@ def network_layout(network: Network) -> dict[str, tuple[float, float]]:
 
 def _spread(wanted: np.ndarray) -> np.ndarray:
     """Place network nodes by classical multidimensional scaling, along the two directions in which
-    distances differ most.
+    their distances vary most.
     """
     count = len(wanted)
     centre = np.eye(count) - 1 / count
@@ -92,7 +92,7 @@ def drawing(schedule: Schedule) -> str:
     """Return the picture of a schedule as SVG text.
 
     Raises:
-        ValueError: If the network has too many nodes for a readable drawing.
+        ValueError: If the network has too many nodes to be drawn legibly.
     """
     network, top = network_picture(schedule, 96)
     trees, bottom = trees_picture(schedule, top + 44)
@@ -118,8 +118,8 @@ def network_picture(schedule: Schedule, top: float) -> tuple[str, float]:
     """Draw a network below the y coordinate `top`. Return the SVG text and the y coordinate of the
     lower edge.
 
-    Ranks are circles with their numbers, and switches are boxes. Nodes of the cut are filled, and
-    wires that cross the cut are dashed.
+    Ranks are circles with their numbers, and switches are boxes. Nodes on one side of the cut are
+    filled, and links that cross the cut are dashed.
     """
     network = schedule.network
     if len(network.nodes) > MOST_NODES:
@@ -245,8 +245,8 @@ def trees_picture(schedule: Schedule, top: float) -> tuple[str, float]:
     the y coordinate of the lower edge.
 
     The root of a tree is on the left, and each column contains the ranks at the same number of hops
-    from the root. Ranks are labelled with their numbers, and edges have the color of their slowest
-    wire.
+    from the root. Ranks are labelled with their numbers, and each edge has the color of its slowest
+    link.
     """
     chosen = _chosen(schedule.trees)
     rates = sorted({w.bandwidth for w in schedule.network.wires}, reverse=True)
@@ -269,7 +269,7 @@ def trees_picture(schedule: Schedule, top: float) -> tuple[str, float]:
 
 
 def _chosen(trees: Iterable[Tree]) -> list[Tree]:
-    """For each direction and root, choose the tree with the largest weight."""
+    """For each direction and root, select the tree with the largest weight."""
     trees = sorted(trees, key=lambda tree: (-tree.weight, tree.inward))
     seen: set[tuple[int, bool]] = set()
     first: list[Tree] = []
