@@ -24,8 +24,8 @@ from moe_plugin.output import LayerStats
 from moe_plugin.routing.contract import RouterSteps
 from moe_plugin.training.resilience.averaging_peers import PeerSteps
 from moe_plugin.training.resilience.elastic import ReplicaPlace, ReplicaSteps
-from moe_plugin.training.resilience.overflow import FiniteSteps, RowsFit, StepStart
 from moe_plugin.training.resilience.resizing import ExpertParallelSteps
+from moe_plugin.training.resilience.skipped_steps import FiniteSteps, RowsFit, StepStart
 from moe_plugin.training.resilience.step_votes import StepVotes
 from moe_plugin.training.resilience.stopping import RUN, Stopping
 from moe_plugin.training.resilience.twins import TwinCheck

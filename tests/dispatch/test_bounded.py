@@ -17,7 +17,7 @@ from moe_plugin.layer import MoELayer
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.planner.choice import SENDS
 from moe_plugin.records import DeviceCounts
-from moe_plugin.training.resilience.overflow import limits_of, until_rows_fit
+from moe_plugin.training.resilience.skipped_steps import limits_of, until_rows_fit
 from tests.distributed import run_gloo
 from tests.exactness.harness import (
     RankResult,

@@ -21,7 +21,7 @@ from moe_plugin.dispatch.once_nodes import OnceToNodesDispatcher
 from moe_plugin.dispatch.rows_limit import overflowed
 from moe_plugin.planner.choice import SENDS
 from moe_plugin.records import KeptRouting
-from moe_plugin.training.resilience.overflow import limits_of
+from moe_plugin.training.resilience.skipped_steps import limits_of
 from moe_plugin.tuning.default_hardware import as_visits, count_visits
 from tests.dispatch.fixed_routing import UNEQUAL, WIDTH, Fixed, drawn
 from tests.exactness.harness import compare, config_of, naming, reference, run_rank

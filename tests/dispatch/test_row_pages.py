@@ -22,7 +22,7 @@ from moe_plugin.dispatch.row_pages import PagedStash, Pages
 from moe_plugin.dispatch.rows_limit import RowsOverflow, overflowed
 from moe_plugin.kernels.groups import read_pages, write_pages
 from moe_plugin.layer import MoELayer
-from moe_plugin.training.resilience.overflow import limits_of, until_rows_fit
+from moe_plugin.training.resilience.skipped_steps import limits_of, until_rows_fit
 from tests.exactness.harness import RankResult, compare, config_of, load, reference, run_layer
 from tests.oracle import Case, make_parameters
 from tests.seeds import seeded

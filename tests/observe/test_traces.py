@@ -93,7 +93,7 @@ def test_another_model_repeats_the_choices_and_begins_again(tmp_path: Path) -> N
 
 def test_a_step_that_is_repeated_counts_once(tmp_path: Path) -> None:
     from moe_plugin.observe.traces import RoutingTrace
-    from moe_plugin.training.resilience.overflow import StepStart
+    from moe_plugin.training.resilience.skipped_steps import StepStart
 
     trained(Model(0), trace=str(tmp_path / "a"))
     model = Model(0)

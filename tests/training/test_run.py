@@ -18,7 +18,7 @@ from moe_plugin import MoELayer
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import GuardConfig, ObserveConfig, RunConfig, from_dict
 from moe_plugin.hosts.plain.run import TrainingSteps
-from moe_plugin.training.resilience.overflow import MAX_SKIPPED_STEPS
+from moe_plugin.training.resilience.skipped_steps import MAX_SKIPPED_STEPS
 from moe_plugin.training.resilience.twins import WrongResultError
 from moe_plugin.training.run import Run
 from moe_plugin.utils.run_feature import (

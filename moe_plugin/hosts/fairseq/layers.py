@@ -33,7 +33,7 @@ from moe_plugin.routing import needs_of
 from moe_plugin.routing.call import TakesTokenIds, token_info
 from moe_plugin.routing.replay import replaying
 from moe_plugin.training.gradients.replicas import mark_replicas
-from moe_plugin.training.resilience.overflow import until_rows_fit
+from moe_plugin.training.resilience.skipped_steps import until_rows_fit
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ class MoETrainer(Trainer):
             SkipStep: On all ranks, if the norm is not finite or a replica of the run was lost.
             FloatingPointError: If too many consecutive steps were skipped.
             RowsOverflow, StepRepeat: If rows do not fit into their buffers. See
-                `resilience.overflow`.
+                `resilience.skipped_steps`.
         """
         self.run.after_passes()
 

@@ -23,7 +23,7 @@ from moe_plugin.hosts.megatron.compat import aux_losses
 from moe_plugin.hosts.megatron.compat.names import get_rerun_state_machine
 from moe_plugin.hosts.megatron.guards import FileSteps, Logged
 from moe_plugin.training.resilience.elastic import ReplicaSteps
-from moe_plugin.training.resilience.overflow import RowsFit
+from moe_plugin.training.resilience.skipped_steps import RowsFit
 from moe_plugin.training.run import Run
 
 

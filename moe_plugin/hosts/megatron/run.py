@@ -11,7 +11,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from moe_plugin.config import ObserveConfig
 from moe_plugin.hosts.megatron.layer import PluginMoELayer
-from moe_plugin.training.resilience.overflow import StepStart
+from moe_plugin.training.resilience.skipped_steps import StepStart
 
 
 def of_stage(config: ObserveConfig) -> ObserveConfig:

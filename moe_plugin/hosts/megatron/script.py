@@ -33,7 +33,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
 from moe_plugin.hosts.megatron.data import check_prefix
 from moe_plugin.hosts.megatron.refusals import VIRTUAL_STAGES, values_of
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
-from moe_plugin.training.resilience.overflow import FiniteSteps
+from moe_plugin.training.resilience.skipped_steps import FiniteSteps
 from moe_plugin.training.run import Run
 from moe_plugin.utils.folder_lock import FolderLock, hold_folder
 from moe_plugin.utils.messages import short

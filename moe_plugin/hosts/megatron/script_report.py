@@ -26,7 +26,7 @@ from moe_plugin.observe.features import LayerRecords
 from moe_plugin.observe.history.json_lines import step_record
 from moe_plugin.observe.recorder import StatsRecorder
 from moe_plugin.observe.sinks import JsonlSink
-from moe_plugin.training.resilience.overflow import FiniteSteps
+from moe_plugin.training.resilience.skipped_steps import FiniteSteps
 from moe_plugin.training.resilience.stopping import RUN
 from moe_plugin.training.run import Run
 from moe_plugin.utils.regular_files import write_regular

@@ -24,7 +24,7 @@ from moe_plugin.output import MoEOutput
 from moe_plugin.routing.replay import replaying
 from moe_plugin.training.gradients.sync import clip_grad_norm_
 from moe_plugin.training.resilience.elastic import ReplicaPlace, is_replica
-from moe_plugin.training.resilience.overflow import StepStart
+from moe_plugin.training.resilience.skipped_steps import StepStart
 from moe_plugin.training.resilience.step_votes import StepVotes, ballots_of
 from moe_plugin.training.resilience.vote import refuse_reported_loads
 from moe_plugin.training.run_features import HostSeams, make_run

@@ -20,7 +20,7 @@ from moe_plugin.dispatch.rows_limit import most_of, needed_of, settle
 from moe_plugin.layer import layers_in
 from moe_plugin.planner.vote_assignments import assign
 from moe_plugin.training.gradients.replicas import replica_comm
-from moe_plugin.training.resilience.overflow import StepStart, limits_of
+from moe_plugin.training.resilience.skipped_steps import StepStart, limits_of
 from moe_plugin.training.resilience.twins import deterministic_layers
 from moe_plugin.training.resilience.vote import Ballots, flat_gradients, set_gradients, shared_first
 from moe_plugin.utils.run_feature import RunFeature, StepInput

@@ -33,7 +33,7 @@ from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.memory.activations.offload import tensors
 from moe_plugin.records import ExpertRows
 from moe_plugin.training.gradients.replicas import replica_comm
-from moe_plugin.training.resilience.overflow import StepStart
+from moe_plugin.training.resilience.skipped_steps import StepStart
 from moe_plugin.utils.run_feature import RunFeature, StepInput
 
 _HOST_BYTES = 64

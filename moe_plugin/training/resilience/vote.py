@@ -26,7 +26,7 @@ from moe_plugin.experts.base import is_expert
 from moe_plugin.layer import layers_in, named_layers_in
 from moe_plugin.planner.vote_assignments import Assignment
 from moe_plugin.routing.contract import RouterModule
-from moe_plugin.training.resilience.overflow import RowsCheck, RowsFit, limits_of
+from moe_plugin.training.resilience.skipped_steps import RowsCheck, RowsFit, limits_of
 from moe_plugin.training.resilience.twins import deterministic_layers
 from moe_plugin.training.run import Run
 

@@ -198,7 +198,7 @@ def test_passes_of_a_launched_script_begin_again_with_the_same_batches(forward_o
 
     from moe_plugin.comm import LocalComm
     from moe_plugin.hosts.megatron.passes import computed_by, first_batch
-    from moe_plugin.training.resilience.overflow import RowsFit, StepStart
+    from moe_plugin.training.resilience.skipped_steps import RowsFit, StepStart
     from moe_plugin.training.run import Run
 
     rows, answers = RowsFit([], LocalComm(), lambda _: StepStart([])), iter([True, True, False])

@@ -17,7 +17,7 @@ from moe_plugin.experts.base import is_expert
 from moe_plugin.planner.vote_assignments import Assignment, cyclic, mols, repetition
 from moe_plugin.training.gradients.replicas import replica_comm
 from moe_plugin.training.gradients.sync import sync_gradients
-from moe_plugin.training.resilience.overflow import RowsFit
+from moe_plugin.training.resilience.skipped_steps import RowsFit
 from moe_plugin.training.resilience.step_votes import StepVotes
 from moe_plugin.training.resilience.twins import TwinCheck, WrongResultError, checksum
 from moe_plugin.training.resilience.vote import (

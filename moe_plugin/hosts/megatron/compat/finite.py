@@ -19,7 +19,7 @@ from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.hosts.megatron.compat.optimizer import parts
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
-from moe_plugin.training.resilience.overflow import FiniteSteps
+from moe_plugin.training.resilience.skipped_steps import FiniteSteps
 from moe_plugin.training.resilience.step_votes import StepVotes
 from moe_plugin.training.run import Run
 from moe_plugin.utils.run_feature import SkipStep, StepGradients

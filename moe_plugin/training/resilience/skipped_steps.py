@@ -1,4 +1,6 @@
-"""Handle steps and evaluations whose rows do not fit into a buffer (`dispatch.name: bounded`)."""
+"""Skip steps with non-finite numbers, and repeat steps whose rows exceed a buffer
+(`dispatch.name: bounded`).
+"""
 
 from __future__ import annotations
 
