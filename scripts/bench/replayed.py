@@ -128,7 +128,7 @@ def picked(total: int, steps: int) -> list[int]:
 def _real(ids_TK: Tensor) -> Tensor:
     none_T = (ids_TK < 0).any(1)
     if bool((none_T & (ids_TK >= 0).any(1)).any()):
-        raise ValueError("the trace contains tokens with both chosen and dropped experts (-1). Every "
+        raise ValueError("the trace contains tokens for which one choice was dropped (-1). Every "
                          "token must have all of its choices or none. Leave out --emulate, or use "
                          "the trace of a run that drops no choices")
     return ids_TK[~none_T]

@@ -58,7 +58,7 @@ def resize_record(row: Mapping[str, Any]) -> ResizeRecord:
             after=int(given["after"]), bytes=float(given["bytes"]),
             seconds=float(given["seconds"]))
     except (KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"{KEY} is not the record of a change of the expert-parallel size") from error
+        raise ValueError(f"{KEY} does not describe a change of the expert-parallel size") from error
 
 
 RECENT = 20  # the number of records from which the remaining time is estimated
