@@ -115,7 +115,7 @@ def test_the_page_compares_with_the_faster_of_gloo_and_ring() -> None:
     said = " ".join(page.split())
     assert "| 2.00 | 1.91 | forest |" in said and "| 2.00 | 2.10 | forest |" in said
     assert ("For 1 of the 2 collectives of the largest size, the measured ratio is within 15% of "
-            "the predicted one.") in said
+            "the predicted ratio.") in said
     assert "In 2 of 3 rows, `auto` chose" in said
     assert "| fairseq | 500 | 400 | 110 | 100 | 0.001 |" in said
 

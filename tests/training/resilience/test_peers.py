@@ -163,7 +163,7 @@ def test_averages_are_those_of_one_process_and_a_peer_joins(tmp_path):
 
 def test_refuses_averages_without_steps_between(tmp_path):
     """By name and bound."""
-    with pytest.raises(ValueError, match="every=0 must be >= 1"):
+    with pytest.raises(ValueError, match="every=0 is out of bounds: .* >= 1; use e.g. 50"):
         StreamedPeer(trainer_of(HostTier("cpu")), "http://127.0.0.1:1", 0, 0)
 
 
