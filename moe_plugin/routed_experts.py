@@ -1,7 +1,5 @@
-"""`RoutedExperts`, the component of a Mixture-of-Experts layer that runs after the router.
-
-This component is used by `MoELayer`, and by models that have their own router, such as models from
-transformers.
+"""The part of a Mixture-of-Experts layer that runs after the router. It is used by `MoELayer`, and
+by models that have their own router, such as models from transformers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Everything that the launcher adds to a run of Megatron's own training script: the features and
-the log of a run, token ids for routers that need them, torch's fused Adam, and pipeline schedules.
-"""
+"""What the launcher adds to Megatron's training script: features, logs, token ids, schedules."""
 
 from __future__ import annotations
 
