@@ -323,14 +323,15 @@ def test_other_numbers_of_readme_are_those_of_the_measurements() -> None:
     host = [row[4] for row in table_of("host") if row[0] == "moe-plugin"]
     theirs, _ = [row[4] for row in table_of("host") if row[0] == "transformers_grouped_mm"]
     assert measured("16 tokens, one rank").endswith(
-        f": {host[0]} of its time; gated {host[2]}; transformers' `grouped_mm` takes {theirs}")
+        f": {host[0]} of its time, gated {host[2]}. transformers' `grouped_mm` is faster: {theirs}")
     assert measured("16 tokens, two ranks").endswith(f": {host[1]} of its time; gated {host[3]}")
     overlap = [row[-1] for row in table_of("overlap") if row[0].isdecimal()]
     first = [float(re.search(r"\((.*)\)", row[4])[1])
              for row in table_of("overlap") if row[0].isdecimal()]
     best = [float(cell.split()[0]) for cell in overlap]
-    assert (f"at most {max(best[:-6]):.2f} times as long; {max(best[-6:]):.2f} times with Parm's "
-            f"S2; up to {max(first):.2f} times with one piece") in measured("overlap")
+    assert (f"at most {max(best[:-6]):.2f} times as long, and {max(best[-6:]):.2f} times with "
+            f"Parm's schedule S2. With one piece, up to {max(first):.2f} times"
+            ) in measured("overlap")
     spill = {row[0]: float(row[1]) for row in table_of("spill")[:5] if row[0].startswith("`")}
     assert measured("half of the tokens") == (
         f"our layer without borrowed experts: {spill['`never`']:.0f} ms per step: "
@@ -349,8 +350,9 @@ def test_other_numbers_of_readme_are_those_of_the_measurements() -> None:
     assert f"within {100 * (plan - 1):.0f} % in all 18 cells" in measured("planner")
     with_plan, without = ([float(row[column].strip("%")) for row in table_of("routing")[1:]
                            if row[2].startswith("`")] for column in (3, 1))
-    assert (f"{min(with_plan):.0f} to {max(with_plan):.0f} % of its rate; {min(without):.0f} to "
-            f"{max(without):.0f} % without") in measured("recorded routing")
+    assert measured("recorded routing").endswith(
+        f"{min(with_plan):.0f} to {max(with_plan):.0f} % of its speed. Without a policy, "
+        f"{min(without):.0f} to {max(without):.0f} %")
 
 
 def test_quality_in_readme_is_that_of_the_measurements() -> None:
