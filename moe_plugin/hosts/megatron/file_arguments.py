@@ -28,6 +28,7 @@ from typing import Any
 
 from moe_plugin.config import settings_from_yaml
 from moe_plugin.config.flags import CONFIG_FLAG, TRUST_FLAG, setting_specs
+from moe_plugin.hosts.megatron.compat.settings import newer_name
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, native_arguments
 from moe_plugin.utils.messages import did_you_mean, short, similar_names
 from moe_plugin.utils.yaml_file import read_yaml
@@ -87,7 +88,8 @@ class FileArguments:
         """
         kept: dict[str, bool] = {}
         known = {action.dest for action in parser._actions}
-        words = [word for name, value in native_arguments(self.settings).items() if name in known
+        words = [word for ours, value in native_arguments(self.settings).items()
+                 if (name := newer_name(ours, known)) in known
                  for word in self._words(parser, name, value, kept)]
         return words + [word for name, value in self.section.items()
                         for word in self._words(parser, name, value, kept)], kept

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from moe_plugin.config.flags import add_arguments
+from moe_plugin.config.flags import add_arguments, setting_specs
 from moe_plugin.hosts.megatron import ensemble, replicas
 from moe_plugin.hosts.megatron import file_arguments as own_flags
 from moe_plugin.hosts.megatron.compat import script_cpu
@@ -78,7 +78,22 @@ class ScriptParser(Parser):
         """Return advice on how to fix the error that a message describes. See `Parser`."""
         if match := _LIST.match(message):
             return [f"write the list of layers as '[{match[1]}]'"]
-        return super().remedies(message)
+        native = _replaced_flags()
+        replaced = [f"use {native[flag]} instead of {flag}"
+                    for flag in super().unknown() if flag in native]
+        return [*replaced, *super().remedies(message)]
+
+    def unknown(self) -> list[str]:
+        """Return the unknown flags, without flags for which Megatron has its own argument."""
+        native = _replaced_flags()
+        return [flag for flag in super().unknown() if flag not in native]
+
+
+def _replaced_flags() -> dict[str, str]:
+    """Return the flags of this package that Megatron's own arguments replace, with these arguments.
+    """
+    return {spec.flag: NATIVE_ARGUMENTS[spec.path] for spec in setting_specs()
+            if spec.path in NATIVE_ARGUMENTS}
 
 
 def chained(first: Provider | None) -> Provider:

@@ -5,7 +5,7 @@ Also:
 
 * Experts' biases have the names in Megatron's checkpoints that they always had; state dicts take
   both.
-* A setting that a new Megatron calls otherwise is one line of `compat.settings`.
+* A setting that a new Megatron calls otherwise is one line of `RENAMED`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import io
 import logging.handlers
 import os
 from dataclasses import fields, make_dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -129,6 +130,23 @@ def _unknown(local: str | None) -> tuple[object, str]:
             pytest.raises(SystemExit) as ended:  # the others wait for the rank that says it
         parsed([*MODEL, "--moe-router-load-balancing-typ", "aux_loss"])
     return ended.value.code, words.getvalue()
+
+
+def test_flags_that_megatron_replaces_lead_to_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not to a flag with a similar name."""
+    from moe_plugin.config.flags import setting_specs
+    from moe_plugin.hosts.megatron.launch import chained
+    from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
+
+    flags = {spec.flag: NATIVE_ARGUMENTS[spec.path] for spec in setting_specs()
+             if spec.path in NATIVE_ARGUMENTS}
+    assert {"--moe-top-k", "--moe-router-score"} <= set(flags)
+    parser = chained(None)(argparse.ArgumentParser())
+    for flag, native in flags.items():
+        with pytest.raises(SystemExit):
+            parser.parse_args([flag, "1"])
+        said = capsys.readouterr().err
+        assert f"use {native} instead of {flag}" in said and "did you mean" not in said
 
 
 def test_a_list_of_layers_is_written_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -268,6 +286,28 @@ def test_without_the_line_it_is_unknown() -> None:
 
     with pytest.raises(AttributeError, match="moe_router_topk"):
         translate(_renamed(), {})
+
+
+def test_the_settings_file_follows_it(newer: Any, tmp_path: Path,
+                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer name that is not the name of one of our own flags."""
+    from moe_plugin.hosts.megatron.file_arguments import reads_file
+
+    monkeypatch.setitem(newer.RENAMED, "moe_router_topk", "moe_router_top_k")
+    (tmp_path / "moe.yaml").write_text("router: {top_k: 3}\n")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--moe-config")
+    parser.add_argument("--moe-router-top-k", type=int, default=2)
+    parsed = reads_file(parser).parse_args(["--moe-config", str(tmp_path / "moe.yaml")])
+    assert parsed.moe_router_top_k == 3
+
+
+def test_checkpoints_follow_it(newer: Any) -> None:
+    """Not the default of 2, which would change what a converted model computes."""
+    from moe_plugin.checkpoint.formats.megatron.source import plain_settings
+
+    for given, wanted in (({"moe_top_k": 3}, 3), ({"moe_router_topk": 4, "moe_top_k": 3}, 4)):
+        assert plain_settings(argparse.Namespace(**given))["moe_router_topk"] == wanted
 
 
 def test_calls_pass_it_on(newer: Any) -> None:

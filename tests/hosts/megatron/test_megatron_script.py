@@ -194,5 +194,6 @@ def test_launcher_offers_no_second_name_for_native_arguments(checkout: Path) -> 
                     ["--moe-cpu", str(checkout / "pretrain_gpt.py"), "--moe-top-k", "3",
                      "--moe-capacity-facto", "1.0"], 1, checkout, fails=True)
     assert "unrecognized arguments: --moe-top-k" in said
+    assert "use --moe-router-topk instead of --moe-top-k" in said
     assert "--moe-capacity-facto" in said and "did you mean --moe-capacity-factor" in said
     assert said.count("\n") == 1, "the script has a thousand lines of usage"

@@ -42,6 +42,9 @@ _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+?)\.(.+)")
 _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 NATIVE_EXPERTS = "mlp.experts.experts."
+# Settings of `TransformerConfig` and arguments of the script that Megatron has renamed: the name
+# that this package uses -> the newer name.
+RENAMED = {"cuda_graph_scope": "cuda_graph_modules"}  # 0.18 and newer accept both names
 
 
 def by_layer(tensors: Mapping[str, Derived]) -> Iterator[Derived]:

@@ -29,6 +29,7 @@ from moe_plugin.checkpoint.formats.megatron.common import (
     META,
     NATIVE,
     OURS,
+    RENAMED,
     folder_of,
     optimizer_parts,
 )
@@ -164,11 +165,9 @@ def _sharding_type(files: DistributedFiles, tensors: Mapping[str, Derived],
 
 def _values(files: DistributedFiles, meta: Mapping[str, Any], common: dict[str, Any],
             tensors: Mapping[str, Derived], sharding_type: str | None) -> dict[str, Any]:
-    arguments = common.get("args")
     progress = common.get("progress") or {}
-    given = _plain(arguments)
-    if "layernorm_epsilon" in given:  # Megatron's own script uses this name in newer releases
-        given = {"norm_epsilon": given["layernorm_epsilon"], **given}
+    arguments = common.get("args")
+    given = plain_settings(arguments)
     settings = meta.get("settings") or {**given, **meta.get("model", {})}
     step = meta.get("iteration", common.get("iteration", progress.get("iteration", 0)))
     samples = meta.get("consumed_samples", settings.get("consumed_train_samples"))
@@ -204,9 +203,9 @@ def _load(file: Any, what: str, trusted: bool) -> Any:
         return trust.load(file, [argparse.Namespace, *SAFE_GLOBALS], what, map_location="cpu")
 
 
-def _plain(arguments: Any) -> dict[str, Any]:
+def plain_settings(arguments: Any) -> dict[str, Any]:
     """Convert the arguments of Megatron's training script to JSON values. Arguments that cannot be
-    represented in JSON are omitted.
+    represented in JSON are omitted. Renamed arguments also have the names that this package uses.
     """
     if not isinstance(arguments, argparse.Namespace):
         return {}
@@ -216,7 +215,8 @@ def _plain(arguments: Any) -> dict[str, Any]:
                 value, float) and math.isfinite(value) or isinstance(value, list) and all(
                     isinstance(item, str | int | float) for item in value):
             kept[name] = value
-    return kept
+    newer_names = {"norm_epsilon": "layernorm_epsilon", **RENAMED}
+    return {known: kept[newer] for known, newer in newer_names.items() if newer in kept} | kept
 
 
 def _sizes(settings: Mapping[str, Any]) -> dict[str, int]:

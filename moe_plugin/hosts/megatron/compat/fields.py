@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_plugin.hosts.megatron.compat.settings import RENAMED, setting
+from moe_plugin.checkpoint.formats.megatron.common import RENAMED
+from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.kernels.scores import score_functions
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.registry import Registry

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from moe_plugin.checkpoint.formats.megatron.common import RENAMED
 from moe_plugin.observe.model_layers import OFF, ON, chosen, shown
 from moe_plugin.utils.messages import short
 
@@ -30,9 +31,6 @@ Provider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 _parsers: list[argparse.ArgumentParser] = []  # the script's parser, once it has parsed
 _own: set[str] = set()  # names of the arguments that Megatron itself defines
 _words: list[str] = []  # the parsed words: those of a settings file, then the command line
-# Renamed settings of `TransformerConfig` and arguments of the script: the name that this host
-# uses -> the newer name.
-RENAMED = {"cuda_graph_scope": "cuda_graph_modules"}  # 0.18 and newer accept both names
 
 # remedy for a Megatron without `HybridModel`
 WITH_HYBRID = ("megatron-core 0.18 or newer: pip install --ignore-requires-python "
