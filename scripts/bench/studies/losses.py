@@ -7,6 +7,11 @@ these choices. The differences that remain in the second run are caused by round
 would have chosen a different expert, the study reports the first token for which this happens, and
 both experts.
 
+The models in fairseq use ReLU, whose derivative is 0 for negative inputs and 1 for positive inputs.
+If the input of a hidden unit is almost 0, rounding decides its sign, and the derivative can differ
+between two models. The gradients of this unit then differ by the whole contribution of one token.
+The second run is therefore repeated with GELU, which has a continuous derivative.
+
 In bfloat16, rounding errors are so large that the losses cannot be equal. Therefore a float32 copy
 of the first model is trained with the same choices, and the study reports which models have losses
 that are closer to the losses of this copy.
@@ -146,15 +151,25 @@ def traced(host: str, shapes: list[TrainShape], text: str, ours: Mapping[str, Se
 
 def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
             steps: int) -> dict[str, Any]:
-    def sides(more: Mapping[str, Settings]) -> list[Side]:
-        made = runs.sides_of(host, shape, read_text(text), {**ours, **more})
-        return [side for side in made if side.kind != "dense"]
-
-    free = sides({})
+    free = _sides(host, shape, text, ours)
     own = [[side.step(n) for side in free] for n in range(steps)]
     del free
+    found = {"own": own, **_same_choices(host, shape, text, ours, steps)}
+    if host == "fairseq":
+        found["gelu"] = _same_choices(host, replace(shape, gelu=True), text, ours, steps)["same"]
+    return found
+
+
+def _sides(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings]) -> list[Side]:
+    made = runs.sides_of(host, shape, read_text(text), ours)
+    return [side for side in made if side.kind != "dense"]
+
+
+def _same_choices(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
+                  steps: int) -> dict[str, Any]:
+    """Train all sides with the choices of the first side."""
     tracer = Tracer(dist.get_rank(), ordered=host == "fairseq")
-    again = sides({CHANGED: next(iter(ours.values()))})
+    again = _sides(host, shape, text, {**ours, CHANGED: next(iter(ours.values()))})
     changed = next(side for side in again if side.name == CHANGED)
     change_last_bits(changed.parameters)
     changed.reload()
@@ -171,7 +186,7 @@ def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings
     dist.all_gather_object(every, tracer.parted)
     parted = sorted((one for each in every for one in each),
                     key=lambda one: (one["step"], one["layer"], one["rank"], one["token"]))
-    found: dict[str, Any] = {"own": own, "parted": parted}
+    found: dict[str, Any] = {"parted": parted}
     if wide:  # the last side but one
         found |= {"float32": [row.pop(-2) for row in same], "native": [
             side.kind == "native" for side in again if side is not wide[0]]}
@@ -230,6 +245,13 @@ def gaps(one: Mapping[str, Any]) -> tuple[float, float]:
     return gap([row[:-1] for row in one["same"]]), gap([[row[0], row[-1]] for row in one["same"]])
 
 
+def gelu_gap(one: Mapping[str, Any]) -> float | None:
+    """Return the largest difference of the losses of models with GELU instead of ReLU and with the
+    same choices. None if these models were not trained.
+    """
+    return gap([row[:-1] for row in one["gelu"]]) if "gelu" in one else None
+
+
 def from_float32(one: Mapping[str, Any], native: bool) -> float | None:
     """Return the largest difference between a bfloat16 loss and the float32 loss of the same step,
     for our models or for the native models, with the same choices. None for shapes in float32.
@@ -252,8 +274,8 @@ def body(found: dict[str, Any]) -> list[str]:
         first = first_apart(one["own"])
         rows.append({"where": where, "number": len(one["sides"]) - 1, "own_gap": gap(one["own"]),
                      "from_step": None if first is None else first + 1, "same_gap": same,
-                     "rounding": rounding, "ours_32": from_float32(one, False),
-                     "native_32": from_float32(one, True)})
+                     "rounding": rounding, "gelu": gelu_gap(one),
+                     "ours_32": from_float32(one, False), "native_32": from_float32(one, True)})
         tokens += [{"where": where, **parted, "step": parted["step"] + 1,
                     "layer": parted["layer"] + 1} for parted in one["parted"][:1]]
     return page(__name__, found, rows=rows, tokens=tokens)

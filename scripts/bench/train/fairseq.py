@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.config import RunConfig
@@ -96,7 +97,8 @@ def _become_branch(model: nn.Module, shape: TrainShape) -> None:
 
     for layer in moe_layers(model):
         ours = layer.moe_layer.moe
-        branch = BranchMoE(shape.width, shape.inner, shape.experts, shape.top_k, ours.comm)
+        branch = BranchMoE(shape.width, shape.inner, shape.experts, shape.top_k, ours.comm,
+                           F.gelu if shape.gelu else F.relu)
         layer.moe_layer = _BranchFFN(branch, ours, layer.moe_layer.run)
 
 
@@ -186,7 +188,7 @@ class Models:
             "batch-size": self.sentences, "distributed-world-size": self.ranks
         }
         given = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-        given += ["--bf16"] * shape.bf16
+        given += ["--bf16"] * shape.bf16 + ["--activation-fn", "gelu"] * shape.gelu
         parsed = options.parse_args_and_arch(options.get_training_parser(),
                                              input_args=[*_FIXED, *given, *flags])
         config = convert_namespace_to_omegaconf(parsed)

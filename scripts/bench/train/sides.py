@@ -54,6 +54,7 @@ class TrainShape:
         gated: whether the experts are gated (SwiGLU).
         bf16: whether parameters and activations are stored in bfloat16. The optimizer stores
             float32 copies of the parameters.
+        gelu: whether fairseq's models use GELU instead of ReLU. Megatron's models never use ReLU.
 
     Raises:
         ValueError: if a size is smaller than 1, or top_k is larger than the number of experts.
@@ -69,6 +70,7 @@ class TrainShape:
     length: int = 128
     gated: bool = False
     bf16: bool = False
+    gelu: bool = False
 
     def __post_init__(self) -> None:
         for field in ("width", "inner", "experts", "top_k", "tokens", "layers", "length"):
@@ -93,7 +95,8 @@ class TrainShape:
 
     def label(self) -> str:
         return (f"width {self.width}, inner {self.inner}, {self.experts} experts, k {self.top_k}, "
-                f"{self.tokens:,} tokens" + ", gated" * self.gated + ", bf16" * self.bf16)
+                f"{self.tokens:,} tokens" + ", gated" * self.gated + ", bf16" * self.bf16
+                + ", GELU" * self.gelu)
 
 
 @dataclass(frozen=True)
