@@ -182,7 +182,7 @@ def test_a_megatron_without_its_loop_is_named_before_anything_is_trained(
     monkeypatch.setattr(quickstart, "find_spec",
                         {"megatron": object(), "megatron.training": None}.get)
     quickstart.check_hosts(["fairseq"])
-    with pytest.raises(ValueError, match="needs Megatron's own loop.*--hosts fairseq"):
+    with pytest.raises(ValueError, match="requires Megatron's own training loop.*--hosts fairseq"):
         quickstart.check_hosts(["fairseq", "megatron"])
 
 

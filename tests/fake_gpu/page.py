@@ -52,9 +52,8 @@ On this page, f is `dispatch.capacity_factor`, and the equal-tokens setting is
 - **Hosts also wait for each other**, without waiting for a device. The hosts agree on the length of
   the longest batch for `all_gather`, and for fixed slots with f > 0 without the equal-tokens
   setting. If messages have unequal sizes, `2dh` and `leader` exchange these sizes between the hosts
-  before
-  each exchange. With `dispatch.send: nodes`, messages of `bounded` also have unequal sizes. In
-  training, the router `base` exchanges the numbers of tokens.
+  before each exchange. With `dispatch.send: nodes`, messages of `bounded` also have unequal sizes.
+  In training, the router `base` exchanges the numbers of tokens.
 
 **Not in the tables.** Custom expert modules (`MoELayer(experts=...)`) need the row counts on the
 host, so there is one wait even on a single rank. `grouped` also waits if it uses `loop` internally.
@@ -200,43 +199,43 @@ def _bounded(cell: Cell) -> bool:
 STATEMENTS: dict[str, Callable[[Cell], bool]] = {
     "no wait, even without `dispatch.equal_tokens`":
         lambda c: _slots(c) and _together(c) and c["factor"] > 0 and c["tokens"] != "even",
-    "the number of slots depends on the load, which requires one wait":
+    "one wait, because the number of slots depends on the load":
         lambda c: _slots(c) and _together(c) and c["factor"] <= 0,
-    "On one rank there is no wait, because exact rows are computed":
+    "On one rank, there is no wait, because only existing rows are computed":
         lambda c: _slots(c) and c["size"].world == 1 and c["factor"] <= 0 and counts_stay(c),
-    "**Dropless on one rank**: no wait":
+    "**No dropped tokens, one rank**: no wait":
         lambda c: _dropless(c) and c["size"].world == 1 and counts_stay(c),
-    "The same is true if parameters are gathered (`parallel.r: 0`)":
+    "There is also no wait if parameters are gathered (`parallel.r: 0`)":
         lambda c: _dropless(c) and c["size"].world > 1 and c["size"].r == 0 and counts_stay(c),
-    "true for any exchange, strategy, dtype and number of pieces":
+    "one wait for every exchange, strategy, dtype and number of pieces":
         lambda c: _sent(c) and c["all_to_all"] == "native" and c["compute"] not in FROM_DEVICE
         and c.get("dtype") == "bfloat16" and c["pieces"] != (1, 0),
-    "It is also true with `parallel.spill`": lambda c: "spill" in c,
-    "and with `dispatch.send`": lambda c: "send" in c and c["pieces"] != (1, 0),
-    "no wait with a strategy that reads the numbers of rows on the device":
+    "and with `parallel.spill`, in which each rank": lambda c: "spill" in c,
+    "also with `dispatch.send`": lambda c: "send" in c and c["pieces"] != (1, 0),
+    "no wait with a strategy that reads the row counts on the device":
         lambda c: _bounded(c) and counts_stay(c),
     "with or without `dispatch.send`": lambda c: _bounded(c) and counts_stay(c) and "send" in c,
-    "With `dispatch.send: nodes`, `bounded` also has uneven pieces":
+    "With `dispatch.send: nodes`, messages of `bounded` also have unequal sizes":
         lambda c: _bounded(c) and c.get("send") == "nodes" and c["all_to_all"] == "2dh",
-    "With other strategies, there is one wait for each piece":
+    "With other strategies, there is one wait per piece":
         lambda c: _bounded(c) and not counts_stay(c) and pieces(c) > c["pieces"][0],
     "If no rows are sent, there is one wait": lambda c: c["dispatch"] == "bounded" and not (
         _together(c) or counts_stay(c)),
-    "the counts of a block are exchanged and copied to the host as soon as":
+    "the row counts of a block are exchanged and copied to the host as soon as":
         lambda c: "pre_gate" in c,
     "**Losses**: no wait": lambda c: bool(c.get("losses")) and c.get("batch") != "shared",
-    "If several ranks share a batch, there is also no wait": lambda c: c.get("batch") == "shared",
+    "even if several ranks share a batch": lambda c: c.get("batch") == "shared",
     "**Backward**: no wait": _sent,
     "Data is copied to the device only from pinned memory": _sent,
     "for fixed slots with f > 0 without the equal-tokens setting":
         lambda c: _slots(c) and _together(c) and c["factor"] > 0 and c["tokens"] != "even",
     "the longest batch for `all_gather`": lambda c: c["dispatch"] == "all_gather" and _together(c),
-    "`2dh` and `leader` send these lengths between hosts before each exchange":
+    "`2dh` and `leader` exchange these sizes between the hosts before each exchange":
         lambda c: _sent(c) and c["all_to_all"] in ("2dh", "leader"),
     "In training, the router `base` exchanges the numbers of tokens":
         lambda c: c.get("router") == "base" and _together(c),
-    "Experts that are a user's modules (`MoELayer(experts=...)`) need the numbers":
+    "Custom expert modules (`MoELayer(experts=...)`) need the row counts":
         lambda c: "experts" in c and c["size"].world == 1,
-    "`grouped` also waits in cases in which it uses `loop`":
+    "`grouped` also waits if it uses `loop` internally":
         lambda c: c.get("dtype") == "float64" and c["size"].world == 1,
 }

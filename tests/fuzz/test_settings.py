@@ -179,7 +179,8 @@ def test_settings_that_only_a_run_reads(given: dict[str, Any],
     with pytest.raises(ValueError, match="a run and has no effect on a layer") as found:
         build(**given)
     assert is_named(found.value)
-    assert any(path in str(found.value) for path in RUN_PATHS)
+    # a section may hold a name that is not a setting
+    assert any(path.partition(".")[0] in str(found.value) for path in RUN_PATHS)
 
 
 def _pairs() -> list[tuple[int, int, str]]:

@@ -93,7 +93,7 @@ def _replaced_flags() -> dict[str, str]:
     """Return the flags of this package that Megatron's own arguments replace, with these arguments.
     """
     return {spec.flag: NATIVE_ARGUMENTS[spec.path] for spec in setting_specs()
-            if spec.path in NATIVE_ARGUMENTS}
+            if NATIVE_ARGUMENTS.get(spec.path, spec.flag) != spec.flag}
 
 
 def chained(first: Provider | None) -> Provider:

@@ -139,9 +139,9 @@ def test_flags_that_megatron_replaces_lead_to_its_own(capsys: pytest.CaptureFixt
     from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
 
     flags = {spec.flag: NATIVE_ARGUMENTS[spec.path] for spec in setting_specs()
-             if spec.path in NATIVE_ARGUMENTS}
+             if NATIVE_ARGUMENTS.get(spec.path, spec.flag) != spec.flag}
     assert {"--moe-top-k", "--moe-router-score"} <= set(flags)
-    parser = chained(None)(argparse.ArgumentParser())
+    parser = chained(None)(argparse.ArgumentParser(allow_abbrev=False))  # as Megatron's
     for flag, native in flags.items():
         with pytest.raises(SystemExit):
             parser.parse_args([flag, "1"])

@@ -93,7 +93,7 @@ def test_pages_say_which_images() -> None:
     page = " ".join(STUDIES["vision"].page({"speed": speed, "accuracy": {
         "epochs": 3, "data": "cifar10", "images": 0, "accuracy": sides,
         "images_per_s": sides}}).split())
-    assert "(`cifar`) train for 3 epochs on 50,000 photographs of CIFAR-10" in page
+    assert "(`cifar`) are trained for 3 epochs on 50,000 photographs of CIFAR-10" in page
     assert "The accuracy is the share of the 10,000 validation images" in page
 
 

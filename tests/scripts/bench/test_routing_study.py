@@ -36,7 +36,7 @@ def test_ranks_and_tokens_as_by_hand() -> None:
     [alone] = excerpt(traces, 8, 1, 1, tokens=14)  # each token twice
     assert alone[KEY][0][0].tolist() == [
         token for token in [[0, 1], [2, 3], [4, 5], *[[6, 7]] * 4] for _ in range(2)]
-    with pytest.raises(ValueError, match="one choice was dropped"):
+    with pytest.raises(ValueError, match="both chosen and dropped experts"):
         excerpt([{KEY: [[torch.tensor([[0, -1]])]]}], 8, 1, 1)
     with pytest.raises(ValueError, match="ranks=3 is not possible"):
         excerpt(traces, 8, 3, 1)
