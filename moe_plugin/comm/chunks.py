@@ -180,15 +180,15 @@ def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
     tensor `x` on every rank and sends twice as many bytes. Part j is summed in the order of the
     ranks j+1, j+2, ..., j, modulo the number of ranks.
 
-    A ring would round the partial sums of 16-bit values in every step, so that the error would grow
-    with the number of ranks. Such values are therefore sent directly to the rank that sums them in
-    float32, with the same number of messages and bytes.
+    With more than two ranks, a ring would round the partial sums of 16-bit values in every step, so
+    that the error would grow with the number of ranks. Such values are therefore sent directly to
+    the rank that sums them in float32, with the same number of messages and bytes.
     """
     length = piece_lengths(x.shape[0], comm.size, None, "reduce_scatter")[0]
     if comm.size == 1 or not x.numel():
         return x[:length].clone()
     x, size, me = x.contiguous(), comm.size, comm.rank
-    if is_16_bit(x.dtype):
+    if size > 2 and is_16_bit(x.dtype):
         received = torch.empty_like(x)
         swap_equal(comm, range(size), x, received)
         of_ranks = received.split(length)
@@ -208,6 +208,8 @@ def sum_of(parts: Sequence[Tensor]) -> Tensor:
     in float32 and rounded once.
     """
     first, dtype = parts[0], parts[0].dtype
+    if len(parts) == 2:
+        return first + parts[1]  # an operation in 16 bits computes in float32 and rounds once
     total = first.to(torch.float32 if is_16_bit(dtype) else dtype, copy=True)
     for part in parts[1:]:
         total += part
