@@ -43,7 +43,7 @@ from moe_plugin.routing.pregate import LinkableLayer
 from moe_plugin.routing.registry import Unlinked
 from moe_plugin.tuning.placement import place_experts
 from moe_plugin.utils.messages import short
-from moe_plugin.utils.selective import hidden_from_policies
+from moe_plugin.utils.selective import dispatch_modes, has_policy, without_policies
 
 
 class LayerState(HasFinishStep, LinkableLayer):
@@ -270,7 +270,6 @@ class MoELayer(LayerState):
         watch_ddp()
         self.follow_from_now_on()
 
-    @hidden_from_policies
     def forward(self, x: Tensor, token_mask: Tensor | None = None, *, info: TokenInfo | None = None,
                 top_k: int | None = None, choice: LayoutChoice | None = None,
                 overlapped: Callable[[], object] | None = None) -> MoEOutput:
@@ -296,6 +295,11 @@ class MoELayer(LayerState):
             CommError: a collective failed or timed out. The message contains the rank, the name of
                 the collective and the sizes.
         """
+        # here and not by the decorator `hidden_from_policies`, which adds a call to each call
+        if not torch.compiler.is_compiling() and dispatch_modes() and has_policy():
+            with without_policies():
+                return MoELayer.forward(self, x, token_mask, info=info, top_k=top_k, choice=choice,
+                                        overlapped=overlapped)
         built = self.routed_experts.experts  # `self.experts` may be an adapter that wraps them
         if built.reduced or not self.ddp_check.passed:
             self.ddp_check(built, self)

@@ -26,6 +26,10 @@ _SELECTIVE = tuple(mode for name in ("_CachingTorchDispatchMode", "_CachedTorchD
                    if (mode := getattr(checkpoint, name, None)) is not None)
 
 
+# torch's function without a wrapper, because every call of a layer uses it
+dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
 def hidden_from_policies(function: Callable[P, T]) -> Callable[P, T]:
     """Return the function such that policies of selective checkpoints see none of its operators.
 
@@ -33,20 +37,23 @@ def hidden_from_policies(function: Callable[P, T]) -> Callable[P, T]:
     """
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        if torch.compiler.is_compiling() or not dispatch_modes() or not has_policy():
             return function(*args, **kwargs)
-        with _without_policies():
+        with without_policies():
             return function(*args, **kwargs)
 
     return run
 
 
+def has_policy() -> bool:
+    """Return whether the policy of a selective checkpoint sees operators now."""
+    return any(isinstance(mode, _SELECTIVE) for mode in modes._get_current_dispatch_mode_stack())
+
+
 @contextmanager
-def _without_policies() -> Iterator[None]:
-    if not any(isinstance(mode, _SELECTIVE) for mode in modes._get_current_dispatch_mode_stack()):
-        yield
-        return
-    active = [modes._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]
+def without_policies() -> Iterator[None]:
+    """Hide the operators inside the block from the policies of selective checkpoints."""
+    active = [modes._pop_mode() for _ in range(dispatch_modes())][::-1]
     kept = [mode for mode in active if not isinstance(mode, _SELECTIVE)]
     for mode in kept:
         modes._push_mode(mode)

@@ -52,5 +52,6 @@ def test_replicas_need_experts_and_are_not_the_default() -> None:
         wants_replicas(_settings(""), torch.nn.Module())
     assert _wants("")
     assert not _wants("--moe-lighthouse=")
-    with pytest.raises(ValueError, match="replica=2 requires a lighthouse, because this"):
+    with pytest.raises(ValueError, match="replica=2 requires a lighthouse, because this run "
+                                         "would train alone without it"):
         _wants("--moe-lighthouse= --moe-replica 2")

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.megatron
     ("--use-distributed-optimizer", "--moe-lighthouse does not fit --fp16"),
     ("--moe-router-enable-expert-bias", "use --moe-router sigmoid_bias"),
     ("--moe-replica 1048576", "replica=1048576 is out of bounds"),
-    ("--moe-lighthouse= --moe-replica 2", "replica=2 requires a lighthouse, because this"),
+    ("--moe-lighthouse= --moe-replica 2", "replica=2 requires a lighthouse, "
+     "because this run would train alone without it"),
 ])
 def test_what_replicas_cannot_be_is_named(flags: str, message: str) -> None:
     args = arguments_of([*MODEL, "--train-iters", "2", "--moe-lighthouse", "http://a:1",
