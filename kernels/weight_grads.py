@@ -78,7 +78,7 @@ class GradSums:
             wide, dtype = self.wide(w_LIO.dtype), w_LIO.dtype
             made = (torch.zeros_like(w_LIO, dtype=torch.float32) if wide
                     else _as_it_lies(f"gradient {name}", w_LIO, memory))
-            self._sums[name] = _Sum(made, set(range(len(w_LIO) * wide)), dtype)
+            self._sums[name] = _Sum(made, set(range(len(w_LIO))) if wide else set(), dtype)
         return self._sums[name].grad_LIO, self._sums[name].experts
 
     def wide(self, dtype: torch.dtype) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm, piece_lengths
-from moe_plugin.comm.chunks import exchange_pieces, is_16_bit, ring, sum_of
+from moe_plugin.comm.chunks import exchange_pieces, ring, sum_dtype, sum_of
 
 # For each rank and each node: int64 indices of the rank's rows that the node needs.
 Wanted = Sequence[Sequence[Tensor]]
@@ -79,8 +79,7 @@ def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None)
     far = ring(column, comm.rank)[:-1]
     back = {p: x.new_empty((rows.count(comm.rank, rows.node(p)), *x.shape[1:])) for p in far}
     exchange_pieces(comm, [(p, sums[p]) for p in far], [(p, back[p]) for p in reversed(far)])
-    total = x.new_zeros((length, *x.shape[1:]),
-                        dtype=torch.float32 if is_16_bit(x.dtype) else x.dtype)
+    total = x.new_zeros((length, *x.shape[1:]), dtype=sum_dtype(x.dtype))
     for p in column:
         # The contribution of this rank's own node was computed on this rank and not received.
         rows.add(total, comm.rank, rows.node(p), back.get(p, sums[comm.rank]))

@@ -188,7 +188,7 @@ def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
     if comm.size == 1 or not x.numel():
         return x[:length].clone()
     x, size, me = x.contiguous(), comm.size, comm.rank
-    if size > 2 and is_16_bit(x.dtype):
+    if size > 2 and sum_dtype(x.dtype) != x.dtype:
         received = torch.empty_like(x)
         swap_equal(comm, range(size), x, received)
         of_ranks = received.split(length)
@@ -210,15 +210,17 @@ def sum_of(parts: Sequence[Tensor]) -> Tensor:
     first, dtype = parts[0], parts[0].dtype
     if len(parts) == 2:
         return first + parts[1]  # an operation in 16 bits computes in float32 and rounds once
-    total = first.to(torch.float32 if is_16_bit(dtype) else dtype, copy=True)
+    total = first.to(sum_dtype(dtype), copy=True)
     for part in parts[1:]:
         total += part
     return total.to(dtype)
 
 
-def is_16_bit(dtype: torch.dtype) -> bool:
-    """Return true for bfloat16 and float16."""
-    return dtype in (torch.bfloat16, torch.float16)
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which values of several ranks are summed: float32 for bfloat16 and
+    float16, otherwise `dtype`.
+    """
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def sizes_of(sends: Messages, recvs: Messages) -> str:

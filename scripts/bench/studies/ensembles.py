@@ -35,10 +35,6 @@ from scripts.bench.report import columns, page
 from scripts.bench.study import Option
 
 log = logging.getLogger(__name__)
-SMALL = textwrap.fill(
-    "CIFAR-10 is the data set of the publication (Lee et al. 2017), in which CMCL has the lowest "
-    "top-1 error. If few images, epochs or seeds are used, as the next paragraph states, the "
-    "members are far from fully trained, and the results neither confirm nor refute this.", 100)
 TITLE = "Ensembles: confident multiple choice learning on images"
 EXAMPLE, MEMBERS = "noisy-digits", 5
 COMMON = ["--lr", "3e-3", "--clip", "20", "--ensemble-heads", str(MEMBERS), "--ensemble-from",
@@ -112,9 +108,8 @@ def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def body(found: dict[str, Any]) -> list[str]:
-    if found.get(CIFAR):
-        return [*_section(found), "", "## CIFAR-10", "", SMALL, "", *_section(found[CIFAR])]
-    return _section(found)
+    cifar = found.get(CIFAR)
+    return [*_section(found), *(page(__name__, cifar, "cifar") + _section(cifar) if cifar else [])]
 
 
 def _section(found: dict[str, Any]) -> list[str]:
