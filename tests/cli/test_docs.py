@@ -305,7 +305,7 @@ def table_of(name: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(("host", "peer", "sizes"), [
     ("megatron", "Megatron-core's own", ("one machine, ten shapes", "2x2 emulated nodes, six")),
-    ("fairseq", "`moe` branch", ("one machine, six shapes", "2x2 emulated nodes, four"))])
+    ("fairseq", "`moe` branch", ("one machine, eight shapes", "2x2 emulated nodes, four"))])
 def test_training_steps_of_readme_are_those_of_the_measurement(host: str, peer: str,
                                                                sizes: tuple[str, str]) -> None:
     every = newest(reports(read_numbers(BENCHMARKS / "data" / "train.json")))

@@ -208,9 +208,8 @@ def train_rank(host: str, seconds: float, way: dict[str, Any]) -> dict[str, Any]
     """Train for the given number of seconds and return the measurements of the run."""
     torch.set_num_threads(1)
     swarm = Swarm(STAGES, host=host, port=PORT, wire=way["wire"], seed=SEED, timeout_s=TIMEOUT_S,
-                  rebalance_s=way["rebalance_s"])
-    if way["stage_of"]:
-        swarm.members = Fixed(way["stage_of"])
+                  rebalance_s=way["rebalance_s"],
+                  members=Fixed(way["stage_of"]) if way["stage_of"] else None)
     swarm.wait_for(way["peers"])
     losses = [sum(swarm.step(batches(0)).losses)]  # opens connections and measures throughputs
     found = {"resent": 0, "redone": 0, "gone": 0, "moved": 0}

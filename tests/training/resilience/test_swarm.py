@@ -463,6 +463,26 @@ def test_who_moves() -> None:
     assert members.best_move() is None
 
 
+def test_own_placement_of_peers() -> None:
+    class Reversed(SwarmMembers):
+        """The first peer gets the last stage, the second one the stage before it, and so on."""
+
+        asked = 0
+
+        def place(self, member: Member) -> int:
+            self.asked += 1
+            return (len(STAGES) - self.asked) % len(STAGES)
+
+    members = Reversed(len(STAGES), SEED)
+    with crew() as made:
+        made.start(len(STAGES) + 1)
+        swarm = swarm_of(made, len(STAGES) + 1, members=members)
+        assert losses(swarm, range(2)) == pytest.approx(exact(2), rel=2e-6)
+        assert swarm.members is members
+        assert list(map(len, members.stages)) == [1, 1, 2]
+        swarm.close()
+
+
 def test_a_stage_without_peers_and_a_saved_folder(tmp_path: Path) -> None:
     with crew() as made:
         made.start(3)

@@ -71,6 +71,8 @@ class Swarm:
         secret: optional. A secret string that peers must know in order to connect. Without a
             secret, any machine that can reach `host` can join.
         message_bytes: maximum size of a message (such as the weights of a stage), in bytes.
+        members: optional. The object that assigns peers to stages and micro-batches to peers.
+            Defaults to `SwarmMembers(stages, seed)`.
 
     Attributes:
         address: address to pass to `StagePeer`.
@@ -86,7 +88,8 @@ class Swarm:
                  timeout_s: float = 60.0, rebalance_s: float | None = 60.0, seed: int = 0,
                  target_to_all: bool = False,
                  resume: str | os.PathLike[str] | None = None, secret: str | None = None,
-                 message_bytes: int = OPEN.message_bytes) -> None:
+                 message_bytes: int = OPEN.message_bytes,
+                 members: SwarmMembers | None = None) -> None:
         if stages < 1 or in_flight < 0 or timeout_s <= 0:
             raise ValueError(f"swarm: stages={stages} must be >= 1, in_flight={in_flight} >= 0 and "
                              f"timeout_s={timeout_s} > 0")
@@ -99,7 +102,8 @@ class Swarm:
             self.steps, self._first = load_swarm(resume, stages)
         self._run = {"seed": seed, "wire": wire, "dtype": dtype, "timeout_s": timeout_s,
                      "target_to_all": target_to_all}
-        self.members, self._clock = SwarmMembers(stages, seed), Alarm(rebalance_s)
+        self.members = SwarmMembers(stages, seed) if members is None else members
+        self._clock = Alarm(rebalance_s)
         self._locks: dict[str, FolderLock | None] = {}  # locks of the folders of `save`
         self._access = Access(secret, message_bytes)
         self._connections = Connections(timeout_s, self._access)
