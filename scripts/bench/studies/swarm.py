@@ -311,7 +311,7 @@ def body(found: dict[str, Any]) -> list[str]:
     ideal = sum(SPEEDS) / STAGES / LOAD / TASK_S
     return page(
         __name__, found, ideal=ideal, still=found["fixed"]["present"] * fixed,
-        vanishing=per_second(found["rows"][3]),
+        vanishing=per_second(found["rows"][3]), moving=per_second(found["rows"][4]),
         places=", ".join(f"{s} at {'no stage' if p < 0 else f'stage {p}'}"
                          for s, p in zip(SPEEDS, found["fixed"]["places"], strict=True)),
         ways=[{**row, "text": WAY_TEXTS[row["way"]], "per_second": per_second(row), "base": fixed,
