@@ -12,7 +12,7 @@ WIDTH = 96
 
 
 def text(audit: Audit) -> str:
-    """Return the result of an audit as text, with at least one line for each fault."""
+    """Return the result of an audit as text."""
     return "\n".join(_lines(audit))
 
 

@@ -1,9 +1,6 @@
-"""Predict published results with the planner. The constants of the models are not fitted to
-published results.
-
-The constants are either estimates from data sheets that the package installs (`configs/devices`,
-`configs/clusters`), or constants in this module with a stated source. If a publication does not
-state a setting, the prediction is a range over several values of that setting.
+"""Predict published results with the planner. The constants are estimates from data sheets that the
+package installs, or constants in this module with a stated source; none is fitted to published
+results. If a publication does not state a setting, the prediction is a range over several values.
 """
 
 from __future__ import annotations
@@ -66,8 +63,8 @@ def _scaled(gpus: int, tokens: int, cluster: Cluster = AZURE) -> ScaleRow:
 
 
 def sparse_layer(gpus: int, slower: float = 1.0) -> float:
-    """Return the time of one-hot dispatch divided by the time of sparse dispatch in the same
-    layout, the comparison made in Tutel's blog.
+    """Return the time of one-hot dispatch divided by that of sparse dispatch in the same layout,
+    the comparison made in Tutel's blog.
     """
     link = replace(AZURE.inter, beta_s=slower * AZURE.inter.beta_s)
     row = _scaled(gpus, LAYER.tokens, replace(AZURE, inter=link))
@@ -75,14 +72,14 @@ def sparse_layer(gpus: int, slower: float = 1.0) -> float:
 
 
 def adaptive_layer(gpus: int) -> Range:
-    """Return the time of one-hot dispatch in one layout divided by the time of sparse dispatch in
-    the best layout, as a range over `TOKENS`.
+    """Return the time of one-hot dispatch in one layout divided by that of sparse dispatch in the
+    best layout, over `TOKENS`.
     """
     return spread([_scaled(gpus, tokens).speedup for tokens in TOKENS])
 
 
 def adapted(of: str) -> float:
-    """Return the largest speedup from adapting only `r` or only `d`, over 16 to 2,048 GPUs and all
+    """Return the largest speedup from adapting only `r` or only `d`, over 16 to 2,048 GPUs and
     `TOKENS`.
     """
     return max(row.plain_s / getattr(row, f"{of}_alone_s") for row in (
@@ -90,8 +87,8 @@ def adapted(of: str) -> float:
 
 
 def two_dimensional() -> float:
-    """Return the largest ratio of the linear all-to-all time to the 2DH all-to-all time, on 2,048
-    GPUs with 64 KiB to 256 MiB per GPU.
+    """Return the largest ratio of the linear all-to-all's time to that of 2DH, on 2,048 GPUs with
+    64 KiB to 256 MiB per GPU.
     """
     cluster = AZURE.with_ranks(2048)
     return max(predict(cluster, "linear", 2**n).seconds / predict(cluster, "2dh", 2**n).seconds
@@ -99,13 +96,9 @@ def two_dimensional() -> float:
 
 
 def whole_model(gpus: int, mask_bytes: float = 0.0) -> float:
-    """Return the time with one-hot dispatch divided by the time with sparse dispatch, for a
-    training step of the 1.1 T model in Tutel's table 1.
-
-    Each GPU processes 24 sequences and stores one expert.
-
-    Args:
-        mask_bytes: bytes moved per mask element, in addition to the reads by matmuls.
+    """Return the time with one-hot dispatch divided by that with sparse dispatch, for a training
+    step of the 1.1 T model in Tutel's table 1. Each GPU processes 24 sequences and stores one
+    expert. `mask_bytes` are moved per mask element, in addition to the reads by matmuls.
     """
     cluster = AZURE.with_ranks(gpus)
     model = ModelShape(layers=32, model_dim=4096, ffn_dim=16384, heads=32, vocab=51200,
@@ -122,13 +115,13 @@ def whole_model(gpus: int, mask_bytes: float = 0.0) -> float:
 
 @cache
 def pipeline_moe() -> tuple[Range, Range, Range]:
-    """Return predictions for PPMoE on DGX-1 machines, each as a range.
+    """Return predictions for PPMoE on DGX-1 machines as ranges: the speedup over experts on all
+    ranks of eight nodes, the same speedup if every tensor-parallel rank sends all of its rows, and
+    the throughput as a fraction of the dense backbone's throughput.
 
-    The three ranges are the speedup over experts on all ranks of eight nodes, the same speedup if
-    every tensor-parallel rank sends all of its rows, and the throughput as a fraction of the dense
-    backbone's throughput. The model has dense layers with the width of GPT-3 6.7B, and MoE layers
-    with 64 experts. The MoE model has 22 times as many parameters as its dense backbone. Each range
-    covers 1 to 8 sequences of 2,048 tokens, and one or two experts per token.
+    The model has dense layers with the width of GPT-3 6.7B, and MoE layers with 64 experts, which
+    is 22 times as many parameters as its backbone. Each range covers 1 to 8 sequences of 2,048
+    tokens, and one or two experts per token.
     """
     node, found = DGX1.resized(1), []
     for k, sequences in itertools.product((1, 2), (1, 2, 4, 8)):
@@ -150,10 +143,8 @@ def pipeline_moe() -> tuple[Range, Range, Range]:
 
 
 def trees(boxes: int = 2) -> float:
-    """Return the load of the busiest link with ring algorithms divided by its load with planned
-    trees, on DGX A100 machines.
-
-    The returned value is the largest ratio over three collectives.
+    """Return the load of the busiest link with ring algorithms divided by that with planned trees,
+    on DGX A100 machines: the largest ratio over three collectives.
     """
     network = preset(f"dgx-a100:{boxes}")
     return max(float(ring.inverse_bandwidth() / program_of(plan(network, kind)).inverse_bandwidth())
@@ -163,8 +154,8 @@ def trees(boxes: int = 2) -> float:
 
 @cache
 def shared_tokens() -> Range:
-    """Return the exchange time of the plain schedule divided by the time of the faster Parm
-    schedule, as a range over 1,296 layer shapes.
+    """Return the exchange time of the plain schedule divided by that of the faster Parm schedule,
+    over 1,296 layer shapes.
     """
     gains = []
     for batch, length, width, k, f, replicas, shards in itertools.product(
@@ -179,19 +170,10 @@ def shared_tokens() -> Range:
 
 def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int,
             active: float) -> Range:
-    """Return the speedup of EPS-MoE as a range.
-
-    The speedup is the time of a prefill in one piece divided by the time with the best number of
-    pieces.
-
-    The range covers 1,024 to 16,384 tokens per GPU. All matmuls are assumed to run at the same
-    rate. Attention is assumed to cost only the time of its weight matrices.
-
-    Args:
-        width: width of a token.
-        inner: inner width of an expert.
-        k: number of experts per token.
-        active: number of parameters used per token.
+    """Return the speedup of EPS-MoE: the time of a prefill in one piece divided by that with the
+    best number of pieces, over 1,024 to 16,384 tokens per GPU. All matmuls run at the same rate,
+    and attention costs only the time of its weights. `active` is the number of parameters used per
+    token.
     """
     each = 3 * width * inner  # number of parameters of an expert
     kernel = Kernel(((0, 0.0), (1, 2 * each / H800_FLOPS)), LAUNCH_S)
@@ -208,11 +190,9 @@ def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int
 
 
 def token_slices(batches: Sequence[int] = (1, 2, 4)) -> Range:
-    """Return the speedup of TeraPipe as a range over the number of sequences per step. The speedup
-    is the time with whole sequences divided by the time with the best slices.
-
-    The model is GPT-3 175B in 48 pipeline stages of two layers. Each stage runs on eight V100 GPUs,
-    and sequences have 2,048 tokens.
+    """Return the speedup of TeraPipe over the number of sequences per step: the time with whole
+    sequences divided by that with the best slices. The model is GPT-3 175B in 48 pipeline stages of
+    two layers. Each stage runs on eight V100 GPUs, and sequences have 2,048 tokens.
     """
     width, node = 12288, DGX1.resized(1)
 
@@ -239,8 +219,8 @@ def streaming_peers() -> Range:
 
 
 def near_links() -> float:
-    """Return the speedup of TA-MoE on two nodes. The speedup compares TA-MoE's distribution of
-    tokens with an even distribution, and considers only the load of the busiest link.
+    """Return the speedup of TA-MoE's distribution of tokens over an even distribution on two nodes,
+    considering only the load of the busiest link.
     """
     ranks, nodes = AZURE.ranks_per_node, 2
     near, far = (1 / link.beta_s for link in (AZURE.intra, AZURE.inter))
@@ -249,9 +229,8 @@ def near_links() -> float:
 
 def spoiled_files() -> float:
     """Return the gain of ByzShield: the mean fraction of corrupted files that are avoided by
-    assigning files with Latin squares instead of repetition.
-
-    The mean is over 2 to 7 faulty workers out of 15. Each file is assigned to three workers.
+    assigning files with Latin squares instead of repetition, over 2 to 7 faulty workers out of 15.
+    Each file is assigned to three workers.
     """
     squares, groups = mols(5, 3), repetition(5, 3)
     pairs = zip(squares.worst(7)[2:], groups.worst(7)[2:], strict=True)
@@ -259,15 +238,13 @@ def spoiled_files() -> float:
 
 
 def split_to_whole() -> Range:
-    """Return the range of PPMoE's speedup over both assumptions about what the tensor-parallel
-    ranks of the other layout send.
-    """
+    """Return PPMoE's speedup over both assumptions about what the other layout's ranks send."""
     split, whole, _ = pipeline_moe()
     return split[0], whole[1]
 
 
 def backbone_share() -> Range:
-    """Return the throughput of PPMoE as a fraction of its backbone's throughput, as a range."""
+    """Return the throughput of PPMoE as a fraction of its backbone's throughput."""
     return pipeline_moe()[2]
 
 

@@ -1,8 +1,5 @@
-"""Ratios of committed measurements, for the benchmark page that compares them with published
-results.
-
-Every function receives the data of one benchmark page. The file `pages/headlines.yaml` names the
-function for each result.
+"""Ratios of committed measurements, which `pages/headlines.yaml` compares with published results.
+Every function receives the data of one benchmark page.
 """
 
 from __future__ import annotations
@@ -16,13 +13,9 @@ from scripts.bench.train.sides import OURS, PIECES
 
 
 def ratios(found: Any, text: str) -> list[float]:
-    """Return values of a benchmark page, or ratios of such values.
-
-    Args:
-        found: the data of a benchmark page.
-        text: a path of keys, such as "rows.*.factor", or two paths, such as "plain / parm.s?". A
-            pattern selects all matching keys of a dict. The pattern `*` also selects all items of a
-            list. Items without a matching key are skipped.
+    """Return the values at a path of keys, such as "rows.*.factor", or ratios of the values at two
+    paths, such as "plain / parm.s?". A pattern selects all matching keys of a dict, and `*` also
+    all items of a list. Items without a matching key are skipped.
     """
     top, *bottom = (_at(found, path) for path in text.split(" / "))
     if not bottom:
@@ -45,16 +38,14 @@ def _at(found: Any, path: str) -> list[Any]:
 
 
 def faster_policy(found: Any) -> float:
-    """Return the time of the faster uniform policy (recompute everything or swap everything)
-    divided by the time of the plan.
+    """Return the time of the faster uniform policy (recompute or swap) divided by that of the plan.
     """
     seconds = found["seconds"]
     return min(seconds["recompute"], seconds["swap"]) / seconds["auto"]
 
 
 def steps(found: Any, of: dict[str, str]) -> list[float]:
-    """For each model shape, return the median step time of the model `over` divided by that of the
-    model `under`.
+    """For each shape, return the median step time of the model `over` divided by that of `under`.
     """
     return [median_ms(cell.side(of["over"])) / median_ms(cell.side(of["under"]))
             for cell in newest(reports(found)) if cell.host == of["host"]
@@ -69,17 +60,15 @@ def pieces(found: Any, *kinds: str) -> list[float]:
 
 
 def by_load(found: Any) -> list[float]:
-    """Return the time of complete evaluations with one piece, divided by their time when the number
-    of pieces depends on the load.
+    """Return the time of evaluations with one piece divided by that with pieces that depend on the
+    load.
     """
     return [median_ms(cell.side(OURS)) / median_ms(cell.side(PIECES))
             for cell in newest(reports(found), evaluate=True)]
 
 
 def hierarchical(found: Any) -> list[float]:
-    """For each grid and size, return the time of the linear all-to-all divided by the time of the
-    2DH all-to-all.
-    """
+    """For each grid and size, return the time of the linear all-to-all divided by that of 2DH."""
     times: dict[Any, dict[str, float]] = {}
     for number, rows in enumerate((found["rows"], found["rows_with_message_cost"])):
         for row in rows:
@@ -89,17 +78,14 @@ def hierarchical(found: Any) -> list[float]:
 
 
 def einsum(found: Any) -> list[float]:
-    """For each layer, return the time of the one-hot (einsum) implementation divided by the time of
-    our layer.
+    """For each layer, return the time of the one-hot implementation divided by that of our layer.
     """
     return [peer["median_ms"] / cell["median_ms"] for cell in found["one_rank"]
             for peer in cell["peers"] if peer["name"] == "einsum"]
 
 
 def tokens_s(found: Any, over: str, under: str) -> float:
-    """Return the tokens per second of the mode `over` divided by the tokens per second of the mode
-    `under`.
-    """
+    """Return the tokens per second of the mode `over` divided by those of the mode `under`."""
     rate = {row["mode"]: row["tokens_s"] for row in found["rows"]}
     return rate[over] / rate[under]
 

@@ -1,9 +1,7 @@
-"""Record the Triton launches of a layer on a machine without a GPU. The record contains the kernels
-to compile and the work of each launch.
+"""Record the Triton launches of a layer on a machine without a GPU: the kernels to compile, and the
+work of each launch.
 
-Tensors are on torch's `meta` device, so they have shapes but no data. While launches are recorded,
-the layer treats the `meta` device as a GPU. Recording takes milliseconds, regardless of the size of
-the layer.
+Tensors are on torch's `meta` device, which the layer treats as a GPU. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -38,14 +36,13 @@ ALIGNED = 16  # Triton compiles separate code for addresses and numbers that are
 @dataclass(frozen=True)
 class Launch:
     """A Triton kernel with all arguments that determine the compiled code. Equal launches run the
-    same compiled code.
+    same code.
 
     Attributes:
         module: name of the kernel's module in moe_plugin.kernels.gpu.
         types: types of the run-time arguments, in Triton's notation.
         constants: compile-time values. As in Triton, arguments with the value 1 are also constants.
         aligned: names of the arguments that are multiples of 16.
-        options: number of warps, number of stages, and maximum number of registers.
     """
 
     module: str
@@ -78,15 +75,8 @@ class Launch:
 
 @dataclass(frozen=True)
 class Call:
-    """One launch of a kernel, together with the sizes of its arguments.
-
-    Attributes:
-        launch: the launch.
-        shapes: shapes of the tensor arguments, by name.
-        numbers: values of the integer arguments, by name.
-        bytes: total size of all tensor arguments in bytes. Each tensor is counted once, even if it
-            is both read and written.
-        programs: number of programs in the grid.
+    """One launch of a kernel, with the sizes of its tensors and its integer arguments. In `bytes`,
+    each tensor is counted once, even if it is both read and written.
     """
 
     launch: Launch
@@ -98,12 +88,8 @@ class Call:
 
 @dataclass
 class Recorded:
-    """The recorded calls and operations in the order in which they were made.
-
-    Attributes:
-        calls: launches of Triton kernels.
-        operations: torch operations that compute new tensors, as pairs (name, bytes). Views and
-            memory allocations are not included.
+    """The calls of Triton kernels, and the torch operations that compute new tensors as pairs
+    (name, bytes), in the order in which they were made.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -112,11 +98,7 @@ class Recorded:
 
 @contextlib.contextmanager
 def recording(chip: Chip) -> Iterator[Recorded]:
-    """Record everything that runs on the device `META` inside the `with` block, as if it ran on the
-    given GPU.
-
-    Nothing is computed.
-    """
+    """Record everything that runs on the device `META` in the block, as if on the given GPU."""
     from triton.runtime import jit
 
     from moe_plugin.kernels.gpu import expert_ffn, expert_matmul, fp8
@@ -165,8 +147,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the total size of tensors in bytes. Memory shared by several tensors is counted once.
-    """
+    """Return the total size of tensors in bytes. Shared memory is counted once."""
     each = {(t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t for t in tensors}
     return sum(t.numel() * t.element_size() for t in each.values())
 
@@ -221,10 +202,8 @@ def _is_aligned(value: Any) -> bool:
 
 def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) -> Callable[[], None]:
     """Return a function that runs the forward and backward pass of one layer on the device `META`.
-
-    Args:
-        adds: whether weight gradients are accumulated in a float32 `main_grad`.
-        sections: settings that override the benchmark's layer settings, by section.
+    With `adds`, weight gradients are accumulated in a float32 `main_grad`. `sections` contains
+    settings that override the benchmark's layer settings.
     """
     p = problem
     experts = {"hidden_dim": p.hidden_dim, "compute": "kernels", "bias": False,

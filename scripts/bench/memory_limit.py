@@ -1,6 +1,4 @@
-"""Run processes under a memory limit, and report their memory usage and whether they were killed
-for exceeding the limit.
-"""
+"""Run processes under a memory limit, and report their memory usage."""
 
 from __future__ import annotations
 
@@ -23,12 +21,8 @@ _UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class Limited:
-    """The output and memory usage of a process that completed successfully.
-
-    Attributes:
-        output: standard output of the process.
-        peak_bytes: peak memory of the process's cgroup. The peak includes cached file pages, which
-            the kernel frees when memory is short.
+    """The output of a process, and the peak memory of its cgroup. The peak includes cached file
+    pages, which the kernel frees when memory is short.
     """
 
     output: str
@@ -36,20 +30,12 @@ class Limited:
 
 
 def run_limited(command: Sequence[str], limit: int | None = None) -> Limited | None:
-    """Run a process in a cgroup with a memory limit. Swap is disabled for the cgroup if the system
-    allows this.
-
-    Requires root and a writable memory controller of cgroup version 1 or 2.
-
-    Args:
-        command: command line of the process.
-        limit: memory limit in bytes. If None, memory is not limited.
-
-    Returns: The output and the peak memory of the process, or None if the process was killed
-        because it exceeded the limit.
+    """Run a process in a cgroup with a memory limit in bytes. Return None if the process was killed
+    because it exceeded the limit. Swap is disabled if the system allows this.
 
     Raises:
-        ValueError: if no memory limit can be set.
+        ValueError: if no memory limit can be set. This requires root and a writable memory
+            controller.
         RuntimeError: if the process failed.
     """
     with _group(limit or _UNLIMITED) as group:
@@ -66,9 +52,7 @@ def run_limited(command: Sequence[str], limit: int | None = None) -> Limited | N
 
 
 def why_not() -> str | None:
-    """Return the reason why no memory limit can be set on this machine, or None if limits can be
-    set.
-    """
+    """Return the reason why no memory limit can be set on this machine, or None."""
     try:
         with _group(_UNLIMITED):
             return None
@@ -100,11 +84,7 @@ def _group(limit: int) -> Iterator[Path]:
 
 
 class AnonymousPeak:
-    """The peak of this process's anonymous memory (memory that is not backed by files), sampled
-    every 10 ms.
-
-    Attributes:
-        bytes: the peak of the anonymous memory in bytes.
+    """The peak `bytes` of this process's memory that is not backed by files, sampled every 10 ms.
     """
 
     def __init__(self) -> None:
@@ -118,20 +98,15 @@ class AnonymousPeak:
 
 
 def status_bytes(field: str) -> int:
-    """Return a field of this process's `/proc/self/status` in bytes.
-
-    Args:
-        field: VmRSS (current resident memory), VmHWM (peak resident memory) or RssAnon (resident
-            anonymous memory).
+    """Return VmRSS (resident memory), VmHWM (its peak) or RssAnon (resident anonymous memory) of
+    this process in bytes.
     """
     with open("/proc/self/status", encoding="ascii") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith(field + ":"))
 
 
 def reset_peak() -> bool:
-    """Reset the peak resident memory (VmHWM) of this process. Return False if the system does not
-    support resetting the peak.
-    """
+    """Reset VmHWM of this process. Return False if the system does not support this."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -141,15 +116,9 @@ def reset_peak() -> bool:
 
 def call_limited(limit: int | None, function: Callable[..., Any],
                  *args: Any) -> dict[str, Any] | None:
-    """Call a function in a process with a memory limit. The function must return a mapping of plain
-    values.
-
-    Args:
-        limit: memory limit in bytes. If None, memory is not limited.
-        function: a function defined at the top level of a module.
-
-    Returns: The function's result with the additional key `cgroup_peak_bytes`, or None if the
-        process was killed because it exceeded the limit.
+    """Call a function of the top level of a module in a process with a memory limit in bytes.
+    Return the function's mapping with the additional key `cgroup_peak_bytes`, or None if the
+    process was killed because it exceeded the limit.
     """
     done = run_limited(command(function, args), limit)
     return None if done is None else {"cgroup_peak_bytes": done.peak_bytes, **result(done.output)}

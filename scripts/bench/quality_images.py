@@ -1,6 +1,4 @@
-"""Experiments with images of digits (28 by 28 pixels): SwinV2 with and without experts, and
-ensembles of five members.
-"""
+"""Experiments with images of digits: SwinV2 with and without experts, and ensembles."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ ROWS = {
 
 
 def flops() -> dict[str, float]:
-    """For each model, return the FLOPs of the forward pass for one image, assuming that no token is
-    dropped.
-    """
+    """Return the FLOPs of each model's forward pass for one image, if no token is dropped."""
     size = PRESETS[PRESET]
     x_BCSS = torch.randn(2, 3, size.image, size.image)
     experts = build(size, 10, settings={"dispatch.capacity_factor": None})
@@ -48,16 +44,9 @@ def flops() -> dict[str, float]:
 
 def measure(place: Path, rows: Mapping[str, Sequence[str]], results: Sequence[str], judged: str, *,
             epochs: int, rates: Sequence[float], seeds: int, jobs: int) -> dict[str, Any]:
-    """Train all models, and return the result of `compare`. The result of a run is that of its last
-    evaluation.
-
-    Args:
-        place: folder in which the runs are stored.
-        rows: for each model, the options of the training script.
-        results: names of the results to read from the training log.
-        judged: name of the result used to compare learning rates. See `compare`.
-        rates: learning rates to try.
-        jobs: number of runs that run at the same time.
+    """Train all models, and return the result of `compare` for each run's last evaluation. `rows`
+    contains the options of the training script for each model, and `results` the names of the
+    results to read from the training log.
     """
     for fold in range(FOLDS):
         write_example(EXAMPLE, place / f"fold {fold}", fold)

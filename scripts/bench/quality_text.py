@@ -1,6 +1,4 @@
-"""Experiments with language models with and without experts, which have equal FLOPs and are trained
-in both hosts.
-"""
+"""Experiments with language models with and without experts, trained in both hosts."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ SIDES = {"moe": 1, "active": SIZES["top_k"], "total": SIZES["experts"]}
 
 
 def flops(side: str) -> int:
-    """Return the FLOPs of the matmuls in a token's forward pass. Attention FLOPs are counted over
-    the whole sample.
+    """Return the FLOPs of a token's matmuls, forward. Attention is counted over the whole sample.
     """
     width, inner = SIZES["width"], SIZES["hidden"]
     visited = SIZES["top_k"] if side == "moe" else SIDES[side]
@@ -50,8 +47,7 @@ def parameters(side: str) -> int:
 
 
 def command_of(host: str, side: str, s: dict[str, Any], data: Path, folder: Path) -> list[str]:
-    """Return the quick start's command for a training run. Either all layers of the model have
-    experts, or none of them.
+    """Return the quick start's command, for a model in which all layers or no layers have experts.
     """
     sizes = {**s, "hidden": s["hidden"] * SIDES[side]}
     command = quickstart().HOST_STEPS[host][1](sizes, data, folder, False)

@@ -44,15 +44,11 @@ DATA = "data"  # folder of the numbers, below the folder of the pages
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a study.
+    """An option of a study. The default determines the type of the option. If the default is a
+    tuple, the option accepts several values.
 
     Attributes:
-        default: default value. The default also determines the type of the option. If the default
-            is a tuple, the option accepts several values.
-        help: one line that describes the option.
-        quick: default value with `--quick`. None (default) means that `--quick` does not change the
-            default.
-        choices: allowed values. None (default) allows all values.
+        quick: default value with `--quick`. None means that `--quick` does not change the default.
     """
 
     default: Any
@@ -61,8 +57,8 @@ class Option:
     choices: Sequence[Any] | None = None
 
     def add(self, parser: argparse.ArgumentParser, name: str) -> None:
-        """Add the option `--name` to a parser. The value of the option is None until `Study.fill`
-        sets the default.
+        """Add the option `--name` to a parser. Its value is None until `Study.fill` sets the
+        default.
         """
         several = isinstance(self.default, tuple)
         kind = type(self.default[0] if several else self.default)
@@ -80,11 +76,11 @@ class Study:
     """A measurement that `moe-plugin bench` can run.
 
     Attributes:
-        about: one line that describes what the study measures. If this line contains "(computed)",
+        about: one line that describes what the study measures. "(computed)" in this line means that
             the study does not measure anything on this machine.
         needs: requirements of the study, as keys of `NEEDS`.
-        module: name of the module in `scripts.bench.studies`. If the module defines several
-            studies, the class name follows the module name. Defaults to the name of the study.
+        module: name of the module in `scripts.bench.studies`, and the class if the module defines
+            several studies. Defaults to the name of the study.
         stem: file name of the page without the extension. Defaults to the name of the study.
     """
 
@@ -112,9 +108,7 @@ class Study:
 
     @property
     def parts(self) -> Mapping[str, tuple[Any, Any]]:
-        """A mapping from the name of each part to its functions (measure, body), or an empty
-        mapping.
-        """
+        """The functions (measure, body) of each part, or an empty mapping."""
         return getattr(self.code, "PARTS", {})
 
     @property
@@ -123,8 +117,7 @@ class Study:
 
     @property
     def numbers_name(self) -> str:
-        """Path of the file that contains the study's results, relative to the folder of the pages.
-        """
+        """Path of the file with the study's results, relative to the folder of the pages."""
         return f"{DATA}/{Path(self.page_name).stem}.json"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -155,19 +148,14 @@ class Study:
         return args
 
     def measure(self, args: argparse.Namespace) -> Any:
-        """Run the study and return its results as plain values. See `with_machine`.
-
-        Raises:
-            ValueError: if a requirement of the study is missing.
-        """
+        """Run the study and return its results as plain values. See `with_machine`."""
         check_needs(f"bench {self.name}", self.needs)
         found = ({name: with_machine(self.parts[name][0], args) for name in args.parts}
                  if self.parts else with_machine(self.code.measure, args))
         return json.loads(json.dumps(found))  # the page must be the same when drawn from the file
 
     def _measured(self, args: argparse.Namespace, folder: Path | None) -> Any:
-        """Measure one part after the other, and write the results. The results of parts measured in
-        earlier runs are preserved.
+        """Measure one part after the other, and write the results. Results of other parts are kept.
         """
         path = None if folder is None else folder / self.numbers_name
         merge = getattr(self.code, "merge", dict.__or__ if self.parts else None)
@@ -225,9 +213,7 @@ class Study:
         return int(bool(failed))
 
     def _folder(self, out: Path | None) -> Path | None:
-        """Check that all files can be written to `--out` before a measurement, which may take
-        hours.
-        """
+        """Check that all files can be written, before a measurement that may take hours."""
         if out is None:
             return None
         output_folder(out / DATA, [Path(self.numbers_name).name])
@@ -241,21 +227,15 @@ class Study:
 
 
 def check_needs(who: str, needs: Sequence[str]) -> None:
-    """Check that all requirements of a study are met.
-
-    Raises:
-        ValueError: if a requirement (a key of `NEEDS`) is not met.
-    """
+    """Raise ValueError if a requirement (a key of `NEEDS`) is not met."""
     for need in needs:
         if (reason := NEEDS[need]()) is not None:
             raise ValueError(f"{who} needs {NEEDS_SAID[need]}: {reason}")
 
 
 def with_machine(measure: Callable[..., Any], *args: Any) -> Any:
-    """Call `measure(*args)` and return its result, with information about the machine.
-
-    If the result is a mapping, add the package versions, the device, the date, the number of cores,
-    and the load averages before and after the measurement.
+    """Call `measure(*args)`. If the result is a mapping, add the package versions, the device, the
+    date, the number of cores, and the load averages before and after the measurement.
     """
     from scripts.bench.measure import versions  # imports torch
 
@@ -271,9 +251,7 @@ def with_machine(measure: Callable[..., Any], *args: Any) -> Any:
 
 
 def _say_machine(lines: Sequence[str], found: Any, made_by: str) -> Iterator[str]:
-    """After the first paragraph, insert a paragraph about the command and the machine (see
-    `with_machine`).
-    """
+    """After the first paragraph, insert a paragraph about the command and the machine."""
     said, found = [made_by] * bool(made_by), found if isinstance(found, dict) else {}
     if "versions" in found:
         said.append(versions_in_words(found["versions"]))
@@ -301,10 +279,8 @@ def _compact(value: Any) -> str:
 
 
 def read_numbers(path: Path) -> Any:
-    """Read the results of an earlier run.
-
-    Raises:
-        ValueError: if the file does not exist or is not JSON.
+    """Read the results of an earlier run. Raise ValueError if the file does not exist or is not
+    JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))

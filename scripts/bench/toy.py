@@ -1,6 +1,4 @@
-"""The small language model that several studies train or use to generate text. The model consists
-of attention and experts.
-"""
+"""A small language model of attention and experts, which several studies use."""
 
 from __future__ import annotations
 
@@ -18,12 +16,9 @@ from moe_plugin.config import from_dict
 
 
 class ToyBlock(nn.Module):
-    """A block with causal attention and experts, each with a residual connection.
-
-    Args:
-        weighs: whether `forward` returns (output, weighted balance loss) instead of only the
-            output.
-        remembers: whether tokens attend to the tokens of earlier calls.
+    """A block with causal attention and experts, each with a residual connection. With `weighs`,
+    `forward` returns (output, weighted balance loss). With `remembers`, tokens attend to the tokens
+    of earlier calls.
     """
 
     def __init__(self, moe: MoELayer, heads: int = 1, weighs: bool = False,
@@ -65,10 +60,7 @@ def _head(width: int, symbols: int) -> nn.Linear:
 
 def makers(symbols: int, layers: int, width: int, experts: int, hidden: int,
            heads: int = 8) -> list[Any]:
-    """Return functions that build the modules of a model in order: embedding, blocks, head.
-
-    Each function uses its own random seed.
-    """
+    """Return functions that build the modules of a model in order: embedding, blocks, head."""
     settings = {"model_dim": width, "num_experts": experts,
                 "experts": {"hidden_dim": hidden, "compute_selection": "rule"}}
     return [partial(_embedding, symbols, width),

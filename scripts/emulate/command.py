@@ -1,7 +1,5 @@
-"""The commands `emulate` and `fault`, which both run a training program.
-
-`emulate NxP -- COMMAND` runs the program on a cluster that is emulated with network namespaces on
-this machine. `fault KIND -- COMMAND` runs the program, and injects a fault at a specified time.
+"""The commands `emulate`, which runs a program on an emulated cluster, and `fault`, which injects a
+fault into a program at a specified time.
 """
 
 from __future__ import annotations
@@ -66,8 +64,7 @@ def emulate_options(p: argparse.ArgumentParser) -> None:
 
 
 def emulate(args: argparse.Namespace) -> int:
-    """Run the program on an emulated cluster. Return the exit status of the first node that fails,
-    or 0.
+    """Run the program on an emulated cluster. Return the exit status of the first node that fails.
     """
     from moe_plugin.cli.figures import links_of
     from moe_plugin.planner.units import parse_grid
@@ -151,7 +148,7 @@ def fault(args: argparse.Namespace) -> int:
 
 
 def _why(fault: Fault, made: int) -> str:
-    """Return the reason why the fault was not injected into a program that ran for `made` steps."""
+    """Return why the fault was not injected into a program that ran for `made` steps."""
     from scripts.emulate.faults import PLACES
 
     if made < fault.step:

@@ -20,18 +20,12 @@ GRACE_S = 15.0
 
 def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restarts: int = 0,
                    **popen: object) -> list[subprocess.Popen]:
-    """Start torchrun on every node. Each torchrun starts `ranks_per_node` ranks.
+    """Start torchrun with `ranks_per_node` ranks on every node, and return its processes.
 
     Args:
-        program: `script.py ARGS`, `-m module ARGS`, or an installed command such as
-            `fairseq-train ARGS`.
+        program: `script.py ARGS`, `-m module ARGS`, or an installed command with its arguments.
         max_restarts: how often torchrun may restart all ranks after a rank has failed.
         popen: options of `EmulatedCluster.command`, such as `stdout`.
-
-    Returns: The torchrun processes, one per node.
-
-    Raises:
-        ValueError: if the program is not installed.
     """
     program = _python_or_command(program)
     first = cluster.nodes[0].address
@@ -54,10 +48,8 @@ def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restart
 
 def start_plain(cluster: EmulatedCluster, program: Sequence[str],
                 **popen: object) -> list[subprocess.Popen]:
-    """Start a launch script on every node.
-
-    The script's environment contains MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and
-    NPROC_PER_NODE.
+    """Start a launch script on every node, with MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and
+    NPROC_PER_NODE in its environment.
     """
     env = {
         **_quiet(), "MASTER_ADDR": cluster.nodes[0].address, "MASTER_PORT": str(PORT),
@@ -70,9 +62,8 @@ def start_plain(cluster: EmulatedCluster, program: Sequence[str],
 
 
 def wait(started: Sequence[subprocess.Popen], grace_s: float = GRACE_S) -> int:
-    """Wait for all processes to end, and return the first exit status that is not 0.
-
-    After one process has failed, wait at most `grace_s` seconds for the others.
+    """Wait for all processes, and return the first exit status that is not 0. After one process has
+    failed, wait at most `grace_s` seconds for the others.
     """
     deadline = None
     while any(process.poll() is None for process in started):

@@ -69,7 +69,7 @@ WRONG = {
             "--warm-up -1", "--emulate 2x", "--emulate 0x2", "--emulate 2x100000",
             "--emulate 2x2 --rate 0mbit", "--emulate 2x2 --ranks 2", "--out PIPE", "--out FILE",
             "--redraw"))],
-    "bench forest": ["bench nothing", "bench forest --most many"],
+    "bench peers": ["bench nothing", "bench peers --every many"],
     "bench overlap": ["bench overlap --kinds none"], "bench spill": ["bench spill --parts none"],
     "bench ensembles": ["bench ensembles --rows 1"], "bench plan": ["bench plan --out FILE"],
     "bench quality": ["bench quality --seeds 0", "bench quality --jobs 0", "bench quality --out "

@@ -1,6 +1,4 @@
-"""Audit targets for DeepSpeed's MoE layer, and for AutoEP in a Mixtral model. Both targets run
-without ZeRO.
-"""
+"""Audit targets for DeepSpeed's MoE layer, and for AutoEP in a Mixtral model, without ZeRO."""
 
 from __future__ import annotations
 
@@ -22,11 +20,8 @@ from scripts.audit.targets.transformers import mixtral_config, recompute
 
 
 def join_ranks() -> None:
-    """Initialize DeepSpeed's communication with the gloo backend.
-
-    By default, DeepSpeed first compiles an all-reduce over shared memory and functions that flatten
-    tensors. This function disables the shared-memory all-reduce and uses torch's functions to
-    flatten tensors.
+    """Initialize DeepSpeed's communication with the gloo backend, without first compiling an
+    all-reduce over shared memory and functions that flatten tensors.
     """
     import deepspeed
     from deepspeed.runtime import engine
@@ -41,9 +36,8 @@ def join_ranks() -> None:
 
 
 class GradientsKept(torch.optim.SGD):
-    """An optimizer that copies the gradients of each step.
-
-    DeepSpeed's engine clears the gradients in the same call, so they must be copied.
+    """An optimizer that copies the gradients of each step, because DeepSpeed's engine clears the
+    gradients in the same call.
     """
 
     def __init__(self, parameters: Any) -> None:
@@ -63,10 +57,7 @@ class GradientsKept(torch.optim.SGD):
 
 class Engine:
     """DeepSpeed's engine, configured with the gradient accumulation and clipping that each batch
-    requires.
-
-    Attributes:
-        norm: the gradient norm used for clipping in the last step.
+    requires. `norm` is the gradient norm used for clipping in the last step.
     """
 
     def __init__(self, network: nn.Module, **config: Any) -> None:
@@ -118,9 +109,7 @@ class _Expert(nn.Module):
 
 
 class _Experts(nn.Module):
-    """DeepSpeed's MoE layer with input and output of shape [T, D]. The balance loss of the layer is
-    ignored.
-    """
+    """DeepSpeed's MoE layer with input and output of shape [T, D], without its balance loss."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -169,8 +158,8 @@ class AutoEP:
     model = MIXTRAL
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model. The parameters w1, w3 and w2 are the gate, up and down matrices of this
-        rank's experts.
+        """Build the model, in which w1, w3 and w2 are the gate, up and down matrices of the
+        experts.
         """
         import transformers
         from deepspeed.module_inject.auto_ep_presets import base

@@ -1,6 +1,4 @@
-"""Audit targets for Megatron-core's own MoE layer, with Megatron's DDP, schedule, optimizer and
-clipping.
-"""
+"""Audit targets for Megatron-core's MoE layer, with its DDP, schedule, optimizer and clipping."""
 
 from __future__ import annotations
 
@@ -51,9 +49,8 @@ class Megatron:
     dispatcher, per_token = "alltoall", False
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model with Megatron's `SequentialMLP`.
-
-        Each expert of this rank is a separate module that stores gate and up in a single matrix.
+        """Build the model with Megatron's `SequentialMLP`, in which each expert is a separate
+        module that stores gate and up in a single matrix.
         """
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -95,8 +92,7 @@ class Megatron:
             calculate_per_token_loss=self.per_token)
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run Megatron's schedule without pipelining, and then the optimizer with learning rate 0.
-        """
+        """Run Megatron's schedule without pipelining, and the optimizer with learning rate 0."""
         from moe_plugin.hosts.megatron.compat import names
 
         self.layer.moe_layer_recompute = batch.recompute

@@ -16,9 +16,7 @@ from scripts.audit.reference import TINY
 
 
 class TinyNetwork(nn.Module):
-    """The model `TINY` with the given MoE layer. The input and output of the MoE layer have the
-    shape [T, D].
-    """
+    """The model `TINY` with the given MoE layer, whose input and output are [T, D]."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -27,15 +25,7 @@ class TinyNetwork(nn.Module):
         self.out = nn.Linear(TINY.width, TINY.width, bias=False)
 
     def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
-        """Run the model.
-
-        Args:
-            x: tokens of shape [T, D].
-            recompute: whether the experts are recomputed in the backward pass.
-
-        Returns:
-            The output of shape [T, D].
-        """
+        """Return the output [T, D]. With `recompute`, the experts are recomputed backward."""
         h = self.inp(x)
         y = checkpoint(self.experts, h, use_reentrant=False) if recompute else self.experts(h)
         y_TD: Tensor = self.out(h + y)
@@ -58,9 +48,8 @@ class _Output(nn.Module):
 
 class Plain:
     """The audit target for our own layer. DDP reduces the gradients of all parameters except
-    experts, and our own function clips the gradients.
-
-    `ddp_model` also registers the hooks that reduce the experts' gradients.
+    experts, hooks that `ddp_model` registers reduce those of experts, and our own function clips
+    them.
     """
 
     supports = ("accumulation", "clipping", "recompute", "per_token", "empty")
@@ -85,7 +74,7 @@ class Plain:
 
     def step(self, batch: Batch) -> dict[str, float]:
         """Run the step. The loss is multiplied by the number of ranks, because DDP averages
-        gradients over the ranks.
+        gradients.
         """
         self.model.zero_grad()
         total = torch.zeros(())

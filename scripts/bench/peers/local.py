@@ -1,6 +1,4 @@
-"""Our layer and two peers implemented in this module: a dense one-hot implementation and a dense
-FFN.
-"""
+"""Our layer, a dense one-hot implementation, and a dense FFN."""
 
 from __future__ import annotations
 
@@ -47,9 +45,8 @@ def ours(problem: Problem, data: Data, compute: str = "auto") -> Candidate:
 @contextlib.contextmanager
 def einsum(problem: Problem, data: Data) -> Iterator[Candidate]:
     """Build GShard's dense implementation, which fairseq's `moe` branch also uses: a T x E x C
-    one-hot mask and two einsums.
-
-    C is the largest number of tokens that any rank sends to any expert, so no token is dropped.
+    one-hot mask and two einsums. C is the largest number of tokens that any rank sends to any
+    expert, so no token is dropped.
     """
     group, act = expert_group(), activation(problem)
     own = data.local(group.rank, group.size).weights()
@@ -88,8 +85,7 @@ def _to_ranks(rows_LRD: Tensor, ranks: int) -> Tensor:
 
 
 def _one_hot(ids_TK: Tensor, weights_TK: Tensor, experts: int, group: Comm) -> Tensor:
-    """Return combine_TEC, which contains the weight of each token's row in the slot of its expert.
-    """
+    """Return the weight of each token's row in the slot of its expert, [T, E, C]."""
     chosen_KTE = F.one_hot(ids_TK.t(), experts)
     slot_KTE = (chosen_KTE.flatten(0, 1).cumsum(0) - 1).view_as(chosen_KTE)
     most = (slot_KTE * chosen_KTE).max()
@@ -103,10 +99,8 @@ def _one_hot(ids_TK: Tensor, weights_TK: Tensor, experts: int, group: Comm) -> T
 @peers.register("dense")
 @contextlib.contextmanager
 def dense(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Build a dense FFN with the same active FLOPs. The inner width of the FFN is K * F, and there
-    is no router.
-
-    The FFN computes a different function than our layer, so its output is not compared.
+    """Build a dense FFN with the same active FLOPs: inner width K * F, and no router. It computes
+    another function than our layer, so its output is not compared.
     """
     wide, k = problem.top_k * problem.hidden_dim, problem.top_k
     first = [

@@ -1,8 +1,6 @@
-"""Megatron-core's own MoE layer as two candidates, which differ in how they implement the experts.
-
-`megatron` is the layer that Megatron's layer specs build without `moe_grouped_gemm`. The candidate
-`megatron` computes one matmul per expert. `megatron_te` uses Transformer Engine's grouped GEMM,
-which is the usual choice on GPUs.
+"""Megatron-core's own MoE layer: `megatron`, as Megatron's layer specs build it without
+`moe_grouped_gemm`, computes one matmul per expert. `megatron_te` uses Transformer Engine's grouped
+GEMM, which is the usual choice on GPUs.
 """
 
 from __future__ import annotations
@@ -28,9 +26,6 @@ from scripts.bench.problem import Data, Problem
 
 
 def why_not_engine(problem: Problem) -> str | None:
-    """Return the reason why `TEGroupedMLP` cannot run this problem, or None if it can run the
-    problem.
-    """
     return None if problem.device == "cuda" else "Transformer Engine needs a GPU"
 
 
@@ -73,9 +68,7 @@ def _building(device: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _groups(device: str) -> Iterator[None]:
-    """Create Megatron's process groups for the duration of the block. All candidates of one run
-    share these groups.
-    """
+    """Create Megatron's process groups, which all candidates of one run share, for the block."""
     from megatron.core import parallel_state
 
     from moe_plugin.hosts.megatron.compat import core
@@ -122,12 +115,8 @@ def _layer(problem: Problem, experts: str, ranks: int) -> Any:
 
 
 def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) -> Any:
-    """Build Megatron-core's own MoE layer as Megatron's GPT layer specs do.
-
-    Args:
-        config: Megatron's configuration.
-        with_engine: whether to use Transformer Engine.
-        grouped: whether to use `moe_grouped_gemm`.
+    """Build Megatron-core's own MoE layer as Megatron's GPT layer specs do, with or without
+    Transformer Engine and `moe_grouped_gemm`.
     """
     from moe_plugin.hosts.megatron.compat import core
 
@@ -141,9 +130,7 @@ def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) 
 
 
 def load(layer: Any, data: Data) -> None:
-    """Copy the weights into a Megatron layer. Both of Megatron's implementations of the experts are
-    supported. For gated experts, the first half of the matrix is the gate.
-    """
+    """Copy the weights. For gated experts, the first half of the first matrix is the gate."""
     copy(layer.router.weight, data.router_ED)
     first_LDF = torch.cat([w for w in (data.w_gate_LDF, data.w_in_LDF) if w is not None], 2)
     _LOADERS[type(layer.experts).__name__](layer.experts, first_LDF, data.w_out_LFD)

@@ -1,6 +1,4 @@
-"""The experts of `transformers`' Mixtral as candidates. There is one candidate for each
-implementation of the experts in `transformers`.
-"""
+"""The experts of `transformers`' Mixtral, one candidate for each of their implementations."""
 
 from __future__ import annotations
 
@@ -15,11 +13,11 @@ from moe_plugin.planner.units import show_size
 from scripts.bench.peers.base import (
     Build,
     Candidate,
+    behind_router,
     copy,
     expert_group,
     not_installed,
     register_peer,
-    route,
 )
 from scripts.bench.problem import Data, Problem
 
@@ -52,20 +50,14 @@ def _candidate(problem: Problem, data: Data, implementation: str) -> Iterator[Ca
     assert data.w_gate_LDF is not None
     copy(experts.gate_up_proj, torch.cat([data.w_gate_LDF, data.w_in_LDF], 2).transpose(1, 2))
     copy(experts.down_proj, data.w_out_LFD.transpose(1, 2))
-    router_ED, compute = nn.Parameter(data.router_ED.clone()), _over(group, experts, problem.device)
-
-    def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        weights_TK, ids_TK, loss = route(x, router_ED, problem.top_k)
-        return compute(x, ids_TK, weights_TK.to(x.dtype)), [loss]
-
-    yield Candidate(forward, [router_ED, *experts.parameters()],
-                    "MixtralExperts behind a plain float32 router")
+    compute = _over(group, experts, problem.device)
+    yield behind_router(lambda x, ids_TK, weights_TK: compute(x, ids_TK, weights_TK.to(x.dtype)),
+                        problem, data.router_ED, experts.parameters(),
+                        "MixtralExperts behind a plain float32 router")
 
 
 def _over(group: Comm, experts: nn.Module, device: str) -> Callable[..., Tensor]:
-    """Wrap the experts in an exchange over several ranks that uses the all-to-alls of
-    `transformers`.
-    """
+    """Wrap the experts in the all-to-alls of `transformers` over several ranks."""
     if group.size == 1:
         return experts
     from torch.distributed import init_device_mesh

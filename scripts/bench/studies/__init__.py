@@ -36,7 +36,6 @@ STUDIES = {study.name: study for study in (
           ("memory limit",)),
     Study("offload", "text generation with experts ten times as large as the memory limit",
           ("memory limit",)),
-    Study("offload-plans", "peers that stream a whole model, compared with a pipeline (computed)"),
     Study("peers", "two peers that each train a whole model over a slow link, compared with a "
           "pipeline", ("nodes", "torchft")),
     Study("all-to-all-model", "every all-to-all algorithm by size on emulated clusters, and a "
@@ -45,7 +44,6 @@ STUDIES = {study.name: study for study in (
           "with them", ("nodes", "fairseq", "megatron")),
     Study("headlines", "published results, the planner's predictions, and our measurements "
           "(computed)", ("igraph",)),
-    Study("forest", "planning trees: time and memory by number of GPUs", ("igraph",)),
     Study("adaptive", "`parallel: auto` compared with every fixed layout", ("nodes",)),
     Study("overlap", "exchange and matmuls of a layer, alone and overlapped", ("nodes",)),
     Study("once", "tokens sent once to each rank or node, compared with once to each expert",

@@ -48,12 +48,7 @@ OPTIONS = {
 
 
 class AliveBytes(TorchDispatchMode):
-    """A dispatch mode that counts the bytes of all storages created by operators while the mode is
-    active.
-
-    Attributes:
-        now: current number of bytes.
-        peak: largest number of bytes so far.
+    """A dispatch mode that counts the bytes of all storages created by operators (`now`, `peak`).
     """
 
     def __init__(self) -> None:
@@ -71,7 +66,7 @@ class AliveBytes(TorchDispatchMode):
         return result
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Exclude the given tensors, which exist throughout the measurement."""
+        """Exclude tensors that exist throughout the measurement."""
         self._seen |= {x.untyped_storage()._cdata for x in tensors}
 
     def _add(self, storage: Any) -> None:

@@ -53,11 +53,8 @@ OPTIONS = {
 
 
 class Quiet:
-    """Measure one message size after the other, and repeat measurements that were disturbed because
-    other programs used the CPU.
-
-    Attributes:
-        shares: for each measurement, the share of the CPU that other programs used.
+    """Measure one message size after the other, and repeat measurements that were disturbed.
+    `shares` contains the share of the CPU that other programs used, for each measurement.
     """
 
     def __init__(self, tries: int) -> None:
@@ -82,11 +79,9 @@ class Quiet:
 
 
 def in_rounds(quiet: Quiet, sizes: Sequence[int], rounds: int) -> list[ExchangeRow]:
-    """Measure the grids used to fit the model and the grid used to test it.
-
-    All grids and message sizes are measured in several rounds, because the speed of the machine
-    varies over time. Each row contains the median of the rounds' medians and the minimum of the
-    rounds' minima.
+    """Measure the grids used to fit the model and the grid used to test it, in several rounds,
+    because the speed of the machine varies over time. Each row contains the median of the rounds'
+    medians and the minimum of the rounds' minima.
     """
     found = [quiet.measure((*SMALL_GRIDS, GRIDS[1]), MODELLED, sizes, REPEATS_PER_ROUND)
              for _ in range(rounds)]
@@ -113,9 +108,7 @@ def _busy_s() -> float:
 
 
 def _own_s() -> float:
-    """Return the CPU time in seconds of this process and of its terminated child processes (ranks
-    and switch).
-    """
+    """Return the CPU time in seconds of this process and of its terminated children."""
     return sum(
         usage.ru_utime + usage.ru_stime
         for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
@@ -183,9 +176,7 @@ def body(about: dict[str, Any]) -> list[str]:
 
 
 def auto_table(rows: Sequence[ExchangeRow]) -> str:
-    """Return a table with the time of `auto` divided by the time of the best algorithm, by grid and
-    message size.
-    """
+    """Compare `auto` with the best algorithm, by grid and message size."""
     cells = []
     for key in dict.fromkeys((r.nodes, r.ranks_per_node, r.bytes) for r in rows):
         times = {r.algorithm: r for r in rows if (r.nodes, r.ranks_per_node, r.bytes) == key}
@@ -200,9 +191,7 @@ def auto_table(rows: Sequence[ExchangeRow]) -> str:
 
 
 def gain_table(rows: Sequence[ExchangeRow], costly: Sequence[ExchangeRow]) -> str:
-    """Return a table with the time of linear algorithms divided by the time of hierarchical
-    algorithms, without and with a cost per message.
-    """
+    """Return the time of linear algorithms divided by that of hierarchical ones."""
     cells = []
     for what, some in (("no message cost", rows), (f"{show_time(MESSAGE)} per message", costly)):
         for size in dict.fromkeys(r.bytes for r in costly):

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from scripts.bench.chips import GPU, GPUS
 from scripts.bench.launches import Call, recorded, step
 from scripts.bench.report import columns, page
-from scripts.bench.resources import compile_for
+from scripts.bench.resources import GPU, GPUS, compile_for
 from scripts.bench.studies.layers import LAYERS
 from scripts.bench.study import Option
 
@@ -41,9 +40,7 @@ def flops(call: Call) -> int:
 
 
 def _rows(call: Call) -> int:
-    """Return the total number of rows of all experts, read from the ungathered operand of a weight
-    gradient.
-    """
+    """Return the number of rows of all experts: those of a weight gradient's ungathered operand."""
     fixed = dict(call.launch.constants)
     return call.shapes["grad" if fixed["X_GATHER"] else "x"][0]
 

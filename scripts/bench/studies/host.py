@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scripts.bench.child import on_processes
 from scripts.bench.layer import (
     agreement,
     check_losses,
@@ -30,7 +31,6 @@ from scripts.bench.layer import (
 from scripts.bench.measure import training_step, versions
 from scripts.bench.peers import Candidate
 from scripts.bench.problem import Data, Problem, add_problem, make_data, problem_of
-from scripts.bench.ranks import on_processes
 from scripts.bench.report import columns, load_in_words, page
 from scripts.bench.sweep import alternate
 
@@ -81,12 +81,7 @@ def count_operations(candidate: Candidate, data: Data) -> tuple[int, int]:
 
 def run(problem: Problem, ranks: int, rounds: int,
         names: Sequence[str] = PEERS) -> dict[str, Any]:
-    """Measure in `ranks` new processes, each with as many threads as this process.
-
-    Raises:
-        ValueError: if a peer's output differs from our layer's output, if a peer has no balance
-            loss, or if the experts cannot be divided equally among the ranks.
-    """
+    """Measure in `ranks` new processes, each with as many threads as this process."""
     if problem.device != "cpu":
         raise ValueError(f"device={problem.device!r} is not supported by bench host: must be cpu, "
                          "because CPU time does not include the time of a GPU. Leave out --device")
@@ -98,11 +93,8 @@ def run(problem: Problem, ranks: int, rounds: int,
 
 
 def measure_rank(problem: Problem, ranks: int, rounds: int, names: Sequence[str]) -> dict[str, Any]:
-    """Measure all candidates on this rank and return their costs. All ranks of the default group
-    must call this function.
-
-    `results` contains the cost of each candidate, with our layer first. `refused` contains the
-    reason for each peer that could not run.
+    """Measure all candidates on all ranks of the default group, and return their costs (our layer
+    first) and the reason for each peer that could not run (`refused`).
     """
     data, before = make_data(problem), os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
@@ -120,9 +112,8 @@ def measure_rank(problem: Problem, ranks: int, rounds: int, names: Sequence[str]
 
 
 def _measured(candidates: dict[str, Candidate], data: Data, rounds: int) -> list[dict[str, Any]]:
-    """Return the CPU time of a call in microseconds, and the number of ATen operations. The time
-    and the operations are returned for a forward pass, and for a forward and backward pass
-    ("step"). Views are counted as operations, and collectives are not counted.
+    """Return the CPU time of a call in microseconds, and the number of ATen operations, for a
+    forward pass, and for a forward and backward pass ("step"). Collectives are not counted.
     """
     calls = {name: list(_calls(c, data)) for name, c in candidates.items()}
     for mine in calls.values():
@@ -143,18 +134,14 @@ def _measured(candidates: dict[str, Candidate], data: Data, rounds: int) -> list
 
 
 def _calls(candidate: Candidate, data: Data) -> Iterator[Callable[[], object]]:
-    """Yield two functions: one runs a forward pass that records the autograd graph, and the other
-    runs a forward and backward pass.
-    """
+    """Yield a forward pass that records the autograd graph, and a forward and backward pass."""
     x_TD = data.x_TD.clone().requires_grad_()
     yield lambda: candidate.forward(x_TD)
     yield training_step(candidate.forward, candidate.parameters, x_TD, data.grad_TD)
 
 
 def _processor_us(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """For each function, return the CPU time of one call in microseconds, as a mean over `repeats`
-    calls.
-    """
+    """Return the CPU time of one call of each function in microseconds, as a mean."""
     found = []
     for call in calls:
         start = time.process_time()

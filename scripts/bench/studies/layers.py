@@ -1,6 +1,4 @@
-"""Studies of a layer, its peers and its operations. Some of the studies measure one problem, and
-others measure all problems of a page.
-"""
+"""Studies of a layer, its peers and its operations, on one problem or on all of a page."""
 
 from __future__ import annotations
 
@@ -59,9 +57,7 @@ ATTEMPTS = {"attempts": Option(3, "maximum number of attempts if a measurement i
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
-    """Set the number of threads, and return all problems for a device. With --quick, return a
-    single small problem.
-    """
+    """Set the number of threads, and return all problems for a device (one small with --quick)."""
     torch.set_num_threads(args.threads)
     every = LAYERS[args.device]
     return [replace(every[0], **SMALL)] if args.quick else every
@@ -70,12 +66,7 @@ def problems(args: argparse.Namespace) -> list[Problem]:
 def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1,
              forward_only: bool = False) -> dict[str, Any]:
     """Measure our layer and its peers several times, and return the attempt with the least noise.
-
-    The noise is the median time of the bound divided by its minimum time.
-
-    Args:
-        ranks: number of ranks that share the experts and the CPU threads.
-        forward_only: whether to measure only the forward pass.
+    The ranks share the experts and the CPU threads.
     """
     slots = problem.tokens * problem.experts * (problem.rows // problem.experts)
     names = [n for n in peers.names()
@@ -141,9 +132,7 @@ def _one_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _two_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure gated layers on two ranks, because all peers support gated layers on several ranks.
-    Gated layers are not measured on a GPU or with `--quick`.
-    """
+    """Measure gated layers on two ranks of a CPU, because all peers support gated layers there."""
     return [with_machine(quietest, problem, args, 2) for problem in problems(args)
             if problem.gated and problem.device == "cpu" and not args.quick]
 
@@ -155,9 +144,7 @@ def _generated(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def aim_of(one: dict[str, Any]) -> float | None:
-    """Return the target for the ratio to the lower bound on one rank, or None if there is no target
-    for this layer.
-    """
+    """Return the target for the ratio to the bound on one rank, or None if there is no target."""
     problem = Problem.of(one)
     if problem not in LAYERS["cpu"]:
         return None

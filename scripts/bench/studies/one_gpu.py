@@ -26,8 +26,8 @@ LEAKS = re.compile(r"nanobind: |See https://nanobind\.| - (leaked |\.\.\. skippe
 
 
 class OneGPU:
-    """Measure operations, and layers alone and with every installed peer, on one GPU. Each part can
-    be measured in its own process. The script `scripts/bench_gpu.sh` does this.
+    """Measure operations, and layers alone and with every installed peer, on one GPU. The script
+    `scripts/bench_gpu.sh` measures each part in its own process.
     """
 
     TITLE, MADE_BY = "One GPU", "bash scripts/bench_gpu.sh"
@@ -47,8 +47,7 @@ class OneGPU:
 
     @staticmethod
     def steps(args: argparse.Namespace) -> list[dict[str, str]]:
-        """Return the log lines in which the script reports its steps. For failed steps, include the
-        last lines of their output.
+        """Return the results of the script's steps, with the last lines of output of failed ones.
         """
         logs = Path(args.out or ".") / "gpu_logs"
         told = logs / "steps.txt"

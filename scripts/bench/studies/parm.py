@@ -31,14 +31,8 @@ EXPERTS, REPLICAS = 8, 2
 
 
 class Shape(NamedTuple):
-    """The sizes of a layer in which pairs of ranks have the same tokens.
-
-    Attributes:
-        grid: number of nodes and of ranks per node.
-        k: number of experts per token.
-        f: capacity factor.
-        d: number of pieces.
-        tokens: number of tokens of each pair of ranks.
+    """The sizes of a layer in which pairs of ranks have the same tokens: nodes x ranks per node,
+    experts per token, capacity factor, number of pieces, and tokens of each pair.
     """
 
     grid: str
@@ -81,9 +75,7 @@ def settings(shape: Shape, schedule: str, width: int, links: dict[str, Any]) -> 
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure all schedules on one rank. The result also contains the schedule that was chosen by
-    `auto`.
-    """
+    """Measure all schedules on one rank, with the schedule that `auto` chose."""
     comm, shape, layers = TorchComm(), SHAPES[at.shape], {}
     for name in (*NAMES, AUTO):
         torch.manual_seed(0)

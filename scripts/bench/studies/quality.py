@@ -76,8 +76,8 @@ def difference(found: dict[str, Any], side: str, other: str, name: str, factor: 
 
 
 def rate_of(found: dict[str, Any], side: str) -> str:
-    """Return the learning rate that a model uses. The rate is marked with `*` if it is the smallest
-    or largest rate that was tried.
+    """Return the learning rate of a model, with `*` if it is the smallest or largest that was
+    tried.
     """
     tried = [float(rate) for rate in found["search"][side]]
     rate = best_rates(found["search"][side])[0]
@@ -85,7 +85,7 @@ def rate_of(found: dict[str, Any], side: str) -> str:
 
 
 def runs_of(found: dict[str, Any]) -> str:
-    """Return a text with the number of seeds and the learning rates that were tried."""
+    """State the number of seeds and the learning rates that were tried."""
     seeds = len(next(iter(found["runs"].values())))
     rates = ", ".join(next(iter(found["search"].values())))
     return (f"Each row has {seeds} seeds. The learning rates tried are {rates}.")

@@ -138,10 +138,8 @@ def alone(steps: int) -> list[float]:
 
 
 def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
-    """Return (micro-batches per second, stage of each peer) for the fastest fixed pipeline.
-
-    All peers of a stage process the same number of micro-batches. The search includes pipelines in
-    which some peers are not used. An unused peer has the stage -1.
+    """Return (micro-batches per second, stage of each peer) of the fastest fixed pipeline. All
+    peers of a stage process the same number of micro-batches. An unused peer has the stage -1.
     """
     def rate(places: tuple[int, ...]) -> float:
         stages = [[s for s, place in zip(speeds, places, strict=True) if place == stage]
@@ -153,11 +151,8 @@ def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
 
 
 class Fixed(SwarmMembers):
-    """The members of a swarm in which each peer has a fixed stage. Peers with the same stage take
-    turns.
-
-    Args:
-        stage_of: the stage of each peer, by host name.
+    """The members of a swarm in which each peer (by host name) has a fixed stage. Peers with the
+    same stage take turns.
     """
 
     def __init__(self, stage_of: dict[str, int]) -> None:
@@ -184,9 +179,7 @@ def trace(args: argparse.Namespace, peer: int) -> Iterator[tuple[float, float]]:
 
 
 def peer_rank(trainer: str, host: str, speed: float, lives: list[tuple[float, float]]) -> None:
-    """Serve as a peer until the trainer has ended. The peer leaves and returns at the planned
-    times.
-    """
+    """Serve as a peer that leaves and returns at the planned times, until the trainer has ended."""
     def serve() -> None:
         torch.set_num_threads(1)
         StagePeer((trainer, PORT), parts(speed), OPTIMIZER, loss, host=host, throughput=speed,

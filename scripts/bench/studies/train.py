@@ -85,9 +85,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
-    """Return one report for each shape. If a launcher started the ranks, only rank 0 returns
-    reports.
-    """
+    """Return one report for each shape (on ranks of a launcher, only on rank 0)."""
     grid = parse_grid(args.emulate) if args.emulate else None
     shapes = for_host(parse_shapes(args.shapes), args.host)
     if "RANK" not in os.environ:
@@ -112,11 +110,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
 
 
 def hardware(rate_bit_s: float, folder: Path) -> Settings:
-    """Return the settings that describe the links and the processor. The layer uses these settings
-    to choose the number of pieces.
-
-    For an emulated cluster, the settings describe the fitted links with the bandwidth of the
-    cluster.
+    """Return the settings that describe the processor and the fitted links, with the given
+    bandwidth. The layer uses these settings to choose the number of pieces.
     """
     fitted = load_cluster("configs/clusters/emulated.yaml")
     link = replace(fitted.inter, beta_s=fitted.inter.beta_s * FITTED_BIT_S / rate_bit_s)

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from moe_plugin.planner.units import parse_grid
 from moe_plugin.utils.machine import wait_for_device
+from scripts.bench.child import on_processes
 from scripts.bench.measure import versions
-from scripts.bench.ranks import on_processes
 from scripts.bench.report import columns, page
 from scripts.bench.study import Option
 from scripts.bench.sweep import medians
@@ -86,9 +86,8 @@ def build(shape: str, **more: Any) -> Any:
 
 
 def stepper(model: Any, tokens: Tensor) -> Callable[[], float]:
-    """Return a function that runs one training step with SGD and returns the loss.
-
-    The learning rate is 0, so that losses can be compared across steps and models.
+    """Return a function that runs one training step with SGD and returns the loss. The learning
+    rate is 0, so that losses can be compared across steps and models.
     """
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -111,11 +110,9 @@ def data(sequences: int, length: int, part: int = 0) -> Tensor:
 
 
 def timed(sides: dict[str, Callable[[], float]], steps: int) -> dict[str, Any]:
-    """Time the steps of all models, which alternate after every step. For each model, return the
-    step times in seconds and the last loss.
-
-    All ranks start a step at the same time. In a single process, a model is timed only once if it
-    takes more than `SLOW` times as long as ours.
+    """Time the steps of all models, which alternate after every step. All ranks start a step at the
+    same time. In a single process, a model is timed only once if it takes more than `SLOW` times as
+    long as ours.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     losses = {}
@@ -162,9 +159,9 @@ def _dtype(args: argparse.Namespace) -> torch.dtype:
 
 class OnGPU:
     """Measure training steps of `transformers` models on one GPU in bfloat16. The models use the
-    experts of `transformers`, or those of this package. The models have two layers. The widths and
-    the numbers of experts are those of published models. All models start with the same weights and
-    are trained in a single process. The models alternate after every training step.
+    experts of `transformers`, or those of this package. The models have two layers, with the widths
+    and the numbers of experts of published models. All models start with the same weights and are
+    trained in a single process. The models alternate after every training step.
     """
 
     TITLE = "Models of transformers on one GPU"
@@ -246,12 +243,8 @@ def gathered(folder: str, mesh: str, args: argparse.Namespace) -> list[Any]:
 
 def _with_sizes(cells: list[dict[str, Any]], args: argparse.Namespace, parts: int,
                 rate: float | None = None) -> dict[str, Any]:
-    """Add model sizes and versions to the results.
-
-    Args:
-        cells: the results for each shape.
-        parts: number of batches per step.
-        rate: bandwidth of the nodes' links in bit/s, or None.
+    """Add model sizes and versions to the results. `parts` is the number of batches per step, and
+    `rate` the bandwidth of the nodes' links in bit/s.
     """
     return {"cells": cells, "sequences": args.sequences, "length": args.length, "parts": parts,
             "steps": args.steps, "rate": rate, "dtype": args.dtype,

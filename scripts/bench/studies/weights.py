@@ -86,8 +86,7 @@ def child(args: argparse.Namespace, mode: str, scratch: str, throttle: float) ->
 
 def megatron_child(args: argparse.Namespace, mode: str, place: str,
                    throttle: float) -> dict[str, Any]:
-    """Train with Megatron's script in this process. Return the losses, times and memory of the run.
-    """
+    """Train with Megatron's script in this process."""
     from moe_plugin.hosts.megatron.train import main as train
     from moe_plugin.observe.history import read_run
 
@@ -131,8 +130,8 @@ CHILDREN = {"plain": child, "megatron": megatron_child}
 
 
 def compare(part: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run all modes, and check that the losses with streamed weights are bitwise equal to the
-    losses with resident weights.
+    """Run all modes, and check that the losses with streamed weights are bitwise equal to those
+    with resident weights.
     """
     limit = (LIMIT_MIB[part] if args.limit_mib < 0 else args.limit_mib) * MIB or None
     modes, throttles = (MODES, (0.0, args.throttle)) if part == "plain" else (MODES[:2], (0.0,))

@@ -1,8 +1,5 @@
-"""Plot the loss against the training time, for our layer and for the host framework's own layer.
-The figure is shown on the page of `bench train`.
-
-Each line shows the mean over neighbouring steps. The band around a line shows the minimum and
-maximum of the averaged losses.
+"""Plot the loss against the training time, for our layer and for the host framework's own layer. A
+line shows the mean over neighbouring steps, and its band their minimum and maximum.
 """
 
 from __future__ import annotations
@@ -25,9 +22,7 @@ NATIVE = {"megatron": "Megatron-core's own layer",
 
 
 def draw(found: Sequence[dict[str, Any]], path: str) -> None:
-    """Draw one panel for each host on one machine. A panel shows the timed steps of `SHAPE`, or of
-    the first shape if `SHAPE` was not measured.
-    """
+    """Draw one panel for each host on one machine, for `SHAPE` or else the first shape."""
     shown = []
     for (_, place), mine in by_place(reports(found)).items():
         if place.startswith("one machine"):
@@ -58,16 +53,12 @@ def _panel(axis: Any, report: TrainReport) -> None:
 
 
 def curve(side: SideTimes) -> tuple[list[float], list[float]]:
-    """For each timed step, return its loss, and the time in seconds since the start of the first
-    timed step.
-    """
+    """For each timed step, return the seconds since the start of the first one, and the loss."""
     return list(accumulate(side.seconds)), list(side.losses[-len(side.seconds):])
 
 
 def smoothed(losses: Sequence[float]) -> list[tuple[float, float, float]]:
-    """For each step, return (mean, minimum, maximum) of the losses around the step. Near the ends
-    of a curve, fewer steps are averaged.
-    """
+    """Return (mean, minimum, maximum) of the losses around each step."""
     reach = len(losses) // (2 * POINTS)
     windows = [losses[max(0, i - reach):i + reach + 1] for i in range(len(losses))]
     return [(sum(near) / len(near), min(near), max(near)) for near in windows]

@@ -41,15 +41,7 @@ _FIXED = ("--task dummy_lm --dict-size 256 --arch transformer_lm --decoder-atten
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
           ours: Mapping[str, Settings], others: bool, evaluate: bool = False) -> list[Side]:
-    """Build all models with the same weights. The default process group must be initialized.
-
-    Args:
-        text: the training text, uint8 [N].
-        rank: this rank.
-        ours: for each model with our layer, the settings of the layer.
-        others: whether to also build the layer of fairseq's `moe` branch and a dense model.
-        evaluate: whether steps are forward passes of an evaluation.
-    """
+    """Build all models with the same weights. See `run.sides_of`."""
     start()
     make = Models(shape, text, rank, ranks, evaluate)
     models = {(name, "ours"): make.ours(settings)
@@ -66,12 +58,8 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
 
 
 class _BranchFFN(nn.Module):
-    """The layer of fairseq's `moe` branch, which replaces our layer.
-
-    Attributes:
-        moe: the attributes of an MoE layer that the trainer and the criterion read.
-        run: the settings of the run.
-        stats: always None, because no statistics are logged for this layer.
+    """The layer of fairseq's `moe` branch, which replaces our layer. `moe`, `run` and `stats` are
+    read by the trainer and the criterion.
     """
 
     stats = None
@@ -103,9 +91,7 @@ def _become_branch(model: nn.Module, shape: TrainShape) -> None:
 
 
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy all weights. Parameters are matched by name, except for experts, which have different
-    names in the two layers.
-    """
+    """Copy all weights by name, except for experts, which have other names in the two layers."""
     from moe_plugin.hosts.fairseq.layers import moe_layers
 
     known = dict(source.named_parameters())

@@ -1,6 +1,4 @@
-"""Build GPT models in Megatron-core: with our layer, with Megatron's own layer, and without
-experts.
-"""
+"""Build GPT models in Megatron-core: with our layer, with Megatron's own layer, and dense."""
 
 from __future__ import annotations
 
@@ -34,16 +32,8 @@ SEED, VOCABULARY = 1234, 384  # the vocabulary is that of bytes, padded as in Me
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
           ours: Mapping[str, Settings], others: bool, evaluate: bool = False) -> list[Side]:
-    """Build all models with the same weights in Megatron's process groups. The default process
-    group must be initialized.
-
-    Args:
-        text: the training text, uint8 [N].
-        rank: this rank.
-        ours: for each model with our layer, the settings of the layer.
-        others: whether to also build Megatron's own layer, with both dispatchers, and a dense
-            model.
-        evaluate: whether steps are forward passes of an evaluation.
+    """Build all models with the same weights in Megatron's process groups. Megatron's own layer is
+    built with both dispatchers. See `run.sides_of`.
     """
     start(ranks)
     config = config_of(shape, ranks)
@@ -83,9 +73,7 @@ def _take_choices(router: Any, choose: Chooser) -> None:
 
 
 def _copy_weights(source: Made | None, target: Made) -> None:
-    """Copy all weights. Parameters are matched by name, except for experts, which have different
-    names in the two layers.
-    """
+    """Copy all weights by name, except for experts, which have other names in the two layers."""
     if source is None or source is target:
         return
     mine, theirs = source.chunk.module, target.chunk.module
@@ -168,13 +156,8 @@ class Made:
 
 def make(shape: TrainShape, config: Any, settings: Settings | None = None,
           fused: bool = False) -> Made:
-    """Build a model.
-
-    Args:
-        config: Megatron's configuration.
-        settings: settings of our layer. None (default) builds the layers of Megatron's own layer
-            spec.
-        fused: whether to use the fused Adam optimizer.
+    """Build a model with our layer and its settings, or (None) with Megatron's own layer specs.
+    `fused` uses the fused Adam optimizer.
     """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -218,13 +201,7 @@ def make(shape: TrainShape, config: Any, settings: Settings | None = None,
 
 
 class Batches:
-    """A sequence of training batches. Each batch consists of tokens and labels, each [B, T].
-
-    Args:
-        text: the text, uint8 [N].
-        rank: this rank.
-        evaluate: whether the batches are used for evaluation.
-    """
+    """A sequence of training batches. Each batch consists of tokens and labels, each [B, T]."""
 
     def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int,
                  evaluate: bool = False) -> None:

@@ -1,5 +1,4 @@
-"""Time training steps of several models on the same ranks. The models alternate after every step.
-"""
+"""Time training steps of several models on the same ranks. The models alternate."""
 
 from __future__ import annotations
 
@@ -24,12 +23,9 @@ class SideTimes:
     """The step times of one model, in seconds on the slowest rank.
 
     Attributes:
-        kind: "ours", "native" or "dense".
-        seconds: time of each timed step.
         optimizer_s: time spent in the optimizer during each timed step.
-        losses: losses of all steps, including the steps of the last warm-up. The losses of two
-            models can be compared step by step, because all models start with the same weights and
-            use the same data.
+        losses: losses of all steps, including those of the last warm-up. They can be compared
+            between models, which start with the same weights and use the same data.
         parameters: number of parameters per rank.
     """
 
@@ -68,19 +64,11 @@ class _Clock:
 
 def measure(sides: Sequence[Side], comm: Comm, steps: int, warm_up: int = WARM_UP,
             now: Callable[[], float] = time.perf_counter) -> list[SideTimes]:
-    """Time the training steps of all models, which alternate after each step. Every rank must
-    call this function.
+    """Time the training steps of all models on all ranks. The models alternate after each step.
 
-    Each model first runs `warm_up` untimed steps. If the tuners of a model have not finished after
-    the warm-up, the model runs more steps alone and then restarts from its initial weights.
-    Therefore all models have the same weights, data and expert loads in the timed steps.
-
-    Args:
-        sides: models to train.
-        comm: communicator of all ranks.
-        steps: number of timed steps per model.
-        warm_up: number of steps per model before the timed steps.
-        now: function that returns the current time in seconds.
+    Each model first runs `warm_up` untimed steps. If its tuners have not finished then, the model
+    runs more steps alone and restarts from its initial weights. Therefore all models have the same
+    weights, data and expert loads in the timed steps.
     """
     runs = [_Run(side, comm, now) for side in sides]
     for run in runs:
