@@ -141,9 +141,7 @@ def read_gradient(case: Case, rank: int, tokens_SM: Tensor, rows_SMn: Tensor, g_
 
 
 def predictions(case: Case, rank: int, tokens_SM: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield each explanation with the coefficients [S, M] of the summands that it implies, up to a
-    common factor.
-    """
+    """Yield each explanation with its coefficients [S, M] of the summands, up to a factor."""
     ones_SM = torch.ones_like(tokens_SM)
     source_S = torch.arange(case.sources)
     mine, groups = case.source_of(rank), max(1, case.ep // case.shared)
@@ -173,9 +171,7 @@ def _is_sum(rows_SMn: Tensor, g_n: Tensor, zero: float, tolerance: float) -> boo
 
 def _losses(case: Case, right: Reference, losses: Sequence[float | None], tolerance: float
             ) -> Iterator[Observation]:
-    """Compare the losses of all ranks with the correct losses: the mean over all tokens, over the
-    rank's tokens, or over the means of its micro-batches.
-    """
+    """Compare all losses with the means over all tokens, the rank's, or its micro-batches'."""
     mean_SM = right.losses / right.tokens.clamp(min=1)
     own_S, all_S = right.losses.sum(1) / right.tokens.sum(1).clamp(min=1), torch.ones(case.sources)
     expected = ((FACTOR, all_S * right.loss, False), (FACTOR, own_S, True),

@@ -28,9 +28,7 @@ class DenseModel(Protocol):
     rows: int
 
     def weights(self, skewed: bool) -> dict[str, Tensor]:
-        """Return the unsharded tensors by name. If `skewed`, the router sends all tokens to the
-        first experts.
-        """
+        """Return the unsharded tensors. If `skewed`, all tokens choose the first experts."""
 
     def draw(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of `rows` samples."""
@@ -76,9 +74,7 @@ class TinyModel:
                 "down": (e, d, f), "out": (d, d)}
 
     def weights(self, skewed: bool) -> dict[str, Tensor]:
-        """Return random weights. Feature 0 of every token is 2, so a large router weight for this
-        feature skews the load.
-        """
+        """Return random weights. Feature 0 of every token is 2, by which the router skews."""
         generator = torch.Generator().manual_seed(SEED)
         w = {name: 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)
              for name, shape in self.shapes().items()}
@@ -128,9 +124,7 @@ class Reference:
 
 def reference(model: DenseModel, weights: Mapping[str, Tensor],
               data: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Reference:
-    """Compute the losses and gradients of all micro-batches of all sources. A source is a rank, or
-    a group of ranks that process the same tokens.
-    """
+    """Compute the losses and gradients of all micro-batches of all sources (see `Case`)."""
     leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
     losses = [[model.losses(leaves, x, y) for x, y in micro] for micro in data]
     tokens = torch.tensor([[len(loss) for loss in row] for row in losses], dtype=torch.float64)

@@ -54,9 +54,7 @@ class RankStep:
 
 
 class World:
-    """A context manager that forks the processes of an audit, which form one gloo group. Each
-    process builds the target's model.
-    """
+    """A context manager that forks ranks in one gloo group, each with the target's model."""
 
     def __init__(self, target: Target, ranks: int, ep: int, timeout_s: float) -> None:
         self.target, self.ranks, self.ep, self.timeout_s = target, ranks, ep, timeout_s

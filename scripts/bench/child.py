@@ -24,9 +24,7 @@ from moe_plugin.utils.quiet import FAIRSEQ, MEGATRON, hidden
 
 
 def command(function: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """Return the command line that runs `function(*args)` in a process with one thread, which can
-    import this repository's modules.
-    """
+    """Return the command line that runs `function(*args)` in a process with one thread."""
     given = base64.b64encode(pickle.dumps(args)).decode()
     places = os.pathsep.join(sys.path)
     return ["env", "OMP_NUM_THREADS=1", f"PYTHONPATH={places}", sys.executable, "-m",
@@ -35,9 +33,7 @@ def command(function: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
 
 def call(function: Callable[..., Any], *args: Any,
          environment: Mapping[str, str] | None = None) -> Any:
-    """Call `function(*args)` in a new process with one thread and return the result. The function
-    is defined at the top level of a module and returns plain values.
-    """
+    """Call `function(*args)`, which returns plain values, in a new process with one thread."""
     done = subprocess.run(command(function, args), stdout=subprocess.PIPE, text=True, check=True,
                           env={**os.environ, **(environment or {})})
     return result(done.stdout)

@@ -63,33 +63,26 @@ def _scaled(gpus: int, tokens: int, cluster: Cluster = AZURE) -> ScaleRow:
 
 
 def sparse_layer(gpus: int, slower: float = 1.0) -> float:
-    """Return the time of one-hot dispatch divided by that of sparse dispatch in the same layout,
-    the comparison made in Tutel's blog.
-    """
+    """Return the gain of sparse over one-hot dispatch in the same layout, as in Tutel's blog."""
     link = replace(AZURE.inter, beta_s=slower * AZURE.inter.beta_s)
     row = _scaled(gpus, LAYER.tokens, replace(AZURE, inter=link))
     return row.static_s / row.plain_s
 
 
 def adaptive_layer(gpus: int) -> Range:
-    """Return the time of one-hot dispatch in one layout divided by that of sparse dispatch in the
-    best layout, over `TOKENS`.
+    """Return the gain of sparse dispatch in the best layout over one-hot dispatch, over `TOKENS`.
     """
     return spread([_scaled(gpus, tokens).speedup for tokens in TOKENS])
 
 
 def adapted(of: str) -> float:
-    """Return the largest speedup from adapting only `r` or only `d`, over 16 to 2,048 GPUs and
-    `TOKENS`.
-    """
+    """Return the largest gain from adapting only `r` or only `d`, over 16 to 2,048 GPUs."""
     return max(row.plain_s / getattr(row, f"{of}_alone_s") for row in (
         _scaled(2**n, tokens) for n in range(4, 12) for tokens in TOKENS))
 
 
 def two_dimensional() -> float:
-    """Return the largest ratio of the linear all-to-all's time to that of 2DH, on 2,048 GPUs with
-    64 KiB to 256 MiB per GPU.
-    """
+    """Return the largest gain of 2DH over linear, on 2,048 GPUs with 64 KiB to 256 MiB per GPU."""
     cluster = AZURE.with_ranks(2048)
     return max(predict(cluster, "linear", 2**n).seconds / predict(cluster, "2dh", 2**n).seconds
                for n in range(16, 29))
@@ -154,9 +147,7 @@ def trees(boxes: int = 2) -> float:
 
 @cache
 def shared_tokens() -> Range:
-    """Return the exchange time of the plain schedule divided by that of the faster Parm schedule,
-    over 1,296 layer shapes.
-    """
+    """Return the gain of the faster Parm schedule in the exchange, over 1,296 layer shapes."""
     gains = []
     for batch, length, width, k, f, replicas, shards in itertools.product(
             (2, 4, 8), (512, 1024, 2048), (1024, 2048, 4096, 8192), (1, 2), (1.2, 2.4), (1, 2, 4),

@@ -60,9 +60,7 @@ def pieces(found: Any, *kinds: str) -> list[float]:
 
 
 def by_load(found: Any) -> list[float]:
-    """Return the time of evaluations with one piece divided by that with pieces that depend on the
-    load.
-    """
+    """Return the time of evaluations with one piece divided by that with pieces by load."""
     return [median_ms(cell.side(OURS)) / median_ms(cell.side(PIECES))
             for cell in newest(reports(found), evaluate=True)]
 

@@ -35,9 +35,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
 
 
 def parts(found: Mapping[str, Any]) -> list[str]:
-    """Return the sections of a page: a label, a table with one row per candidate, and the peers
-    that were not measured.
-    """
+    """Return a label, a table with one row per candidate, and the peers that were not measured."""
     bound = {"name": "GEMM bound", "median_ms": found["bound_ms"], "min_ms": found["bound_min_ms"],
              "ratio_to_bound": 1.0, "ratio_of_minima": 1.0}
     empty = dict.fromkeys(("tflops", "gbytes_per_s", "error", "note"))
@@ -79,9 +77,7 @@ def not_measured(refused: Mapping[str, str]) -> str:
 
 def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,
                      names: Sequence[str]) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Build our layer and the peers. Return (candidates by name, reason for each peer that cannot
-    run).
-    """
+    """Build our layer and the peers. Return (candidates, reason for each peer that cannot run)."""
     refused = {n: why for n in names if (why := peers.entry(n).why_not()) is not None}
     candidates = {"moe-plugin": ours(problem, data)}
     for name in [n for n in names if n not in refused]:

@@ -110,9 +110,7 @@ def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 
 
 
 def _trim() -> None:
-    """Return freed heap memory to the operating system. A candidate that reuses memory freed by an
-    earlier candidate would seem to need less.
-    """
+    """Return freed heap memory to the system, because a candidate could reuse it uncounted."""
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):

@@ -21,9 +21,7 @@ _UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class Limited:
-    """The output of a process, and the peak memory of its cgroup. The peak includes cached file
-    pages, which the kernel frees when memory is short.
-    """
+    """The output of a process, and the peak memory of its cgroup with cached file pages."""
 
     output: str
     peak_bytes: int
@@ -98,9 +96,7 @@ class AnonymousPeak:
 
 
 def status_bytes(field: str) -> int:
-    """Return VmRSS (resident memory), VmHWM (its peak) or RssAnon (resident anonymous memory) of
-    this process in bytes.
-    """
+    """Return VmRSS, its peak VmHWM, or the resident anonymous memory RssAnon of this process."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith(field + ":"))
 

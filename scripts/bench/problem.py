@@ -100,9 +100,7 @@ class Problem:
 
     @property
     def least_memory(self) -> int:
-        """Number of bytes that any implementation needs: the weights and their gradients, x, y and
-        their gradients, and the inner activations.
-        """
+        """Bytes of weights, their gradients, x, y, their gradients, and the inner activations."""
         weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
         elements = 2 * weights + 4 * self.tokens * self.model_dim + self.rows * self.hidden_dim
         return elements * self.torch_dtype.itemsize

@@ -70,9 +70,7 @@ def _without_experts(command: list[str]) -> Iterator[str]:
 
 def measure(place: Path, steps: int, seeds: int, jobs: int, hosts: Sequence[str]
             ) -> dict[str, Any]:
-    """Train all models, and return the result of `compare` for held-out losses in nats per byte.
-    The keys of the result have the form "HOST MODEL".
-    """
+    """Return the result of `compare` for held-out losses in nats per byte, by "HOST MODEL"."""
     info = build_corpus(place / "corpus", size=CORPUS_BYTES)
     data = {host: quickstart().HOST_STEPS[host][0](place / "corpus") for host in hosts}
 

@@ -164,8 +164,7 @@ class Replayed:
         return torch.randn(count, self.where.model.model_dim, generator=draw).requires_grad_()
 
     def routed(self, side: str, ids_TK: Tensor) -> AbstractContextManager[None]:
-        """Return a context manager in which the layer of a variant uses the given choices. The
-        layer with forced balance is not affected.
+        """Return a context in which the layer of a variant (except balance) uses the given choices.
         """
         if side == BALANCE:
             return nullcontext()
@@ -180,9 +179,7 @@ class Replayed:
         return seconds, int(stats.rows)
 
     def begin(self, first_TK: Tensor) -> None:
-        """Prepare for the next layer of the trace: remove all replicas, and run an untimed call of
-        each variant.
-        """
+        """Remove all replicas, and run an untimed call of each variant, for the next layer."""
         self.layers[STANDING] = make_layer(self.where, STANDING, self.comm)
         for side, layer in self.layers.items():
             layer.eval()  # in evaluation, the layer does not count the load of experts

@@ -130,16 +130,12 @@ class _Fields(string.Formatter):
 
 
 def filled(text: str, values: Any) -> str:
-    """Return a text with its fields replaced by values: those of a mapping, or the attributes of a
-    record, which are available as `{0.name}`.
-    """
+    """Return a text with fields from a mapping, or from a record's attributes (`{0.name}`)."""
     return _Fields().vformat(text, (values,), values if isinstance(values, Mapping) else {})
 
 
 def columns(records: Iterable[Any], cells: Mapping[str, str | Callable[[Any], str]]) -> str:
-    """Return a Markdown table with one row for each record. `cells` contains, for each header, a
-    function of the record or a template string for `filled`.
-    """
+    """Return a Markdown table with a row for each record. A cell is a function or a template."""
     return table(list(cells), [[cell(one) if callable(cell) else filled(cell, one)
                                 for cell in cells.values()] for one in records])
 

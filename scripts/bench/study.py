@@ -57,9 +57,7 @@ class Option:
     choices: Sequence[Any] | None = None
 
     def add(self, parser: argparse.ArgumentParser, name: str) -> None:
-        """Add the option `--name` to a parser. Its value is None until `Study.fill` sets the
-        default.
-        """
+        """Add the option `--name` to a parser. It is None until `Study.fill` sets the default."""
         several = isinstance(self.default, tuple)
         kind = type(self.default[0] if several else self.default)
         if kind is bool:
@@ -279,9 +277,7 @@ def _compact(value: Any) -> str:
 
 
 def read_numbers(path: Path) -> Any:
-    """Read the results of an earlier run. Raise ValueError if the file does not exist or is not
-    JSON.
-    """
+    """Read the results of an earlier run, or raise ValueError."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

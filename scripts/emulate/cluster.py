@@ -33,9 +33,7 @@ ERRORS_SHOWN = 3
 
 @dataclass(frozen=True)
 class PortStats:
-    """Frames and bytes on the wire that a node has sent (`in`) and received (`out`), frames that
-    were dropped, and frames that were the last of a message.
-    """
+    """Frames and bytes on the wire that a node sent (`in`) and received (`out`), and messages."""
 
     frames_in: int
     bytes_in: int
@@ -86,6 +84,7 @@ class EmulatedCluster:
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return self.nodes_wanted * self.ranks_per_node
 
     def __enter__(self) -> EmulatedCluster:  # noqa: PYI034 - Self needs Python 3.11
@@ -154,9 +153,7 @@ class EmulatedCluster:
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0,
             group_timeout_s: float = 60.0) -> list[Any]:
-        """Run `fn(*args)` on every rank, and return the results ordered by rank. Raise RuntimeError
-        with the tracebacks if a rank failed.
-        """
+        """Run `fn(*args)` on every rank, and return the results, or raise RuntimeError."""
         ends = self.collect(self.start(fn, *args, group_timeout_s=group_timeout_s), timeout_s)
         failed = [end.error for end in ends if end.error is not None]
         if failed:
@@ -230,6 +227,7 @@ class EmulatedCluster:
 
     @property
     def switch_pid(self) -> int:
+        """The process ID of the switch."""
         return self._switch.pid
 
     def _tell(self, message: str) -> str:

@@ -113,9 +113,7 @@ class Fault:
         object.__setattr__(self, "place", known)
 
     def arm(self, rank: int) -> Armed | None:
-        """If `rank` is one of the fault's ranks, install the hooks that inject the fault, which
-        remain installed until the process ends.
-        """
+        """On one of the fault's ranks, install the hooks until the process ends."""
         if rank not in self.ranks:
             return None
         armed = Armed(self, rank)
@@ -124,9 +122,7 @@ class Fault:
 
 
 class Armed:
-    """A fault whose hooks are installed in this process. `happened_in` is the latest step in which
-    it was injected, or 0.
-    """
+    """A fault whose hooks are installed, and the latest step in which it `happened_in`, or 0."""
 
     def __init__(self, fault: Fault, rank: int) -> None:
         self.fault, self.rank = fault, rank
@@ -225,9 +221,7 @@ def flip_bit(x: Tensor, bit: int) -> None:
 
 
 def _before_exchanges(happen: Callable[[], None]) -> None:
-    """Call `happen` before every exchange of `TorchComm`, whose methods are replaced in this
-    process, because `TorchComm` has no hooks.
-    """
+    """Call `happen` before every exchange of `TorchComm`, which has no hooks."""
     for name in _EXCHANGES:
         original = getattr(TorchComm, name)
 

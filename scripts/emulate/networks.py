@@ -25,9 +25,7 @@ def slow_node(nodes: int, rate_bit_s: float, slower: float = 4) -> Network:
 
 
 def ring(nodes: int, rate_bit_s: float, slower: float = 1) -> Network:
-    """Return a ring with at least three nodes. The link from the last node to node 0 is slower than
-    the other links by the factor `slower`.
-    """
+    """Return a ring. The link from the last node to node 0 is slower by the factor `slower`."""
     links = [(str(i), str((i + 1) % nodes), rate_bit_s / (1 if i + 1 < nodes else slower))
              for i in range(nodes)]
     return _linked("ring of nodes" if slower == 1 else "ring with a slow link", nodes, 0, links)
@@ -39,9 +37,7 @@ def chain(nodes: int, rate_bit_s: float) -> Network:
 
 
 def two_clusters(nodes: int, rate_bit_s: float, slower: float = 2) -> Network:
-    """Connect half of the nodes to each of two switches, whose link is slower than a node's link by
-    the factor `slower`.
-    """
+    """Connect half of the nodes to each of two switches, linked by a slower link."""
     links = [(str(i), f"s{2 * i // nodes}", rate_bit_s) for i in range(nodes)]
     return _linked("two clusters", nodes, 2, [*links, ("s0", "s1", rate_bit_s / slower)])
 

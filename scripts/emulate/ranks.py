@@ -49,9 +49,7 @@ class RankEnd:
 
 @dataclass
 class RankProcess:
-    """A running rank, or the process that runs the store (-1). `log` is its standard error, which
-    is printed if the rank fails.
-    """
+    """A running rank, or the store (-1). `log` is printed if the rank fails."""
 
     rank: int
     pid: int

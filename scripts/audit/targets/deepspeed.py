@@ -36,9 +36,7 @@ def join_ranks() -> None:
 
 
 class GradientsKept(torch.optim.SGD):
-    """An optimizer that copies the gradients of each step, because DeepSpeed's engine clears the
-    gradients in the same call.
-    """
+    """An optimizer that copies gradients before DeepSpeed's engine clears them."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.0)
@@ -158,9 +156,7 @@ class AutoEP:
     model = MIXTRAL
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model, in which w1, w3 and w2 are the gate, up and down matrices of the
-        experts.
-        """
+        """Build the model, in which w1, w3 and w2 are the experts' gate, up and down matrices."""
         import transformers
         from deepspeed.module_inject.auto_ep_presets import base
 

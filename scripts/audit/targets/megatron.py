@@ -41,17 +41,13 @@ class _Network(TinyNetwork):
 
 
 class Megatron:
-    """The audit target for Megatron's all-to-all dispatcher. Each loss is the mean over the tokens
-    of one micro-batch.
-    """
+    """The audit target for the all-to-all dispatcher. A loss is the mean of a micro-batch."""
 
     supports: tuple[str, ...] = ("accumulation", "clipping", "recompute")
     dispatcher, per_token = "alltoall", False
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model with Megatron's `SequentialMLP`, in which each expert is a separate
-        module that stores gate and up in a single matrix.
-        """
+        """Build the model with `SequentialMLP`, whose experts store gate and up in one matrix."""
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 

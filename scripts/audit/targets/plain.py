@@ -73,9 +73,7 @@ class Plain:
                 "down": HeldPart(experts.w_out_LFD, mine, transposed=True)}
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run the step. The loss is multiplied by the number of ranks, because DDP averages
-        gradients.
-        """
+        """Run the step. The loss is multiplied by the ranks over which DDP averages gradients."""
         self.model.zero_grad()
         total = torch.zeros(())
         for x, y in batch.micro_batches:

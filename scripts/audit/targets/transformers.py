@@ -95,9 +95,7 @@ class Transformers:
 
 
 class TransformersAllReduce(Transformers):
-    """The audit target for `all_reduce`, in which all ranks of an expert-parallel group process the
-    same tokens, and split attention.
-    """
+    """The target for `all_reduce`, in which a group has the same tokens and splits attention."""
 
     implementation = "all_reduce"
 

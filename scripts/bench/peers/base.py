@@ -97,9 +97,7 @@ def activation(problem: Problem) -> Callable[[Tensor], Tensor]:
 
 
 def route(x_TD: Tensor, router_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute a plain softmax top-k router in float32. Return (weights_TK in float32, ids_TK in
-    int64, balance loss as defined in the Switch Transformer).
-    """
+    """Return (weights_TK in float32, ids_TK, balance loss) of a plain softmax top-k router."""
     probs_TE = F.softmax(F.linear(x_TD.float(), router_ED.float()), dim=1)
     weights_TK, ids_TK = probs_TE.topk(top_k, dim=1)
     if top_k > 1:  # a single choice is weighted by its probability, as in our layer
@@ -120,9 +118,7 @@ def behind_router(experts: Callable[[Tensor, Tensor, Tensor], Tensor], problem: 
 
 
 def switch_loss(probs_TE: Tensor, ids_TK: Tensor) -> Tensor:
-    """Return the balance loss as defined in the Switch Transformer. The load counts only the first
-    choice of each token.
-    """
+    """Return the balance loss of the Switch Transformer. The load counts only first choices."""
     tokens, experts = probs_TE.shape
     # index_add_ instead of bincount, because bincount waits for the device on a GPU
     count_E = probs_TE.new_zeros(experts).index_add_(0, ids_TK[:, 0], probs_TE.new_ones(tokens))
@@ -130,9 +126,7 @@ def switch_loss(probs_TE: Tensor, ids_TK: Tensor) -> Tensor:
 
 
 def expert_group() -> Comm:
-    """Return the group of ranks over which the experts are sharded: the default group, or only this
-    rank if there is no default group.
-    """
+    """Return the ranks that share the experts: the default group, or only this rank."""
     return TorchComm() if dist.is_initialized() and dist.get_world_size() > 1 else LocalComm()
 
 

@@ -37,9 +37,7 @@ class _Expert(nn.Module):
 
 @register_peer("deepspeed", "deepspeed")
 def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Build DeepSpeed's MoE layer, which uses one-hot dispatch by einsum. Each expert has enough
-    slots for the largest load, so DeepSpeed drops no tokens.
-    """
+    """Build DeepSpeed's MoE layer, which uses one-hot dispatch by einsum and drops no tokens."""
     with one_rank(problem.device):
         import deepspeed
         from deepspeed.moe.layer import MoE

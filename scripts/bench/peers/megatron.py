@@ -31,9 +31,7 @@ def why_not_engine(problem: Problem) -> str | None:
 
 @register_peer("megatron", "megatron.core")
 def sequential(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Build Megatron-core's layer with SequentialMLP, which computes one matmul per expert, and the
-    all-to-all dispatcher.
-    """
+    """Build Megatron-core's layer with SequentialMLP, which computes one matmul per expert."""
     yield from _candidate(problem, data, "SequentialMLP")
 
 
@@ -115,9 +113,7 @@ def _layer(problem: Problem, experts: str, ranks: int) -> Any:
 
 
 def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) -> Any:
-    """Build Megatron-core's own MoE layer as Megatron's GPT layer specs do, with or without
-    Transformer Engine and `moe_grouped_gemm`.
-    """
+    """Build Megatron-core's own MoE layer as Megatron's GPT layer specs do."""
     from moe_plugin.hosts.megatron.compat import core
 
     spec = core.gpt_moe_layer_spec(with_engine, grouped=grouped)

@@ -42,9 +42,7 @@ def why_not_grouped_mm(problem: Problem) -> str | None:
 
 @register_peer("grouped_mm", refuses=why_not_grouped_mm, alone=True)
 def grouped_mm(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Build a layer that calls torch.nn.functional.grouped_mm with sorted rows. The layer does not
-    copy values from the device to the host.
-    """
+    """Build a layer that calls torch's grouped_mm with sorted rows, without waiting for a GPU."""
     p = {name: nn.Parameter(value.clone()) for name, value in data.weights().items()}
     act, k = activation(problem), problem.top_k
 
@@ -152,9 +150,7 @@ def why_not_olmo_core(problem: Problem) -> str | None:
 
 @register_peer("olmo_core", "olmo_core", refuses=why_not_olmo_core, alone=True)
 def olmo_core(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Build OLMo-core's DroplessMoE layer. This layer has never been run on a GPU in this
-    benchmark. Tests only check how its weights are copied.
-    """
+    """Build OLMo-core's DroplessMoE layer, which has never been run on a GPU in this benchmark."""
     from olmo_core.config import DType
     from olmo_core.nn.moe import MoEConfig, MoERouterConfig, MoEType
 
@@ -195,9 +191,7 @@ def why_not_torchtitan(problem: Problem) -> str | None:
 
 @register_peer("torchtitan", "torchtitan", refuses=why_not_torchtitan, alone=True)
 def torchtitan(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Build `torchtitan.models.common.moe.MoE`, which uses sorted rows, torch's grouped_mm and
-    scatter_add.
-    """
+    """Build `torchtitan.models.common.moe.MoE`: sorted rows, grouped_mm and scatter_add."""
     from torchtitan.models.common import config_utils
 
     zeros = torch.nn.init.zeros_

@@ -193,9 +193,7 @@ def train(host: str, steps: int) -> dict[str, Any]:
 
 
 def saved_s(host: str) -> float:
-    """Return the predicted seconds per step that the trees save. Each layer gathers its experts,
-    and reduce-scatters their gradients.
-    """
+    """Return the predicted seconds that the trees save in gathers and reduce-scatters of a step."""
     # each expert has two matrices in float32, and in fairseq also biases
     biases = MODEL.inner + MODEL.width if host == "fairseq" else 0
     size = 4 * MODEL.experts * (2 * MODEL.width * MODEL.inner + biases) / WIRE

@@ -169,18 +169,14 @@ def counts(rounds: int) -> list[dict[str, float]]:
 
 
 def switch(rounds: int) -> dict[str, float]:
-    """Return the times of other layers divided by that of our layer, with a switch gate and 32
-    sequences of 128 tokens.
-    """
+    """Return times relative to our layer with a switch gate and 32 sequences of 128 tokens."""
     found = layer.run(Problem(tokens=32 * 128, model_dim=256, hidden_dim=1024, experts=16,
                               top_k=1), ["einsum"], rounds)
     return {one["name"]: one["min_ms"] / found["min_ms"] for one in layer.results(found)}
 
 
 def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
-    """Return the time of SwinV2-MoE with the layers of fairseq's `moe` branch divided by that with
-    our layers, both with a plain top-1 gate.
-    """
+    """Return the time of SwinV2-MoE with the branch's layers divided by that with our layers."""
     drawn = torch.Generator().manual_seed(1)
     ours, theirs = (build(replace(size, settings=SWITCH), CLASSES) for _ in range(2))
     branches = []
@@ -203,9 +199,7 @@ def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
 
 
 def on_nodes(rank: Callable[[int], dict[str, Any]], rounds: int) -> dict[str, float]:
-    """Run `rank` on two emulated nodes of two ranks each. For each variant, return the time in
-    seconds of the fastest step on the slowest rank.
-    """
+    """Return the seconds of each variant's fastest step on the slowest rank of 2x2 nodes."""
     with EmulatedCluster(2, 2, rate_bit_s=RATE) as cluster:
         ranks = cluster.run(rank, rounds, timeout_s=300)
     return {name: min(slowest(ranks, name)) for name in ranks[0]["seconds"]}

@@ -65,9 +65,7 @@ def problems(args: argparse.Namespace) -> list[Problem]:
 
 def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1,
              forward_only: bool = False) -> dict[str, Any]:
-    """Measure our layer and its peers several times, and return the attempt with the least noise.
-    The ranks share the experts and the CPU threads.
-    """
+    """Measure our layer and its peers several times, and return the attempt with least noise."""
     slots = problem.tokens * problem.experts * (problem.rows // problem.experts)
     names = [n for n in peers.names()
              if n != "einsum" or ranks == 1 and slots < TOO_LARGE_FOR_EINSUM]

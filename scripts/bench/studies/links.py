@@ -68,9 +68,7 @@ def sides(costs: str) -> dict[str, Settings]:
 
 def run_rank(tree: dict[str, Any], asked: dict[str, Settings], tokens: int,
              rounds: int) -> dict[str, Any]:
-    """Measure both routers on one rank, with the shares of this rank's choices by destination rank,
-    and the share of dropped choices.
-    """
+    """Measure both routers on one rank, with their choices by destination rank and drops."""
     comm, shares, dropped, layers = TorchComm(), {}, {}, {}
     for name, settings in asked.items():
         torch.manual_seed(0)

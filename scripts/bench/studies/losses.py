@@ -212,9 +212,7 @@ def _chooser(tracer: Tracer, place: int, name: str, layer: int) -> Chooser:
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Replace earlier results for the same host, place and shape. The versions are those of all
-    runs.
-    """
+    """Replace earlier results for the same host, place and shape. All versions are kept."""
     versions = {}
     for name in {**old["versions"], **new["versions"]}:
         seen = [of["versions"][name] for of in (old, new) if name in of["versions"]]

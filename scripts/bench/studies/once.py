@@ -57,9 +57,7 @@ class IdentityExpert(nn.Module):
 
 
 def make_layer(width: int, k: int, mode: str) -> MoELayer:
-    """Return a layer whose experts do not compute anything. With the mode `auto`, the layer also
-    chooses the value of `dispatch.send`.
-    """
+    """Return a layer without computation. With the mode `auto`, it also chooses the `send`."""
     return MoELayer(from_dict({
         "model_dim": width, "num_experts": EXPERTS, "router": {"top_k": k}, "losses": {},
         "comm": {"all_to_all": "linear"}, "parallel": {"mode": mode, "r": 1},
@@ -68,9 +66,7 @@ def make_layer(width: int, k: int, mode: str) -> MoELayer:
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure all modes of sending tokens on one rank, with the number of rows per token, and the
-    layout that `auto` chose.
-    """
+    """Measure all modes on one rank, with rows per token, and the layout that `auto` chose."""
     torch.manual_seed(0)
     fixed, tuned = make_layer(at.width, at.k, "fixed"), make_layer(at.width, at.k, "auto")
     tuned.load_state_dict(fixed.state_dict(), strict=False)
@@ -109,9 +105,7 @@ def formula(grid: str, k: int) -> tuple[float, float]:
 
 
 def floor(grid: str, cell: dict[str, Any]) -> float:
-    """Return the minimum number of bytes that must be sent between nodes, including (token, expert)
-    pairs, divided by the number of bytes sent by `rows`.
-    """
+    """Return the least bytes between nodes, with (token, expert) pairs, relative to `rows`."""
     nodes, per_node = parse_grid(grid)
     cluster = Cluster(nodes=nodes, ranks_per_node=per_node)
     rows, *once = (bytes_of_token(cluster, send, cell["k"], 4 * cell["width"]).between

@@ -113,9 +113,7 @@ class Alone:
         self.y_RD = self.here_RD
 
     def exchange(self) -> None:
-        """Send rows to the experts and back, and gather the rows on replicas. The backward pass
-        sends the same number of rows.
-        """
+        """Send rows to the experts and back, and gather them on replicas, as each pass does."""
         algorithm = self.place.placement.algorithm
         there_RD = algorithm(self.layer.comm, self.rows_ND, self.piece.send, self.piece.recv)
         back_ND = algorithm(self.layer.comm, there_RD, self.piece.recv, self.piece.send)
@@ -143,9 +141,7 @@ def settings(kind: Kind) -> dict[str, Any]:
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure the exchange alone, the matmuls alone, and each layout on one rank, forward and
-    backward.
-    """
+    """Measure exchange, matmuls and each layout on one rank, forward and backward."""
     torch.manual_seed(0)
     kind, choices = KINDS[at.kind], layouts(at.degrees, KINDS[at.kind].cuts)
     layer = MoELayer(from_dict(settings(kind)), TorchComm(),

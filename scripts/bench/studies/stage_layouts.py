@@ -36,9 +36,7 @@ WAYS = {"each": False, "once": True}  # by name: whether data are sent to a node
 
 
 def layouts(case: Sequence[Any]) -> tuple[TensorLayout, TensorLayout]:
-    """Return the layouts of the activations on both stages. With tensor parallelism, every rank of
-    a stage has a copy of the activations.
-    """
+    """Return the layouts of the activations, of which all ranks of a tensor group have copies."""
     first, second, before, after = case
     spec: list[list[str]] = [[], ["data"], []]
 
@@ -69,17 +67,13 @@ def moved(case: Sequence[Any], once: bool) -> tuple[int, int]:
 
 
 def predicted_s(case: Sequence[Any], once: bool, bytes_per_s: float) -> float:
-    """Predict the seconds of a transfer from the bytes on the busiest link and the additional hops
-    of the first chunk.
-    """
+    """Predict the seconds from the busiest link's bytes and the first chunk's extra hops."""
     chained = once and case[1] > 1
     return moved(case, once)[1] / bytes_per_s * (1 + (case[1] - 1) / CHUNKS if chained else 1)
 
 
 def measure_case(at: argparse.Namespace) -> dict[str, Any]:
-    """On each rank, measure a transfer with separate messages, and a transfer that sends each slice
-    to a node only once. The two methods alternate.
-    """
+    """On each rank, measure transfers with separate messages and once to each node."""
     comm, case = TorchComm(), CASES[at.case]
     source, target = layouts(case)
     box = source.boxes.get(comm.rank)

@@ -42,13 +42,14 @@ BATCHES, SENTENCES, LENGTH = 24, 2, 64
 SPEEDS = (1.0, 0.9, 0.8, 0.6, 0.5, 0.4, 0.4, 0.3)  # relative speeds of the peers
 TASK_S = 0.05  # seconds of a micro-batch's forward pass through a stage, at speed 1
 PORT, TIMEOUT_S = 29444, 10.0
+RATE, DELAY_S = 50e6, 5e-3  # bandwidth of a node's link in bit/s, and its delay in one direction
+# mean seconds for which a peer is present and absent, and number of peers that never leave
+LIFETIME_S, ABSENCE_S, STEADY = 60.0, 15.0, 3
 LOAD = 1 + BACKWARD  # cost of a micro-batch at each stage, in forward passes
 
 
 class Delay(torch.autograd.Function):
-    """An autograd function that returns its input after a delay, which represents the computation
-    time of a peer.
-    """
+    """Returns its input after a delay, which represents the computation time of a peer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:  # noqa: D102
@@ -64,9 +65,7 @@ class Delay(torch.autograd.Function):
 
 
 class StagePart(nn.Module):
-    """A residual block with experts, which is one stage of the pipeline. The first stage also
-    contains the embedding, and the last stage also contains the output layer.
-    """
+    """A residual block with experts. The first stage embeds, and the last computes the output."""
 
     def __init__(self, stage: int, seconds: float) -> None:
         super().__init__()
@@ -151,9 +150,7 @@ def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
 
 
 class Fixed(SwarmMembers):
-    """The members of a swarm in which each peer (by host name) has a fixed stage. Peers with the
-    same stage take turns.
-    """
+    """A swarm in which each peer has a fixed stage. Peers with the same stage take turns."""
 
     def __init__(self, stage_of: dict[str, int]) -> None:
         super().__init__(STAGES, SEED)
@@ -171,11 +168,11 @@ class Fixed(SwarmMembers):
 # -- a run
 
 
-def trace(args: argparse.Namespace, peer: int) -> Iterator[tuple[float, float]]:
+def trace(peer: int) -> Iterator[tuple[float, float]]:
     """Yield pairs (seconds of presence, seconds of absence) of a peer indefinitely."""
     dice = random.Random(f"{SEED} {peer}")
     while True:
-        yield dice.expovariate(1 / args.lifetime), dice.expovariate(1 / args.absence)
+        yield dice.expovariate(1 / LIFETIME_S), dice.expovariate(1 / ABSENCE_S)
 
 
 def peer_rank(trainer: str, host: str, speed: float, lives: list[tuple[float, float]]) -> None:
@@ -228,8 +225,8 @@ def rank(addresses: list[str], args: argparse.Namespace, way: dict[str, Any]) ->
     if way["stage_of"] and host not in way["stage_of"]:
         return None
     lives = [(1e9, 0.0)]
-    if way["vanish"] and number > 1 + args.steady:
-        lives = list(itertools.islice(trace(args, number), 1000))
+    if way["vanish"] and number > 1 + STEADY:
+        lives = list(itertools.islice(trace(number), 1000))
     return peer_rank(addresses[0], host, speed, lives)
 
 
@@ -255,7 +252,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one way to use the peers (swarm or fixed pipeline)."""
     way = {"stage_of": None, "vanish": False, "rebalance_s": None, "peers": len(SPEEDS),
            **WAYS[name]}
-    with EmulatedCluster(1 + len(SPEEDS), 1, args.rate, args.delay) as cluster:
+    with EmulatedCluster(1 + len(SPEEDS), 1, RATE, DELAY_S) as cluster:
         addresses = [node.address for node in cluster.nodes]
         if way["stage_of"]:
             places = best_fixed(SPEEDS)[1]
@@ -269,12 +266,12 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"way": name, **ends[0].value}
 
 
-def present(args: argparse.Namespace, places: Sequence[int], seconds: float) -> float:
+def present(places: Sequence[int], seconds: float) -> float:
     """Return the fraction of time during which all peers of a fixed pipeline are present."""
     lost: list[tuple[float, float]] = []
     for i, place in enumerate(places):
         now = 0.0
-        for life_s, absence_s in trace(args, 1 + i) if place >= 0 and i > args.steady - 1 else ():
+        for life_s, absence_s in trace(1 + i) if place >= 0 and i > STEADY - 1 else ():
             lost.append((now + life_s, now + life_s + absence_s))
             now += life_s + absence_s
             if now > seconds:
@@ -290,10 +287,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         row["difference"] = max(abs(a / b - 1) for a, b in zip(row["losses"], exact, strict=False))
         row["steps"], row["loss"] = len(row["losses"]) - 1, row.pop("losses")[-1]
     rate, places = best_fixed(SPEEDS)
-    return {"rows": rows, "rate": args.rate, "delay": args.delay, "lifetime": args.lifetime,
-            "absence": args.absence, "steady": args.steady, "seconds": args.seconds,
+    return {"rows": rows, "rate": RATE, "delay": DELAY_S, "lifetime": LIFETIME_S,
+            "absence": ABSENCE_S, "steady": STEADY, "seconds": args.seconds,
             "fixed": {"rate": rate, "places": list(places),
-                      "present": present(args, places, args.seconds)}}
+                      "present": present(places, args.seconds)}}
 
 
 def per_second(row: dict[str, Any]) -> float:
@@ -314,11 +311,6 @@ def body(found: dict[str, Any]) -> list[str]:
 
 OPTIONS = {
     "seconds": Option(60.0, "seconds of each run", quick=2.0),
-    "rate": Option(50e6, "bandwidth of a node's link in bit/s"),
-    "delay": Option(5e-3, "delay of a link in one direction, in seconds"),
-    "lifetime": Option(60.0, "mean time in seconds for which a peer is present"),
-    "absence": Option(15.0, "mean time in seconds for which a peer is absent"),
-    "steady": Option(3, "number of peers that never leave (the fastest ones)"),
 }
 
 PARTS = {"peers": (measure, body), "rebalancing": (rebalance, rebalancing_body)}

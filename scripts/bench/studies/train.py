@@ -110,9 +110,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
 
 
 def hardware(rate_bit_s: float, folder: Path) -> Settings:
-    """Return the settings that describe the processor and the fitted links, with the given
-    bandwidth. The layer uses these settings to choose the number of pieces.
-    """
+    """Return settings for the processor and the links, by which the layer chooses pieces."""
     fitted = load_cluster("configs/clusters/emulated.yaml")
     link = replace(fitted.inter, beta_s=fitted.inter.beta_s * FITTED_BIT_S / rate_bit_s)
     path = folder / "cluster.yaml"

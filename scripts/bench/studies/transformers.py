@@ -86,9 +86,7 @@ def build(shape: str, **more: Any) -> Any:
 
 
 def stepper(model: Any, tokens: Tensor) -> Callable[[], float]:
-    """Return a function that runs one training step with SGD and returns the loss. The learning
-    rate is 0, so that losses can be compared across steps and models.
-    """
+    """Return a function that runs an SGD step (rate 0, to compare losses) and returns the loss."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
 
@@ -243,9 +241,7 @@ def gathered(folder: str, mesh: str, args: argparse.Namespace) -> list[Any]:
 
 def _with_sizes(cells: list[dict[str, Any]], args: argparse.Namespace, parts: int,
                 rate: float | None = None) -> dict[str, Any]:
-    """Add model sizes and versions to the results. `parts` is the number of batches per step, and
-    `rate` the bandwidth of the nodes' links in bit/s.
-    """
+    """Add sizes and versions. `parts` is the number of batches per step, `rate` in bit/s."""
     return {"cells": cells, "sequences": args.sequences, "length": args.length, "parts": parts,
             "steps": args.steps, "rate": rate, "dtype": args.dtype,
             "versions": {name: version(name) for name in ("torch", "transformers")}}

@@ -58,9 +58,7 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
 
 
 class _BranchFFN(nn.Module):
-    """The layer of fairseq's `moe` branch, which replaces our layer. `moe`, `run` and `stats` are
-    read by the trainer and the criterion.
-    """
+    """The branch's layer in place of ours, with what the trainer and the criterion read."""
 
     stats = None
 

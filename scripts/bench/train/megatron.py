@@ -32,9 +32,7 @@ SEED, VOCABULARY = 1234, 384  # the vocabulary is that of bytes, padded as in Me
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
           ours: Mapping[str, Settings], others: bool, evaluate: bool = False) -> list[Side]:
-    """Build all models with the same weights in Megatron's process groups. Megatron's own layer is
-    built with both dispatchers. See `run.sides_of`.
-    """
+    """Build all models with the same weights in Megatron's groups. See `run.sides_of`."""
     start(ranks)
     config = config_of(shape, ranks)
     source = Batches(shape, text, rank, ranks, evaluate)
@@ -156,9 +154,7 @@ class Made:
 
 def make(shape: TrainShape, config: Any, settings: Settings | None = None,
           fused: bool = False) -> Made:
-    """Build a model with our layer and its settings, or (None) with Megatron's own layer specs.
-    `fused` uses the fused Adam optimizer.
-    """
+    """Build a model with our layer and its settings, or (None) with Megatron's own specs."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from moe_plugin.comm.host_collectives import comm_of

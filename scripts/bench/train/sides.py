@@ -138,9 +138,7 @@ def take_choices(layer: MoELayer, choose: Chooser) -> None:
 
 
 def layout_of(layers: Sequence[MoELayer], tokens: int) -> str:
-    """Return the layout labels of the latest calls with `tokens` per step and rank, each with the
-    number of layers that use the layout. Collective.
-    """
+    """Return the layouts of the latest calls, each with its number of layers. Collective."""
     seen = Counter(_latest(layer.routed_experts, tokens).label for layer in layers)
     return ", ".join(label if count == len(layers) else f"{label} ({count} of {len(layers)})"
                      for label, count in seen.items())
@@ -153,9 +151,7 @@ def _latest(routed: RoutedExperts, tokens: int) -> LayoutChoice:
 
 
 def batch(text: Tensor, step: int, sentences: int, length: int, rank: int) -> Tensor:
-    """Return the bytes of a rank's sentences in one step, int64 [sentences, length + 1]. All models
-    get the same sentences in the same step.
-    """
+    """Return the bytes of a rank's sentences in one step, int64 [sentences, length + 1]."""
     source = torch.Generator().manual_seed(1_000_003 * step + rank)
     starts = torch.randint(len(text) - length, (sentences, 1), generator=source)
     return text[starts + torch.arange(length + 1)].long()
