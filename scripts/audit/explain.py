@@ -15,18 +15,9 @@ from typing import Any
 
 import yaml
 
+from scripts.audit import compare
 from scripts.audit.cases import Case
-from scripts.audit.compare import (
-    FACTOR,
-    MEANS,
-    MISSING,
-    NOT_ZERO,
-    OTHER,
-    RIGHT,
-    SUM,
-    ZERO,
-    Observation,
-)
+from scripts.audit.compare import FACTOR, MEANS, OTHER, RIGHT, Observation
 from scripts.audit.world import RankStep
 
 NEAR = 5e-3  # the largest relative difference between a factor and its expression
@@ -130,7 +121,7 @@ def _factor(every: Sequence[Observation], wrong: Sequence[Observation], pattern:
     """Return the expressions that equal the factor of a fault in all cases, or else in the cases
     with this explanation, or else the range of the factor.
     """
-    if pattern in (MISSING, ZERO, NOT_ZERO, OTHER, SUM):
+    if pattern in (compare.MISSING, compare.ZERO, compare.NOT_ZERO, OTHER, compare.SUM):
         return ""
     values = [(o.readings[pattern], o.case) for o in wrong if not math.isnan(o.readings[pattern])]
     if not values or all(_near(value, 1) for value, _ in values):
@@ -186,7 +177,7 @@ def _of_norm(observations: Sequence[Observation]) -> Iterator[AuditFinding]:
     cause = CAUSES["norms"].get(
         reading, "the norm is not that of the gradients that the step leaves")
     if all(math.isnan(o.error) for o in wrong):
-        reading, cause = MISSING, "the step received `clip` but returned no `norm`"
+        reading, cause = compare.MISSING, "the step received `clip` but returned no `norm`"
     yield _finding(("norm",), (reading, "", ""), cause, wrong, observations)
 
 

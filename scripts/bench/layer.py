@@ -15,14 +15,8 @@ from torch import Tensor
 
 from moe_plugin.planner.units import show_size
 from moe_plugin.utils.messages import short
+from scripts.bench import measure
 from scripts.bench.child import on_processes
-from scripts.bench.measure import (
-    Times,
-    interleaved,
-    peak_extra_mib,
-    training_step,
-    versions,
-)
 from scripts.bench.peers import Candidate, UnsupportedProblem, ours, peers
 from scripts.bench.peers.base import expert_group
 from scripts.bench.problem import Data, Problem, make_data
@@ -136,17 +130,17 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
         candidates, refused = enter_candidates(stack, problem, data, names)
         errors = checked(candidates, refused, data, problem)
         steps = {n: torch.no_grad()(partial(c.forward, data.x_TD)) if forward_only else
-                 training_step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(),
-                               data.grad_TD) for n, c in candidates.items()}
+                 measure.training_step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(),
+                                       data.grad_TD) for n, c in candidates.items()}
         _warm_up(problem, data)
-        memory = {name: peak_extra_mib(fn, device) for name, fn in steps.items()}
+        memory = {name: measure.peak_extra_mib(fn, device) for name, fn in steps.items()}
         group = expert_group()
         bound = GemmBound(problem, data.local(group.rank, group.size), own_loads(
             problem, data, group.rank, group.size), forward_only)
         # Ranks may measure different times but must run the same candidates in every round, so
         # slow candidates are skipped only on one rank.
-        times = interleaved([bound, *steps.values()], device, rounds,
-                            slow=SLOW if group.size == 1 else math.inf)
+        times = measure.interleaved([bound, *steps.values()], device, rounds,
+                                    slow=SLOW if group.size == 1 else math.inf)
     ours_, *others = [
         _result(problem.work(forward_only), name, candidates[name].note, mine, times[0],
                 memory[name], errors[name])
@@ -155,7 +149,7 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
         **ours_, "bound_ms": times[0].median * 1e3, "bound_min_ms": times[0].best * 1e3,
         **asdict(problem), "threads": torch.get_num_threads(), "ranks": group.size,
         "forward_only": forward_only, "peers": others, "refused": refused,
-        "versions": versions(problem.device)}
+        "versions": measure.versions(problem.device)}
 
 
 class GemmBound:
@@ -230,8 +224,8 @@ def _warm_up(problem: Problem, data: Data) -> None:
                     device=problem.device)
     little = make_data(small)
     candidate = ours(small, little)
-    training_step(candidate.forward, candidate.parameters, little.x_TD.requires_grad_(),
-                  little.grad_TD)()
+    measure.training_step(candidate.forward, candidate.parameters, little.x_TD.requires_grad_(),
+                          little.grad_TD)()
     ours(problem, data).forward(data.x_TD)
 
 
@@ -266,7 +260,7 @@ def check_losses(candidates: dict[str, Candidate], data: Data, problem: Problem)
             continue
         x_TD = data.x_TD.clone().requires_grad_()
         nothing_TD = torch.zeros_like(data.grad_TD)
-        training_step(candidate.forward, candidate.parameters, x_TD, nothing_TD)()
+        measure.training_step(candidate.forward, candidate.parameters, x_TD, nothing_TD)()
         reached = any(p.grad is not None and bool(p.grad.any()) for p in candidate.parameters)
         for parameter in candidate.parameters:
             parameter.grad = None
@@ -275,8 +269,8 @@ def check_losses(candidates: dict[str, Candidate], data: Data, problem: Problem)
                              f"time is not comparable. Leave {name} out with --peers")
 
 
-def _result(work: tuple[float, float], name: str, note: str, mine: Times, bound: Times,
-            memory: float | None, error: float | None) -> dict[str, Any]:
+def _result(work: tuple[float, float], name: str, note: str, mine: measure.Times,
+            bound: measure.Times, memory: float | None, error: float | None) -> dict[str, Any]:
     flops, moved = work
     return {
         "name": name, "median_ms": mine.median * 1e3, "min_ms": mine.best * 1e3,

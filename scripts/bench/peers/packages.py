@@ -12,14 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.kernels.expert_ffn import grouped_refusal, strategies
-from scripts.bench.peers.base import (
-    Candidate,
-    activation,
-    behind_router,
-    copy,
-    register_peer,
-    switch_loss,
-)
+from scripts.bench.peers import base
 from scripts.bench.problem import Data, Problem
 
 PLAIN = "a plain router before its experts"
@@ -40,11 +33,11 @@ def why_not_grouped_mm(problem: Problem) -> str | None:
     return None if (why := grouped_refusal(rows, w)) is None else f"torch's grouped_mm: {why}"
 
 
-@register_peer("grouped_mm", refuses=why_not_grouped_mm, alone=True)
-def grouped_mm(problem: Problem, data: Data) -> Iterator[Candidate]:
+@base.register_peer("grouped_mm", refuses=why_not_grouped_mm, alone=True)
+def grouped_mm(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build a layer that calls torch's grouped_mm with sorted rows, without waiting for a GPU."""
     p = {name: nn.Parameter(value.clone()) for name, value in data.weights().items()}
-    act, k = activation(problem), problem.top_k
+    act, k = base.activation(problem), problem.top_k
 
     def experts(x: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         ids_N, order_N = ids_TK.reshape(-1).sort(stable=True)
@@ -63,7 +56,7 @@ def grouped_mm(problem: Problem, data: Data) -> Iterator[Candidate]:
         return y.index_add(0, token_N, out_ND * share_N1).to(x.dtype)
 
     router_ED = p.pop("router_ED")
-    yield behind_router(experts, problem, router_ED, p.values(), "sorted rows, index_add")
+    yield base.behind_router(experts, problem, router_ED, p.values(), "sorted rows, index_add")
 
 
 # -- ScatterMoE (`scattermoe.mlp`)
@@ -73,8 +66,8 @@ def why_not_scattermoe(problem: Problem) -> str | None:
     return None if problem.device == "cuda" else "ScatterMoE needs a GPU"
 
 
-@register_peer("scattermoe", "scattermoe", refuses=why_not_scattermoe, alone=True)
-def scattermoe(problem: Problem, data: Data) -> Iterator[Candidate]:
+@base.register_peer("scattermoe", "scattermoe", refuses=why_not_scattermoe, alone=True)
+def scattermoe(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build ScatterMoE's experts with a plain top-k router. Needs a GPU.
 
     ScatterMoE stores the expert weights as [E, out, in]. For gated experts, the first matmul
@@ -84,13 +77,14 @@ def scattermoe(problem: Problem, data: Data) -> Iterator[Candidate]:
 
     kind = GLUMLP if problem.gated else MLP
     mlp = kind(input_size=problem.model_dim, hidden_size=problem.hidden_dim,
-               num_experts=problem.experts, top_k=problem.top_k, activation=activation(problem))
+               num_experts=problem.experts, top_k=problem.top_k,
+               activation=base.activation(problem))
     mlp = mlp.to(device=problem.device, dtype=problem.torch_dtype)
     halves = [w for w in (data.w_in_LDF, data.w_gate_LDF) if w is not None]
-    copy(mlp.experts.weight, torch.cat([w.transpose(1, 2) for w in halves], 1))
-    copy(mlp.output_experts.weight, data.w_out_LFD.transpose(1, 2))
-    yield behind_router(lambda x, ids_TK, weights_TK: mlp(x, weights_TK.to(x.dtype), ids_TK),
-                        problem, data.router_ED, mlp.parameters(), PLAIN)
+    base.copy(mlp.experts.weight, torch.cat([w.transpose(1, 2) for w in halves], 1))
+    base.copy(mlp.output_experts.weight, data.w_out_LFD.transpose(1, 2))
+    yield base.behind_router(lambda x, ids_TK, weights_TK: mlp(x, weights_TK.to(x.dtype), ids_TK),
+                             problem, data.router_ED, mlp.parameters(), PLAIN)
 
 
 # -- SonicMoE (`sonicmoe.functional` of the package sonic-moe)
@@ -106,8 +100,8 @@ def why_not_sonicmoe(problem: Problem) -> str | None:
     return None if problem.gated else "SonicMoE 0.1.2 has gated experts only"
 
 
-@register_peer("sonicmoe", "sonicmoe", refuses=why_not_sonicmoe, alone=True)
-def sonicmoe(problem: Problem, data: Data) -> Iterator[Candidate]:
+@base.register_peer("sonicmoe", "sonicmoe", refuses=why_not_sonicmoe, alone=True)
+def sonicmoe(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build SonicMoE's experts with a plain top-k router. SonicMoE requires a Hopper GPU or a newer
     GPU.
 
@@ -136,7 +130,7 @@ def sonicmoe(problem: Problem, data: Data) -> Iterator[Candidate]:
             stream, kind)
         return y
 
-    yield behind_router(experts, problem, data.router_ED, [first_EID, second_EDI], PLAIN)
+    yield base.behind_router(experts, problem, data.router_ED, [first_EID, second_EDI], PLAIN)
 
 
 # -- OLMo-core, written for ai2-olmo-core 3.0.0
@@ -148,8 +142,8 @@ def why_not_olmo_core(problem: Problem) -> str | None:
     return None if problem.gated else GATED_ONLY
 
 
-@register_peer("olmo_core", "olmo_core", refuses=why_not_olmo_core, alone=True)
-def olmo_core(problem: Problem, data: Data) -> Iterator[Candidate]:
+@base.register_peer("olmo_core", "olmo_core", refuses=why_not_olmo_core, alone=True)
+def olmo_core(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build OLMo-core's DroplessMoE layer, which has never been run on a GPU in this benchmark."""
     from olmo_core.config import DType
     from olmo_core.nn.moe import MoEConfig, MoERouterConfig, MoEType
@@ -166,17 +160,17 @@ def olmo_core(problem: Problem, data: Data) -> Iterator[Candidate]:
         # no separate loss, because the layer attaches its balance loss to the output's gradient
         return layer(x[None])[0], []
 
-    yield Candidate(forward, list(layer.parameters()), "DroplessMoE" + (
+    yield base.Candidate(forward, list(layer.parameters()), "DroplessMoE" + (
         "" if layer.experts.mlp._gmm else ", without grouped_gemm: a matmul per expert"))
 
 
 def load_olmo_core(layer: Any, data: Data) -> None:
     """Copy the weights. w1, w3 and w2 are [E * F, D], and y = (silu(x w1^T) * (x w3^T)) w2."""
     mlp = layer.experts.mlp
-    copy(layer.router.weight, data.router_ED.flatten())
-    copy(mlp.w1, data.w_gate_LDF.transpose(1, 2).flatten(0, 1))
-    copy(mlp.w3, data.w_in_LDF.transpose(1, 2).flatten(0, 1))
-    copy(mlp.w2, data.w_out_LFD.flatten(0, 1))
+    base.copy(layer.router.weight, data.router_ED.flatten())
+    base.copy(mlp.w1, data.w_gate_LDF.transpose(1, 2).flatten(0, 1))
+    base.copy(mlp.w3, data.w_in_LDF.transpose(1, 2).flatten(0, 1))
+    base.copy(mlp.w2, data.w_out_LFD.flatten(0, 1))
 
 
 # -- torchtitan
@@ -189,8 +183,8 @@ def why_not_torchtitan(problem: Problem) -> str | None:
         f"its experts compute in bfloat16, not {problem.dtype}")
 
 
-@register_peer("torchtitan", "torchtitan", refuses=why_not_torchtitan, alone=True)
-def torchtitan(problem: Problem, data: Data) -> Iterator[Candidate]:
+@base.register_peer("torchtitan", "torchtitan", refuses=why_not_torchtitan, alone=True)
+def torchtitan(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build `torchtitan.models.common.moe.MoE`: sorted rows, grouped_mm and scatter_add."""
     from torchtitan.models.common import config_utils
 
@@ -206,14 +200,14 @@ def torchtitan(problem: Problem, data: Data) -> Iterator[Candidate]:
             param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), zeros)),
     ).build().to(problem.device, problem.torch_dtype)
     experts, losses = layer.routed_experts.inner_experts, []
-    copy(layer.router.gate.weight, data.router_ED)
+    base.copy(layer.router.gate.weight, data.router_ED)
     for weight, value in ((experts.w1_EFD, data.w_gate_LDF), (experts.w3_EFD, data.w_in_LDF),
                           (experts.w2_EDF, data.w_out_LFD)):
-        copy(weight, value.transpose(1, 2))
+        base.copy(weight, value.transpose(1, 2))
 
     def balance(router: object, of: object, found: tuple[Tensor, Tensor, Tensor]) -> None:
         scores_TE = found[2].flatten(0, -2).float()
-        losses[:] = [switch_loss(scores_TE, scores_TE.argmax(1, keepdim=True))]
+        losses[:] = [base.switch_loss(scores_TE, scores_TE.argmax(1, keepdim=True))]
 
     layer.router.register_forward_hook(balance)
     if problem.device == "cpu":  # the layer's autocast to float32 has no effect on CPU
@@ -222,4 +216,5 @@ def torchtitan(problem: Problem, data: Data) -> Iterator[Candidate]:
     def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
         return layer(x[None])[0], list(losses)
 
-    yield Candidate(forward, list(layer.parameters()), "with the balance loss of the other peers")
+    yield base.Candidate(forward, list(layer.parameters()),
+                         "with the balance loss of the other peers")

@@ -10,15 +10,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import Comm
 from moe_plugin.planner.units import show_size
-from scripts.bench.peers.base import (
-    Build,
-    Candidate,
-    behind_router,
-    copy,
-    expert_group,
-    not_installed,
-    register_peer,
-)
+from scripts.bench.peers import base
 from scripts.bench.problem import Data, Problem
 
 COPIES = 4 << 30  # maximum number of bytes of weights that `batched_mm` may copy
@@ -27,7 +19,8 @@ COPIES = 4 << 30  # maximum number of bytes of weights that `batched_mm` may cop
 def _why_not(problem: Problem, implementation: str) -> str | None:
     if not problem.gated:
         return "Mixtral's experts are gated; use --gated"
-    if expert_group().size > 1 and not_installed("transformers.distributed.expert_parallel"):
+    if base.expert_group().size > 1 and base.not_installed(
+            "transformers.distributed.expert_parallel"):
         return "this transformers has no expert parallelism"
     copied = (3 * problem.rows * problem.model_dim * problem.hidden_dim
               * problem.torch_dtype.itemsize)
@@ -36,11 +29,11 @@ def _why_not(problem: Problem, implementation: str) -> str | None:
     return None
 
 
-def _candidate(problem: Problem, data: Data, implementation: str) -> Iterator[Candidate]:
+def _candidate(problem: Problem, data: Data, implementation: str) -> Iterator[base.Candidate]:
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-    group = expert_group()
+    group = base.expert_group()
     data = data.local(group.rank, group.size)
     config = MixtralConfig(
         hidden_size=problem.model_dim, intermediate_size=problem.hidden_dim, hidden_act="silu",
@@ -48,12 +41,12 @@ def _candidate(problem: Problem, data: Data, implementation: str) -> Iterator[Ca
     config._experts_implementation = implementation  # `from_pretrained` sets this attribute
     experts = MixtralExperts(config).to(problem.device, problem.torch_dtype)
     assert data.w_gate_LDF is not None
-    copy(experts.gate_up_proj, torch.cat([data.w_gate_LDF, data.w_in_LDF], 2).transpose(1, 2))
-    copy(experts.down_proj, data.w_out_LFD.transpose(1, 2))
+    base.copy(experts.gate_up_proj, torch.cat([data.w_gate_LDF, data.w_in_LDF], 2).transpose(1, 2))
+    base.copy(experts.down_proj, data.w_out_LFD.transpose(1, 2))
     compute = _over(group, experts, problem.device)
-    yield behind_router(lambda x, ids_TK, weights_TK: compute(x, ids_TK, weights_TK.to(x.dtype)),
-                        problem, data.router_ED, experts.parameters(),
-                        "MixtralExperts behind a plain float32 router")
+    yield base.behind_router(
+        lambda x, ids_TK, weights_TK: compute(x, ids_TK, weights_TK.to(x.dtype)), problem,
+        data.router_ED, experts.parameters(), "MixtralExperts behind a plain float32 router")
 
 
 def _over(group: Comm, experts: nn.Module, device: str) -> Callable[..., Tensor]:
@@ -68,10 +61,10 @@ def _over(group: Comm, experts: nn.Module, device: str) -> Callable[..., Tensor]
     return exchanged
 
 
-def _register(implementation: str) -> Build:
-    @register_peer(f"transformers_{implementation}", "transformers",
-                   refuses=partial(_why_not, implementation=implementation))
-    def build(problem: Problem, data: Data) -> Iterator[Candidate]:
+def _register(implementation: str) -> base.Build:
+    @base.register_peer(f"transformers_{implementation}", "transformers",
+                        refuses=partial(_why_not, implementation=implementation))
+    def build(problem: Problem, data: Data) -> Iterator[base.Candidate]:
         """Build MixtralExperts with one of the implementations in `transformers`."""
         yield from _candidate(problem, data, implementation)
 

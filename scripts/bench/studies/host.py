@@ -21,13 +21,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scripts.bench import layer
 from scripts.bench.child import on_processes
-from scripts.bench.layer import (
-    agreement,
-    check_losses,
-    enter_candidates,
-    not_measured,
-)
 from scripts.bench.measure import training_step, versions
 from scripts.bench.peers import Candidate
 from scripts.bench.problem import Data, Problem, add_problem, make_data, problem_of
@@ -54,7 +49,7 @@ def parts(found: Mapping[str, Any]) -> list[str]:
             "minimum": "{step_min:time}", "relative to Megatron": "{over}",
             "operations in forward": "{forward_ops}", "operations in backward": "{backward_ops}",
             "note": "{note}"}),
-        not_measured(found["refused"])]
+        layer.not_measured(found["refused"])]
 
 
 class OperationCount(TorchDispatchMode):
@@ -98,12 +93,12 @@ def measure_rank(problem: Problem, ranks: int, rounds: int, names: Sequence[str]
     """
     data, before = make_data(problem), os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
-        candidates, refused = enter_candidates(stack, problem, data, names)
+        candidates, refused = layer.enter_candidates(stack, problem, data, names)
         # Megatron-core on a CPU needs a mode that intercepts every call of torch. The mode is
         # disabled here for all candidates, because its cost would be part of every call.
         with torch._C.DisableTorchFunction():
-            agreement(candidates, data, problem)
-            check_losses(candidates, data, problem)
+            layer.agreement(candidates, data, problem)
+            layer.check_losses(candidates, data, problem)
             results = _measured(candidates, data, rounds)
     load = (round(before, 2), round(os.getloadavg()[0], 2))
     known = {name: value for name, value in versions("cpu").items() if name != "triton"}

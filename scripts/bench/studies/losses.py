@@ -36,19 +36,9 @@ from moe_plugin.planner.units import parse_grid
 from scripts.bench.child import on_processes
 from scripts.bench.report import page
 from scripts.bench.train import run as runs
+from scripts.bench.train import sides
 from scripts.bench.train.results import HOSTS
-from scripts.bench.train.sides import (
-    SHAPES,
-    Chooser,
-    Settings,
-    Side,
-    TrainShape,
-    for_host,
-    our_settings,
-    parse_shapes,
-    read_text,
-    write_text,
-)
+from scripts.bench.train.sides import Settings, Side, TrainShape
 from scripts.emulate import EmulatedCluster
 
 TITLE = "Differences of losses in training steps, traced to single tokens"
@@ -102,7 +92,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--host", required=True, choices=("megatron", "fairseq"),
                    help="the framework to train in")
     p.add_argument("--shapes", default="all", metavar="LIST",
-                   help=f"shapes as in `bench train`: all, or names ({', '.join(SHAPES)})")
+                   help=f"shapes as in `bench train`: all, or names ({', '.join(sides.SHAPES)})")
     p.add_argument("--emulate", metavar="NxP",
                    help="nodes x ranks per node of an emulated cluster (default: two processes of "
                         "this machine)")
@@ -119,11 +109,12 @@ def check(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the losses, and the tokens with different choices, by host, place and shape."""
     grid = parse_grid(args.emulate) if args.emulate else None
-    shapes = for_host(parse_shapes(args.shapes), args.host)
-    ours = {name: value for name, value in our_settings(grid is not None and grid[0] > 1).items()
-            if not name.endswith("auto")}  # the layout of `auto` depends on measured times
+    shapes = sides.for_host(sides.parse_shapes(args.shapes), args.host)
+    every = sides.our_settings(several_nodes=grid is not None and grid[0] > 1)
+    # the layout of `auto` depends on measured times
+    ours = {name: every[name] for name in every if not name.endswith("auto")}
     with ExitStack() as stack:
-        text = write_text(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        text = sides.write_text(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         work = args.host, shapes, text, ours, args.steps
         if grid:
             runs.forked_hosts([args.host])
@@ -154,7 +145,7 @@ def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings
 
 
 def _sides(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings]) -> list[Side]:
-    made = runs.sides_of(host, shape, read_text(text), ours)
+    made = runs.sides_of(host, shape, sides.read_text(text), ours)
     return [side for side in made if side.kind != "dense"]
 
 
@@ -190,7 +181,7 @@ def _same_choices(host: str, shape: TrainShape, text: str, ours: Mapping[str, Se
 def _in_float32(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
                 first: Side) -> Side:
     """Build a float32 copy of the first model, with the same weights."""
-    [side] = runs.sides_of(host, replace(shape, bf16=False), read_text(text),
+    [side] = runs.sides_of(host, replace(shape, bf16=False), sides.read_text(text),
                            {FLOAT32: next(iter(ours.values()))}, others=False)
     with torch.no_grad():
         for mine, its in zip(side.parameters, first.parameters, strict=True):
@@ -207,7 +198,7 @@ def change_last_bits(parameters: Iterable[Tensor]) -> None:
         parameter.mul_(1 + (2 * up - 1) * torch.finfo(parameter.dtype).eps)
 
 
-def _chooser(tracer: Tracer, place: int, name: str, layer: int) -> Chooser:
+def _chooser(tracer: Tracer, place: int, name: str, layer: int) -> sides.Chooser:
     return partial(tracer.first, layer) if place == 0 else partial(tracer.other, name, layer)
 
 

@@ -32,17 +32,9 @@ from moe_plugin.planner.plan_cost import plan_cost
 from moe_plugin.utils.messages import tracked
 from scripts.bench.report import page
 from scripts.bench.study import Option
+from scripts.bench.train import sides
 from scripts.bench.train.run import forked_hosts, sides_of
-from scripts.bench.train.sides import (
-    FIXED,
-    OURS,
-    SHAPES,
-    Settings,
-    TrainShape,
-    for_host,
-    read_text,
-    write_text,
-)
+from scripts.bench.train.sides import SHAPES, Settings, TrainShape
 from scripts.bench.train.steps import measure as measure_steps
 from scripts.emulate import EmulatedCluster
 
@@ -61,9 +53,9 @@ PLACES = {
     "one node": ((1, 2), 200e6, 1e-3), "200 Mbit/s, 1 ms": ((2, 1), 200e6, 1e-3),
     "1 Gbit/s, 0.1 ms": ((2, 1), 1e9, 1e-4)}
 LAYOUTS: dict[str, tuple[LayoutChoice, Settings]] = {
-    "r=1": (LayoutChoice(r=1), FIXED["linear"]),
-    "r=1 d=2": (LayoutChoice(r=1, d=2), {**FIXED["linear"], "parallel.d": 2}),
-    "r=0": (LayoutChoice(r=0), FIXED["r=0"])}
+    "r=1": (LayoutChoice(r=1), sides.FIXED["linear"]),
+    "r=1 d=2": (LayoutChoice(r=1, d=2), {**sides.FIXED["linear"], "parallel.d": 2}),
+    "r=0": (LayoutChoice(r=0), sides.FIXED["r=0"])}
 VOCABULARY = {"megatron": 384, "fairseq": 260}  # vocabulary sizes of the hosts' models
 
 
@@ -91,7 +83,7 @@ def processor_rank(model: ModelShape, repeats: int) -> Processor:
 
 def train_rank(host: str, shape: TrainShape, text: str, settings: Settings) -> float:
     """Train on every rank, and return the median step time in seconds on the slowest rank."""
-    [side] = sides_of(host, shape, read_text(text), {OURS: settings}, others=False)
+    [side] = sides_of(host, shape, sides.read_text(text), {sides.OURS: settings}, others=False)
     [times] = measure_steps([side], TorchComm(), MEASURED, SKIPPED)
     return median(times.seconds)
 
@@ -106,7 +98,7 @@ def predicted_s(host: str, shape: TrainShape, layout: str, cluster: Cluster,
 
 
 def cells(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    text = write_text(folder)
+    text = sides.write_text(folder)
     forked_hosts(args.hosts)
     for place in tracked(args.places, "bench plan-error", "network"):
         grid, rate, delay = PLACES[place]
@@ -120,7 +112,7 @@ def cells(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
                 processor = emulated.run(processor_rank, model, args.repeats,
                                          timeout_s=TIMEOUT_S)[0]
                 for host in args.hosts:
-                    [own] = for_host([shape], host)
+                    [own] = sides.for_host([shape], host)
                     for layout, (_, settings) in LAYOUTS.items():
                         row = {"place": place, "host": host, "shape": shape.name, "layout": layout,
                                "predicted": predicted_s(host, own, layout, network.cluster,

@@ -23,17 +23,9 @@ from moe_plugin.observe.traces import read_traces
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.routing_replay import best
 from moe_plugin.planner.units import parse_grid
+from scripts.bench import replayed
 from scripts.bench.quickstart import begin, quickstart, settings
-from scripts.bench.replayed import (
-    HEADER,
-    MEANING,
-    Emulation,
-    Trace,
-    emulate,
-    excerpt,
-    rows_of,
-    times_of,
-)
+from scripts.bench.replayed import Emulation, Trace, times_of
 from scripts.bench.report import page
 from scripts.bench.study import ROOT, Option
 
@@ -115,8 +107,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         model = ModelShape(layers=2, model_dim=WIDTH, ffn_dim=WIDTH, experts=experts, top_k=TOP_K)
         where = Emulation(parse_grid(args.grid), {"rate_bit_s": args.rate, "delay_s": DELAY_S},
                           model, str(ROOT / CLUSTER), str(ROOT / DEVICE), replan=REPLAN)
-        found[name] = emulate(excerpt(made, experts, where.ranks, args.replayed, args.tokens),
-                              where)
+        part = replayed.excerpt(made, experts, where.ranks, args.replayed, args.tokens)
+        found[name] = replayed.emulate(part, where)
     return {"grid": args.grid, "rate": args.rate, "tokens": args.tokens, "steps": args.steps,
             "traces": found}
 
@@ -171,8 +163,8 @@ def verdict(rows: list[dict[str, Any]]) -> str:
 def body(found: dict[str, Any]) -> list[str]:
     rows, quartiles = summary(found), noise(found)
     return page(
-        __name__, found, rows=rows, meaning=MEANING, verdict=verdict(rows),
+        __name__, found, rows=rows, meaning=replayed.MEANING, verdict=verdict(rows),
         noise=page(__name__, {}, "noise", quartiles=quartiles) if quartiles else [],
         traces=[part for name, one in found["traces"].items() for part in (
             f"## {name[0].upper()}{name[1:]}, {len(one['third'])} calls",
-            table(HEADER, rows_of(one)))])
+            table(replayed.HEADER, replayed.rows_of(one)))])

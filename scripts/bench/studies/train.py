@@ -20,28 +20,12 @@ from typing import Any
 from moe_plugin.cli.figures import add_links, links_of, refuse_links
 from moe_plugin.planner.cluster import dump_cluster, load_cluster
 from moe_plugin.planner.units import parse_grid
-from scripts.bench.train import curves
+from scripts.bench.train import curves, results, sides
 from scripts.bench.train import run as runs
-from scripts.bench.train.results import (  # noqa: F401
-    MADE_BY,
-    main_parts,
-    merged,
-    reports,
-    side_pages,
-)
-from scripts.bench.train.sides import (
-    SHAPES,
-    Settings,
-    evaluated_settings,
-    for_host,
-    our_settings,
-    parse_shapes,
-    write_text,
-)
 from scripts.emulate import EmulatedCluster
 
 FITTED_BIT_S = 200e6  # rate of the links that configs/clusters/emulated.yaml describes
-TITLE = "Whole training steps"
+TITLE, MADE_BY = "Whole training steps", results.MADE_BY
 PLOTS = {curves.FILE: curves.draw}
 
 
@@ -50,8 +34,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                    help="the framework to train in. The native layer of fairseq is that of its moe "
                         "branch, rewritten from the code of that branch")
     p.add_argument("--shapes", default="all", metavar="LIST",
-                   help=f"all, names separated by commas ({', '.join(SHAPES)}), or width x inner "
-                        "width x experts x k x tokens, such as 128x128x8x2x4096 (default: "
+                   help=f"all, names separated by commas ({', '.join(sides.SHAPES)}), or width x "
+                        "inner width x experts x k x tokens, such as 128x128x8x2x4096 (default: "
                         "%(default)s). With fairseq, k is reduced to 2 and shapes with gated "
                         "experts are left out")
     p.add_argument("--evaluate", action="store_true",
@@ -87,16 +71,16 @@ def check(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
     """Return one report for each shape (on ranks of a launcher, only on rank 0)."""
     grid = parse_grid(args.emulate) if args.emulate else None
-    shapes = for_host(parse_shapes(args.shapes), args.host)
+    shapes = sides.for_host(sides.parse_shapes(args.shapes), args.host)
     if "RANK" not in os.environ:
         for shape in shapes:  # raises an error before any process or node is started
             shape.sentences(grid[0] * grid[1] if grid else args.ranks)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        text = write_text(folder)
+        text = sides.write_text(folder)
         cluster = grid and stack.enter_context(EmulatedCluster(*grid, **links_of(args)))
         known = hardware(cluster.rate_bit_s, folder) if cluster else {}
-        ours = evaluated_settings(known) if args.evaluate else our_settings(
+        ours = sides.evaluated_settings(known) if args.evaluate else sides.our_settings(
             several_nodes=grid is not None and grid[0] > 1)
         plans = [runs.TrainPlan(args.host, shape, text, args.steps, args.warm_up, ours,
                                 evaluate=args.evaluate) for shape in shapes]
@@ -109,7 +93,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
     return [one.as_dict() for one in found] or None
 
 
-def hardware(rate_bit_s: float, folder: Path) -> Settings:
+def hardware(rate_bit_s: float, folder: Path) -> sides.Settings:
     """Return settings for the processor and the links, by which the layer chooses pieces."""
     fitted = load_cluster("configs/clusters/emulated.yaml")
     link = replace(fitted.inter, beta_s=fitted.inter.beta_s * FITTED_BIT_S / rate_bit_s)
@@ -120,12 +104,12 @@ def hardware(rate_bit_s: float, folder: Path) -> Settings:
 
 def merge(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Replace earlier reports for the same host, place and shape."""
-    return [one.as_dict() for one in merged(reports(old), reports(new))]
+    return [one.as_dict() for one in results.merged(results.reports(old), results.reports(new))]
 
 
 def body(found: list[dict[str, Any]]) -> list[str]:
-    return main_parts(reports(found))
+    return results.main_parts(results.reports(found))
 
 
 def pages(found: list[dict[str, Any]]) -> dict[str, str]:
-    return side_pages(reports(found))
+    return results.side_pages(results.reports(found))

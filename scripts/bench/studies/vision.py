@@ -23,15 +23,8 @@ from torch import nn
 
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
 from moe_plugin.hosts.timm.model import PRESETS, build
-from scripts.bench.images import (
-    CIFAR,
-    CIFAR_OPTIONS,
-    check_counts,
-    folder_of_runs,
-    run_options,
-    spread,
-    train_images,
-)
+from scripts.bench import images
+from scripts.bench.images import CIFAR, spread
 from scripts.bench.measure import interleaved
 from scripts.bench.report import page
 from scripts.bench.study import Option
@@ -145,13 +138,13 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train both models, and return their accuracy and images per second, by model and seed."""
     found: dict[str, dict[str, list[float]]] = {
         name: {side: [] for side in SIDES} for name in ("accuracy", "images_per_s")}
-    place = folder_of_runs(args)
-    sizes = CIFAR_OPTIONS if args.data == CIFAR else []
+    place = images.folder_of_runs(args)
+    sizes = images.CIFAR_OPTIONS if args.data == CIFAR else []
 
     def run(side: str, seed: int) -> list[dict[str, Any]]:
-        return train_images(place / f"{side} {seed}", "--data", str(place / "images"), "--epochs",
-                            str(args.epochs), "--seed", str(seed), *sizes,
-                            *["--dense"] * (side == "dense"))
+        return images.train_images(
+            place / f"{side} {seed}", "--data", str(place / "images"), "--epochs", str(args.epochs),
+            "--seed", str(seed), *sizes, *["--dense"] * (side == "dense"))
 
     with ThreadPoolExecutor(len(SIDES)) as pool:
         for seed in range(1, args.seeds + 1):
@@ -189,9 +182,9 @@ OPTIONS = {
     "epochs": Option(12, "number of epochs of a training run", quick=1),
     "presets": Option(("tiny", "swin_s"), "models to time", quick=("tiny",), choices=CLASSES),
     "batches": Option(BATCHES, "numbers of images per call", quick=(2,)),
-    **run_options("vision", EXAMPLE),
+    **images.run_options("vision", EXAMPLE),
 }
-check = check_counts
+check = images.check_counts
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -20,16 +20,8 @@ from moe_plugin.experts.base import is_expert
 from moe_plugin.layer import MoELayer
 from scripts.bench.peers.base import copy
 from scripts.bench.peers.fairseq_branch import BranchMoE
-from scripts.bench.train.sides import (
-    FUSED_ADAM,
-    Settings,
-    Side,
-    TrainShape,
-    batch,
-    layout_of,
-    take_choices,
-    tuners_settled,
-)
+from scripts.bench.train import sides
+from scripts.bench.train.sides import Settings, Side, TrainShape
 
 NATIVE = "fairseq's moe branch"
 _FIXED = ("--task dummy_lm --dict-size 256 --arch transformer_lm --decoder-attention-heads 4 "
@@ -132,7 +124,7 @@ def flags_of(settings: Settings) -> list[str]:
     own = {"dispatch.capacity_factor": 1.0} if "dispatch.name" in settings else {}
     found = [word for name, text in flag_texts({**own, **settings}).items()
              for word in ("--" + name.replace("_", "-"), text)]
-    return [*found, FUSED_ADAM] if FUSED_ADAM in settings else found
+    return [*found, sides.FUSED_ADAM] if sides.FUSED_ADAM in settings else found
 
 
 class Models:
@@ -206,17 +198,17 @@ class Models:
         found = moe_layers(made.get_model()) if kind == "ours" else []
         layers = [layer.moe_layer.moe for layer in found]
         tokens = self.sentences * self.shape.length
-        settled = (lambda: True) if self.evaluate else tuners_settled(layers)
+        settled = (lambda: True) if self.evaluate else sides.tuners_settled(layers)
         return Side(name, kind, step, [made.optimizer.optimizer], settled,
-                    lambda: layout_of(layers, tokens), list(made.get_model().parameters()),
-                    [*(partial(take_choices, layer) for layer in layers),
+                    lambda: sides.layout_of(layers, tokens), list(made.get_model().parameters()),
+                    [*(partial(sides.take_choices, layer) for layer in layers),
                      *(partial(setattr, m, "choose") for m in made.get_model().modules()
                        if isinstance(m, BranchMoE))], partial(_reload, made.optimizer))
 
     def _sample(self, number: int) -> dict[str, Any]:
         shape = self.shape
         first = 4  # number of special symbols before the first byte in fairseq's dictionary
-        bytes_BT = batch(self.text, number, self.sentences, shape.length, self.rank) + first
+        bytes_BT = sides.batch(self.text, number, self.sentences, shape.length, self.rank) + first
         return {
             "id": torch.arange(self.sentences), "nsentences": self.sentences,
             "ntokens": self.sentences * shape.length, "net_input": {
