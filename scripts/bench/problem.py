@@ -76,17 +76,21 @@ class Problem:
         return self.tokens * self.top_k
 
     @property
+    def weights(self) -> int:
+        """Number of weights of all experts."""
+        return self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
+
+    @property
     def flops(self) -> int:
         """FLOPs of the experts, forward and backward: 3 passes * 2 * rows * D * F per matrix."""
-        return 3 * 2 * self.rows * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
+        return 3 * 2 * self.rows * self.weights // self.experts
 
     @property
     def bytes(self) -> int:
         """Minimum memory traffic of the forward and backward pass, in bytes. Weights are read
         twice, and their gradients are written once. x, y and both gradients are counted once.
         """
-        weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
-        elements = 3 * weights + 5 * self.tokens * self.model_dim
+        elements = 3 * self.weights + 5 * self.tokens * self.model_dim
         return elements * self.torch_dtype.itemsize
 
     def work(self, forward_only: bool) -> tuple[float, float]:
@@ -94,15 +98,13 @@ class Problem:
         """
         if not forward_only:
             return self.flops, self.bytes
-        weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
-        elements = weights + 2 * self.tokens * self.model_dim
+        elements = self.weights + 2 * self.tokens * self.model_dim
         return self.flops / 3, elements * self.torch_dtype.itemsize
 
     @property
     def least_memory(self) -> int:
         """Bytes of weights, their gradients, x, y, their gradients, and the inner activations."""
-        weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
-        elements = 2 * weights + 4 * self.tokens * self.model_dim + self.rows * self.hidden_dim
+        elements = 2 * self.weights + 4 * self.tokens * self.model_dim + self.rows * self.hidden_dim
         return elements * self.torch_dtype.itemsize
 
     def label(self) -> str:

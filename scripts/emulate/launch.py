@@ -27,7 +27,9 @@ def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restart
         max_restarts: how often torchrun may restart all ranks after a rank has failed.
         popen: options of `EmulatedCluster.command`, such as `stdout`.
     """
-    program = _python_or_command(program)
+    program = installed(program)
+    if program[0] != "-m" and not program[0].endswith(".py"):
+        program = ["--no-python", *program]
     first = cluster.nodes[0].address
     started = []
     for node in cluster.nodes:
@@ -91,13 +93,14 @@ def _quiet() -> dict[str, str]:
     return {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
 
 
-def _python_or_command(program: Sequence[str]) -> list[str]:
+def installed(program: Sequence[str]) -> list[str]:
+    """Return the command, with the name of an installed program replaced by its path."""
     name, *rest = program
-    if name == "-m" or name.endswith(".py"):
+    if name == "-m" and rest or name.endswith(".py"):
         return [name, *rest]
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
         raise ValueError(
             f"program {short(name)} is not installed. Use a script (train.py), a module (-m "
-            "package.module) or an installed command (fairseq-train)")
-    return ["--no-python", found, *rest]
+            "package.module) or an installed Python command (fairseq-train)")
+    return [found, *rest]

@@ -149,28 +149,15 @@ def _processor_us(calls: Sequence[Callable[[], object]], repeats: int) -> list[f
 def add_arguments(p: argparse.ArgumentParser) -> None:
     add_problem(p)
     p.set_defaults(tokens=16, model_dim=32, hidden_dim=64, threads=1, rounds=40)
-    p.add_argument("--ranks", default="1,2", metavar="LIST",
-                   help="numbers of expert-parallel ranks, separated by commas (default: "
-                        "%(default)s)")
+    p.add_argument("--ranks", type=int, nargs="+", default=(1, 2),
+                   help="numbers of expert-parallel ranks (default: 1 2)")
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     problem, rounds = problem_of(args), 3 if args.quick else args.rounds
     return [run(replace(problem, gated=gated), ranks, rounds)
-            for gated in sorted({problem.gated, True}) for ranks in _ranks(args.ranks)]
+            for gated in sorted({problem.gated, True}) for ranks in args.ranks]
 
 
 def body(found: list[dict[str, Any]]) -> list[str]:
     return page(__name__, found[0], layers=[part for one in found for part in parts(one)])
-
-
-def _ranks(text: str) -> list[int]:
-    try:
-        found = [int(word) for word in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"--ranks {text[:40]!r} must be numbers separated by commas, such as "
-                         "1,2") from error
-    if any(not 1 <= ranks <= 64 for ranks in found):
-        raise ValueError(f"--ranks {text[:40]!r} is out of bounds: must be from 1 to 64, such as "
-                         "1,2")
-    return found

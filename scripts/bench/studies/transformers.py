@@ -180,7 +180,7 @@ class OnGPU:
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
-        return part("Steps", COMPUTED, found)[1:]
+        return part("Steps", "computed", found)[1:]
 
 
 # -- several ranks
@@ -255,7 +255,8 @@ def part(title: str, about: str, found: dict[str, Any]) -> list[str]:
     cells = [{**cell, "tokens": thousands, "spread": _spread(cell["losses"])}
              for cell in found["cells"]]
     return page(
-        __name__, found, title=title, about=about,
+        __name__, found, title=title, about=" ".join(
+            page(__name__, {}, about, chosen=page(__name__, {}, "chosen"))),
         where="one GPU" if "device" in found["versions"] else "one thread per rank",
         network=(f" The links have a rate of {found['rate'] / 1e6:.0f} Mbit/s." if found["rate"]
                  else ""),
@@ -272,23 +273,13 @@ def _spread(losses: dict[str, float]) -> float:
     return (max(losses.values()) - min(losses.values())) / min(losses.values())
 
 
-COMPUTED = (f"The columns are values of `experts_implementation`. `{OURS}` computes the experts "
-            "with our layer. All other values are implementations in transformers.")
-CHOSEN = (
-    f"`{OURS}` uses our default settings. `{TUNED}` chooses the layout, the all-to-all algorithm "
-    f"and how often rows are sent, in {LONGEST_WARM_UP} steps before the timed steps. All other "
-    "columns are exchanges of transformers, which computes the experts with `grouped_mm`.")
-OWN_TOKENS = ("The columns are values of `ep_implementation`. The models use FSDP2 and expert "
-              f"parallelism over all ranks, and every rank has different sequences. {CHOSEN}")
-SAME_TOKENS = ("The columns are values of `ep_implementation`. The models use tensor parallelism "
-               f"and expert parallelism over both ranks, which have the same sequences. {CHOSEN}")
 PARTS = {
-    "one": (measure_one, partial(part, "One process", COMPUTED)),
+    "one": (measure_one, partial(part, "One process", "computed")),
     **{name: (partial(measure_ranks, grid, mesh), partial(part, title, about))
        for name, grid, mesh, title, about in (
-           ("1x2", "1x2", "fsdp_size", "Two ranks", OWN_TOKENS),
-           ("1x2-tp", "1x2", "tp_size", "Two ranks with the same tokens", SAME_TOKENS),
-           ("2x2", "2x2", "fsdp_size", "2x2 emulated nodes", OWN_TOKENS))},
+           ("1x2", "1x2", "fsdp_size", "Two ranks", "own"),
+           ("1x2-tp", "1x2", "tp_size", "Two ranks with the same tokens", "same"),
+           ("2x2", "2x2", "fsdp_size", "2x2 emulated nodes", "own"))},
 }
 OPTIONS = {
     "shapes": Option(tuple(SHAPES), "models to train", choices=tuple(SHAPES),
