@@ -9,6 +9,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
@@ -22,13 +23,18 @@ from moe_plugin.planner.forest.presets import preset
 from moe_plugin.planner.forest.simulate import program_of
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost
 from moe_plugin.planner.model import ModelPlan, ModelShape
+from moe_plugin.planner.offload.peers import Peers, versus_pipeline
+from moe_plugin.planner.offload.weight_streaming import Layer
+from moe_plugin.planner.offload.weight_streaming import plan as stream_plan
 from moe_plugin.planner.once import GroupShape, all_reduce_s
 from moe_plugin.planner.pipeline.slices import cut
 from moe_plugin.planner.plan_cost import dense_layer_s, time_of
 from moe_plugin.planner.prefill import CUTS, Kernel, PrefillLoad, choices
 from moe_plugin.planner.static_layer import ScaleRow, scale_table, static_layer_s
 from moe_plugin.planner.vote_assignments import mols, repetition
-from scripts.bench.study import DATA, ROOT, read_numbers
+from scripts.bench.study import ROOT
+from scripts.bench.train.results import median_ms, newest, reports
+from scripts.bench.train.sides import OURS, PIECES
 
 CONFIGS = ROOT / "configs"
 A100, V100 = (load_device(CONFIGS / "devices" / f"{name}.yaml") for name in (
@@ -200,13 +206,20 @@ def token_slices(batches: Sequence[int] = (1, 2, 4)) -> Range:
 
 
 def streaming_peers() -> Range:
-    """Return the speedup of ATOM as a range over link bandwidths. The speedups are computed by the
-    study `moe-plugin bench offload-plans`.
+    """Return the speedup of ATOM over a pipeline of four peers, at 10 to 300 Mbit/s. The peers have
+    50 TFLOP/s, 11 GiB and 12 GB/s to host memory. They train a GPT of 24 layers in 16 bits with 8
+    sequences of 2,048 tokens per step, and average the weights every 500 steps.
     """
-    found = read_numbers(ROOT / "docs" / "benchmarks" / DATA / "offload_plans.json")
-    cells = found["models"]["24 layers of width 2,048"]["cells"]
-    return spread([cell["ratio"] for cell in cells
-                   if cell["every"] == 500 and 10 <= cell["mbit_s"] <= 300])
+    width, tokens, size = 2048, 2048, 24 * 2048**2  # size: bytes of a layer's weights
+    forward_s = (size * tokens + 4 * tokens**2 * width) / 50e12
+    streamed = stream_plan([
+        Layer(name=str(j), forward_s=forward_s, backward_s=3 * forward_s, load_s=size / 12e9,
+              out_s=size / 12e9, weight_bytes=size, gradient_bytes=size,
+              kept_bytes=2 * tokens * width, workspace_bytes=34 * tokens * width)
+        for j in range(24)], 8, 11 * 2**30)
+    return spread([versus_pipeline(streamed, Peers(
+        count=4, bytes_s=rate * 1e6 / 8, delay_s=0.01, average_every=500, averaged_bytes=24 * size)
+        ).ratio for rate in (10, 30, 50, 100, 300)])
 
 
 def near_links() -> float:
@@ -251,3 +264,89 @@ def stated() -> dict[str, Any]:
             "masks": whole_model(8, MASK_BYTES), "split": split, "whole": whole,
             "two_sequences": token_slices((2,))[0], "spoiled": 100 * spoiled_files(),
             "near": near_links()}
+
+
+# -- ratios of committed measurements; every function receives the data of one benchmark page
+
+
+def ratios(found: Any, text: str) -> list[float]:
+    """Return the values at a path of keys, such as "rows.*.factor", or ratios of the values at two
+    paths, such as "plain / parm.s?". A pattern selects all matching keys of a dict, and `*` also
+    all items of a list. Items without a matching key are skipped.
+    """
+    top, *bottom = (_at(found, path) for path in text.split(" / "))
+    if not bottom:
+        return top
+    top = top * len(bottom[0]) if len(top) == 1 else top
+    return [a / b for a, b in zip(top, bottom[0], strict=True)]
+
+
+def _at(found: Any, path: str) -> list[Any]:
+    values = [found]
+    for pattern in path.split("."):
+        parts: list[Any] = []
+        for value in values:
+            if isinstance(value, list):
+                parts += value if pattern == "*" else []
+            elif isinstance(value, dict):
+                parts += [one for key, one in value.items() if fnmatchcase(key, pattern)]
+        values = parts
+    return values
+
+
+def faster_policy(found: Any) -> float:
+    """Return the time of the faster uniform policy (recompute or swap) divided by that of the plan.
+    """
+    seconds = found["seconds"]
+    return min(seconds["recompute"], seconds["swap"]) / seconds["auto"]
+
+
+def steps(found: Any, of: dict[str, str]) -> list[float]:
+    """For each shape, return the median step time of the model `over` divided by that of `under`.
+    """
+    return [median_ms(cell.side(of["over"])) / median_ms(cell.side(of["under"]))
+            for cell in newest(reports(found)) if cell.host == of["host"]
+            and cell.place.startswith(of["place"]) and of.get("shape", "") in cell.shape.name]
+
+
+def pieces(found: Any, *kinds: str) -> list[float]:
+    """Return the time with one piece divided by the time with the best number of pieces."""
+    totals = [cell[way]["total"] for kind in kinds for cell in found["cells"][kind]
+              for way in ("forward", "backward")]
+    return [total["d=1"] / min(total.values()) for total in totals]
+
+
+def by_load(found: Any) -> list[float]:
+    """Return the time of evaluations with one piece divided by that with pieces by load."""
+    return [median_ms(cell.side(OURS)) / median_ms(cell.side(PIECES))
+            for cell in newest(reports(found), evaluate=True)]
+
+
+def hierarchical(found: Any) -> list[float]:
+    """For each grid and size, return the time of the linear all-to-all divided by that of 2DH."""
+    times: dict[Any, dict[str, float]] = {}
+    for number, rows in enumerate((found["rows"], found["rows_with_message_cost"])):
+        for row in rows:
+            key = number, row["nodes"], row["ranks_per_node"], row["bytes"]
+            times.setdefault(key, {})[row["algorithm"]] = row["median_ms"]
+    return [cell["linear"] / cell["2dh"] for cell in times.values() if "2dh" in cell]
+
+
+def einsum(found: Any) -> list[float]:
+    """For each layer, return the time of the one-hot implementation divided by that of our layer.
+    """
+    return [peer["median_ms"] / cell["median_ms"] for cell in found["one_rank"]
+            for peer in cell["peers"] if peer["name"] == "einsum"]
+
+
+def tokens_s(found: Any, over: str, under: str) -> float:
+    """Return the tokens per second of the mode `over` divided by those of the mode `under`."""
+    rate = {row["mode"]: row["tokens_s"] for row in found["rows"]}
+    return rate[over] / rate[under]
+
+
+def top1_change(found: Any) -> float:
+    """Return the relative change of the top-1 error that CMCL causes."""
+    alone, ours = (statistics.mean(run["top1_error"] for run in found["results"][name])
+                   for name in ("independent (k = 5)", "CMCL, features shared"))
+    return ours / alone - 1

@@ -29,7 +29,6 @@ from moe_plugin.hosts.timm.model import PRESETS, SwinMoE, build
 from moe_plugin.kernels.choices import running_count
 from moe_plugin.planner.choice import LayoutChoice
 from scripts.bench import headline_models as models
-from scripts.bench import headline_numbers as numbers
 from scripts.bench import layer
 from scripts.bench.measure import interleaved
 from scripts.bench.peers.fairseq_branch import BranchMoE
@@ -87,7 +86,7 @@ def plain(row: Mapping[str, Any], stated: Mapping[str, Any],
         (name, *given), source = measured["numbers"], measured.get("page", "")
         of = read_numbers(NUMBERS / f"{source}.json") if source else here
         found |= {"what": measured["what"], "page": source, "measured": _range(
-            getattr(numbers, name)(of, *given))} if of else {"what": "`--measure`"}
+            getattr(models, name)(of, *given))} if of else {"what": "`--measure`"}
     return checked(found)
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.comm import TorchComm
@@ -84,21 +83,6 @@ def _builder(host: str) -> Callable[..., list[Side]]:
     else:
         from scripts.bench.train import fairseq as module
     return module.build
-
-
-def on_own_ranks(plans: Sequence[TrainPlan]) -> list[TrainReport]:
-    """Measure on the ranks that a launcher such as torchrun started. Only rank 0 returns reports.
-    """
-    joined = dist.is_initialized()
-    if not joined:
-        dist.init_process_group("gloo")
-    try:
-        ranks, first = dist.get_world_size(), dist.get_rank() == 0
-        found = measure_plans(plans)
-        return _reports(plans, f"{ranks} ranks", ranks, found) if first else []
-    finally:
-        if not joined:
-            dist.destroy_process_group()
 
 
 def on_this_machine(plans: Sequence[TrainPlan], ranks: int) -> list[TrainReport]:

@@ -30,8 +30,10 @@ def test_they_are_listed_with_what_they_measure(capsys: pytest.CaptureFixture[st
 
 
 def test_all_committed_numbers_have_a_page() -> None:
-    assert {study.numbers_name for study in COMMITTED} == {
-        f"data/{path.name}" for path in (BENCHMARKS / "data").glob("*.json")}
+    """Or a page of a study that was removed."""
+    names = {f"data/{path.name}" for path in (BENCHMARKS / "data").glob("*.json")}
+    assert names - {study.numbers_name for study in COMMITTED} <= {
+        "data/forest.json", "data/offload_plans.json"}
 
 
 @pytest.mark.parametrize("study", COMMITTED, ids=lambda study: study.name)
