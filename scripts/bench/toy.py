@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -43,19 +43,13 @@ class ToyBlock(nn.Module):
         return (x_BSD, weighted_loss(out.losses, self.moe.config.losses)) if self.weighs else x_BSD
 
 
-def _block(seed: int, settings: dict[str, Any], heads: int) -> ToyBlock:
-    torch.manual_seed(seed)
+def _block(settings: dict[str, Any], heads: int) -> ToyBlock:
     return ToyBlock(MoELayer(from_dict(settings), LocalComm()), heads, weighs=True)
 
 
-def _embedding(symbols: int, width: int) -> nn.Embedding:
-    torch.manual_seed(0)
-    return nn.Embedding(symbols, width)
-
-
-def _head(width: int, symbols: int) -> nn.Linear:
-    torch.manual_seed(1)
-    return nn.Linear(width, symbols)
+def _seeded(seed: int, make: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    return make(*args)
 
 
 def makers(symbols: int, layers: int, width: int, experts: int, hidden: int,
@@ -63,9 +57,9 @@ def makers(symbols: int, layers: int, width: int, experts: int, hidden: int,
     """Return functions that build the modules of a model in order: embedding, blocks, head."""
     settings = {"model_dim": width, "num_experts": experts,
                 "experts": {"hidden_dim": hidden, "compute_selection": "rule"}}
-    return [partial(_embedding, symbols, width),
-            *(partial(_block, 2 + i, settings, heads) for i in range(layers)),
-            partial(_head, width, symbols)]
+    return [partial(_seeded, 0, nn.Embedding, symbols, width),
+            *(partial(_seeded, 2 + i, _block, settings, heads) for i in range(layers)),
+            partial(_seeded, 1, nn.Linear, width, symbols)]
 
 
 def through(parts: Iterable[nn.Module], x: Tensor) -> tuple[Tensor, Tensor]:

@@ -130,17 +130,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def traced(host: str, shapes: list[TrainShape], text: str, ours: Mapping[str, Settings],
            steps: int) -> list[dict[str, Any]]:
     """Trace the training of all shapes on all ranks, with the same result."""
-    return [_traced(host, shape, text, ours, steps) for shape in shapes]
-
-
-def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
-            steps: int) -> dict[str, Any]:
-    free = _sides(host, shape, text, ours)
-    own = [[side.step(n) for side in free] for n in range(steps)]
-    del free
-    found = {"own": own, **_same_choices(host, shape, text, ours, steps)}
-    if host == "fairseq":
-        found["gelu"] = _same_choices(host, replace(shape, gelu=True), text, ours, steps)["same"]
+    found = []
+    for shape in shapes:
+        free = _sides(host, shape, text, ours)
+        own = [[side.step(n) for side in free] for n in range(steps)]
+        del free
+        found.append({"own": own, **_same_choices(host, shape, text, ours, steps)})
+        if host == "fairseq":
+            smooth = _same_choices(host, replace(shape, gelu=True), text, ours, steps)
+            found[-1]["gelu"] = smooth["same"]
     return found
 
 
@@ -162,7 +160,8 @@ def _same_choices(host: str, shape: TrainShape, text: str, ours: Mapping[str, Se
     again += [*wide, changed]
     for place, side in enumerate(again):
         for layer, take in enumerate(side.routers):
-            take(_chooser(tracer, place, side.name, layer))
+            take(partial(tracer.first, layer) if place == 0 else
+                 partial(tracer.other, side.name, layer))
     same = []
     for tracer.step in range(steps):
         same.append([side.step(tracer.step) for side in again])
@@ -196,10 +195,6 @@ def change_last_bits(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         up = torch.randint(2, parameter.shape, generator=drawn).to(parameter.dtype)
         parameter.mul_(1 + (2 * up - 1) * torch.finfo(parameter.dtype).eps)
-
-
-def _chooser(tracer: Tracer, place: int, name: str, layer: int) -> sides.Chooser:
-    return partial(tracer.first, layer) if place == 0 else partial(tracer.other, name, layer)
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -202,12 +202,8 @@ def predicted_part(found: list[int]) -> list[str]:
     return page(__name__, {}, "predicted", rows=map(row, found))
 
 
-def first_part(found: list[str]) -> list[str]:
-    return page(__name__, {})
-
-
 PARTS = {
-    "about": (lambda args: list(SENDS), first_part),
+    "about": (lambda args: list(SENDS), lambda found: page(__name__, {})),
     **{f"exchange-{grid}": (partial(measure_exchange, grid), exchange_part) for grid in GRIDS},
     **{f"exchange-{grid}-slow": (partial(measure_exchange, grid, slower=SLOWER), exchange_part)
        for grid in ("2x2", "8x4")},

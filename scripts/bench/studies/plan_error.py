@@ -69,15 +69,11 @@ def model_of(shape: TrainShape, host: str) -> ModelShape:
 
 
 def network_rank(model: ModelShape, repeats: int) -> MeasuredNetwork:
-    """Measure the network. Every rank must call this function."""
-    torch.set_num_threads(1)
     comm = TorchComm()
     return measure_network(model, comm, grid_of(comm), {}, 1, repeats)
 
 
 def processor_rank(model: ModelShape, repeats: int) -> Processor:
-    """Measure the processor. Every rank must call this function."""
-    torch.set_num_threads(1)
     return measure_processor(model, TorchComm(), torch.device("cpu"), MEMORY, {}, repeats)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,10 +145,6 @@ def measure_others(args: argparse.Namespace) -> dict[str, Any]:
     return {**found, "memory": peaks}
 
 
-def measure_standing(args: argparse.Namespace) -> dict[str, Any]:
-    return times_of((*BESIDE, STANDING), args)
-
-
 CELLS = {"policy": "`{policy}`", "ms": "{seconds:ms.1}",
          "speed over `never` (quartiles)":
              "{speedup:.3f} ({lower_quartile:.3f} to {upper_quartile:.3f})",
@@ -179,7 +176,8 @@ def standing_part(found: dict[str, Any]) -> list[str]:
         policies=columns([r for r in rows if r["policy"] != "place"], {"load": "{load}", **CELLS}))
 
 
-PARTS = {"others": (measure_others, others_part), STANDING: (measure_standing, standing_part)}
+PARTS = {"others": (measure_others, others_part), STANDING: (
+    partial(times_of, (*BESIDE, STANDING)), standing_part)}
 OPTIONS = {
     "rounds": Option(40, "timed steps of each policy and load", quick=2),
     "rate": Option(200e6, "bandwidth of a node's link in bit/s", quick=1e9),

@@ -163,10 +163,6 @@ def cells(seen: dict[str, Any]) -> list[dict[str, Any]]:
         for row in seen["rows"]]
 
 
-def plain_part(seen: dict[str, Any]) -> list[str]:
-    return page(__name__, seen, cells=cells(seen))
-
-
 def megatron_part(seen: dict[str, Any]) -> list[str]:
     resident, streamed = seen["rows"]
     times = {name: streamed[name] / resident[name]
@@ -174,7 +170,8 @@ def megatron_part(seen: dict[str, Any]) -> list[str]:
     return page(__name__, seen, "megatron", times=times, cells=cells(seen))
 
 
-PARTS = {"plain": (partial(compare, "plain"), plain_part),
+PARTS = {"plain": (partial(compare, "plain"),
+                   lambda seen: page(__name__, seen, cells=cells(seen))),
          "megatron": (partial(compare, "megatron"), megatron_part)}
 OPTIONS = {
     "scratch": Option("", "folder for the files of weights (default: a new one here)"),

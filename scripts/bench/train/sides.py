@@ -15,8 +15,6 @@ from torch import Tensor
 from moe_plugin.cli.corpus import build_corpus
 from moe_plugin.kernels.router import top_k_stable
 from moe_plugin.layer import MoELayer
-from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.routed_experts import RoutedExperts
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 
 Chooser = Callable[[Tensor, Tensor], Tensor]  # see `Side.routers`
@@ -139,15 +137,11 @@ def take_choices(layer: MoELayer, choose: Chooser) -> None:
 
 def layout_of(layers: Sequence[MoELayer], tokens: int) -> str:
     """Return the layouts of the latest calls, each with its number of layers. Collective."""
-    seen = Counter(_latest(layer.routed_experts, tokens).label for layer in layers)
+    of = [layer.routed_experts for layer in layers]
+    seen = Counter((routed.current if routed.prefill is None else
+                    routed.prefill.choice(routed.current, tokens)).label for routed in of)
     return ", ".join(label if count == len(layers) else f"{label} ({count} of {len(layers)})"
                      for label, count in seen.items())
-
-
-def _latest(routed: RoutedExperts, tokens: int) -> LayoutChoice:
-    if routed.prefill is None:
-        return routed.current
-    return routed.prefill.choice(routed.current, tokens)
 
 
 def batch(text: Tensor, step: int, sentences: int, length: int, rank: int) -> Tensor:
