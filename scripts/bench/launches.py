@@ -60,7 +60,7 @@ class Launch:
             if value is True or (isinstance(value, str) and value not in ("none", "ieee")):
                 said.append(name.lower() if value is True else value)
         sizes = [f"{name}{value}" for name, value in self.constants
-                 if isinstance(value, int) and not isinstance(value, bool) and value > 1]
+                 if type(value) is int and value > 1]
         return f"{self.kernel.removesuffix('_kernel')} {' '.join([*said, *sizes])}"
 
     @property
@@ -96,9 +96,8 @@ class Recorded:
     operations: list[tuple[str, int]] = field(default_factory=list)
 
 
-@contextlib.contextmanager
-def recording(chip: Chip) -> Iterator[Recorded]:
-    """Record everything that runs on the device `META` in the block, as if on the given GPU."""
+def recorded(run: Callable[[], object], chip: Chip) -> Recorded:
+    """Run a function on the device `META`, and record everything as if on the given GPU."""
     from triton.runtime import jit
 
     from moe_plugin.kernels.gpu import expert_ffn, expert_matmul, fp8
@@ -117,7 +116,8 @@ def recording(chip: Chip) -> Iterator[Recorded]:
                 (torch, "autocast", lambda *_, **__: contextlib.nullcontext())):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(_Operations(found.operations))
-        yield found
+        run()
+    return found
 
 
 class _Operations(TorchDispatchMode):
@@ -131,8 +131,7 @@ class _Operations(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         if func.namespace == "aten" and not func.is_view and "empty" not in name:
-            tensors = [t for t in _tensors((args, kwargs, made))]
-            self.seen.append((name, _bytes(tensors)))
+            self.seen.append((name, _bytes(_tensors((args, kwargs, made)))))
         return made
 
 
@@ -161,7 +160,7 @@ def _call(kernel: Any, grid: Any, args: tuple[Any, ...], given: dict[str, Any]) 
     types, constants, aligned = [], [], []
     for name in kernel.arg_names:
         value = bound[name]
-        if name in fixed or value is None or _is_one(value):
+        if name in fixed or value is None or type(value) is int and value == 1:
             constants.append((name, value))
             continue
         types.append((name, _type(value)))
@@ -173,14 +172,9 @@ def _call(kernel: Any, grid: Any, args: tuple[Any, ...], given: dict[str, Any]) 
     programs = 1
     for size in grid if isinstance(grid, tuple) else (grid,):
         programs *= size
-    numbers = {name: value for name, value in bound.items()
-               if isinstance(value, int) and not isinstance(value, bool)}
+    numbers = {name: value for name, value in bound.items() if type(value) is int}
     return Call(launch, {name: tuple(t.shape) for name, t in tensors.items()}, numbers,
                 _bytes(tensors.values()), programs)
-
-
-def _is_one(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value == 1
 
 
 def _type(value: Any) -> str:
@@ -227,10 +221,3 @@ def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) ->
                                 [torch.empty_like(x_TD), *[None] * len(out.losses)])
 
     return run
-
-
-def recorded(run: Callable[[], object], chip: Chip) -> Recorded:
-    """Run a function and return all launches that it would make on the given GPU."""
-    with recording(chip) as found:
-        run()
-    return found

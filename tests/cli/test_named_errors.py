@@ -46,7 +46,7 @@ WRONG = {
                     "bench layer --experts 1000000000000", "bench layer --threads 0",
                     f"bench layer --model-dim {HUGE}", "bench layer --hidden-dim 1000000000000",
                     "bench layer --rounds 0", "bench layer --peers nobody --tokens 8",
-                    "bench layer --plot DIR", "bench layer --plot x.pdf", "bench layer --top-k 99",
+                    "bench layer --top-k 99",
                     "bench layer --device cuda --tokens 8", "bench layer --threads 99999999"],
     "bench kernels": ["bench kernels --tokens 0", "bench kernels --experts 1000000000000",
                       "bench kernels --rounds -1", "bench kernels --dtype float8"],

@@ -100,17 +100,14 @@ def bound(layer: Mapping[str, Any], gpu: GPU) -> float:
     return dense / (sum(row["seconds"] for row in layer["rows"]) + layer["operation_seconds"])
 
 
-def _moved(layer: Mapping[str, Any]) -> int:
-    return layer["operation_bytes"] + sum(row["bytes"] for row in layer["rows"])
-
-
 def body(found: dict[str, Any]) -> list[str]:
     states = found["states"]
     gpu = GPUS[next(iter(states.values()))["target"]]
     labels = list(dict.fromkeys(one["label"] for state in states.values()
                                 for one in state["layers"]))
     cells = [{
-        **one, "state": name, "code": state.get("code"), "bytes": _moved(one),
+        **one, "state": name, "code": state.get("code"),
+        "bytes": one["operation_bytes"] + sum(row["bytes"] for row in one["rows"]),
         "flops": sum(row["flops"] for row in one["rows"]), "bound": bound(one, gpu),
         "aim": AIM[labels.index(label)]}
         for label in labels for name, state in states.items() for one in state["layers"]

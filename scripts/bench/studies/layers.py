@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from moe_plugin.cli import figures
 from moe_plugin.planner.units import show_size, show_time
 from scripts.bench import kernels, layer, plots
 from scripts.bench.peers import peers
@@ -92,9 +91,6 @@ class OneLayer:
         p.add_argument("--peers", default="all",
                        help="all, none, or names separated by commas from: "
                             f"{', '.join(peers.names())} (default: all)")
-        p.add_argument("--plot", metavar="FILE",
-                       help="also draw the time and memory of each candidate to this .png or .svg "
-                            "file")
 
     @staticmethod
     def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -102,13 +98,8 @@ class OneLayer:
         if args.quick:  # reduces sizes that are larger than these
             sizes = {name: min(most, getattr(problem, name)) for name, most in QUICK.items()}
             problem, rounds = replace(problem, **sizes), min(QUICK_ROUNDS, rounds)
-        if args.plot:
-            figures.check_figure(args.plot)
         names = {"all": peers.names(), "none": []}.get(args.peers, args.peers.split(","))
-        found = layer.run(problem, names, rounds)
-        if args.plot:
-            plots.layer_plot(found, args.plot)
-        return found
+        return layer.run(problem, names, rounds)
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
@@ -122,7 +113,7 @@ DRAWN = 4  # number of problems with a plot
 def _draw(number: int, found: dict[str, Any], path: Path) -> None:
     shown = found.get("one_rank", [])
     if number < len(shown):
-        plots.layer_plot(shown[number], str(path))
+        plots.layer_plot(shown[number], path)
 
 
 def _one_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -244,10 +235,8 @@ class OneProblemsOperations:
 
 
 class AllOperations(OneProblemsOperations):
-    """Measure every operation of the layer on the first three problems of the page: the time of
-    each implementation that runs on this machine, and the bound. The bound is the bytes divided by
-    the measured copy bandwidth, or the FLOPs divided by the measured rate of a large matmul,
-    whichever is larger.
+    """Measure every operation of the layer on the first three problems of the page, as
+    `moe-plugin bench kernels` does for one problem.
     """
 
     TITLE = "Each operation and its bound"
@@ -292,8 +281,4 @@ class Scaling:
             {**one, "value": one[one["axis"]], "peak_extra_mib": one["peak_extra_mib"] or 0}
             for one in found])
 
-    @staticmethod
-    def draw(found: list[dict[str, Any]], path: Path) -> None:
-        plots.scaling_plot(found, str(path))
-
-    PLOTS = {"scaling.svg": draw}
+    PLOTS = {"scaling.svg": plots.scaling_plot}

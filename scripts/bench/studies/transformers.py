@@ -9,7 +9,6 @@ machine with two CPU cores.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -142,17 +141,12 @@ def measure_one(args: argparse.Namespace, names: Sequence[str] = EXPERTS,
         for name in names:
             torch.manual_seed(0)
             with torch.device(device):
-                model = build(shape, experts_implementation=name).to(_dtype(args))
+                model = build(shape, experts_implementation=name).to(
+                    getattr(torch, args.dtype))
             sides[name] = stepper(model, data(args.sequences, args.length).to(model.device))
         found = timed(sides, args.steps)
-        cells.append({"shape": shape, "losses": found["losses"], "seconds": {
-            name: statistics.median(some) for name, some in found["seconds"].items()}})
+        cells.append({"shape": shape, "losses": found["losses"], "seconds": medians([found])})
     return _with_sizes(cells, args, 1)
-
-
-def _dtype(args: argparse.Namespace) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, args.dtype)
-    return dtype
 
 
 class OnGPU:
@@ -206,7 +200,7 @@ def _shape_on_rank(folder: Path, mesh: str, args: argparse.Namespace) -> dict[st
     sides = {}
     for name in EXCHANGES[mesh]:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=_dtype(args), distributed_config=DistributedConfig(
+            folder, dtype=getattr(torch, args.dtype), distributed_config=DistributedConfig(
                 **{mesh: ranks}, ep_size=ranks, ep_implementation=name))
         sides[name] = stepper(model, tokens)
     for _ in range(LONGEST_WARM_UP):
@@ -252,8 +246,8 @@ def _with_sizes(cells: list[dict[str, Any]], args: argparse.Namespace, parts: in
 
 def part(title: str, about: str, found: dict[str, Any]) -> list[str]:
     thousands = found["parts"] * found["sequences"] * found["length"] / 1e3
-    cells = [{**cell, "tokens": thousands, "spread": _spread(cell["losses"])}
-             for cell in found["cells"]]
+    cells = [{**cell, "tokens": thousands, "least": min(cell["losses"].values()),
+              "most": max(cell["losses"].values())} for cell in found["cells"]]
     return page(
         __name__, found, title=title, about=" ".join(
             page(__name__, {}, about, chosen=page(__name__, {}, "chosen"))),
@@ -265,12 +259,7 @@ def part(title: str, about: str, found: dict[str, Any]) -> list[str]:
             **{f"`{name}`": f"{{tokens/seconds[{name}]:.2f}}" + (
                 "" if name == OURS else f" ({{seconds[{name}]/seconds[{OURS}]:.2f}})")
                for name in cells[0]["seconds"]},
-            "largest relative difference of losses": "{spread:.1e}"}))
-
-
-def _spread(losses: dict[str, float]) -> float:
-    """Return the relative difference between the largest and smallest losses in the last step."""
-    return (max(losses.values()) - min(losses.values())) / min(losses.values())
+            "largest relative difference of losses": "{most/least-1:.1e}"}))
 
 
 PARTS = {
