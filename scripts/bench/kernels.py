@@ -19,7 +19,7 @@ from moe_plugin.kernels.fp8 import BLOCK, quantize_weights_fp8
 from moe_plugin.kernels.router import Rule
 from moe_plugin.kernels.scores import SOFTMAX
 from moe_plugin.utils.messages import short
-from scripts.bench.measure import Times, interleaved, versions
+from scripts.bench.measure import interleaved, versions
 from scripts.bench.problem import Data, Problem, make_data
 from scripts.bench.report import page
 
@@ -79,16 +79,13 @@ def _measured(work: Work, device: torch.device, rounds: int, bound: float,
         refused[f"{work.operation} in Triton"] = str(why["triton"])
     names = [name for name, reason in why.items() if reason is None]
     calls = [partial(kernel.implementation(name), *work.args) for name in names]
-    return [_result(work, name, name == kernel.choose(*work.args), times, bound)
-            for name, times in zip(names, interleaved(calls, device, rounds), strict=True)]
-
-
-def _result(work: Work, name: str, chosen: bool, times: Times, bound: float) -> dict[str, Any]:
-    return {
-        "operation": work.operation, "implementation": name, "chosen": chosen,
-        "median_ms": times.median * 1e3, "min_ms": times.best * 1e3, "bound_ms": bound * 1e3,
-        "share_of_bound": bound / times.median, "gbytes_per_s": work.bytes / times.median / 1e9,
+    return [{
+        "operation": work.operation, "implementation": name,
+        "chosen": name == kernel.choose(*work.args), "median_ms": times.median * 1e3,
+        "min_ms": times.best * 1e3, "bound_ms": bound * 1e3, "share_of_bound": bound / times.median,
+        "gbytes_per_s": work.bytes / times.median / 1e9,
         "tflops": work.flops / times.median / 1e12}
+        for name, times in zip(names, interleaved(calls, device, rounds), strict=True)]
 
 
 def _ceilings(problem: Problem, device: torch.device, rounds: int) -> tuple[float, float]:

@@ -63,15 +63,6 @@ class Launch:
                  if type(value) is int and value > 1]
         return f"{self.kernel.removesuffix('_kernel')} {' '.join([*said, *sizes])}"
 
-    @property
-    def gathers(self) -> bool:
-        """Whether the kernel gathers rows by index in its inner loop."""
-        return any(name in ("X_GATHER", "G_GATHER") and value for name, value in self.constants)
-
-    def option(self, name: str, default: int) -> int:
-        """Return the value of one of the launch `options`."""
-        return dict(self.options).get(name, default)
-
 
 @dataclass(frozen=True)
 class Call:

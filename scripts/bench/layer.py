@@ -16,7 +16,6 @@ from torch import Tensor
 from moe_plugin.planner.units import show_size
 from moe_plugin.utils.messages import short
 from scripts.bench import measure
-from scripts.bench.child import on_processes
 from scripts.bench.peers import Candidate, UnsupportedProblem, ours, peers
 from scripts.bench.peers.base import expert_group
 from scripts.bench.problem import Data, Problem, make_data
@@ -200,12 +199,6 @@ def own_loads(problem: Problem, data: Data, rank: int, ranks: int) -> list[int]:
     """Return the number of rows of each of a rank's experts, if all ranks have the same tokens."""
     own = problem.experts // ranks
     return [ranks * rows for rows in loads(problem, data)[rank * own:(rank + 1) * own]]
-
-
-def on_ranks(problem: Problem, names: Sequence[str], rounds: int, ranks: int,
-             threads: int) -> dict[str, Any]:
-    """Run `run` in the given number of new processes, each with the given number of threads."""
-    return on_processes(ranks, run, problem, names, rounds, threads=threads)
 
 
 def loads(problem: Problem, data: Data) -> list[int]:

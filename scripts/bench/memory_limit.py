@@ -7,8 +7,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +16,6 @@ from scripts.bench.child import command, result
 KILLED = (137, -9)
 _OLD = Path("/sys/fs/cgroup/memory")  # exists in version 1 of cgroups
 _UNLIMITED = 1 << 62
-
-
-@dataclass(frozen=True)
-class Limited:
-    """The output of a process, and the peak memory of its cgroup with cached file pages."""
-
-    output: str
-    peak_bytes: int
-
-
-def run_limited(command: Sequence[str], limit: int | None = None) -> Limited | None:
-    """Run a process in a cgroup with a memory limit in bytes. Return None if the process was killed
-    because it exceeded the limit. Swap is disabled if the system allows this.
-
-    Raises:
-        ValueError: if no memory limit can be set. This requires root and a writable memory
-            controller.
-        RuntimeError: if the process failed.
-    """
-    with _group(limit or _UNLIMITED) as group:
-        tasks = next(group / name for name in ("tasks", "cgroup.procs") if (group / name).exists())
-        done = subprocess.run(list(command), text=True, stdout=subprocess.PIPE, check=False,
-                              preexec_fn=lambda: tasks.write_text(str(os.getpid())))
-        if done.returncode in KILLED:
-            return None
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command[:7])} ... ended with status {done.returncode}")
-        peak = next(group / name for name in ("memory.max_usage_in_bytes", "memory.peak")
-                    if (group / name).exists())
-        return Limited(done.stdout, int(peak.read_text()))
 
 
 def why_not() -> str | None:
@@ -112,9 +81,19 @@ def reset_peak() -> bool:
 
 def call_limited(limit: int | None, function: Callable[..., Any],
                  *args: Any) -> dict[str, Any] | None:
-    """Call a function of the top level of a module in a process with a memory limit in bytes.
-    Return the function's mapping with the additional key `cgroup_peak_bytes`, or None if the
-    process was killed because it exceeded the limit.
+    """Call a function of the top level of a module in a process whose cgroup has a memory limit in
+    bytes, without swap if the system allows this. Return the function's mapping with the additional
+    key `cgroup_peak_bytes`, or None if the process was killed because it exceeded the limit. The
+    peak includes cached file pages, which the kernel frees when memory is short.
     """
-    done = run_limited(command(function, args), limit)
-    return None if done is None else {"cgroup_peak_bytes": done.peak_bytes, **result(done.output)}
+    with _group(limit or _UNLIMITED) as group:
+        tasks = next(group / name for name in ("tasks", "cgroup.procs") if (group / name).exists())
+        done = subprocess.run(command(function, args), text=True, stdout=subprocess.PIPE,
+                              check=False, preexec_fn=lambda: tasks.write_text(str(os.getpid())))
+        if done.returncode in KILLED:
+            return None
+        if done.returncode:
+            raise RuntimeError(f"{function.__name__} ended with status {done.returncode}")
+        peak = next(group / name for name in ("memory.max_usage_in_bytes", "memory.peak")
+                    if (group / name).exists())
+        return {"cgroup_peak_bytes": int(peak.read_text()), **result(done.stdout)}

@@ -60,11 +60,6 @@ def bullets(*items: str) -> str:
         break_long_words=False, break_on_hyphens=False) for item in items)
 
 
-def made_with(command: str) -> str:
-    """Return a sentence that states the command that generates the page."""
-    return f"This page is written by `{command}`."
-
-
 def versions_in_words(found: Mapping[str, str]) -> str:
     """Return a sentence with the date of a measurement, the device and the package versions."""
     left = dict(found)

@@ -142,12 +142,15 @@ def compile_for(launch: Launch, target: str) -> Resources:
     made, gpu = compiled(launch, target), GPUS[target]
     registers, spilled, matrix, copies = (_nvidia(gpu, made) if gpu.backend == "cuda" else
                                           _amd(made))
-    warps, shared = launch.option("num_warps", 4), made.metadata.shared
+    options, shared = dict(launch.options), made.metadata.shared
+    warps = options.get("num_warps", 4)
     blocks = gpu.blocks(registers, shared, warps)
     ptx = made.asm.get("ptx", "")
     return Resources(launch.label, registers, spilled, shared, blocks, blocks * warps / gpu.warps,
-                     matrix, copies, launch.option("num_stages", 0) if matrix else 0,
-                     _buffers(made.asm["ttgir"]), _through_registers(ptx), launch.gathers,
+                     matrix, copies, options.get("num_stages", 0) if matrix else 0,
+                     _buffers(made.asm["ttgir"]), _through_registers(ptx),
+                     any(name in ("X_GATHER", "G_GATHER") and value
+                         for name, value in launch.constants),
                      ("PRECISION", "tf32") in launch.constants)
 
 

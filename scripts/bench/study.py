@@ -36,7 +36,7 @@ from typing import Any
 import moe_plugin
 from moe_plugin.utils.messages import short, tracked
 from moe_plugin.utils.regular_files import output_folder, write_regular
-from scripts.bench.report import NOT_PROSE, document, load_in_words, made_with, versions_in_words
+from scripts.bench.report import NOT_PROSE, document, load_in_words, versions_in_words
 
 ROOT = Path(moe_plugin.__file__).resolve().parents[1]  # root of the checkout
 DATA = "data"  # folder of the numbers, below the folder of the pages
@@ -177,9 +177,9 @@ class Study:
         sections = [(found[name], write) for name, (_, write) in self.parts.items()
                     if name in found] or [(found, code.body)]
         computed = "(computed)" in self.about
-        made_by = made_with(getattr(code, "MADE_BY", f"moe-plugin bench {self.name}"))
+        command = getattr(code, "MADE_BY", f"moe-plugin bench {self.name}")
         lines = [line for number, (one, write) in enumerate(sections) for line in _say_machine(
-            write(one), {} if computed else one, made_by if number == 0 else "")]
+            write(one), {} if computed else one, "" if number else command)]
         return document(f"# {code.TITLE}", *lines)
 
     def write(self, folder: Path, found: Any) -> None:
@@ -248,9 +248,10 @@ def with_machine(measure: Callable[..., Any], *args: Any) -> Any:
     return found
 
 
-def _say_machine(lines: Sequence[str], found: Any, made_by: str) -> Iterator[str]:
+def _say_machine(lines: Sequence[str], found: Any, command: str) -> Iterator[str]:
     """After the first paragraph, insert a paragraph about the command and the machine."""
-    said, found = [made_by] * bool(made_by), found if isinstance(found, dict) else {}
+    said = [f"This page is written by `{command}`."] * bool(command)
+    found = found if isinstance(found, dict) else {}
     if "versions" in found:
         said.append(versions_in_words(found["versions"]))
     if "load" in found:

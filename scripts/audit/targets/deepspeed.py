@@ -106,18 +106,6 @@ class _Expert(nn.Module):
         return y
 
 
-class _Experts(nn.Module):
-    """DeepSpeed's MoE layer with input and output of shape [T, D], without its balance loss."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)[0]
-        return y
-
-
 class DeepSpeed:
     """The audit target for `deepspeed.moe.layer.MoE`. The layer does not drop tokens."""
 
@@ -130,7 +118,7 @@ class DeepSpeed:
         join_ranks()
         layer = MoE(TINY.width, _Expert(), TINY.num_experts, ep_size=ep, k=TINY.top_k,
                     drop_tokens=False, use_rts=False, top2_2nd_expert_sampling=False)
-        network = TinyNetwork(_Experts(layer))
+        network = TinyNetwork(layer, lambda layer, x: layer(x)[0])
         self.engine = Engine(network)
         part = self.engine.optimizer.part
         parts: dict[str, Any] = {

@@ -15,25 +15,13 @@ from scripts.audit.targets.plain import TinyNetwork
 from scripts.bench.peers.megatron import native_layer
 
 
-class _Experts(nn.Module):
-    """Megatron's MoE layer with input and output of shape [T, D]."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x[:, None, :])[0][:, 0, :]
-        return y
-
-
 class _Network(TinyNetwork):
     """The network `TINY`, with the interface that Megatron's schedule requires."""
 
     model_type = None
 
     def __init__(self, layer: Any, config: Any) -> None:
-        super().__init__(_Experts(layer))
+        super().__init__(layer, lambda layer, x: layer(x[:, None, :])[0][:, 0, :])
         self.config = config
 
     def set_input_tensor(self, tensor: Any) -> None:

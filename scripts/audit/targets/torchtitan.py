@@ -46,21 +46,8 @@ class _Block(TinyNetwork):
     moe_enabled = True
 
     def __init__(self, moe: nn.Module) -> None:
-        super().__init__(_OfTokens(moe))
+        super().__init__(None, lambda _, x_TD: self.moe(x_TD[None])[0])
         self.moe = moe
-
-
-class _OfTokens(nn.Module):
-    """torchtitan's MoE layer with input and output of shape [T, D]. It is stored in a tuple, so
-    that only the block registers it as a submodule.
-    """
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = (layer,)
-
-    def forward(self, x_TD: Tensor) -> Any:
-        return self.layer[0](x_TD[None])[0]
 
 
 class _Decoder(nn.Module):

@@ -28,7 +28,7 @@ from moe_plugin.planner.fit import Fit, fit
 from moe_plugin.planner.units import show_size, show_time
 from moe_plugin.utils.regular_files import write_regular
 from scripts.bench.all_to_all import as_dicts, measure_emulated, parts, plot
-from scripts.bench.report import columns, page
+from scripts.bench.report import page
 from scripts.bench.study import ROOT, Option
 from scripts.emulate import EmulatedCluster
 
@@ -169,13 +169,13 @@ def body(about: dict[str, Any]) -> list[str]:
     others = about["share_of_other_programs_by_cell"]
     apart = [abs(e["error"]) for e in about["prediction_8x4"]]
     return page(
-        __name__, about, tables=parts(rows), costly=parts(costly), auto_table=auto_table(rows),
-        gain_table=gain_table(rows, costly), errors=about["prediction_8x4"],
+        __name__, about, tables=parts(rows), costly=parts(costly), best=best_cells(rows),
+        gains=gains(rows, costly), errors=about["prediction_8x4"],
         mean=statistics.mean(apart), most=max(apart), others=statistics.mean(others),
         most_others=max(others), predicted=predicted_parts(predicted_cluster()))
 
 
-def auto_table(rows: Sequence[ExchangeRow]) -> str:
+def best_cells(rows: Sequence[ExchangeRow]) -> list[dict[str, Any]]:
     """Compare `auto` with the best algorithm, by grid and message size."""
     cells = []
     for key in dict.fromkeys((r.nodes, r.ranks_per_node, r.bytes) for r in rows):
@@ -183,14 +183,11 @@ def auto_table(rows: Sequence[ExchangeRow]) -> str:
         auto = times.pop("auto")
         best = min(times.values(), key=lambda r: r.median_ms)
         cells.append({"auto": auto, "best": best, "floor_ms": best.floor_ms or 1})
-    return columns(cells, {
-        "grid": "{auto.nodes}x{auto.ranks_per_node}", "bytes per rank": "{auto.bytes:size}",
-        "best": "{best.algorithm}", "auto chose": "{auto.chosen}",
-        "auto / best": "{auto.median_ms/best.median_ms:.2f}",
-        "best / floor": "{best.median_ms/floor_ms:.2f}"})
+    return cells
 
 
-def gain_table(rows: Sequence[ExchangeRow], costly: Sequence[ExchangeRow]) -> str:
+def gains(rows: Sequence[ExchangeRow],
+          costly: Sequence[ExchangeRow]) -> list[dict[str, Any]]:
     """Return the time of linear algorithms divided by that of hierarchical ones."""
     cells = []
     for what, some in (("no message cost", rows), (f"{show_time(MESSAGE)} per message", costly)):
@@ -200,8 +197,7 @@ def gain_table(rows: Sequence[ExchangeRow], costly: Sequence[ExchangeRow]) -> st
             better = min(times["linear"], times["native"])
             cells.append({"what": what, "size": show_size(size),
                           **{name: better / times[name] for name in ("2dh", "leader")}})
-    return columns(cells, {"network": "{what}", "bytes per rank": "{size}", "2dh": "{2dh:.2f}",
-                           "leader": "{leader:.2f}"})
+    return cells
 
 
 PLOTS = {"all_to_all.png": lambda found, path: plot(rows_of(found, "rows"), str(path)),

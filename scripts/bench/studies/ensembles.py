@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
-import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 from scripts.bench import images
 from scripts.bench.images import CIFAR, spread
-from scripts.bench.report import columns, page
+from scripts.bench.report import bullets, columns, page
 from scripts.bench.study import Option
 
 log = logging.getLogger(__name__)
@@ -86,8 +85,8 @@ def verdict(results: dict[str, list[dict[str, Any]]]) -> str:
                       else "cannot be compared")
             parts.append(f"{text.removesuffix(', %')} {change} and was lower in {better} of "
                          f"{len(base)} seeds")
-        lines.append(textwrap.fill(f"* {row}: {'; '.join(parts)}.", 100, subsequent_indent="  "))
-    return "\n".join(lines)
+        lines.append(f"{row}: {'; '.join(parts)}.")
+    return bullets(*lines)
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ Linux, root and timm.
 from __future__ import annotations
 
 import argparse
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +32,7 @@ from scripts.bench import layer
 from scripts.bench.measure import interleaved
 from scripts.bench.peers.fairseq_branch import BranchMoE
 from scripts.bench.problem import Problem
-from scripts.bench.report import PAGES, filled, page
+from scripts.bench.report import PAGES, bullets, filled, page
 from scripts.bench.studies.vision import forward_of, step_of
 from scripts.bench.study import DATA, ROOT, Option, check_needs, read_numbers, with_machine
 from scripts.bench.sweep import alternate, one_step, slowest
@@ -300,7 +299,7 @@ def body(found: dict[str, Any]) -> list[str]:
                "ratio": _span([f"{ratio:.2f}" for ratio in ratios(row) or ()] or [""]),
                "measured": _shown(row["measured"], row["percent"]) or "not measured"}
               for number, row in enumerate(every, 1)],
-        notes="\n".join(_notes(every)))
+        notes=bullets(*_notes(every)))
 
 
 def _shown(values: Sequence[float] | None, percent: bool) -> str:
@@ -333,6 +332,4 @@ def _notes(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         made[-1][0].append(str(number))
         before = now
     for rows, parts in made:
-        text = " ".join(filter(None, (f"* **{', '.join(rows)}**", *parts)))
-        yield textwrap.fill(text, 100, subsequent_indent="  ", break_long_words=False,
-                            break_on_hyphens=False)
+        yield " ".join(filter(None, (f"**{', '.join(rows)}**", *parts)))

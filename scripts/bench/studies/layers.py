@@ -14,6 +14,7 @@ import torch
 
 from moe_plugin.planner.units import show_size, show_time
 from scripts.bench import kernels, layer, plots
+from scripts.bench.child import on_processes
 from scripts.bench.peers import peers
 from scripts.bench.problem import Problem, add_problem, problem_of
 from scripts.bench.report import columns, page
@@ -69,8 +70,9 @@ def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1,
     names = [n for n in peers.names()
              if n != "einsum" or ranks == 1 and slots < TOO_LARGE_FOR_EINSUM]
     log.info("%s: measuring %s", problem.label(), ", ".join(names))
-    measure = partial(layer.on_ranks, ranks=ranks, threads=max(
-        1, args.threads // ranks)) if ranks > 1 else partial(layer.run, forward_only=forward_only)
+    measure = partial(layer.run, forward_only=forward_only)
+    if ranks > 1:
+        measure = partial(on_processes, ranks, layer.run, threads=max(1, args.threads // ranks))
     found: list[dict[str, Any]] = []
     while len(found) < args.attempts and not any(layer.noise(one) < 1.05 for one in found):
         found.append(measure(problem, names, args.rounds))

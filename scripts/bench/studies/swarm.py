@@ -230,28 +230,22 @@ def rank(addresses: list[str], args: argparse.Namespace, way: dict[str, Any]) ->
     return peer_rank(addresses[0], host, speed, lives)
 
 
-WAYS = {
-    "fixed": {"stage_of": True, "wire": "fp8"},
-    "each to who is free": {"wire": "fp8"},
-    "the same, boundaries in fp32": {"wire": "none"},
-    "the same, peers vanish": {"wire": "fp8", "vanish": True},
-    "the same, and move": {"wire": "fp8", "vanish": True, "rebalance_s": 5.0},
-}
-
-
-WAY_TEXTS = {  # by the key of `WAYS`, which the file of numbers contains
-    "fixed": "`fixed`",
-    "each to who is free": "each micro-batch to free peers",
-    "the same, boundaries in fp32": "the same, activations sent in float32",
-    "the same, peers vanish": "the same, peers leave and return",
-    "the same, and move": "the same, peers also move between stages",
+# by the key in the file of numbers: a text, and the settings
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fixed": ("`fixed`", {"stage_of": True, "wire": "fp8"}),
+    "each to who is free": ("each micro-batch to free peers", {"wire": "fp8"}),
+    "the same, boundaries in fp32": ("the same, activations sent in float32", {"wire": "none"}),
+    "the same, peers vanish": ("the same, peers leave and return", {
+        "wire": "fp8", "vanish": True}),
+    "the same, and move": ("the same, peers also move between stages", {
+        "wire": "fp8", "vanish": True, "rebalance_s": 5.0}),
 }
 
 
 def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one way to use the peers (swarm or fixed pipeline)."""
     way = {"stage_of": None, "vanish": False, "rebalance_s": None, "peers": len(SPEEDS),
-           **WAYS[name]}
+           **WAYS[name][1]}
     with EmulatedCluster(1 + len(SPEEDS), 1, RATE, DELAY_S) as cluster:
         addresses = [node.address for node in cluster.nodes]
         if way["stage_of"]:
@@ -305,12 +299,9 @@ def body(found: dict[str, Any]) -> list[str]:
         vanishing=per_second(found["rows"][3]),
         places=", ".join(f"{s} at {'no stage' if p < 0 else f'stage {p}'}"
                          for s, p in zip(SPEEDS, found["fixed"]["places"], strict=True)),
-        ways=[{**row, "text": WAY_TEXTS[row["way"]], "per_second": per_second(row), "base": fixed,
+        ways=[{**row, "text": WAYS[row["way"]][0], "per_second": per_second(row), "base": fixed,
                "ideal": ideal} for row in found["rows"]])
 
 
-OPTIONS = {
-    "seconds": Option(60.0, "seconds of each run", quick=2.0),
-}
-
+OPTIONS = {"seconds": Option(60.0, "seconds of each run", quick=2.0)}
 PARTS = {"peers": (measure, body), "rebalancing": (rebalance, rebalancing_body)}

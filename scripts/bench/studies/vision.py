@@ -165,8 +165,7 @@ def body(found: dict[str, Any]) -> list[str]:
     return page(
         __name__, found, trained=trained, valid=valid, percent=100 / valid,
         rounds=len(cells[0]["seconds"]["training"]["moe"]),
-        stated=("**Time of the model with experts at equal active FLOPs and 8 images per call:** "
-                f"{stated}.") if stated else "",
+        stated=page(__name__, {}, "stated", stated=stated) if stated else [],
         calls=[{**one, "kind": kind, **{side: rate(one, kind, side) for side in SIDES}}
                for one in cells for kind in KINDS],
         sides=[{"model": model, "accuracy": spread(trained["accuracy"][side], 100, "%"),

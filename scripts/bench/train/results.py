@@ -13,7 +13,6 @@ from scripts.bench.report import (
     columns,
     document,
     layout_in_words,
-    made_with,
     page,
     versions_in_words,
 )
@@ -212,7 +211,7 @@ def side_pages(reports: Sequence[TrainReport]) -> dict[str, str]:
         found.setdefault(_page_of(mine[0]), []).extend(mine)
     return {name: document(*page(
         __name__, {}, "sides", host=HOSTS[mine[0].host], kind=_kind(mine[0].place),
-        made_by=made_with(MADE_BY), setup=_setup(mine), sides=[
+        setup=_setup(mine), sides=[
             part for one in mine
             for part in (f"## {one.place}: {one.shape.name}, {one.version}", sides_table(one))]))
         for name, mine in found.items()}

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scripts.bench import layer
+from scripts.bench.child import on_processes
 from scripts.bench.peers import UnsupportedProblem, megatron, ours, packages, peers, transformers
 from scripts.bench.problem import Problem, make_data
 from scripts.bench.studies import layers
@@ -244,7 +245,7 @@ def test_a_layer_over_two_ranks() -> None:
     """Peers of one rank are refused there; the bound holds the rows that come to this rank."""
     names = [n for n in ("dense", "einsum", "grouped_mm", "megatron", "transformers_grouped_mm")
              if peers.entry(n).why_not() is None]
-    found = layer.on_ranks(GATED, names, rounds=1, ranks=2, threads=1)
+    found = on_processes(2, layer.run, GATED, names, 1)
     assert [one["name"] for one in layer.results(found)] == ["moe-plugin", *(
         n for n in names if n != "grouped_mm")]
     assert "one rank only" in found["refused"]["grouped_mm"]
