@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moe_plugin.utils.machine import device_name
 from moe_plugin.utils.messages import tracked
-from scripts.bench.memory_limit import reset_peak, status_bytes
+from scripts.bench.child import reset_peak, status_bytes
 
 MIB = 1 << 20
 HELD_UP = 40_000_000  # cycles for which the GPU waits before a timed call, about 20 ms

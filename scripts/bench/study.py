@@ -1,13 +1,13 @@
 """Run studies, and write or redraw their pages in docs/benchmarks. All studies are run by a single
 class.
 
-The module of a study defines `TITLE` and two functions. The function `measure(args)` returns the
-results of the study as plain values. The function `body(found)` returns the parts of the page below
-the title, usually by calling `report.page` with a template in `pages`. A study on emulated clusters
-uses `sweep.Sweep` for its measurements. A study with several parts defines `PARTS` instead, which
-maps the name of each part to a pair of these two functions. If a run measures only some of the
-parts, the results of the other parts are preserved. With `--out`, every part is written as soon as
-it is measured. With `--resume`, parts that already exist are not measured again.
+The module of a study defines `TITLE` and two functions. `measure(args)` returns the results of the
+study as plain values. `body(found)` returns the parts of the page below the title, usually (and by
+default) by calling `report.page` with a template in `pages`. A study on emulated clusters uses
+`sweep.Sweep` for its measurements. A study with several parts defines `PARTS` instead, which maps
+the name of each part to these two functions. With `--out`, every part is written as soon as it is
+measured, and the results of parts that are not measured are kept. With `--resume`, parts that
+already exist are not measured again.
 
 The module of a study may also define:
 
@@ -30,13 +30,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import moe_plugin
 from moe_plugin.utils.messages import short, tracked
 from moe_plugin.utils.regular_files import output_folder, write_regular
-from scripts.bench.report import NOT_PROSE, document, load_in_words, versions_in_words
+from scripts.bench.report import NOT_PROSE, document, load_in_words, page, versions_in_words
 
 ROOT = Path(moe_plugin.__file__).resolve().parents[1]  # root of the checkout
 DATA = "data"  # folder of the numbers, below the folder of the pages
@@ -175,7 +176,8 @@ class Study:
         """Generate the page for the given results, in Markdown."""
         code = self.code
         sections = [(found[name], write) for name, (_, write) in self.parts.items()
-                    if name in found] or [(found, code.body)]
+                    if name in found] or [
+                        (found, getattr(code, "body", None) or partial(page, code.__name__))]
         computed = "(computed)" in self.about
         command = getattr(code, "MADE_BY", f"moe-plugin bench {self.name}")
         lines = [line for number, (one, write) in enumerate(sections) for line in _say_machine(
@@ -298,7 +300,7 @@ def _package(name: str) -> Any:
 # For each requirement: a function that returns why it is missing, or None if it is fulfilled.
 NEEDS = {
     "nodes": _asked("scripts.emulate:why_not"),
-    "memory limit": _asked("scripts.bench.memory_limit:why_not"),
+    "memory limit": _asked("scripts.bench.child:why_not"),
     **{name: _package(name)
        for name in ("fairseq", "megatron", "transformers", "torchft", "timm", "igraph", "triton",
                     "matplotlib", "mlxtend")},

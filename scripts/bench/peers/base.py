@@ -46,17 +46,15 @@ peers: Registry[Build] = Registry("bench_peer")
 
 def not_installed(*modules: str) -> str | None:
     """Return a sentence that lists the missing modules, or None if all modules are installed."""
-    missing = [m.replace(".", "-") for m in modules if not _found(m)]
-    if not missing:
-        return None
-    return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-
-
-def _found(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
+    missing = []
+    for module in modules:
+        try:
+            found = find_spec(module)
+        except ModuleNotFoundError:  # the parent package is missing
+            found = None
+        missing += [module.replace(".", "-")] * (found is None)
+    return f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed" if (
+        missing) else None
 
 
 def register_peer(

@@ -27,8 +27,7 @@ from moe_plugin.config import from_dict
 from moe_plugin.memory.activations.auto import MEASURING, manage
 from moe_plugin.planner.trials import Steady
 from moe_plugin.utils.machine import cpu_name
-from scripts.bench.child import call
-from scripts.bench.memory_limit import status_bytes
+from scripts.bench.child import call, status_bytes
 from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.sweep import alternate

@@ -22,7 +22,6 @@ from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict, to_dict, with_overrides
 from moe_plugin.planner.forest.network import Network, shortest_paths
 from moe_plugin.planner.link_shares import optimal_shares
-from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.sweep import alternate, clean_step, medians
 from scripts.bench.train.run import settings_on_emulated
@@ -121,10 +120,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                           for host in args.hosts]
     return {"rate": args.rate, "nodes": args.nodes, "own": args.own, "tokens": args.tokens,
             "width": args.width, "layers": layers, "steps": steps}
-
-
-def body(found: dict[str, Any]) -> list[str]:
-    return page(__name__, found)
 
 
 OPTIONS = {

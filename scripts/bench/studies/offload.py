@@ -22,7 +22,7 @@ from moe_plugin import MoELayer
 from moe_plugin.comm.placement import HostContext
 from moe_plugin.memory.experts.stored import StoredExperts
 from moe_plugin.routing.pregate import link
-from scripts.bench.memory_limit import AnonymousPeak, call_limited
+from scripts.bench.child import AnonymousPeak, call_limited
 from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.toy import ToyBlock

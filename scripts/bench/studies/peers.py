@@ -24,7 +24,6 @@ from moe_plugin.cli.figures import log_ticks, pyplot, save_figure
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.training.resilience.averaging_peers import StreamedPeer
-from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.toy import batches, loss_of, makers, through
 from scripts.emulate import EmulatedCluster
@@ -143,10 +142,6 @@ def measure_rate(rate: float, every: int, steps: int) -> dict[str, Any]:
             "factor": whole / pipeline, "model_bytes": size, "step_s": step_s,
             "average_s": max(end["average_s"] for end in peers),
             "predicted": predicted * piped_s / (BATCHES * TOKENS)}
-
-
-def body(seen: dict[str, Any]) -> list[str]:
-    return page(__name__, seen)
 
 
 def plot(seen: dict[str, Any], path: Path) -> None:

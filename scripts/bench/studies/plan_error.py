@@ -27,7 +27,7 @@ from moe_plugin.cli.measure.own_cluster import grid_of, measure_network, measure
 from moe_plugin.comm import TorchComm
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Device
-from moe_plugin.planner.model import MeasuredNetwork, ModelPlan, ModelShape, Processor
+from moe_plugin.planner.model import ModelPlan, ModelShape
 from moe_plugin.planner.plan_cost import plan_cost
 from moe_plugin.utils.messages import tracked
 from scripts.bench.report import page
@@ -68,15 +68,6 @@ def model_of(shape: TrainShape, host: str) -> ModelShape:
         element_bytes=4, state_bytes=12).in_host(host)
 
 
-def network_rank(model: ModelShape, repeats: int) -> MeasuredNetwork:
-    comm = TorchComm()
-    return measure_network(model, comm, grid_of(comm), {}, 1, repeats)
-
-
-def processor_rank(model: ModelShape, repeats: int) -> Processor:
-    return measure_processor(model, TorchComm(), torch.device("cpu"), MEMORY, {}, repeats)
-
-
 def train_rank(host: str, shape: TrainShape, text: str, settings: Settings) -> float:
     """Train on every rank, and return the median step time in seconds on the slowest rank."""
     [side] = sides_of(host, shape, sides.read_text(text), {sides.OURS: settings}, others=False)
@@ -103,10 +94,13 @@ def cells(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
         with EmulatedCluster(*grid, rate_bit_s=rate, delay_s=delay) as emulated:
             models = [model_of(shape, HOSTS[0]) for shape in shapes]
             widest = max(models, key=lambda model: model.dense_parameters)
-            network = emulated.run(network_rank, widest, args.repeats, timeout_s=TIMEOUT_S)[0]
+            network = emulated.run(lambda: measure_network(
+                widest, TorchComm(), grid_of(TorchComm()), {}, 1, args.repeats),
+                timeout_s=TIMEOUT_S)[0]
             for shape, model in zip(shapes, models, strict=True):
-                processor = emulated.run(processor_rank, model, args.repeats,
-                                         timeout_s=TIMEOUT_S)[0]
+                processor = emulated.run(lambda model=model: measure_processor(
+                    model, TorchComm(), torch.device("cpu"), MEMORY, {}, args.repeats),
+                    timeout_s=TIMEOUT_S)[0]
                 for host in args.hosts:
                     [own] = sides.for_host([shape], host)
                     for layout, (_, settings) in LAYOUTS.items():

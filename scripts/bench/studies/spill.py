@@ -17,7 +17,7 @@ from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.spill import POLICIES as ALL_POLICIES
-from scripts.bench.memory_limit import reset_peak, status_bytes
+from scripts.bench.child import reset_peak, status_bytes
 from scripts.bench.report import columns, page
 from scripts.bench.study import ROOT, Option
 from scripts.bench.sweep import clean_step, timed_end

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin import LocalComm, MoELayer
@@ -32,6 +31,7 @@ from moe_plugin.training.resilience.swarm.members import Member, SwarmMembers
 from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.swarm_rebalance import rebalance, rebalancing_body
+from scripts.bench.toy import loss_of, through
 from scripts.emulate import EmulatedCluster
 from scripts.emulate.ranks import fork, stop
 
@@ -95,10 +95,6 @@ def parts(speed: float | None) -> list[Any]:
     return [partial(StagePart, stage, TASK_S / speed if speed else 0.0) for stage in range(STAGES)]
 
 
-def loss(out: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(out.flatten(0, 1), target.flatten()) / BATCHES
-
-
 def batches(step: int) -> list[tuple[Tensor, Tensor]]:
     """Return sentences in which a word usually determines the next word."""
     dice = torch.Generator().manual_seed(step)
@@ -109,7 +105,7 @@ def batches(step: int) -> list[tuple[Tensor, Tensor]]:
     return [(ids[:, :-1], ids[:, 1:]) for ids in words]
 
 
-OPTIMIZER = partial(torch.optim.SGD, lr=0.5)
+OPTIMIZER, loss = partial(torch.optim.SGD, lr=0.5), partial(loss_of, BATCHES)
 
 
 def alone(steps: int) -> list[float]:
@@ -120,11 +116,8 @@ def alone(steps: int) -> list[float]:
     for step in range(steps):
         total = 0.0
         for x, target in batches(step):
-            balance = torch.zeros(())
-            for module in modules:
-                x, own = module(x)
-                balance = balance + own
-            all_of_it = loss(x, target) + balance
+            y, balance = through(modules, x)
+            all_of_it = loss(y, target) + balance
             all_of_it.backward()
             total += float(all_of_it.detach())
         optimizer.step()

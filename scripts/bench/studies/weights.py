@@ -24,7 +24,7 @@ import torch
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.utils.regular_files import write_regular
-from scripts.bench.memory_limit import AnonymousPeak, call_limited
+from scripts.bench.child import AnonymousPeak, call_limited
 from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.toy import batches, loss_of, makers, through
