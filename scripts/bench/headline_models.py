@@ -241,15 +241,10 @@ def spoiled_files() -> float:
     return statistics.fmean(1 - a / squares.count / (b / groups.count) for a, b in pairs)
 
 
-def split_to_whole() -> Range:
-    """Return PPMoE's speedup over both assumptions about what the other layout's ranks send."""
-    split, whole, _ = pipeline_moe()
-    return split[0], whole[1]
-
-
-def backbone_share() -> Range:
-    """Return the throughput of PPMoE as a fraction of its backbone's throughput."""
-    return pipeline_moe()[2]
+def pipeline_moe_ends(first: int, last: int) -> Range:
+    """Return the range from the start of one of PPMoE's predictions to the end of another."""
+    found = pipeline_moe()
+    return found[first][0], found[last][1]
 
 
 def shared_tokens_end(which: int) -> float:

@@ -59,13 +59,10 @@ class BranchMoE(nn.Module):
         rows_VD = exchange(chosen_VS.mm(x_SD), self.comm)
         local = len(self.experts)
         parts = rows_VD.view(self.comm.size, local, -1, x_SD.shape[1]).chunk(local, dim=1)
-        done = torch.cat([self._expert(i, part) for i, part in enumerate(parts)], dim=1)
+        done = torch.cat([second(self.activation(first(part))) for (first, second), part in zip(
+            self.experts, parts, strict=True)], dim=1)
         back_VD = exchange(done.reshape(slots, -1), self.comm)
         return combine_SEC.to(x_SD.dtype).view(-1, slots).mm(back_VD), loss
-
-    def _expert(self, number: int, rows: Tensor) -> Tensor:
-        first, second = self.experts[number]
-        return second(self.activation(first(rows)))
 
 
 def gate(logits_SE: Tensor, top_k: int,

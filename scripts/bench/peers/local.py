@@ -58,7 +58,9 @@ def einsum(problem: Problem, data: Data) -> Iterator[Candidate]:
         rows_ECD = torch.einsum("tec,td->ecd", (combine_TEC != 0).to(x.dtype), x)
         sent = rows_ECD.shape
         if group.size > 1:
-            rows_ECD = _to_experts(exchange(rows_ECD.flatten(0, 1), group), group.size, sent[1])
+            rows_ND = exchange(rows_ECD.flatten(0, 1), group)  # (rank, local expert, slot)
+            rows_WLCD = rows_ND.view(group.size, -1, *sent[1:])
+            rows_ECD = rows_WLCD.transpose(0, 1).flatten(1, 2)
         inner_ECF = torch.bmm(rows_ECD, p["w_in_LDF"])
         if problem.gated:
             inner_ECF = act(torch.bmm(rows_ECD, p["w_gate_LDF"])) * inner_ECF
@@ -66,22 +68,12 @@ def einsum(problem: Problem, data: Data) -> Iterator[Candidate]:
             inner_ECF = act(inner_ECF)
         rows_ECD = torch.bmm(inner_ECF, p["w_out_LFD"])
         if group.size > 1:
-            rows_ECD = exchange(_to_ranks(rows_ECD, group.size), group).view(sent)
+            rows_LWCD = rows_ECD.unflatten(1, (group.size, -1))
+            rows_ND = rows_LWCD.transpose(0, 1).reshape(-1, sent[2])
+            rows_ECD = exchange(rows_ND, group).view(sent)
         return torch.einsum("tec,ecd->td", combine_TEC.to(x.dtype), rows_ECD), [loss]
 
     yield Candidate(forward, list(p.values()), "memory grows with T x E x C")
-
-
-def _to_experts(rows_ND: Tensor, ranks: int, slots: int) -> Tensor:
-    """Reorder rows from (rank, local expert, slot) to [L, W*C, D]."""
-    rows_WLCD = rows_ND.view(ranks, -1, slots, rows_ND.shape[1])
-    return rows_WLCD.transpose(0, 1).flatten(1, 2)
-
-
-def _to_ranks(rows_LRD: Tensor, ranks: int) -> Tensor:
-    """Undo the reordering by `_to_experts`, and return rows [N, D]."""
-    local, _, width = rows_LRD.shape
-    return rows_LRD.view(local, ranks, -1, width).transpose(0, 1).reshape(-1, width)
 
 
 def _one_hot(ids_TK: Tensor, weights_TK: Tensor, experts: int, group: Comm) -> Tensor:
