@@ -34,9 +34,11 @@ _FIXED = ("--task dummy_lm --dict-size 256 --arch transformer_lm --decoder-atten
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
           ours: Mapping[str, Settings], others: bool, evaluate: bool = False) -> list[Side]:
     """Build all models with the same weights. See `run.sides_of`."""
-    start()
+    logging.getLogger("fairseq").setLevel(logging.ERROR)
+    from moe_plugin.hosts.fairseq import registered  # noqa: F401
+
     make = Models(shape, text, rank, ranks, evaluate)
-    models = {(name, "ours"): make.ours(settings)
+    models = {(name, "ours"): make.model(shape.inner, [*make.experts, *flags_of(settings)])
               for name, settings in ours.items()}
     if others:
         models[NATIVE, "native"] = make.model(shape.inner, make.experts, _become_branch)
@@ -111,12 +113,6 @@ def _reload(optimizer: Any) -> None:
         wide.copy_(parameter)
 
 
-def start() -> None:
-    """Prepare this process before the first model is built."""
-    logging.getLogger("fairseq").setLevel(logging.ERROR)
-    from moe_plugin.hosts.fairseq import registered  # noqa: F401
-
-
 def flags_of(settings: Settings) -> list[str]:
     """Convert the settings to flags of fairseq's command line."""
     # A dispatcher that is set explicitly replaces the one that the flags of the moe branch select,
@@ -139,10 +135,6 @@ class Models:
                         "--moe-second-expert-policy", "all",
                         "--moe-eval-capacity-token-fraction", "0"]  # the capacity of training
         self.experts += ["--moe-top1-expert"] if shape.top_k == 1 else []
-
-    def ours(self, settings: Settings) -> Any:
-        """Return fairseq's trainer for a model with our layer."""
-        return self.model(self.shape.inner, [*self.experts, *flags_of(settings)])
 
     def model(self, inner: int, flags: list[str], change: Any = None) -> Any:
         """Return fairseq's trainer for one model, built from the flags of `fairseq-train`."""

@@ -29,7 +29,8 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
     source = Batches(shape, text, rank, ranks, evaluate)
     first, built = None, []
     for name, settings in ours.items():
-        made = make_ours(shape, config, settings)
+        made = make(shape, config, {key: value for key, value in settings.items()
+                                    if key != sides.FUSED_ADAM}, sides.FUSED_ADAM in settings)
         first = first or made
         built.append(side_of(name, "ours", made, source))
         _copy_weights(first, made)
@@ -104,12 +105,6 @@ def start(ranks: int) -> None:
     mend_config_warning()
     if not parallel_state.model_parallel_is_initialized():  # an earlier shape may have done so
         parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
-
-
-def make_ours(shape: TrainShape, config: Any, settings: Settings) -> Made:
-    """Build a model with our layer."""
-    return make(shape, config, {name: value for name, value in settings.items()
-                                if name != sides.FUSED_ADAM}, sides.FUSED_ADAM in settings)
 
 
 def config_of(shape: TrainShape, ranks: int) -> Any:
