@@ -42,7 +42,7 @@ class DenseMixtral:
     experts: frozenset[str] = frozenset({GATE_UP, DOWN})
 
     def weights(self, skewed: bool) -> dict[str, Tensor]:
-        """Return random weights. Feature 0 of every token is large, by which the router skews."""
+        """Return random weights. If `skewed`, all tokens choose the first experts."""
         d, head, e = self.width, self.width // self.heads, self.num_experts
         shapes = {"model.embed_tokens.weight": (self.vocabulary, d),
                   f"{_BLOCK}self_attn.q_proj.weight": (d, d),

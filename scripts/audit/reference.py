@@ -74,7 +74,7 @@ class TinyModel:
                 "down": (e, d, f), "out": (d, d)}
 
     def weights(self, skewed: bool) -> dict[str, Tensor]:
-        """Return random weights. Feature 0 of every token is 2, by which the router skews."""
+        """Return random weights. If `skewed`, all tokens choose the first experts."""
         generator = torch.Generator().manual_seed(SEED)
         w = {name: 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)
              for name, shape in self.shapes().items()}
