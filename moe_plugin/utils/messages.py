@@ -34,7 +34,10 @@ REMOVED = {
     "--moe-stats-choices": _ORDER, "observe.choices": _ORDER, "plan --choices": _ORDER,
     "plan --slack": _ORDER, "plan --order": _ORDER, "reshard --order": _ORDER,
     "bench first-curve": _STUDY, "bench adam": _STUDY, "bench ranks": _STUDY,
-    "bench reshard": _STUDY, "bench predicted": _STUDY,
+    "bench reshard": _STUDY, "bench predicted": _STUDY, "bench forest": _STUDY,
+    "bench offload-plans": _STUDY,
+    "bench layer --plot": "`moe-plugin bench layers --out FOLDER` draws the plots",
+    "bench weights --throttle": "leave it out; no page compares disks",
     "bench resources": f"{_STUDY}; tests/scripts/bench/test_resources.py compiles every launch",
     "--moe-verbose": "what Megatron prints is always shown; leave it out",
     "reshard --hybrid-layer-pattern": "leave it out; Megatron 0.19 loads a GPT model's checkpoint "

@@ -42,7 +42,7 @@ def audit_options(p: argparse.ArgumentParser) -> None:
 
 def audit(args: argparse.Namespace) -> int:
     """Audit every target. Return exit status 1 if a fault is found in any target."""
-    from scripts.audit.report import text
+    from scripts.audit.report import lines
     from scripts.audit.targets import audit_named
 
     for name, value in (("timeout", args.timeout), ("tolerance", args.tolerance)):
@@ -53,7 +53,7 @@ def audit(args: argparse.Namespace) -> int:
         audits.append(audit_named(name, _ranks(args.ranks), timeout_s=args.timeout,
                                   tolerance=args.tolerance))
         if not args.json:
-            print(text(audits[-1]), flush=True)
+            print(*lines(audits[-1]), sep="\n", flush=True)
     if args.json:
         print(json.dumps({"audits": [audited.as_json() for audited in audits]}, indent=2))
     return int(any(not audited.right for audited in audits))

@@ -1,9 +1,8 @@
-"""Turn the observations of all cases into findings, and describe each finding in a sentence.
+"""Turn the observations of all cases into findings, each described in a sentence.
 
-The factor of a wrong gradient is replaced with an expression (such as EP) if the expression equals
-the factor in every case. For example, a factor of 2.0 on two ranks may mean EP, the number of
-ranks, or a loss that is counted twice. The audit can distinguish these expressions if it also tries
-one rank, and four ranks in groups of two.
+The factor of a wrong gradient is replaced with an expression (such as EP) that equals the factor in
+every case. For example, a factor of 2.0 on two ranks may mean EP, the number of ranks, or a loss
+that is counted twice. One rank, and four ranks in groups of two, distinguish them.
 """
 
 from __future__ import annotations
@@ -11,22 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import yaml
+
+from scripts.audit import compare
 from scripts.audit.cases import Case
-from scripts.audit.compare import (
-    FACTOR,
-    GROUP,
-    LAST,
-    MEANS,
-    MISSING,
-    NOT_ZERO,
-    OTHER,
-    OWN,
-    RIGHT,
-    SUM,
-    ZERO,
-    Observation,
-)
+from scripts.audit.compare import FACTOR, MEANS, OTHER, RIGHT, Observation
 from scripts.audit.world import RankStep
 
 NEAR = 5e-3  # the largest relative difference between a factor and its expression
@@ -41,76 +32,8 @@ EXPRESSIONS: dict[str, Callable[[Case], float]] = {
     **SIZES, **{f"1/{name}": lambda c, size=size: 1 / size(c) for name, size in SIZES.items()},
     "ranks x micro-batches": lambda c: c.sources * c.micro_batches,
     "1/(ranks x micro-batches)": lambda c: 1 / (c.sources * c.micro_batches)}
-_SHARE = "the loss, or its gradient, is "
-CAUSES: dict[tuple[str, str], str] = {
-    (EXPERTS, "1/EP"): "an extra average over the expert-parallel group: the exchange in backward "
-                       "has already summed these gradients over the group",
-    (EXPERTS, "EP"): "expert gradients are not divided by the size of the expert-parallel group: "
-                     "each rank's loss is a mean over its own tokens, the exchange sums over the "
-                     "group, and an average over the replicas leaves this factor",
-    (EXPERTS, "ranks"): "expert gradients are summed over the ranks and never divided by their "
-                        "number (data-parallel averaging leaves them out)",
-    (EXPERTS, "1/ranks"): "expert gradients are divided by the number of ranks once too often",
-    (EXPERTS, "replicas"): "expert gradients are summed over their replicas, not averaged",
-    (EXPERTS, "1/replicas"): "expert gradients are averaged over their replicas once too often, or "
-                             "are not summed over them",
-    (DENSE, "ranks"): "gradients outside the experts are summed over the ranks, not averaged",
-    (DENSE, "1/ranks"): "gradients outside the experts are averaged over the ranks once too often",
-    (DENSE, "EP"): "gradients outside the experts are summed over the expert-parallel group, not "
-                   "averaged",
-    (DENSE, "1/EP"): "gradients outside the experts have an extra average over the expert-parallel "
-                     "group",
-    (ALL, "ranks"): f"{_SHARE}counted once for each rank: summed over the ranks, not averaged",
-    (ALL, "1/ranks"): f"{_SHARE}divided by the number of ranks twice: by the tokens of all ranks, "
-                      "and by averaging",
-    (ALL, "micro-batches"): f"{_SHARE}counted once for each micro-batch: divide by their number",
-    (ALL, "1/micro-batches"): f"{_SHARE}divided by the number of micro-batches twice",
-    (ALL, "2"): f"{_SHARE}counted twice",
-    (ALL, "1/2"): f"{_SHARE}halved",
-    (ALL, "shared ranks"): "tokens are counted by each of the ranks that share them",
-}
-_PLAIN = {scope: f"all gradients{which} are scaled by a loss scale or an unnecessary division"
-          for scope, which in ((EXPERTS, " of the experts"), (DENSE, " outside the experts"),
-                               (ALL, ""))}
-PATTERNS: dict[str, str] = {
-    OWN: "a missing all-reduce: each rank keeps the gradient of its own tokens",
-    GROUP: "a missing all-reduce between the replicas of an expert, which are ranks of different "
-           "expert-parallel groups",
-    LAST: "each micro-batch overwrites the gradients instead of adding to them",
-    MEANS: "the means of ranks or micro-batches with different numbers of tokens are averaged: "
-           "divide each sum by the number of all tokens instead",
-    MISSING: "there is no gradient: the path is detached, the parameter is left out of the "
-             "backward pass, or a hook removed the gradient",
-    ZERO: "the gradient is zero: the path is detached, or the gradient was zeroed after the "
-          "backward pass",
-    NOT_ZERO: "an expert without tokens has a gradient: it receives rows of padding or of other "
-              "experts",
-    SUM: "ranks or micro-batches count with different weights, or some of them do not count",
-    OTHER: "the step computes something else: it drops tokens, uses other routing weights, or "
-           "lacks a path of the gradient",
-}
-NORMS = {
-    "counts only this rank's experts": "each rank clips by its own norm: the squared norms of the "
-                                       "experts are not summed over the expert-parallel group",
-    "is the mean of the ranks' own norms": "the ranks average norms that each include only the "
-                                           "rank's own experts: sum the squares of the experts "
-                                           "over the ranks instead",
-    "leaves out the experts": "experts are left out of the norm",
-    "counts an expert for each rank of its group": "the squared norm of experts that differ from "
-                                                   "rank to rank is summed too often",
-    "counts an expert for each replica": "each replica of an expert is counted: sum over only one "
-                                         "expert-parallel group",
-    "counts an expert twice": "experts are counted with all parameters and again separately",
-    "counts other parameters for each rank": "squared norms are summed over all ranks, though "
-                                              "parameters outside the experts are the same there",
-}
-
-
-ONLY = {
-    ("recompute", "2"): "the layer is recomputed in the backward pass, and the gradients of both "
-                        "computations are added",
-    ("clipping", "2"): "the norm is right, but the gradients are not scaled by it",
-}
+CAUSES: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("causes.yaml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -120,15 +43,10 @@ class AuditFinding:
     Attributes:
         names: the names of the affected tensors, or `loss`, `norm` or `step`.
         pattern: the type of fault, which is one of the constants in `compare`.
-        factor: the factor as an expression or a number, or the description of a norm. Empty if the
-            fault has no factor.
-        cause: the most likely cause of the fault.
-        only: the feature of a training step that triggers the fault. Empty if the fault does not
-            depend on a single feature.
-        cases: the number of cases in which the fault occurs.
-        of: the number of audited cases.
-        example: one case in which the fault occurs, with its measured values or with the calls in
-            which the ranks wait.
+        factor: the factor as an expression or a number, or the description of a norm, if any.
+        only: the feature of a training step that triggers the fault, if there is a single one.
+        cases: the number of cases in which the fault occurs, `of` the audited cases.
+        example: one case with its measured values, or with the calls in which the ranks wait.
     """
 
     names: tuple[str, ...]
@@ -142,7 +60,7 @@ class AuditFinding:
 
 
 def explain(observations: Sequence[Observation], experts: Iterable[str]) -> list[AuditFinding]:
-    """Return all faults. experts: the names of the tensors that contain experts."""
+    """Return all faults. `experts` are the names of the tensors that contain experts."""
     by_name: dict[str, list[Observation]] = {}
     # a wrong norm makes all clipped gradients wrong, so such gradients are not reported separately
     norm_wrong = {o.case for o in observations if o.what == "norm" and not o.right}
@@ -160,8 +78,8 @@ def explain(observations: Sequence[Observation], experts: Iterable[str]) -> list
 
 
 def fewest(observations: Sequence[Observation]) -> Iterator[tuple[str, list[Observation]]]:
-    """Yield a small set of explanations that together cover all faults, each with the faults that
-    it covers. Explanations that cover many faults are yielded first.
+    """Yield a small set of explanations that together cover all faults, each with its faults,
+    beginning with the explanation that covers most.
     """
     left = [o for o in observations if not o.right]
     while left:
@@ -180,8 +98,8 @@ def _of_tensors(key: tuple[str, str, str], members: dict[str, list[Observation]]
     scope = (ALL if set(members) == set(by_name) or len(kinds) > 1 else
              EXPERTS if kinds == {True} else DENSE)
     first = factor.split(" = ")[0]
-    cause = PATTERNS.get(pattern) or ONLY.get((only, first)) or CAUSES.get(
-        (scope, first)) or _PLAIN[scope]
+    causes = {**CAUSES["factors"][scope], **CAUSES["only"].get(only, {})}
+    cause = CAUSES["patterns"].get(pattern) or causes.get(first, causes["any"])
     return _finding(tuple(members), key, cause, [o for wrong in members.values() for o in wrong],
                     [o for name in members for o in by_name[name]])
 
@@ -200,12 +118,10 @@ def _finding(names: tuple[str, ...], key: tuple[str, str, str], cause: str,
 
 
 def _factor(every: Sequence[Observation], wrong: Sequence[Observation], pattern: str) -> str:
-    """Return the expressions that equal the factor of a fault in all cases.
-
-    If no expression does, consider only the cases with this explanation. If there is still no such
-    expression, return the range of the factor.
+    """Return the expressions that equal the factor of a fault in all cases, or else in the cases
+    with this explanation, or else the range of the factor.
     """
-    if pattern in (MISSING, ZERO, NOT_ZERO, OTHER, SUM):
+    if pattern in (compare.MISSING, compare.ZERO, compare.NOT_ZERO, OTHER, compare.SUM):
         return ""
     values = [(o.readings[pattern], o.case) for o in wrong if not math.isnan(o.readings[pattern])]
     if not values or all(_near(value, 1) for value, _ in values):
@@ -225,9 +141,7 @@ def _near(found: float, value: float) -> bool:
 
 
 def _only(every: Sequence[Observation], observed: Sequence[Observation]) -> str:
-    """Return the feature that is used in every case with the fault, and in no case without the
-    fault.
-
+    """Return the feature that is used in every case with the fault, and in no case without it.
     Cases with fewer ranks than the smallest faulty case are ignored.
     """
     wrong = {o.case for o in observed}
@@ -245,9 +159,9 @@ def _only(every: Sequence[Observation], observed: Sequence[Observation]) -> str:
 def _of_loss(observations: Sequence[Observation]) -> Iterator[AuditFinding]:
     for pattern, wrong in fewest(observations):
         factor = _factor(observations, wrong, pattern)
-        cause = PATTERNS[MEANS] if pattern == MEANS else CAUSES.get(
-            (ALL, factor.split(" = ")[0]), "the loss that the step returns is neither the mean "
-            "over all tokens nor the mean over the rank's own tokens")
+        cause = CAUSES["patterns"][MEANS] if pattern == MEANS else CAUSES["factors"][ALL].get(
+            factor.split(" = ")[0], "the loss that the step returns is neither the mean over all "
+            "tokens nor the mean over the rank's own tokens")
         yield _finding(("loss",), (pattern, factor, _only(observations, wrong)), cause, wrong,
                        observations)
 
@@ -260,16 +174,15 @@ def _of_norm(observations: Sequence[Observation]) -> Iterator[AuditFinding]:
         reading in o.readings for o in wrong)]
     always = [reading for reading in common if all(reading in o.readings for o in observations)]
     reading = next(iter([*always, *common]), OTHER)
-    cause = NORMS.get(reading, "the norm is not that of the gradients that the step leaves")
+    cause = CAUSES["norms"].get(
+        reading, "the norm is not that of the gradients that the step leaves")
     if all(math.isnan(o.error) for o in wrong):
-        reading, cause = MISSING, "the step received `clip` but returned no `norm`"
+        reading, cause = compare.MISSING, "the step received `clip` but returned no `norm`"
     yield _finding(("norm",), (reading, "", ""), cause, wrong, observations)
 
 
 def stopped(case: Case | str, steps: Sequence[RankStep], without_tokens: set[int]) -> AuditFinding:
-    """Return a finding that explains why a training step did not complete. without_tokens: the
-    ranks that have no tokens.
-    """
+    """Return a finding that explains why a training step did not complete."""
     errors = [step for step in steps if step.error is not None and not step.late]
     if errors:
         cause = f"rank {errors[0].rank}: {errors[0].error}"

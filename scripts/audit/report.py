@@ -11,12 +11,8 @@ from scripts.audit.run import Audit
 WIDTH = 96
 
 
-def text(audit: Audit) -> str:
-    """Return the result of an audit as text, with at least one line for each fault."""
-    return "\n".join(_lines(audit))
-
-
-def _lines(audit: Audit) -> Iterator[str]:
+def lines(audit: Audit) -> Iterator[str]:
+    """Yield the lines of a text that describes the result of an audit."""
     name = f"{audit.target} ({audit.version})" if audit.version else audit.target
     if audit.not_installed:
         yield f"{name}: {audit.not_installed}"

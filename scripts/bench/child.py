@@ -1,8 +1,11 @@
-"""Call a function in a separate process with its own memory and imported modules."""
+"""Call functions in new processes: one process with its own memory and imported modules, which may
+have a memory limit, or several ranks that form a gloo group.
+"""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib
 import json
 import os
@@ -10,14 +13,25 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moe_plugin.utils.quiet import FAIRSEQ, MEGATRON, hidden
+
+KILLED = (137, -9)
+_OLD = Path("/sys/fs/cgroup/memory")  # exists in version 1 of cgroups
+_UNLIMITED = 1 << 62
 
 
 def command(function: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """Return the command line that runs `function(*args)` in a process with one thread. The process
-    can import this repository's modules.
-    """
+    """Return the command line that runs `function(*args)` in a process with one thread."""
     given = base64.b64encode(pickle.dumps(args)).decode()
     places = os.pathsep.join(sys.path)
     return ["env", "OMP_NUM_THREADS=1", f"PYTHONPATH={places}", sys.executable, "-m",
@@ -26,12 +40,7 @@ def command(function: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
 
 def call(function: Callable[..., Any], *args: Any,
          environment: Mapping[str, str] | None = None) -> Any:
-    """Call `function(*args)` in a new process with one thread and return the result.
-
-    Args:
-        function: a function defined at the top level of a module, which returns plain values.
-        environment: additional environment variables for the process.
-    """
+    """Call `function(*args)`, which returns plain values, in a new process with one thread."""
     done = subprocess.run(command(function, args), stdout=subprocess.PIPE, text=True, check=True,
                           env={**os.environ, **(environment or {})})
     return result(done.stdout)
@@ -51,12 +60,119 @@ def main() -> None:
     sys.stdout.write("\n" + json.dumps(found) + "\n")
 
 
+def on_processes(ranks: int, measure: Callable[..., Any], *args: Any, threads: int = 1) -> Any:
+    """Call `measure(*args)` on new processes, after the default group has been initialized, and
+    return the result of rank 0. `measure` is defined at the top level of a module.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = int(probe.getsockname()[1])
+        result = os.path.join(folder, "result")
+        torch.multiprocessing.spawn(_spawned, (ranks, port, result, measure, args, threads),
+                                    nprocs=ranks)
+        return pickle.loads(Path(result).read_bytes())
+
+
+def _spawned(rank: int, ranks: int, port: int, result: str, measure: Callable[..., Any],
+             args: tuple[Any, ...], threads: int) -> None:
+    torch.set_num_threads(threads)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", port, ranks, is_master=True, wait_for_workers=False)
+    else:
+        store = dist.TCPStore("127.0.0.1", port, ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    with hidden([*FAIRSEQ, *MEGATRON]):
+        found = measure(*args)
+    if rank == 0:
+        Path(result).write_bytes(pickle.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# -- memory
+
+
+def why_not() -> str | None:
+    """Return the reason why no memory limit can be set on this machine, or None."""
+    try:
+        with _group(_UNLIMITED):
+            return None
+    except ValueError as error:
+        return str(error)
+
+
+@contextlib.contextmanager
+def _group(limit: int) -> Iterator[Path]:
+    root, name = (_OLD, "memory.limit_in_bytes") if _OLD.is_dir() else (
+        Path("/sys/fs/cgroup"), "memory.max")
+    group = root / f"moe_plugin_{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / name).write_text(str(limit))
+    except OSError as error:
+        raise ValueError(f"no memory limit can be set ({error}). Run as root on a system where "
+                         f"{root} is writable") from error
+    with contextlib.suppress(OSError):
+        (group / "memory.swappiness").write_text("0")
+    try:
+        yield group
+    finally:
+        for _ in range(100):  # the last process of the group may still be ending
+            with contextlib.suppress(OSError):
+                group.rmdir()
+                return
+            time.sleep(0.05)
+
+
+class AnonymousPeak:
+    """The peak `bytes` of this process's memory that is not backed by files, sampled every 10 ms.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def _sample(self) -> None:
+        while True:
+            self.bytes = max(self.bytes, status_bytes("RssAnon"))
+            time.sleep(0.01)
+
+
+def status_bytes(field: str) -> int:
+    """Return VmRSS, its peak VmHWM, or the resident anonymous memory RssAnon of this process."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith(field + ":"))
+
+
+def reset_peak() -> bool:
+    """Reset VmHWM of this process. Return False if the system does not support this."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def call_limited(limit: int | None, function: Callable[..., Any],
+                 *args: Any) -> dict[str, Any] | None:
+    """Call a function of the top level of a module in a process whose cgroup has a memory limit in
+    bytes, without swap if the system allows this. Return the function's mapping with the additional
+    key `cgroup_peak_bytes`, or None if the process was killed because it exceeded the limit. The
+    peak includes cached file pages, which the kernel frees when memory is short.
+    """
+    with _group(limit or _UNLIMITED) as group:
+        tasks = next(group / name for name in ("tasks", "cgroup.procs") if (group / name).exists())
+        done = subprocess.run(command(function, args), text=True, stdout=subprocess.PIPE,
+                              check=False, preexec_fn=lambda: tasks.write_text(str(os.getpid())))
+        if done.returncode in KILLED:
+            return None
+        if done.returncode:
+            raise RuntimeError(f"{function.__name__} ended with status {done.returncode}")
+        peak = next(group / name for name in ("memory.max_usage_in_bytes", "memory.peak")
+                    if (group / name).exists())
+        return {"cgroup_peak_bytes": int(peak.read_text()), **result(done.stdout)}
+
+
 if __name__ == "__main__":
     main()
-
-
-def free_port() -> int:
-    """Return a free network port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

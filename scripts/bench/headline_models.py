@@ -1,9 +1,6 @@
-"""Predict published results with the planner. The constants of the models are not fitted to
-published results.
-
-The constants are either estimates from data sheets that the package installs (`configs/devices`,
-`configs/clusters`), or constants in this module with a stated source. If a publication does not
-state a setting, the prediction is a range over several values of that setting.
+"""Predict published results with the planner. The constants are estimates from data sheets that the
+package installs, or constants in this module with a stated source; none is fitted to published
+results. If a publication does not state a setting, the prediction is a range over several values.
 """
 
 from __future__ import annotations
@@ -12,6 +9,7 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
@@ -25,13 +23,18 @@ from moe_plugin.planner.forest.presets import preset
 from moe_plugin.planner.forest.simulate import program_of
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost
 from moe_plugin.planner.model import ModelPlan, ModelShape
+from moe_plugin.planner.offload.peers import Peers, versus_pipeline
+from moe_plugin.planner.offload.weight_streaming import Layer
+from moe_plugin.planner.offload.weight_streaming import plan as stream_plan
 from moe_plugin.planner.once import GroupShape, all_reduce_s
 from moe_plugin.planner.pipeline.slices import cut
 from moe_plugin.planner.plan_cost import dense_layer_s, time_of
 from moe_plugin.planner.prefill import CUTS, Kernel, PrefillLoad, choices
 from moe_plugin.planner.static_layer import ScaleRow, scale_table, static_layer_s
 from moe_plugin.planner.vote_assignments import mols, repetition
-from scripts.bench.study import DATA, ROOT, read_numbers
+from scripts.bench.study import ROOT
+from scripts.bench.train.results import median_ms, newest, reports
+from scripts.bench.train.sides import OURS, PIECES
 
 CONFIGS = ROOT / "configs"
 A100, V100 = (load_device(CONFIGS / "devices" / f"{name}.yaml") for name in (
@@ -66,46 +69,35 @@ def _scaled(gpus: int, tokens: int, cluster: Cluster = AZURE) -> ScaleRow:
 
 
 def sparse_layer(gpus: int, slower: float = 1.0) -> float:
-    """Return the time of one-hot dispatch divided by the time of sparse dispatch in the same
-    layout, the comparison made in Tutel's blog.
-    """
+    """Return the gain of sparse over one-hot dispatch in the same layout, as in Tutel's blog."""
     link = replace(AZURE.inter, beta_s=slower * AZURE.inter.beta_s)
     row = _scaled(gpus, LAYER.tokens, replace(AZURE, inter=link))
     return row.static_s / row.plain_s
 
 
 def adaptive_layer(gpus: int) -> Range:
-    """Return the time of one-hot dispatch in one layout divided by the time of sparse dispatch in
-    the best layout, as a range over `TOKENS`.
+    """Return the gain of sparse dispatch in the best layout over one-hot dispatch, over `TOKENS`.
     """
     return spread([_scaled(gpus, tokens).speedup for tokens in TOKENS])
 
 
 def adapted(of: str) -> float:
-    """Return the largest speedup from adapting only `r` or only `d`, over 16 to 2,048 GPUs and all
-    `TOKENS`.
-    """
+    """Return the largest gain from adapting only `r` or only `d`, over 16 to 2,048 GPUs."""
     return max(row.plain_s / getattr(row, f"{of}_alone_s") for row in (
         _scaled(2**n, tokens) for n in range(4, 12) for tokens in TOKENS))
 
 
 def two_dimensional() -> float:
-    """Return the largest ratio of the linear all-to-all time to the 2DH all-to-all time, on 2,048
-    GPUs with 64 KiB to 256 MiB per GPU.
-    """
+    """Return the largest gain of 2DH over linear, on 2,048 GPUs with 64 KiB to 256 MiB per GPU."""
     cluster = AZURE.with_ranks(2048)
     return max(predict(cluster, "linear", 2**n).seconds / predict(cluster, "2dh", 2**n).seconds
                for n in range(16, 29))
 
 
 def whole_model(gpus: int, mask_bytes: float = 0.0) -> float:
-    """Return the time with one-hot dispatch divided by the time with sparse dispatch, for a
-    training step of the 1.1 T model in Tutel's table 1.
-
-    Each GPU processes 24 sequences and stores one expert.
-
-    Args:
-        mask_bytes: bytes moved per mask element, in addition to the reads by matmuls.
+    """Return the time with one-hot dispatch divided by that with sparse dispatch, for a training
+    step of the 1.1 T model in Tutel's table 1. Each GPU processes 24 sequences and stores one
+    expert. `mask_bytes` are moved per mask element, in addition to the reads by matmuls.
     """
     cluster = AZURE.with_ranks(gpus)
     model = ModelShape(layers=32, model_dim=4096, ffn_dim=16384, heads=32, vocab=51200,
@@ -122,13 +114,13 @@ def whole_model(gpus: int, mask_bytes: float = 0.0) -> float:
 
 @cache
 def pipeline_moe() -> tuple[Range, Range, Range]:
-    """Return predictions for PPMoE on DGX-1 machines, each as a range.
+    """Return predictions for PPMoE on DGX-1 machines as ranges: the speedup over experts on all
+    ranks of eight nodes, the same speedup if every tensor-parallel rank sends all of its rows, and
+    the throughput as a fraction of the dense backbone's throughput.
 
-    The three ranges are the speedup over experts on all ranks of eight nodes, the same speedup if
-    every tensor-parallel rank sends all of its rows, and the throughput as a fraction of the dense
-    backbone's throughput. The model has dense layers with the width of GPT-3 6.7B, and MoE layers
-    with 64 experts. The MoE model has 22 times as many parameters as its dense backbone. Each range
-    covers 1 to 8 sequences of 2,048 tokens, and one or two experts per token.
+    The model has dense layers with the width of GPT-3 6.7B, and MoE layers with 64 experts, which
+    is 22 times as many parameters as its backbone. Each range covers 1 to 8 sequences of 2,048
+    tokens, and one or two experts per token.
     """
     node, found = DGX1.resized(1), []
     for k, sequences in itertools.product((1, 2), (1, 2, 4, 8)):
@@ -150,10 +142,8 @@ def pipeline_moe() -> tuple[Range, Range, Range]:
 
 
 def trees(boxes: int = 2) -> float:
-    """Return the load of the busiest link with ring algorithms divided by its load with planned
-    trees, on DGX A100 machines.
-
-    The returned value is the largest ratio over three collectives.
+    """Return the load of the busiest link with ring algorithms divided by that with planned trees,
+    on DGX A100 machines: the largest ratio over three collectives.
     """
     network = preset(f"dgx-a100:{boxes}")
     return max(float(ring.inverse_bandwidth() / program_of(plan(network, kind)).inverse_bandwidth())
@@ -163,9 +153,7 @@ def trees(boxes: int = 2) -> float:
 
 @cache
 def shared_tokens() -> Range:
-    """Return the exchange time of the plain schedule divided by the time of the faster Parm
-    schedule, as a range over 1,296 layer shapes.
-    """
+    """Return the gain of the faster Parm schedule in the exchange, over 1,296 layer shapes."""
     gains = []
     for batch, length, width, k, f, replicas, shards in itertools.product(
             (2, 4, 8), (512, 1024, 2048), (1024, 2048, 4096, 8192), (1, 2), (1.2, 2.4), (1, 2, 4),
@@ -179,19 +167,10 @@ def shared_tokens() -> Range:
 
 def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int,
             active: float) -> Range:
-    """Return the speedup of EPS-MoE as a range.
-
-    The speedup is the time of a prefill in one piece divided by the time with the best number of
-    pieces.
-
-    The range covers 1,024 to 16,384 tokens per GPU. All matmuls are assumed to run at the same
-    rate. Attention is assumed to cost only the time of its weight matrices.
-
-    Args:
-        width: width of a token.
-        inner: inner width of an expert.
-        k: number of experts per token.
-        active: number of parameters used per token.
+    """Return the speedup of EPS-MoE: the time of a prefill in one piece divided by that with the
+    best number of pieces, over 1,024 to 16,384 tokens per GPU. All matmuls run at the same rate,
+    and attention costs only the time of its weights. `active` is the number of parameters used per
+    token.
     """
     each = 3 * width * inner  # number of parameters of an expert
     kernel = Kernel(((0, 0.0), (1, 2 * each / H800_FLOPS)), LAUNCH_S)
@@ -208,11 +187,9 @@ def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int
 
 
 def token_slices(batches: Sequence[int] = (1, 2, 4)) -> Range:
-    """Return the speedup of TeraPipe as a range over the number of sequences per step. The speedup
-    is the time with whole sequences divided by the time with the best slices.
-
-    The model is GPT-3 175B in 48 pipeline stages of two layers. Each stage runs on eight V100 GPUs,
-    and sequences have 2,048 tokens.
+    """Return the speedup of TeraPipe over the number of sequences per step: the time with whole
+    sequences divided by that with the best slices. The model is GPT-3 175B in 48 pipeline stages of
+    two layers. Each stage runs on eight V100 GPUs, and sequences have 2,048 tokens.
     """
     width, node = 12288, DGX1.resized(1)
 
@@ -229,18 +206,25 @@ def token_slices(batches: Sequence[int] = (1, 2, 4)) -> Range:
 
 
 def streaming_peers() -> Range:
-    """Return the speedup of ATOM as a range over link bandwidths. The speedups are computed by the
-    study `moe-plugin bench offload-plans`.
+    """Return the speedup of ATOM over a pipeline of four peers, at 10 to 300 Mbit/s. The peers have
+    50 TFLOP/s, 11 GiB and 12 GB/s to host memory. They train a GPT of 24 layers in 16 bits with 8
+    sequences of 2,048 tokens per step, and average the weights every 500 steps.
     """
-    found = read_numbers(ROOT / "docs" / "benchmarks" / DATA / "offload_plans.json")
-    cells = found["models"]["24 layers of width 2,048"]["cells"]
-    return spread([cell["ratio"] for cell in cells
-                   if cell["every"] == 500 and 10 <= cell["mbit_s"] <= 300])
+    width, tokens, size = 2048, 2048, 24 * 2048**2  # size: bytes of a layer's weights
+    forward_s = (size * tokens + 4 * tokens**2 * width) / 50e12
+    streamed = stream_plan([
+        Layer(name=str(j), forward_s=forward_s, backward_s=3 * forward_s, load_s=size / 12e9,
+              out_s=size / 12e9, weight_bytes=size, gradient_bytes=size,
+              kept_bytes=2 * tokens * width, workspace_bytes=34 * tokens * width)
+        for j in range(24)], 8, 11 * 2**30)
+    return spread([versus_pipeline(streamed, Peers(
+        count=4, bytes_s=rate * 1e6 / 8, delay_s=0.01, average_every=500, averaged_bytes=24 * size)
+        ).ratio for rate in (10, 30, 50, 100, 300)])
 
 
 def near_links() -> float:
-    """Return the speedup of TA-MoE on two nodes. The speedup compares TA-MoE's distribution of
-    tokens with an even distribution, and considers only the load of the busiest link.
+    """Return the speedup of TA-MoE's distribution of tokens over an even distribution on two nodes,
+    considering only the load of the busiest link.
     """
     ranks, nodes = AZURE.ranks_per_node, 2
     near, far = (1 / link.beta_s for link in (AZURE.intra, AZURE.inter))
@@ -249,26 +233,18 @@ def near_links() -> float:
 
 def spoiled_files() -> float:
     """Return the gain of ByzShield: the mean fraction of corrupted files that are avoided by
-    assigning files with Latin squares instead of repetition.
-
-    The mean is over 2 to 7 faulty workers out of 15. Each file is assigned to three workers.
+    assigning files with Latin squares instead of repetition, over 2 to 7 faulty workers out of 15.
+    Each file is assigned to three workers.
     """
     squares, groups = mols(5, 3), repetition(5, 3)
     pairs = zip(squares.worst(7)[2:], groups.worst(7)[2:], strict=True)
     return statistics.fmean(1 - a / squares.count / (b / groups.count) for a, b in pairs)
 
 
-def split_to_whole() -> Range:
-    """Return the range of PPMoE's speedup over both assumptions about what the tensor-parallel
-    ranks of the other layout send.
-    """
-    split, whole, _ = pipeline_moe()
-    return split[0], whole[1]
-
-
-def backbone_share() -> Range:
-    """Return the throughput of PPMoE as a fraction of its backbone's throughput, as a range."""
-    return pipeline_moe()[2]
+def pipeline_moe_ends(first: int, last: int) -> Range:
+    """Return the range from the start of one of PPMoE's predictions to the end of another."""
+    found = pipeline_moe()
+    return found[first][0], found[last][1]
 
 
 def shared_tokens_end(which: int) -> float:
@@ -283,3 +259,89 @@ def stated() -> dict[str, Any]:
             "masks": whole_model(8, MASK_BYTES), "split": split, "whole": whole,
             "two_sequences": token_slices((2,))[0], "spoiled": 100 * spoiled_files(),
             "near": near_links()}
+
+
+# -- ratios of committed measurements; every function receives the data of one benchmark page
+
+
+def ratios(found: Any, text: str) -> list[float]:
+    """Return the values at a path of keys, such as "rows.*.factor", or ratios of the values at two
+    paths, such as "plain / parm.s?". A pattern selects all matching keys of a dict, and `*` also
+    all items of a list. Items without a matching key are skipped.
+    """
+    top, *bottom = (_at(found, path) for path in text.split(" / "))
+    if not bottom:
+        return top
+    top = top * len(bottom[0]) if len(top) == 1 else top
+    return [a / b for a, b in zip(top, bottom[0], strict=True)]
+
+
+def _at(found: Any, path: str) -> list[Any]:
+    values = [found]
+    for pattern in path.split("."):
+        parts: list[Any] = []
+        for value in values:
+            if isinstance(value, list):
+                parts += value if pattern == "*" else []
+            elif isinstance(value, dict):
+                parts += [one for key, one in value.items() if fnmatchcase(key, pattern)]
+        values = parts
+    return values
+
+
+def faster_policy(found: Any) -> float:
+    """Return the time of the faster uniform policy (recompute or swap) divided by that of the plan.
+    """
+    seconds = found["seconds"]
+    return min(seconds["recompute"], seconds["swap"]) / seconds["auto"]
+
+
+def steps(found: Any, of: dict[str, str]) -> list[float]:
+    """For each shape, return the median step time of the model `over` divided by that of `under`.
+    """
+    return [median_ms(cell.side(of["over"])) / median_ms(cell.side(of["under"]))
+            for cell in newest(reports(found)) if cell.host == of["host"]
+            and cell.place.startswith(of["place"]) and of.get("shape", "") in cell.shape.name]
+
+
+def pieces(found: Any, *kinds: str) -> list[float]:
+    """Return the time with one piece divided by the time with the best number of pieces."""
+    totals = [cell[way]["total"] for kind in kinds for cell in found["cells"][kind]
+              for way in ("forward", "backward")]
+    return [total["d=1"] / min(total.values()) for total in totals]
+
+
+def by_load(found: Any) -> list[float]:
+    """Return the time of evaluations with one piece divided by that with pieces by load."""
+    return [median_ms(cell.side(OURS)) / median_ms(cell.side(PIECES))
+            for cell in newest(reports(found), evaluate=True)]
+
+
+def hierarchical(found: Any) -> list[float]:
+    """For each grid and size, return the time of the linear all-to-all divided by that of 2DH."""
+    times: dict[Any, dict[str, float]] = {}
+    for number, rows in enumerate((found["rows"], found["rows_with_message_cost"])):
+        for row in rows:
+            key = number, row["nodes"], row["ranks_per_node"], row["bytes"]
+            times.setdefault(key, {})[row["algorithm"]] = row["median_ms"]
+    return [cell["linear"] / cell["2dh"] for cell in times.values() if "2dh" in cell]
+
+
+def einsum(found: Any) -> list[float]:
+    """For each layer, return the time of the one-hot implementation divided by that of our layer.
+    """
+    return [peer["median_ms"] / cell["median_ms"] for cell in found["one_rank"]
+            for peer in cell["peers"] if peer["name"] == "einsum"]
+
+
+def tokens_s(found: Any, over: str, under: str) -> float:
+    """Return the tokens per second of the mode `over` divided by those of the mode `under`."""
+    rate = {row["mode"]: row["tokens_s"] for row in found["rows"]}
+    return rate[over] / rate[under]
+
+
+def top1_change(found: Any) -> float:
+    """Return the relative change of the top-1 error that CMCL causes."""
+    alone, ours = (statistics.mean(run["top1_error"] for run in found["results"][name])
+                   for name in ("independent (k = 5)", "CMCL, features shared"))
+    return ours / alone - 1

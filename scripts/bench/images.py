@@ -21,11 +21,7 @@ CIFAR_OPTIONS = ["--preset", "cifar", "--flips", "--batch-size", "128"]
 
 
 def run_options(name: str, data: str) -> dict[str, Option]:
-    """Return the options of a study that trains on images. `folder_of_runs` reads these options.
-
-    Args:
-        data: name of the default data set of digit images.
-    """
+    """Return the options that `folder_of_runs` reads. `data` is the default data set."""
     return {
         "data": Option(data, f"images to train on. {CIFAR} takes hours and needs its npm package",
                        choices=(data, CIFAR)),
@@ -36,11 +32,7 @@ def run_options(name: str, data: str) -> dict[str, Option]:
 
 
 def folder_of_runs(args: argparse.Namespace) -> Path:
-    """Return the folder for a study's runs. The images are written to its subfolder `images`.
-
-    Raises:
-        ValueError: if the package that provides the images is not installed.
-    """
+    """Return the folder for a study's runs. The images are written to its subfolder `images`."""
     place = Path(args.runs) / f"{args.data} {args.images or 'all'}, {args.epochs} epochs"
     if args.fresh:
         shutil.rmtree(place, ignore_errors=True)
@@ -50,11 +42,7 @@ def folder_of_runs(args: argparse.Namespace) -> Path:
 
 
 def check_counts(args: argparse.Namespace) -> None:
-    """Check the numbers of images, epochs and seeds.
-
-    Raises:
-        ValueError: if a number is out of bounds.
-    """
+    """Raise ValueError if a number of images, epochs or seeds is out of bounds."""
     for name, least in (("images", 0), ("epochs", 1), ("seeds", 1)):
         if (value := getattr(args, name)) < least:
             raise ValueError(f"--{name} {value} is out of bounds: must be >= {least}. Leave out "
@@ -62,9 +50,7 @@ def check_counts(args: argparse.Namespace) -> None:
 
 
 def train_images(out: Path, *options: str) -> list[dict[str, Any]]:
-    """Train in the folder `out`, and return the records of the training log. If the folder contains
-    an unfinished run, the run is continued.
-    """
+    """Train in the folder `out`, or continue an unfinished run there. Return the training log."""
     subprocess.run(
         [sys.executable, "-m", "moe_plugin.hosts.timm.train", "--out", str(out), *options],
         check=True, stdout=subprocess.DEVNULL,

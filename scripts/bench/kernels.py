@@ -1,8 +1,6 @@
-"""Measure all implementations of each operation, and compare them with a reference and with a lower
-bound on the time.
-
-The lower bound is the larger of two times: the bytes divided by the copy bandwidth, and the FLOPs
-divided by the GEMM rate. Both the copy bandwidth and the GEMM rate are measured in the same run.
+"""Measure all implementations of each operation, and compare them with a bound: the larger of bytes
+divided by the copy bandwidth, and FLOPs divided by the GEMM rate, which are measured in the same
+run.
 """
 
 from __future__ import annotations
@@ -21,16 +19,14 @@ from moe_plugin.kernels.fp8 import BLOCK, quantize_weights_fp8
 from moe_plugin.kernels.router import Rule
 from moe_plugin.kernels.scores import SOFTMAX
 from moe_plugin.utils.messages import short
-from scripts.bench.measure import Times, interleaved, versions
+from scripts.bench.measure import interleaved, versions
 from scripts.bench.problem import Data, Problem, make_data
 from scripts.bench.report import page
 
 
 @dataclass(frozen=True)
 class Work:
-    """One call of an operation, with its number of FLOPs and its minimum number of bytes. Each
-    input and output is counted once.
-    """
+    """One call of an operation, with its FLOPs and its bytes (each input and output once)."""
 
     operation: str
     args: tuple[Any, ...]
@@ -39,10 +35,7 @@ class Work:
 
 
 def parts(found: Mapping[str, Any]) -> list[str]:
-    """Return the sections of a page from a result of `run`.
-
-    Each row shows one implementation of an operation; * marks the one that the package chooses.
-    """
+    """Return the sections of a page. In the table, * marks the implementation that is chosen."""
     rows = [{**r, **{name: r[f"{name}_ms"] / 1e3 for name in ("median", "min", "bound")},
              "marked": r["implementation"] + " *" * r["chosen"]} for r in found["results"]]
     return [
@@ -51,10 +44,9 @@ def parts(found: Mapping[str, Any]) -> list[str]:
 
 
 def run(problem: Problem, rounds: int = 15) -> dict[str, Any]:
-    """Measure all implementations of every operation that can run on this machine.
-
-    `refused` contains the reason for each operation that was not measured, and for each operation
-    without a Triton measurement on a GPU.
+    """Measure all implementations of every operation that can run on this machine. `refused`
+    contains the reason for each operation that was not measured, also if only Triton is missing on
+    a GPU.
     """
     device = torch.device(problem.device)
     copy_s, gemm_flops = _ceilings(problem, device, rounds)
@@ -87,16 +79,13 @@ def _measured(work: Work, device: torch.device, rounds: int, bound: float,
         refused[f"{work.operation} in Triton"] = str(why["triton"])
     names = [name for name, reason in why.items() if reason is None]
     calls = [partial(kernel.implementation(name), *work.args) for name in names]
-    return [_result(work, name, name == kernel.choose(*work.args), times, bound)
-            for name, times in zip(names, interleaved(calls, device, rounds), strict=True)]
-
-
-def _result(work: Work, name: str, chosen: bool, times: Times, bound: float) -> dict[str, Any]:
-    return {
-        "operation": work.operation, "implementation": name, "chosen": chosen,
-        "median_ms": times.median * 1e3, "min_ms": times.best * 1e3, "bound_ms": bound * 1e3,
-        "share_of_bound": bound / times.median, "gbytes_per_s": work.bytes / times.median / 1e9,
+    return [{
+        "operation": work.operation, "implementation": name,
+        "chosen": name == kernel.choose(*work.args), "median_ms": times.median * 1e3,
+        "min_ms": times.best * 1e3, "bound_ms": bound * 1e3, "share_of_bound": bound / times.median,
+        "gbytes_per_s": work.bytes / times.median / 1e9,
         "tflops": work.flops / times.median / 1e12}
+        for name, times in zip(names, interleaved(calls, device, rounds), strict=True)]
 
 
 def _ceilings(problem: Problem, device: torch.device, rounds: int) -> tuple[float, float]:

@@ -1,9 +1,7 @@
-"""Record the Triton launches of a layer on a machine without a GPU. The record contains the kernels
-to compile and the work of each launch.
+"""Record the Triton launches of a layer on a machine without a GPU: the kernels to compile, and the
+work of each launch.
 
-Tensors are on torch's `meta` device, so they have shapes but no data. While launches are recorded,
-the layer treats the `meta` device as a GPU. Recording takes milliseconds, regardless of the size of
-the layer.
+Tensors are on torch's `meta` device, which the layer treats as a GPU. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -38,14 +36,13 @@ ALIGNED = 16  # Triton compiles separate code for addresses and numbers that are
 @dataclass(frozen=True)
 class Launch:
     """A Triton kernel with all arguments that determine the compiled code. Equal launches run the
-    same compiled code.
+    same code.
 
     Attributes:
         module: name of the kernel's module in moe_plugin.kernels.gpu.
         types: types of the run-time arguments, in Triton's notation.
         constants: compile-time values. As in Triton, arguments with the value 1 are also constants.
         aligned: names of the arguments that are multiples of 16.
-        options: number of warps, number of stages, and maximum number of registers.
     """
 
     module: str
@@ -63,30 +60,14 @@ class Launch:
             if value is True or (isinstance(value, str) and value not in ("none", "ieee")):
                 said.append(name.lower() if value is True else value)
         sizes = [f"{name}{value}" for name, value in self.constants
-                 if isinstance(value, int) and not isinstance(value, bool) and value > 1]
+                 if type(value) is int and value > 1]
         return f"{self.kernel.removesuffix('_kernel')} {' '.join([*said, *sizes])}"
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the kernel gathers rows by index in its inner loop."""
-        return any(name in ("X_GATHER", "G_GATHER") and value for name, value in self.constants)
-
-    def option(self, name: str, default: int) -> int:
-        """Return the value of one of the launch `options`."""
-        return dict(self.options).get(name, default)
 
 
 @dataclass(frozen=True)
 class Call:
-    """One launch of a kernel, together with the sizes of its arguments.
-
-    Attributes:
-        launch: the launch.
-        shapes: shapes of the tensor arguments, by name.
-        numbers: values of the integer arguments, by name.
-        bytes: total size of all tensor arguments in bytes. Each tensor is counted once, even if it
-            is both read and written.
-        programs: number of programs in the grid.
+    """One launch of a kernel, with the sizes of its tensors and its integer arguments. In `bytes`,
+    each tensor is counted once, even if it is both read and written.
     """
 
     launch: Launch
@@ -98,25 +79,16 @@ class Call:
 
 @dataclass
 class Recorded:
-    """The recorded calls and operations in the order in which they were made.
-
-    Attributes:
-        calls: launches of Triton kernels.
-        operations: torch operations that compute new tensors, as pairs (name, bytes). Views and
-            memory allocations are not included.
+    """The calls of Triton kernels, and the torch operations that compute new tensors as pairs
+    (name, bytes), in the order in which they were made.
     """
 
     calls: list[Call] = field(default_factory=list)
     operations: list[tuple[str, int]] = field(default_factory=list)
 
 
-@contextlib.contextmanager
-def recording(chip: Chip) -> Iterator[Recorded]:
-    """Record everything that runs on the device `META` inside the `with` block, as if it ran on the
-    given GPU.
-
-    Nothing is computed.
-    """
+def recorded(run: Callable[[], object], chip: Chip) -> Recorded:
+    """Run a function on the device `META`, and record everything as if on the given GPU."""
     from triton.runtime import jit
 
     from moe_plugin.kernels.gpu import expert_ffn, expert_matmul, fp8
@@ -135,7 +107,8 @@ def recording(chip: Chip) -> Iterator[Recorded]:
                 (torch, "autocast", lambda *_, **__: contextlib.nullcontext())):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(_Operations(found.operations))
-        yield found
+        run()
+    return found
 
 
 class _Operations(TorchDispatchMode):
@@ -149,8 +122,7 @@ class _Operations(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         if func.namespace == "aten" and not func.is_view and "empty" not in name:
-            tensors = [t for t in _tensors((args, kwargs, made))]
-            self.seen.append((name, _bytes(tensors)))
+            self.seen.append((name, _bytes(_tensors((args, kwargs, made)))))
         return made
 
 
@@ -165,8 +137,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the total size of tensors in bytes. Memory shared by several tensors is counted once.
-    """
+    """Return the total size of tensors in bytes. Shared memory is counted once."""
     each = {(t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t for t in tensors}
     return sum(t.numel() * t.element_size() for t in each.values())
 
@@ -180,7 +151,7 @@ def _call(kernel: Any, grid: Any, args: tuple[Any, ...], given: dict[str, Any]) 
     types, constants, aligned = [], [], []
     for name in kernel.arg_names:
         value = bound[name]
-        if name in fixed or value is None or _is_one(value):
+        if name in fixed or value is None or type(value) is int and value == 1:
             constants.append((name, value))
             continue
         types.append((name, _type(value)))
@@ -192,14 +163,9 @@ def _call(kernel: Any, grid: Any, args: tuple[Any, ...], given: dict[str, Any]) 
     programs = 1
     for size in grid if isinstance(grid, tuple) else (grid,):
         programs *= size
-    numbers = {name: value for name, value in bound.items()
-               if isinstance(value, int) and not isinstance(value, bool)}
+    numbers = {name: value for name, value in bound.items() if type(value) is int}
     return Call(launch, {name: tuple(t.shape) for name, t in tensors.items()}, numbers,
                 _bytes(tensors.values()), programs)
-
-
-def _is_one(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value == 1
 
 
 def _type(value: Any) -> str:
@@ -221,10 +187,8 @@ def _is_aligned(value: Any) -> bool:
 
 def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) -> Callable[[], None]:
     """Return a function that runs the forward and backward pass of one layer on the device `META`.
-
-    Args:
-        adds: whether weight gradients are accumulated in a float32 `main_grad`.
-        sections: settings that override the benchmark's layer settings, by section.
+    With `adds`, weight gradients are accumulated in a float32 `main_grad`. `sections` contains
+    settings that override the benchmark's layer settings.
     """
     p = problem
     experts = {"hidden_dim": p.hidden_dim, "compute": "kernels", "bias": False,
@@ -248,10 +212,3 @@ def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) ->
                                 [torch.empty_like(x_TD), *[None] * len(out.losses)])
 
     return run
-
-
-def recorded(run: Callable[[], object], chip: Chip) -> Recorded:
-    """Run a function and return all launches that it would make on the given GPU."""
-    with recording(chip) as found:
-        run()
-    return found

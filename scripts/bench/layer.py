@@ -1,6 +1,4 @@
-"""Measure our layer and the layers of other frameworks (peers) in one run. All layers use the same
-weights and inputs, and their outputs are compared.
-"""
+"""Measure our layer and the layers of other frameworks (peers) with the same weights and inputs."""
 
 from __future__ import annotations
 
@@ -17,17 +15,10 @@ from torch import Tensor
 
 from moe_plugin.planner.units import show_size
 from moe_plugin.utils.messages import short
-from scripts.bench.measure import (
-    Times,
-    interleaved,
-    peak_extra_mib,
-    training_step,
-    versions,
-)
+from scripts.bench import measure
 from scripts.bench.peers import Candidate, UnsupportedProblem, ours, peers
 from scripts.bench.peers.base import expert_group
 from scripts.bench.problem import Data, Problem, make_data
-from scripts.bench.ranks import on_processes
 from scripts.bench.report import columns
 
 logger = logging.getLogger(__name__)
@@ -37,9 +28,7 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
 
 
 def parts(found: Mapping[str, Any]) -> list[str]:
-    """Return the sections of a page: a label that describes the layer, a table with one row per
-    candidate, and the peers that were not measured.
-    """
+    """Return a label, a table with one row per candidate, and the peers that were not measured."""
     bound = {"name": "GEMM bound", "median_ms": found["bound_ms"], "min_ms": found["bound_min_ms"],
              "ratio_to_bound": 1.0, "ratio_of_minima": 1.0}
     empty = dict.fromkeys(("tflops", "gbytes_per_s", "error", "note"))
@@ -66,16 +55,12 @@ def results(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def noise(found: Mapping[str, Any]) -> float:
-    """Return the noise of the measurement: the median time of the GEMM bound divided by its minimum
-    time.
-    """
+    """Return the median time of the GEMM bound divided by its minimum time."""
     return found["bound_ms"] / found["bound_min_ms"]
 
 
 def not_measured(refused: Mapping[str, str]) -> str:
-    """Return a paragraph that lists the layers of other frameworks that could not run. Layers that
-    have been removed from the benchmark are left out.
-    """
+    """Return a paragraph that lists the peers that could not run, without removed peers."""
     by_reason: dict[str, list[str]] = {}
     for name in [name for name in refused if name in peers.names()]:
         by_reason.setdefault(refused[name], []).append(name)
@@ -85,13 +70,7 @@ def not_measured(refused: Mapping[str, str]) -> str:
 
 def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,
                      names: Sequence[str]) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Build our layer and the layers of the other frameworks.
-
-    Args:
-        stack: exit stack that closes the resources of all layers.
-
-    Returns: A pair (candidates by name, reason for each peer that cannot run).
-    """
+    """Build our layer and the peers. Return (candidates, reason for each peer that cannot run)."""
     refused = {n: why for n in names if (why := peers.entry(n).why_not()) is not None}
     candidates = {"moe-plugin": ours(problem, data)}
     for name in [n for n in names if n not in refused]:
@@ -114,10 +93,8 @@ def _failed(error: Exception) -> str:
 def checked(candidates: dict[str, Candidate], refused: dict[str, str], data: Data,
             problem: Problem) -> dict[str, float | None]:
     """Check the losses of each candidate, and return the relative distance between its output and
-    our layer's output.
-
-    On the CPU, an error of any candidate is raised. On a GPU, where device time is expensive, the
-    error is added to `refused` and the other candidates are still measured.
+    our layer's output. On a GPU, where device time is expensive, a candidate with an error is added
+    to `refused`, and the others are still measured.
     """
     ours_alone = {"moe-plugin": candidates["moe-plugin"]}
     errors: dict[str, float | None] = {}
@@ -137,19 +114,14 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
         forward_only: bool = False) -> dict[str, Any]:
     """Measure our layer and the given peers on the ranks of `expert_group`.
 
-    Args:
-        forward_only: whether to measure only the forward pass.
-
     Returns: The result of our layer, the sizes of the problem, the time of the GEMM bound
-        (`bound_ms`, `bound_min_ms`), the results of the peers, and the reason for each peer that
-        could not run (`refused`). Each result contains times, the peak memory in addition to
-        weights and inputs (`peak_extra_mib`), the achieved rates, and the relative distance from
-        our layer's output (`error`). The achieved rates are computed from the minimum amount of
-        work for the experts.
+    (`bound_ms`, `bound_min_ms`), the results of the peers, and the reason for each peer that could
+    not run (`refused`). A result contains times, the peak memory in addition to weights and inputs
+    (`peak_extra_mib`), the rates for the experts' minimum work, and the relative distance from our
+    layer's output (`error`).
 
     Raises:
-        ValueError: if a peer is unknown, computes a different output, or does not compute a balance
-            loss.
+        ValueError: if a peer is unknown, computes a different output, or no balance loss.
     """
     data = make_data(problem)
     device = torch.device(problem.device)
@@ -157,17 +129,17 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
         candidates, refused = enter_candidates(stack, problem, data, names)
         errors = checked(candidates, refused, data, problem)
         steps = {n: torch.no_grad()(partial(c.forward, data.x_TD)) if forward_only else
-                 training_step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(),
-                               data.grad_TD) for n, c in candidates.items()}
+                 measure.training_step(c.forward, c.parameters, data.x_TD.clone().requires_grad_(),
+                                       data.grad_TD) for n, c in candidates.items()}
         _warm_up(problem, data)
-        memory = {name: peak_extra_mib(fn, device) for name, fn in steps.items()}
+        memory = {name: measure.peak_extra_mib(fn, device) for name, fn in steps.items()}
         group = expert_group()
         bound = GemmBound(problem, data.local(group.rank, group.size), own_loads(
             problem, data, group.rank, group.size), forward_only)
         # Ranks may measure different times but must run the same candidates in every round, so
         # slow candidates are skipped only on one rank.
-        times = interleaved([bound, *steps.values()], device, rounds,
-                            slow=SLOW if group.size == 1 else math.inf)
+        times = measure.interleaved([bound, *steps.values()], device, rounds,
+                                    slow=SLOW if group.size == 1 else math.inf)
     ours_, *others = [
         _result(problem.work(forward_only), name, candidates[name].note, mine, times[0],
                 memory[name], errors[name])
@@ -176,20 +148,13 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
         **ours_, "bound_ms": times[0].median * 1e3, "bound_min_ms": times[0].best * 1e3,
         **asdict(problem), "threads": torch.get_num_threads(), "ranks": group.size,
         "forward_only": forward_only, "peers": others, "refused": refused,
-        "versions": versions(problem.device)}
+        "versions": measure.versions(problem.device)}
 
 
 class GemmBound:
-    """The matmuls of the forward and backward pass without any other operations, writing to
-    preallocated memory.
-
-    On the CPU, the GEMM bound is one dense matmul per expert with the expert's actual number of
-    rows. On a GPU, the GEMM bound is a single dense matmul over all rows, which has the same number
-    of FLOPs.
-
-    Args:
-        counts: number of rows for each expert.
-        forward_only: whether to run only the matmuls of the forward pass.
+    """The matmuls of a step without any other operations, writing to preallocated memory: on the
+    CPU, one dense matmul per expert with the expert's actual number of rows (`counts`); on a GPU, a
+    single dense matmul over all rows, which has the same number of FLOPs.
     """
 
     def __init__(self, problem: Problem, data: Data, counts: list[int],
@@ -223,8 +188,7 @@ class GemmBound:
 
     def _linear(self, x: Tensor, w: Tensor, grad: Tensor, y: Tensor, grad_x: Tensor,
                 grad_w: Tensor) -> None:
-        """Run the three matmuls of a linear layer: y = x w, grad_x = grad w^T, grad_w = x^T grad.
-        """
+        """Run the matmuls of a linear layer: y = x w, grad_x = grad w^T, grad_w = x^T grad."""
         torch.mm(x, w, out=y)
         if not self.forward_only:
             torch.mm(grad, w.t(), out=grad_x)
@@ -232,17 +196,9 @@ class GemmBound:
 
 
 def own_loads(problem: Problem, data: Data, rank: int, ranks: int) -> list[int]:
-    """Return the number of rows for each of a rank's experts, assuming that all ranks have the same
-    tokens.
-    """
+    """Return the number of rows of each of a rank's experts, if all ranks have the same tokens."""
     own = problem.experts // ranks
     return [ranks * rows for rows in loads(problem, data)[rank * own:(rank + 1) * own]]
-
-
-def on_ranks(problem: Problem, names: Sequence[str], rounds: int, ranks: int,
-             threads: int) -> dict[str, Any]:
-    """Run `run` in the given number of new processes, each with the given number of threads."""
-    return on_processes(ranks, run, problem, names, rounds, threads=threads)
 
 
 def loads(problem: Problem, data: Data) -> list[int]:
@@ -253,28 +209,23 @@ def loads(problem: Problem, data: Data) -> list[int]:
 
 
 def _warm_up(problem: Problem, data: Data) -> None:
-    """Run all one-time initialization of libraries and layers before memory is measured, so that
-    its memory is not attributed to any candidate.
-
-    A step of a small layer makes libraries allocate their buffers. A forward pass with the sizes of
-    our layer makes `experts.compute=auto` choose an implementation.
+    """Run all one-time initialization before memory is measured. A step of a small layer makes
+    libraries allocate their buffers. A forward pass with the sizes of our layer makes
+    `experts.compute=auto` choose an implementation.
     """
     small = Problem(tokens=64, model_dim=64, hidden_dim=64, experts=2, top_k=1, dtype=problem.dtype,
                     device=problem.device)
     little = make_data(small)
     candidate = ours(small, little)
-    training_step(candidate.forward, candidate.parameters, little.x_TD.requires_grad_(),
-                  little.grad_TD)()
+    measure.training_step(candidate.forward, candidate.parameters, little.x_TD.requires_grad_(),
+                          little.grad_TD)()
     ours(problem, data).forward(data.x_TD)
 
 
 def agreement(candidates: dict[str, Candidate], data: Data,
               problem: Problem) -> dict[str, float | None]:
     """For each candidate, return the relative distance between its output and our layer's output,
-    or None if the output is not compared.
-
-    Raises:
-        ValueError: if an output differs from our layer's output by more than `TOLERANCE`.
+    or None if it is not compared. Raise ValueError if it is larger than `TOLERANCE`.
     """
     outputs: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -292,13 +243,8 @@ def agreement(candidates: dict[str, Candidate], data: Data,
 
 
 def check_losses(candidates: dict[str, Candidate], data: Data, problem: Problem) -> None:
-    """Check that every candidate with comparable output computes the gradient of a balance loss.
-
-    The gradient of the output is set to zero, so only the balance loss contributes to the
-    parameters' gradients.
-
-    Raises:
-        ValueError: if no parameter of a candidate gets a gradient from the balance loss.
+    """Raise ValueError if a compared candidate does not compute the gradient of a balance loss. The
+    gradient of the output is zero, so only the balance loss contributes gradients.
     """
     if problem.top_k == problem.experts:  # every token uses every expert, so there is no imbalance
         return
@@ -307,7 +253,7 @@ def check_losses(candidates: dict[str, Candidate], data: Data, problem: Problem)
             continue
         x_TD = data.x_TD.clone().requires_grad_()
         nothing_TD = torch.zeros_like(data.grad_TD)
-        training_step(candidate.forward, candidate.parameters, x_TD, nothing_TD)()
+        measure.training_step(candidate.forward, candidate.parameters, x_TD, nothing_TD)()
         reached = any(p.grad is not None and bool(p.grad.any()) for p in candidate.parameters)
         for parameter in candidate.parameters:
             parameter.grad = None
@@ -316,8 +262,8 @@ def check_losses(candidates: dict[str, Candidate], data: Data, problem: Problem)
                              f"time is not comparable. Leave {name} out with --peers")
 
 
-def _result(work: tuple[float, float], name: str, note: str, mine: Times, bound: Times,
-            memory: float | None, error: float | None) -> dict[str, Any]:
+def _result(work: tuple[float, float], name: str, note: str, mine: measure.Times,
+            bound: measure.Times, memory: float | None, error: float | None) -> dict[str, Any]:
     flops, moved = work
     return {
         "name": name, "median_ms": mine.median * 1e3, "min_ms": mine.best * 1e3,

@@ -1,6 +1,4 @@
-"""The definition of the layer to measure: its sizes, its minimum work, and the data that every
-candidate receives.
-"""
+"""The definition of the layer to measure, and the data that every candidate receives."""
 
 from __future__ import annotations
 
@@ -21,18 +19,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The sizes of a layer on one device.
-
-    Attributes:
-        tokens: number of tokens, T.
-        model_dim: width of a token, D.
-        hidden_dim: inner width of an expert, F.
-        experts: number of experts, E.
-        top_k: number of experts per token, K.
-        dtype: dtype of weights and tokens, a key of `DTYPES`.
-        gated: whether the experts are gated (SwiGLU).
-        device: "cpu" or "cuda".
-        seed: seed of the data.
+    """The sizes of a layer on one device: T tokens of width D, and E experts of inner width F, of
+    which each token uses `top_k`. Gated experts are SwiGLU. `dtype` is a key of `DTYPES`.
     """
 
     tokens: int
@@ -67,11 +55,7 @@ class Problem:
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     def check_device(self) -> None:
-        """Check that the device exists and has enough memory for any implementation of the layer.
-
-        Raises:
-            ValueError: if the device does not exist or does not have enough memory.
-        """
+        """Raise ValueError if the device does not exist or has too little memory for the layer."""
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device='cuda' is not available, because torch sees no GPU. Use "
                              "--device cpu")
@@ -92,40 +76,35 @@ class Problem:
         return self.tokens * self.top_k
 
     @property
+    def weights(self) -> int:
+        """Number of weights of all experts."""
+        return self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
+
+    @property
     def flops(self) -> int:
-        """FLOPs of the experts in the forward and backward pass: 3 passes * 2 * rows * D * F per
-        matrix.
-        """
-        return 3 * 2 * self.rows * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
+        """FLOPs of the experts, forward and backward: 3 passes * 2 * rows * D * F per matrix."""
+        return 3 * 2 * self.rows * self.weights // self.experts
 
     @property
     def bytes(self) -> int:
-        """Minimum memory traffic of the forward and backward pass, in bytes.
-
-        Weights are read twice, and their gradients are written once. The bytes of x, y and both
-        gradients are counted once.
+        """Minimum memory traffic of the forward and backward pass, in bytes. Weights are read
+        twice, and their gradients are written once. x, y and both gradients are counted once.
         """
-        weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
-        elements = 3 * weights + 5 * self.tokens * self.model_dim
+        elements = 3 * self.weights + 5 * self.tokens * self.model_dim
         return elements * self.torch_dtype.itemsize
 
     def work(self, forward_only: bool) -> tuple[float, float]:
-        """Return (FLOPs, minimum bytes) of the forward and backward pass, or of the forward pass
-        alone.
+        """Return (FLOPs, minimum bytes) of the forward and backward pass, or of the forward pass.
         """
         if not forward_only:
             return self.flops, self.bytes
-        weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
-        elements = weights + 2 * self.tokens * self.model_dim
+        elements = self.weights + 2 * self.tokens * self.model_dim
         return self.flops / 3, elements * self.torch_dtype.itemsize
 
     @property
     def least_memory(self) -> int:
-        """Number of bytes that any implementation needs: the weights and their gradients, x, y, the
-        gradients of x and y, and the inner activations.
-        """
-        weights = self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
-        elements = 2 * weights + 4 * self.tokens * self.model_dim + self.rows * self.hidden_dim
+        """Bytes of weights, their gradients, x, y, their gradients, and the inner activations."""
+        elements = 2 * self.weights + 4 * self.tokens * self.model_dim + self.rows * self.hidden_dim
         return elements * self.torch_dtype.itemsize
 
     def label(self) -> str:
@@ -137,16 +116,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Data:
-    """The weights and inputs of a layer, in the dtype of the problem. In the shapes of tensors, L
-    is the number of experts E.
-
-    Attributes:
-        router_ED: weight matrix of the router.
-        w_in_LDF: first matrix of each expert.
-        w_gate_LDF: gate matrix of each expert, or None if experts are not gated.
-        w_out_LFD: second matrix of each expert.
-        x_TD: tokens.
-        grad_TD: gradient of the output.
+    """The weights, the tokens and the gradient of the output, in the dtype of the problem. In the
+    shapes of tensors, L is the number of experts. `w_gate_LDF` is None if experts are not gated.
     """
 
     router_ED: Tensor
@@ -157,9 +128,7 @@ class Data:
     grad_TD: Tensor
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weight matrices by name. The gate matrix is included only if experts are
-        gated.
-        """
+        """Return the weight matrices by name, without the gate matrix if there is none."""
         found = {
             "router_ED": self.router_ED, "w_in_LDF": self.w_in_LDF, "w_gate_LDF": self.w_gate_LDF,
             "w_out_LFD": self.w_out_LFD
@@ -167,9 +136,7 @@ class Data:
         return {name: value for name, value in found.items() if value is not None}
 
     def local(self, rank: int, ranks: int) -> Data:
-        """Return the same data with only one rank's experts. The experts are divided equally among
-        `ranks` ranks.
-        """
+        """Return the same data with only one rank's experts."""
 
         def own(w_LIO: Tensor | None) -> Tensor | None:
             return None if w_LIO is None else w_LIO.chunk(ranks)[rank]
@@ -179,9 +146,7 @@ class Data:
 
 
 def make_data(problem: Problem) -> Data:
-    """Draw random data. All candidates receive the same data. The data are random, because GPUs
-    multiply zeros faster.
-    """
+    """Draw the data, which are random because GPUs multiply zeros faster."""
     g, p = torch.Generator(problem.device).manual_seed(problem.seed), problem
 
     def draw(*shape: int, std: float = 1.0) -> Tensor:
@@ -199,9 +164,7 @@ def make_data(problem: Problem) -> Data:
 
 
 def add_problem(p: argparse.ArgumentParser) -> None:
-    """Add the options that specify a `Problem` and its measurement. `problem_of` reads these
-    options.
-    """
+    """Add the options that `problem_of` reads."""
     for name, default, text in (("tokens", 4096, "number of tokens"),
                                 ("model-dim", 512, "width of a token"),
                                 ("hidden-dim", 2048, "inner width of an expert"),
@@ -222,11 +185,7 @@ def add_problem(p: argparse.ArgumentParser) -> None:
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
-    """Return the problem specified by the options, and set the number of torch threads.
-
-    Raises:
-        ValueError: if a number is out of bounds, or if the device cannot run the problem.
-    """
+    """Return the problem specified by the options, and set the number of torch threads."""
     if args.threads is not None:
         if not 1 <= args.threads <= 4096:
             raise ValueError(f"threads={short(args.threads)} is out of bounds: must be from 1 to "

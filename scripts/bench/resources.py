@@ -1,7 +1,5 @@
 """Compile a recorded launch without a GPU, and report its registers, shared memory and
-instructions.
-
-`Resources.failed` checks whether the machine code violates any rules.
+instructions. `GPUS` contains the GPUs with their resources and published peak rates.
 """
 
 from __future__ import annotations
@@ -16,8 +14,78 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.chips import GPU, GPUS
+from moe_plugin.kernels.gpu.tilings import Chip
 from scripts.bench.launches import Launch
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU model, identified by its compiler target in Triton. Rates are those of the vendor's
+    data sheet.
+
+    Attributes:
+        kind: type of the chip, as in `kernels.gpu.tilings.Chip`.
+        registers: number of registers per multiprocessor (NVIDIA) or per lane (AMD).
+        shared: shared memory per multiprocessor in bytes. `shared_block`: at most per block.
+        tflops: peak rate of dense bf16 matmuls with float32 accumulation. `tbytes`: TB/s of memory.
+        fp8: whether the GPU supports the dtype e4m3fn.
+    """
+
+    name: str
+    kind: str
+    backend: str
+    arch: int | str
+    warp: int
+    processors: int
+    registers: int
+    most_registers: int
+    shared: int
+    shared_block: int
+    warps: int
+    tflops: float
+    tbytes: float
+    fp8: bool = True
+
+    @property
+    def chip(self) -> Chip:
+        """The chip as a `Chip`, which the tiling rules use."""
+        return Chip(self.kind, self.processors)
+
+    def blocks(self, registers: int, shared: int, warps: int) -> int:
+        """Return how many blocks can run on one multiprocessor concurrently, given the registers
+        per thread, the bytes of shared memory per block, and the warps per block.
+        """
+        if self.backend == "hip":
+            # A multiprocessor has four SIMDs with at most 8 waves each. A wave's registers are
+            # allocated in multiples of 8.
+            waves = 4 * min(8, self.registers // max(8, -(-registers // 8) * 8))
+            by_registers = waves // warps
+        else:
+            # A warp's registers are allocated in multiples of 256, and the system uses 1 KiB of
+            # shared memory per block.
+            by_registers = self.registers // (-(-registers * 32 // 256) * 256) // warps
+            shared += 1024
+        by_shared = self.shared // shared if shared else by_registers
+        return max(0, min(by_registers, by_shared, self.warps // warps))
+
+
+_KIB = 1024
+GPUS = {
+    "sm_80": GPU("A100 80 GB", "ampere", "cuda", 80, 32, 108, 65536, 255, 164 * _KIB, 163 * _KIB,
+                 64, 312.0, 2.04, fp8=False),
+    "sm_89": GPU("L40S", "ampere", "cuda", 89, 32, 142, 65536, 255, 100 * _KIB, 99 * _KIB, 48,
+                 362.0, 0.864),
+    "sm_90": GPU("H200", "hopper", "cuda", 90, 32, 132, 65536, 255, 228 * _KIB, 227 * _KIB, 64,
+                 989.0, 4.8),
+    "sm_100": GPU("B200", "blackwell", "cuda", 100, 32, 148, 65536, 255, 228 * _KIB,
+                    227 * _KIB, 64, 2250.0, 8.0),
+    "sm_120": GPU("RTX 5090", "ampere", "cuda", 120, 32, 170, 65536, 255, 100 * _KIB, 99 * _KIB,
+                  48, 209.5, 1.79),
+    "gfx942": GPU("MI300X", "amd", "hip", "gfx942", 64, 304, 512, 512, 64 * _KIB, 64 * _KIB, 32,
+                  1307.0, 5.3, fp8=False),
+    "gfx950": GPU("MI355X", "amd", "hip", "gfx950", 64, 256, 512, 512, 160 * _KIB, 160 * _KIB, 32,
+                  2516.0, 8.0),
+}
 
 
 @dataclass(frozen=True)
@@ -25,22 +93,16 @@ class Resources:
     """The resources used by a compiled kernel.
 
     Attributes:
-        registers: number of registers per thread.
-        spilled: bytes per thread that are spilled from registers to memory.
-        shared: shared memory per block in bytes.
+        registers: number of registers per thread. `spilled`: bytes per thread in memory instead.
         blocks: number of blocks that can run on one multiprocessor concurrently.
-        occupancy: number of warps in these blocks divided by the maximum number of warps.
-        matrix: name of the matrix instruction in the assembly, or "" if there is none.
+        matrix: name of the matrix instruction in the assembly, or "".
         copies: whether the kernel contains the asynchronous instruction that copies a tile.
-        stages: number of pipeline stages requested.
-        buffers: number of tiles of the same operand stored in shared memory. 0 if every operand has
-            at most one tile in shared memory.
-        through_registers: (number of wgmma instructions that read their left operand from
-            registers, total number of wgmma instructions).
+        buffers: smallest number of tiles of one operand in shared memory. 0 if no operand has
+            several.
+        through_registers: (wgmma instructions whose left operand is in registers, all wgmma).
         gathers: whether the pipelined loop gathers the rows of an operand by index.
-        turns: whether an operand may have to be transposed before it is read. Operands in tf32 may
-            have to be transposed, because wgmma requires them to be contiguous along the summed
-            axis.
+        turns: whether an operand may have to be transposed first. In tf32, wgmma requires operands
+            to be contiguous along the summed axis.
     """
 
     label: str
@@ -80,12 +142,15 @@ def compile_for(launch: Launch, target: str) -> Resources:
     made, gpu = compiled(launch, target), GPUS[target]
     registers, spilled, matrix, copies = (_nvidia(gpu, made) if gpu.backend == "cuda" else
                                           _amd(made))
-    warps, shared = launch.option("num_warps", 4), made.metadata.shared
+    options, shared = dict(launch.options), made.metadata.shared
+    warps = options.get("num_warps", 4)
     blocks = gpu.blocks(registers, shared, warps)
     ptx = made.asm.get("ptx", "")
     return Resources(launch.label, registers, spilled, shared, blocks, blocks * warps / gpu.warps,
-                     matrix, copies, launch.option("num_stages", 0) if matrix else 0,
-                     _buffers(made.asm["ttgir"]), _through_registers(ptx), launch.gathers,
+                     matrix, copies, options.get("num_stages", 0) if matrix else 0,
+                     _buffers(made.asm["ttgir"]), _through_registers(ptx),
+                     any(name in ("X_GATHER", "G_GATHER") and value
+                         for name, value in launch.constants),
                      ("PRECISION", "tf32") in launch.constants)
 
 
@@ -117,9 +182,7 @@ def compiled(launch: Launch, target: str) -> Any:
 
 
 def _buffers(ttgir: str) -> int:
-    """For each pipelined operand, count the tiles in its buffer. Return the smallest number of
-    tiles, or 0 if no operand is pipelined.
-    """
+    """Return the smallest number of tiles in the buffer of a pipelined operand, or 0."""
     found = [int(count) for count in re.findall(
         r"local_alloc : \(\) -> !(?:ttg|triton_gpu|tt)\.memdesc<(\d+)x\d+x\d+x[\dx]*[a-z]",
         ttgir)]
@@ -127,9 +190,7 @@ def _buffers(ttgir: str) -> int:
 
 
 def _through_registers(ptx: str) -> tuple[int, int]:
-    """Return (number of wgmma instructions with the left operand in registers, total number of
-    wgmma instructions).
-    """
+    """Return (wgmma instructions with the left operand in registers, all wgmma instructions)."""
     left = re.findall(r"wgmma\.mma_async\.[\w.]+\s*\{[^}]*\}\s*,\s*(\{|%)", ptx)
     return left.count("{"), len(left)
 
@@ -152,10 +213,8 @@ def _nvidia(gpu: GPU, made: Any) -> tuple[int, int, str, bool]:
 
 
 def _ptxas(capability: int) -> str:
-    """Return the path of the assembler (ptxas) that Triton uses.
-
-    Since version 3.5, Triton contains two assemblers, and only one of them can read the PTX code
-    for a given target.
+    """Return the path of the assembler that Triton uses. Since version 3.5, Triton contains two,
+    and only one of them can read the PTX code for a given target.
     """
     from triton.backends.nvidia import compiler
 

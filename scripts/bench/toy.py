@@ -1,10 +1,8 @@
-"""The small language model that several studies train or use to generate text. The model consists
-of attention and experts.
-"""
+"""A small language model of attention and experts, which several studies use."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -18,12 +16,9 @@ from moe_plugin.config import from_dict
 
 
 class ToyBlock(nn.Module):
-    """A block with causal attention and experts, each with a residual connection.
-
-    Args:
-        weighs: whether `forward` returns (output, weighted balance loss) instead of only the
-            output.
-        remembers: whether tokens attend to the tokens of earlier calls.
+    """A block with causal attention and experts, each with a residual connection. With `weighs`,
+    `forward` returns (output, weighted balance loss). With `remembers`, tokens attend to the tokens
+    of earlier calls.
     """
 
     def __init__(self, moe: MoELayer, heads: int = 1, weighs: bool = False,
@@ -48,32 +43,23 @@ class ToyBlock(nn.Module):
         return (x_BSD, weighted_loss(out.losses, self.moe.config.losses)) if self.weighs else x_BSD
 
 
-def _block(seed: int, settings: dict[str, Any], heads: int) -> ToyBlock:
-    torch.manual_seed(seed)
+def _block(settings: dict[str, Any], heads: int) -> ToyBlock:
     return ToyBlock(MoELayer(from_dict(settings), LocalComm()), heads, weighs=True)
 
 
-def _embedding(symbols: int, width: int) -> nn.Embedding:
-    torch.manual_seed(0)
-    return nn.Embedding(symbols, width)
-
-
-def _head(width: int, symbols: int) -> nn.Linear:
-    torch.manual_seed(1)
-    return nn.Linear(width, symbols)
+def _seeded(seed: int, make: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    return make(*args)
 
 
 def makers(symbols: int, layers: int, width: int, experts: int, hidden: int,
            heads: int = 8) -> list[Any]:
-    """Return functions that build the modules of a model in order: embedding, blocks, head.
-
-    Each function uses its own random seed.
-    """
+    """Return functions that build the modules of a model in order: embedding, blocks, head."""
     settings = {"model_dim": width, "num_experts": experts,
                 "experts": {"hidden_dim": hidden, "compute_selection": "rule"}}
-    return [partial(_embedding, symbols, width),
-            *(partial(_block, 2 + i, settings, heads) for i in range(layers)),
-            partial(_head, width, symbols)]
+    return [partial(_seeded, 0, nn.Embedding, symbols, width),
+            *(partial(_seeded, 2 + i, _block, settings, heads) for i in range(layers)),
+            partial(_seeded, 1, nn.Linear, width, symbols)]
 
 
 def through(parts: Iterable[nn.Module], x: Tensor) -> tuple[Tensor, Tensor]:

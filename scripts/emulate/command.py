@@ -1,7 +1,5 @@
-"""The commands `emulate` and `fault`, which both run a training program.
-
-`emulate NxP -- COMMAND` runs the program on a cluster that is emulated with network namespaces on
-this machine. `fault KIND -- COMMAND` runs the program, and injects a fault at a specified time.
+"""The commands `emulate`, which runs a program on an emulated cluster, and `fault`, which injects a
+fault into a program at a specified time.
 """
 
 from __future__ import annotations
@@ -9,14 +7,10 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
-import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
-
-from moe_plugin.utils.messages import short
 
 if TYPE_CHECKING:
     from scripts.emulate.faults import Fault
@@ -66,8 +60,7 @@ def emulate_options(p: argparse.ArgumentParser) -> None:
 
 
 def emulate(args: argparse.Namespace) -> int:
-    """Run the program on an emulated cluster. Return the exit status of the first node that fails,
-    or 0.
+    """Run the program on an emulated cluster. Return the exit status of the first node that fails.
     """
     from moe_plugin.cli.figures import links_of
     from moe_plugin.planner.units import parse_grid
@@ -129,8 +122,9 @@ def _ranks(text: str) -> tuple[int, ...]:
 def fault(args: argparse.Namespace) -> int:
     """Run the program of `moe-plugin fault`, and return its exit status."""
     from scripts.emulate.faults import Fault
+    from scripts.emulate.launch import installed
 
-    program = _program(args.program)
+    program = installed(args.program)
     fault = Fault(args.kind, args.ranks, args.step, args.place, args.seconds, args.bytes, args.bit)
     rank, world = (int(os.environ.get(name, usual)) for name, usual in (("RANK", "0"),
                                                                        ("WORLD_SIZE", "1")))
@@ -151,7 +145,7 @@ def fault(args: argparse.Namespace) -> int:
 
 
 def _why(fault: Fault, made: int) -> str:
-    """Return the reason why the fault was not injected into a program that ran for `made` steps."""
+    """Return why the fault was not injected into a program that ran for `made` steps."""
     from scripts.emulate.faults import PLACES
 
     if made < fault.step:
@@ -163,23 +157,6 @@ def _why(fault: Fault, made: int) -> str:
 
 def _say(what: str) -> None:
     print(f"moe-plugin fault: {what}", file=sys.stderr, flush=True)
-
-
-def _program(words: Sequence[str]) -> list[str]:
-    """Return the command, with the name of an installed program replaced by its path.
-
-    Raises:
-        ValueError: if the program is not installed.
-    """
-    name, *rest = words
-    if name == "-m" and rest or name.endswith(".py"):
-        return [name, *rest]
-    found = shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
-    if found is None:
-        raise ValueError(
-            f"program {short(name)} is not installed. Use a script (train.py), a module (-m "
-            "package.module) or an installed Python command (fairseq-train)")
-    return [found, *rest]
 
 
 def _become(program: list[str]) -> None:

@@ -20,20 +20,16 @@ GRACE_S = 15.0
 
 def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restarts: int = 0,
                    **popen: object) -> list[subprocess.Popen]:
-    """Start torchrun on every node. Each torchrun starts `ranks_per_node` ranks.
+    """Start torchrun with `ranks_per_node` ranks on every node, and return its processes.
 
     Args:
-        program: `script.py ARGS`, `-m module ARGS`, or an installed command such as
-            `fairseq-train ARGS`.
+        program: `script.py ARGS`, `-m module ARGS`, or an installed command with its arguments.
         max_restarts: how often torchrun may restart all ranks after a rank has failed.
         popen: options of `EmulatedCluster.command`, such as `stdout`.
-
-    Returns: The torchrun processes, one per node.
-
-    Raises:
-        ValueError: if the program is not installed.
     """
-    program = _python_or_command(program)
+    program = installed(program)
+    if program[0] != "-m" and not program[0].endswith(".py"):
+        program = ["--no-python", *program]
     first = cluster.nodes[0].address
     started = []
     for node in cluster.nodes:
@@ -54,10 +50,8 @@ def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restart
 
 def start_plain(cluster: EmulatedCluster, program: Sequence[str],
                 **popen: object) -> list[subprocess.Popen]:
-    """Start a launch script on every node.
-
-    The script's environment contains MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and
-    NPROC_PER_NODE.
+    """Start a launch script on every node, with MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and
+    NPROC_PER_NODE in its environment.
     """
     env = {
         **_quiet(), "MASTER_ADDR": cluster.nodes[0].address, "MASTER_PORT": str(PORT),
@@ -70,9 +64,8 @@ def start_plain(cluster: EmulatedCluster, program: Sequence[str],
 
 
 def wait(started: Sequence[subprocess.Popen], grace_s: float = GRACE_S) -> int:
-    """Wait for all processes to end, and return the first exit status that is not 0.
-
-    After one process has failed, wait at most `grace_s` seconds for the others.
+    """Wait for all processes, and return the first exit status that is not 0. After one process has
+    failed, wait at most `grace_s` seconds for the others.
     """
     deadline = None
     while any(process.poll() is None for process in started):
@@ -100,13 +93,14 @@ def _quiet() -> dict[str, str]:
     return {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
 
 
-def _python_or_command(program: Sequence[str]) -> list[str]:
+def installed(program: Sequence[str]) -> list[str]:
+    """Return the command, with the name of an installed program replaced by its path."""
     name, *rest = program
-    if name == "-m" or name.endswith(".py"):
+    if name == "-m" and rest or name.endswith(".py"):
         return [name, *rest]
     found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if found is None:
         raise ValueError(
             f"program {short(name)} is not installed. Use a script (train.py), a module (-m "
-            "package.module) or an installed command (fairseq-train)")
-    return ["--no-python", found, *rest]
+            "package.module) or an installed Python command (fairseq-train)")
+    return [found, *rest]

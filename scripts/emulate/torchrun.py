@@ -1,6 +1,4 @@
-"""Run torchrun on an emulated node. Messages that the last nodes to finish would print are
-suppressed.
-"""
+"""Run torchrun on an emulated node, without the messages of the last nodes to finish."""
 
 from __future__ import annotations
 
@@ -11,7 +9,6 @@ FOLDER = Path(__file__).resolve().parent  # its modules are part of a package
 
 
 def main() -> None:
-    """Run torchrun with the arguments of this script's command line."""
     sys.path[:] = [str(FOLDER.parents[1]), *(p for p in sys.path if Path(p).resolve() != FOLDER)]
     from torch.distributed.run import main as torchrun
 

@@ -46,7 +46,7 @@ WRONG = {
                     "bench layer --experts 1000000000000", "bench layer --threads 0",
                     f"bench layer --model-dim {HUGE}", "bench layer --hidden-dim 1000000000000",
                     "bench layer --rounds 0", "bench layer --peers nobody --tokens 8",
-                    "bench layer --plot DIR", "bench layer --plot x.pdf", "bench layer --top-k 99",
+                    "bench layer --top-k 99",
                     "bench layer --device cuda --tokens 8", "bench layer --threads 99999999"],
     "bench kernels": ["bench kernels --tokens 0", "bench kernels --experts 1000000000000",
                       "bench kernels --rounds -1", "bench kernels --dtype float8"],
@@ -69,7 +69,7 @@ WRONG = {
             "--warm-up -1", "--emulate 2x", "--emulate 0x2", "--emulate 2x100000",
             "--emulate 2x2 --rate 0mbit", "--emulate 2x2 --ranks 2", "--out PIPE", "--out FILE",
             "--redraw"))],
-    "bench forest": ["bench nothing", "bench forest --most many"],
+    "bench peers": ["bench nothing", "bench peers --every many"],
     "bench overlap": ["bench overlap --kinds none"], "bench spill": ["bench spill --parts none"],
     "bench ensembles": ["bench ensembles --rows 1"], "bench plan": ["bench plan --out FILE"],
     "bench quality": ["bench quality --seeds 0", "bench quality --jobs 0", "bench quality --out "

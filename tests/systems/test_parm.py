@@ -54,7 +54,7 @@ def by_hand(shape: Shape, schedule: str) -> float:
 
 def chosen(shape: Shape, schedule: str, folder: Path) -> str:
     nodes, each = map(int, shape.grid.split("x"))
-    config = from_dict(settings(shape, schedule, WIDTH, links(folder, nodes)))
+    config = from_dict(settings(shape, schedule, WIDTH, **links(folder, nodes)))
     names = run_simulated(4, lambda comm: MoELayer(config, comm).config.dispatch.name,
                           topology=Topology.uniform(4, each))
     assert len(set(names)) == 1
@@ -76,7 +76,7 @@ def test_auto_takes_the_faster_schedule_in_twelve_shapes(tmp_path: Path) -> None
 @pytest.mark.parametrize("schedule", ["s1", "s2", "auto"])
 def test_schedules_compute_each_token_by_its_experts(schedule: str, tmp_path: Path) -> None:
     shape = Shape("2x2", 2, 8.0, 2, 12)  # no choice is dropped
-    config = from_dict(settings(shape, schedule, WIDTH, links(tmp_path, 2)))
+    config = from_dict(settings(shape, schedule, WIDTH, **links(tmp_path, 2)))
     whole = MoELayer(from_dict({"model_dim": WIDTH, "num_experts": 8, "router": {"top_k": 2},
                                 "experts": {"hidden_dim": 8}}), LocalComm(), dtype=torch.float64)
     pairs = [torch.randn(shape.tokens, WIDTH, dtype=torch.float64) for _ in range(2)]

@@ -1,6 +1,4 @@
-"""Audit targets for DeepSpeed's MoE layer, and for AutoEP in a Mixtral model. Both targets run
-without ZeRO.
-"""
+"""Audit targets for DeepSpeed's MoE layer, and for AutoEP in a Mixtral model, without ZeRO."""
 
 from __future__ import annotations
 
@@ -22,11 +20,8 @@ from scripts.audit.targets.transformers import mixtral_config, recompute
 
 
 def join_ranks() -> None:
-    """Initialize DeepSpeed's communication with the gloo backend.
-
-    By default, DeepSpeed first compiles an all-reduce over shared memory and functions that flatten
-    tensors. This function disables the shared-memory all-reduce and uses torch's functions to
-    flatten tensors.
+    """Initialize DeepSpeed's communication with the gloo backend, without first compiling an
+    all-reduce over shared memory and functions that flatten tensors.
     """
     import deepspeed
     from deepspeed.runtime import engine
@@ -41,10 +36,7 @@ def join_ranks() -> None:
 
 
 class GradientsKept(torch.optim.SGD):
-    """An optimizer that copies the gradients of each step.
-
-    DeepSpeed's engine clears the gradients in the same call, so they must be copied.
-    """
+    """An optimizer that copies gradients before DeepSpeed's engine clears them."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.0)
@@ -63,10 +55,7 @@ class GradientsKept(torch.optim.SGD):
 
 class Engine:
     """DeepSpeed's engine, configured with the gradient accumulation and clipping that each batch
-    requires.
-
-    Attributes:
-        norm: the gradient norm used for clipping in the last step.
+    requires. `norm` is the gradient norm used for clipping in the last step.
     """
 
     def __init__(self, network: nn.Module, **config: Any) -> None:
@@ -117,20 +106,6 @@ class _Expert(nn.Module):
         return y
 
 
-class _Experts(nn.Module):
-    """DeepSpeed's MoE layer with input and output of shape [T, D]. The balance loss of the layer is
-    ignored.
-    """
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x)[0]
-        return y
-
-
 class DeepSpeed:
     """The audit target for `deepspeed.moe.layer.MoE`. The layer does not drop tokens."""
 
@@ -143,7 +118,7 @@ class DeepSpeed:
         join_ranks()
         layer = MoE(TINY.width, _Expert(), TINY.num_experts, ep_size=ep, k=TINY.top_k,
                     drop_tokens=False, use_rts=False, top2_2nd_expert_sampling=False)
-        network = TinyNetwork(_Experts(layer))
+        network = TinyNetwork(layer, lambda layer, x: layer(x)[0])
         self.engine = Engine(network)
         part = self.engine.optimizer.part
         parts: dict[str, Any] = {
@@ -169,9 +144,7 @@ class AutoEP:
     model = MIXTRAL
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model. The parameters w1, w3 and w2 are the gate, up and down matrices of this
-        rank's experts.
-        """
+        """Build the model, in which w1, w3 and w2 are the experts' gate, up and down matrices."""
         import transformers
         from deepspeed.module_inject.auto_ep_presets import base
 

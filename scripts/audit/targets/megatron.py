@@ -1,6 +1,4 @@
-"""Audit targets for Megatron-core's own MoE layer, with Megatron's DDP, schedule, optimizer and
-clipping.
-"""
+"""Audit targets for Megatron-core's MoE layer, with its DDP, schedule, optimizer and clipping."""
 
 from __future__ import annotations
 
@@ -17,25 +15,13 @@ from scripts.audit.targets.plain import TinyNetwork
 from scripts.bench.peers.megatron import native_layer
 
 
-class _Experts(nn.Module):
-    """Megatron's MoE layer with input and output of shape [T, D]."""
-
-    def __init__(self, layer: Any) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x[:, None, :])[0][:, 0, :]
-        return y
-
-
 class _Network(TinyNetwork):
     """The network `TINY`, with the interface that Megatron's schedule requires."""
 
     model_type = None
 
     def __init__(self, layer: Any, config: Any) -> None:
-        super().__init__(_Experts(layer))
+        super().__init__(layer, lambda layer, x: layer(x[:, None, :])[0][:, 0, :])
         self.config = config
 
     def set_input_tensor(self, tensor: Any) -> None:
@@ -43,18 +29,13 @@ class _Network(TinyNetwork):
 
 
 class Megatron:
-    """The audit target for Megatron's all-to-all dispatcher. Each loss is the mean over the tokens
-    of one micro-batch.
-    """
+    """The audit target for the all-to-all dispatcher. A loss is the mean of a micro-batch."""
 
     supports: tuple[str, ...] = ("accumulation", "clipping", "recompute")
     dispatcher, per_token = "alltoall", False
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model with Megatron's `SequentialMLP`.
-
-        Each expert of this rank is a separate module that stores gate and up in a single matrix.
-        """
+        """Build the model with `SequentialMLP`, whose experts store gate and up in one matrix."""
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -95,8 +76,7 @@ class Megatron:
             calculate_per_token_loss=self.per_token)
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run Megatron's schedule without pipelining, and then the optimizer with learning rate 0.
-        """
+        """Run Megatron's schedule without pipelining, and the optimizer with learning rate 0."""
         from moe_plugin.hosts.megatron.compat import names
 
         self.layer.moe_layer_recompute = batch.recompute

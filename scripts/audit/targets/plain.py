@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,51 +19,30 @@ from scripts.audit.reference import TINY
 
 
 class TinyNetwork(nn.Module):
-    """The model `TINY` with the given MoE layer. The input and output of the MoE layer have the
-    shape [T, D].
-    """
+    """The model `TINY`. `call(experts, x)` runs the given MoE layer on tokens [T, D]."""
 
-    def __init__(self, experts: nn.Module) -> None:
+    def __init__(self, experts: Any, call: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.inp = nn.Linear(TINY.width, TINY.width, bias=False)
-        self.experts = experts
+        self.experts, self.call = experts, call
         self.out = nn.Linear(TINY.width, TINY.width, bias=False)
 
     def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
-        """Run the model.
-
-        Args:
-            x: tokens of shape [T, D].
-            recompute: whether the experts are recomputed in the backward pass.
-
-        Returns:
-            The output of shape [T, D].
-        """
+        """Return the output [T, D]. With `recompute`, the experts are recomputed backward."""
         h = self.inp(x)
-        y = checkpoint(self.experts, h, use_reentrant=False) if recompute else self.experts(h)
-        y_TD: Tensor = self.out(h + y)
-        return y_TD
+        y = (checkpoint(self.call, self.experts, h, use_reentrant=False) if recompute else
+             self.call(self.experts, h))
+        return self.out(h + y)
 
     def dense_parts(self) -> dict[str, Tensor]:
         """Return the weights of the two linear layers under the names that `TINY` uses."""
         return {"inp": self.inp.weight, "out": self.out.weight}
 
 
-class _Output(nn.Module):
-    def __init__(self, layer: MoELayer) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x).output
-        return y
-
-
 class Plain:
     """The audit target for our own layer. DDP reduces the gradients of all parameters except
-    experts, and our own function clips the gradients.
-
-    `ddp_model` also registers the hooks that reduce the experts' gradients.
+    experts, hooks that `ddp_model` registers reduce those of experts, and our own function clips
+    them.
     """
 
     supports = ("accumulation", "clipping", "recompute", "per_token", "empty")
@@ -74,7 +56,7 @@ class Plain:
             num_experts=TINY.num_experts, router={"name": "topk", "top_k": TINY.top_k},
             experts={"kind": "gated_ffn", "hidden_dim": TINY.hidden, "activation": "silu",
                      "bias": False})
-        self.network = TinyNetwork(_Output(self.layer))
+        self.network = TinyNetwork(self.layer, lambda layer, x: layer(x).output)
         self.model = ddp_model(self.network)
         experts, first = self.layer.experts, comm.rank % ep * (TINY.num_experts // ep)
         mine = slice(first, first + TINY.num_experts // ep)
@@ -84,9 +66,7 @@ class Plain:
                 "down": HeldPart(experts.w_out_LFD, mine, transposed=True)}
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run the step. The loss is multiplied by the number of ranks, because DDP averages
-        gradients over the ranks.
-        """
+        """Run the step. The loss is multiplied by the ranks over which DDP averages gradients."""
         self.model.zero_grad()
         total = torch.zeros(())
         for x, y in batch.micro_batches:

@@ -17,8 +17,7 @@ from scripts.audit.targets.plain import TinyNetwork
 
 def _layer(ep: int) -> nn.Module:
     """Build torchtitan's layer with the standard all-to-all and without a bias for load balancing.
-
-    The weights are initialized with zeros, because the audit sets them before each step.
+    The audit sets the weights before each step.
     """
     import spmd_types as spmd
     from torchtitan.models.common import config_utils
@@ -42,30 +41,13 @@ def _layer(ep: int) -> nn.Module:
 
 
 class _Block(TinyNetwork):
-    """The model `TINY` as a transformer block of torchtitan.
-
-    torchtitan's FSDP looks up the experts in the attribute `moe`.
-    """
+    """The model `TINY` as a transformer block of torchtitan, whose FSDP looks for `moe`."""
 
     moe_enabled = True
 
     def __init__(self, moe: nn.Module) -> None:
-        super().__init__(_OfTokens(moe))
+        super().__init__(None, lambda _, x_TD: self.moe(x_TD[None])[0])
         self.moe = moe
-
-
-class _OfTokens(nn.Module):
-    """torchtitan's MoE layer with input and output of shape [T, D].
-
-    The MoE layer is stored in a tuple, so that only the block registers it as a submodule.
-    """
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = (layer,)
-
-    def forward(self, x_TD: Tensor) -> Any:
-        return self.layer[0](x_TD[None])[0]
 
 
 class _Decoder(nn.Module):
@@ -79,15 +61,11 @@ class _Decoder(nn.Module):
         self.layers = nn.ModuleDict({"0": block})
 
     def forward(self, x_TD: Tensor, recompute: bool) -> Any:
-        """Run the block."""
         return self.layers["0"](x_TD, recompute)
 
 
 class TorchTitan:
-    """The audit target for `torchtitan.models.common.moe.MoE`, with expert parallelism and FSDP.
-
-    FSDP is applied by `apply_fsdp_to_decoder`.
-    """
+    """The audit target for `torchtitan.models.common.moe.MoE`, with expert parallelism and FSDP."""
 
     supports = ("accumulation", "clipping", "recompute", "per_token", "empty")
 
@@ -118,10 +96,8 @@ class TorchTitan:
                 "gate": experts.w1_EFD, "up": experts.w3_EFD, "down": experts.w2_EDF}
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run the training step as torchtitan's `Trainer` does.
-
-        Each loss is a sum divided by the number of valid tokens on all ranks, and FSDP sums the
-        gradients over the ranks.
+        """Run the training step as torchtitan's `Trainer` does: each loss is a sum divided by the
+        number of valid tokens on all ranks, and FSDP sums the gradients over the ranks.
         """
         from torchtitan.distributed.utils import clip_grad_norm_
 

@@ -1,25 +1,10 @@
 """Layers from other frameworks ("peers") that compute the same function as our layer, with the same
-weights.
-
-Importing this package registers every peer in `peers`. The framework of a peer is imported only
-when the peer is built.
+weights. Importing this package registers every peer in `peers`.
 """
 
-from scripts.bench.peers import (
-    deepspeed,
-    grouped_mm,
-    local,
-    megatron,
-    olmo_core,
-    scattermoe,
-    sonicmoe,
-    torchtitan,
-    transformers,
-)
+from scripts.bench.peers import deepspeed, local, megatron, packages, transformers
 from scripts.bench.peers.base import Candidate, UnsupportedProblem, peers
 from scripts.bench.peers.local import ours
 
-__all__ = [
-    "Candidate", "UnsupportedProblem", "deepspeed", "grouped_mm", "local", "megatron",
-    "olmo_core", "ours", "peers", "scattermoe", "sonicmoe", "torchtitan", "transformers"
-]
+__all__ = ["Candidate", "UnsupportedProblem", "deepspeed", "local", "megatron", "ours", "packages",
+           "peers", "transformers"]

@@ -7,14 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from scripts.bench.peers.base import (
-    Candidate,
-    activation,
-    copy,
-    expert_group,
-    one_rank,
-    register_peer,
-)
+from scripts.bench.peers import base
 from scripts.bench.problem import Data, Problem
 
 
@@ -27,7 +20,7 @@ class _Expert(nn.Module):
         self.w_in_DF = nn.Parameter(torch.empty(shape))
         self.w_gate_DF = nn.Parameter(torch.empty(shape)) if problem.gated else None
         self.w_out_FD = nn.Parameter(torch.empty(shape[::-1]))
-        self.act = activation(problem)
+        self.act = base.activation(problem)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = x @ self.w_in_DF
@@ -35,16 +28,14 @@ class _Expert(nn.Module):
         return inner @ self.w_out_FD
 
 
-@register_peer("deepspeed", "deepspeed")
-def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Build DeepSpeed's MoE layer, which uses one-hot dispatch by einsum. Each expert has enough
-    slots for the largest load, so DeepSpeed drops no tokens.
-    """
-    with one_rank(problem.device):
+@base.register_peer("deepspeed", "deepspeed")
+def build(problem: Problem, data: Data) -> Iterator[base.Candidate]:
+    """Build DeepSpeed's MoE layer, which uses one-hot dispatch by einsum and drops no tokens."""
+    with base.one_rank(problem.device):
         import deepspeed
         from deepspeed.moe.layer import MoE
 
-        group = expert_group()
+        group = base.expert_group()
         own = data.local(group.rank, group.size)
         deepspeed.init_distributed(dist_backend="nccl" if problem.device == "cuda" else "gloo",
                                    verbose=False)
@@ -53,16 +44,16 @@ def build(problem: Problem, data: Data) -> Iterator[Candidate]:
                     top2_2nd_expert_sampling=False)
         layer.set_deepspeed_parallelism()
         layer.to(problem.device, problem.torch_dtype)
-        copy(layer.deepspeed_moe.gate.wg.weight, data.router_ED)
+        base.copy(layer.deepspeed_moe.gate.wg.weight, data.router_ED)
         for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
-            copy(expert.w_in_DF, own.w_in_LDF[number])
-            copy(expert.w_out_FD, own.w_out_LFD[number])
+            base.copy(expert.w_in_DF, own.w_in_LDF[number])
+            base.copy(expert.w_out_FD, own.w_out_LFD[number])
             if own.w_gate_LDF is not None:
-                copy(expert.w_gate_DF, own.w_gate_LDF[number])
+                base.copy(expert.w_gate_DF, own.w_gate_LDF[number])
 
         def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
             y, loss, _ = layer(x)
             return y, [loss]
 
-        yield Candidate(forward, list(layer.parameters()),
-                        "drop_tokens off: every expert padded to the largest load")
+        yield base.Candidate(forward, list(layer.parameters()),
+                             "drop_tokens off: every expert padded to the largest load")

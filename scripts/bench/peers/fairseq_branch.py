@@ -1,12 +1,12 @@
-"""The layer of fairseq's `moe` branch, reimplemented from the published code.
+"""The layer of fairseq's `moe` branch, reimplemented from the published code (Artetxe et al. 2021,
+after GShard, Lepikhin et al. 2020), because the branch cannot be installed together with fairseq
+0.12.2, which has no MoE layer.
 
-fairseq 0.12.2 has no MoE layer, and the `moe` branch cannot be installed in the same environment.
 As in the branch, the layer has: a top-1 or top-2 gate in float32; ceil(S/E) slots per expert for
 each choice; masks of tokens x experts x slots that are built from one-hot rows; two matmuls with
 these masks; the same number of slots on all ranks, exchanged by torch's all-to-all; and two linear
-maps per expert, computed one expert at a time.
-The statistics that the branch logs about the gate are not implemented. Source: fairseq's `moe`
-branch (Artetxe et al. 2021), after GShard (Lepikhin et al. 2020).
+maps per expert, computed one expert at a time. The statistics that the branch logs are not
+implemented.
 """
 
 from __future__ import annotations
@@ -25,24 +25,12 @@ from moe_plugin.experts.base import mark_expert
 
 
 class BranchMoE(nn.Module):
-    """The layer of fairseq's `moe` branch on the ranks of one group.
-
-    Args:
-        width: width of a token, D.
-        inner: inner width of an expert, F.
-        experts: number of experts, E. Must be a multiple of the number of ranks.
-        top_k: number of experts per token, 1 or 2.
-        comm: the ranks over which the experts are sharded. Required to be a `TorchComm` if there
-            are several ranks.
-        activation: activation function between the two linear maps of an expert.
+    """The layer of fairseq's `moe` branch on the ranks of one group. The number of experts is a
+    multiple of the number of ranks.
 
     Attributes:
-        choose: a function that receives logits [S, E] and the experts [S, K] with the largest
-            logits, and returns the experts [S, K] that the layer uses. None (default) keeps the
-            gate's choices.
-
-    Raises:
-        ValueError: if top_k is neither 1 nor 2.
+        choose: receives logits [S, E] and the experts [S, K] with the largest logits, and returns
+            the experts [S, K] that the layer uses. None keeps the gate's choices.
     """
 
     def __init__(self, width: int, inner: int, experts: int, top_k: int, comm: Comm,
@@ -71,28 +59,21 @@ class BranchMoE(nn.Module):
         rows_VD = exchange(chosen_VS.mm(x_SD), self.comm)
         local = len(self.experts)
         parts = rows_VD.view(self.comm.size, local, -1, x_SD.shape[1]).chunk(local, dim=1)
-        done = torch.cat([self._expert(i, part) for i, part in enumerate(parts)], dim=1)
+        done = torch.cat([second(self.activation(first(part))) for (first, second), part in zip(
+            self.experts, parts, strict=True)], dim=1)
         back_VD = exchange(done.reshape(slots, -1), self.comm)
         return combine_SEC.to(x_SD.dtype).view(-1, slots).mm(back_VD), loss
-
-    def _expert(self, number: int, rows: Tensor) -> Tensor:
-        first, second = self.experts[number]
-        return second(self.activation(first(rows)))
 
 
 def gate(logits_SE: Tensor, top_k: int,
          chosen_SK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute the router (gate) of fairseq's `moe` branch. Return (balance loss, weight of each
-    token's row in each slot [S, E, C]).
+    """Return (balance loss, weight of each token's row in each slot [S, E, C]) of the branch's
+    router.
 
     The number of slots C is ceil(S/E) times top_k. Choices are dropped if their expert has no free
     slot. First choices are assigned to slots before second choices. The weights of a token's two
-    choices are normalised after choices have been dropped.
-
-    Args:
-        logits_SE: logits computed by the gate.
-        top_k: number of experts per token.
-        chosen_SK: experts to use instead of those with the largest logits.
+    choices are normalised after choices have been dropped. `chosen_SK` replaces the experts with
+    the largest logits.
     """
     gates_SE = F.softmax(logits_SE, dim=1)
     tokens, experts = gates_SE.shape
@@ -138,7 +119,5 @@ class _AllToAll(torch.autograd.Function):
 
 
 def exchange(rows_VD: Tensor, comm: Comm) -> Tensor:
-    """Exchange equally large pieces with torch's all-to-all. The exchange is differentiable. In a
-    group with one rank, the rows are returned unchanged.
-    """
+    """Exchange equally large pieces with torch's all-to-all, differentiably."""
     return rows_VD if comm.size == 1 else _AllToAll.apply(rows_VD, comm.group)

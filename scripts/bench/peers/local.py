@@ -1,6 +1,4 @@
-"""Our layer and two peers implemented in this module: a dense one-hot implementation and a dense
-FFN.
-"""
+"""Our layer, a dense one-hot implementation, and a dense FFN."""
 
 from __future__ import annotations
 
@@ -47,9 +45,8 @@ def ours(problem: Problem, data: Data, compute: str = "auto") -> Candidate:
 @contextlib.contextmanager
 def einsum(problem: Problem, data: Data) -> Iterator[Candidate]:
     """Build GShard's dense implementation, which fairseq's `moe` branch also uses: a T x E x C
-    one-hot mask and two einsums.
-
-    C is the largest number of tokens that any rank sends to any expert, so no token is dropped.
+    one-hot mask and two einsums. C is the largest number of tokens that any rank sends to any
+    expert, so no token is dropped.
     """
     group, act = expert_group(), activation(problem)
     own = data.local(group.rank, group.size).weights()
@@ -61,7 +58,9 @@ def einsum(problem: Problem, data: Data) -> Iterator[Candidate]:
         rows_ECD = torch.einsum("tec,td->ecd", (combine_TEC != 0).to(x.dtype), x)
         sent = rows_ECD.shape
         if group.size > 1:
-            rows_ECD = _to_experts(exchange(rows_ECD.flatten(0, 1), group), group.size, sent[1])
+            rows_ND = exchange(rows_ECD.flatten(0, 1), group)  # (rank, local expert, slot)
+            rows_WLCD = rows_ND.view(group.size, -1, *sent[1:])
+            rows_ECD = rows_WLCD.transpose(0, 1).flatten(1, 2)
         inner_ECF = torch.bmm(rows_ECD, p["w_in_LDF"])
         if problem.gated:
             inner_ECF = act(torch.bmm(rows_ECD, p["w_gate_LDF"])) * inner_ECF
@@ -69,27 +68,16 @@ def einsum(problem: Problem, data: Data) -> Iterator[Candidate]:
             inner_ECF = act(inner_ECF)
         rows_ECD = torch.bmm(inner_ECF, p["w_out_LFD"])
         if group.size > 1:
-            rows_ECD = exchange(_to_ranks(rows_ECD, group.size), group).view(sent)
+            rows_LWCD = rows_ECD.unflatten(1, (group.size, -1))
+            rows_ND = rows_LWCD.transpose(0, 1).reshape(-1, sent[2])
+            rows_ECD = exchange(rows_ND, group).view(sent)
         return torch.einsum("tec,ecd->td", combine_TEC.to(x.dtype), rows_ECD), [loss]
 
     yield Candidate(forward, list(p.values()), "memory grows with T x E x C")
 
 
-def _to_experts(rows_ND: Tensor, ranks: int, slots: int) -> Tensor:
-    """Reorder rows from (rank, local expert, slot) to [L, W*C, D]."""
-    rows_WLCD = rows_ND.view(ranks, -1, slots, rows_ND.shape[1])
-    return rows_WLCD.transpose(0, 1).flatten(1, 2)
-
-
-def _to_ranks(rows_LRD: Tensor, ranks: int) -> Tensor:
-    """Undo the reordering by `_to_experts`, and return rows [N, D]."""
-    local, _, width = rows_LRD.shape
-    return rows_LRD.view(local, ranks, -1, width).transpose(0, 1).reshape(-1, width)
-
-
 def _one_hot(ids_TK: Tensor, weights_TK: Tensor, experts: int, group: Comm) -> Tensor:
-    """Return combine_TEC, which contains the weight of each token's row in the slot of its expert.
-    """
+    """Return the weight of each token's row in the slot of its expert, [T, E, C]."""
     chosen_KTE = F.one_hot(ids_TK.t(), experts)
     slot_KTE = (chosen_KTE.flatten(0, 1).cumsum(0) - 1).view_as(chosen_KTE)
     most = (slot_KTE * chosen_KTE).max()
@@ -103,10 +91,8 @@ def _one_hot(ids_TK: Tensor, weights_TK: Tensor, experts: int, group: Comm) -> T
 @peers.register("dense")
 @contextlib.contextmanager
 def dense(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Build a dense FFN with the same active FLOPs. The inner width of the FFN is K * F, and there
-    is no router.
-
-    The FFN computes a different function than our layer, so its output is not compared.
+    """Build a dense FFN with the same active FLOPs: inner width K * F, and no router. It computes
+    another function than our layer, so its output is not compared.
     """
     wide, k = problem.top_k * problem.hidden_dim, problem.top_k
     first = [

@@ -1,8 +1,6 @@
-"""Megatron-core's own MoE layer as two candidates, which differ in how they implement the experts.
-
-`megatron` is the layer that Megatron's layer specs build without `moe_grouped_gemm`. The candidate
-`megatron` computes one matmul per expert. `megatron_te` uses Transformer Engine's grouped GEMM,
-which is the usual choice on GPUs.
+"""Megatron-core's own MoE layer: `megatron`, as Megatron's layer specs build it without
+`moe_grouped_gemm`, computes one matmul per expert. `megatron_te` uses Transformer Engine's grouped
+GEMM, which is the usual choice on GPUs.
 """
 
 from __future__ import annotations
@@ -16,53 +14,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scripts.bench.peers.base import (
-    Candidate,
-    UnsupportedProblem,
-    copy,
-    expert_group,
-    one_rank,
-    register_peer,
-)
+from scripts.bench.peers import base
 from scripts.bench.problem import Data, Problem
 
 
 def why_not_engine(problem: Problem) -> str | None:
-    """Return the reason why `TEGroupedMLP` cannot run this problem, or None if it can run the
-    problem.
-    """
     return None if problem.device == "cuda" else "Transformer Engine needs a GPU"
 
 
-@register_peer("megatron", "megatron.core")
-def sequential(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Build Megatron-core's layer with SequentialMLP, which computes one matmul per expert, and the
-    all-to-all dispatcher.
-    """
+@base.register_peer("megatron", "megatron.core")
+def sequential(problem: Problem, data: Data) -> Iterator[base.Candidate]:
+    """Build Megatron-core's layer with SequentialMLP, which computes one matmul per expert."""
     yield from _candidate(problem, data, "SequentialMLP")
 
 
-@register_peer("megatron_te", "megatron.core", "transformer_engine", refuses=why_not_engine)
-def engine(problem: Problem, data: Data) -> Iterator[Candidate]:
+@base.register_peer("megatron_te", "megatron.core", "transformer_engine", refuses=why_not_engine)
+def engine(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build Megatron-core's layer with moe_grouped_gemm and Transformer Engine's GroupedLinear."""
     yield from _candidate(problem, data, "TEGroupedMLP")
 
 
-def _candidate(problem: Problem, data: Data, experts: str) -> Iterator[Candidate]:
+def _candidate(problem: Problem, data: Data, experts: str) -> Iterator[base.Candidate]:
     with _groups(problem.device):
-        group = expert_group()
+        group = base.expert_group()
         with _building(problem.device):
             layer = _layer(problem, experts, group.size)
         # the layer spec may build other experts than those that the settings ask for
         if type(layer.experts).__name__ != experts:
-            raise UnsupportedProblem(
+            raise base.UnsupportedProblem(
                 f"this Megatron-core builds {type(layer.experts).__name__}, not {experts}")
         load(layer, data.local(group.rank, group.size))
 
         def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
             return layer(x[:, None, :])[0][:, 0, :], []
 
-        yield Candidate(forward, list(layer.parameters()), experts)
+        yield base.Candidate(forward, list(layer.parameters()), experts)
 
 
 def _building(device: str) -> contextlib.AbstractContextManager[None]:
@@ -73,9 +59,7 @@ def _building(device: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _groups(device: str) -> Iterator[None]:
-    """Create Megatron's process groups for the duration of the block. All candidates of one run
-    share these groups.
-    """
+    """Create Megatron's process groups, which all candidates of one run share, for the block."""
     from megatron.core import parallel_state
 
     from moe_plugin.hosts.megatron.compat import core
@@ -83,12 +67,12 @@ def _groups(device: str) -> Iterator[None]:
     if parallel_state.model_parallel_is_initialized():
         yield
         return
-    with one_rank(device):
+    with base.one_rank(device):
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         with _building(device):
             parallel_state.initialize_model_parallel(
-                expert_model_parallel_size=expert_group().size)
+                expert_model_parallel_size=base.expert_group().size)
             model_parallel_cuda_manual_seed(1)
         try:
             yield
@@ -122,13 +106,7 @@ def _layer(problem: Problem, experts: str, ranks: int) -> Any:
 
 
 def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) -> Any:
-    """Build Megatron-core's own MoE layer as Megatron's GPT layer specs do.
-
-    Args:
-        config: Megatron's configuration.
-        with_engine: whether to use Transformer Engine.
-        grouped: whether to use `moe_grouped_gemm`.
-    """
+    """Build Megatron-core's own MoE layer as Megatron's GPT layer specs do."""
     from moe_plugin.hosts.megatron.compat import core
 
     spec = core.gpt_moe_layer_spec(with_engine, grouped=grouped)
@@ -141,25 +119,23 @@ def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) 
 
 
 def load(layer: Any, data: Data) -> None:
-    """Copy the weights into a Megatron layer. Both of Megatron's implementations of the experts are
-    supported. For gated experts, the first half of the matrix is the gate.
-    """
-    copy(layer.router.weight, data.router_ED)
+    """Copy the weights. For gated experts, the first half of the first matrix is the gate."""
+    base.copy(layer.router.weight, data.router_ED)
     first_LDF = torch.cat([w for w in (data.w_gate_LDF, data.w_in_LDF) if w is not None], 2)
     _LOADERS[type(layer.experts).__name__](layer.experts, first_LDF, data.w_out_LFD)
 
 
 def _load_sequential(experts: Any, first_LDF: Tensor, second_LFD: Tensor) -> None:
     for expert, module in enumerate(experts.local_experts):
-        copy(module.linear_fc1.weight, first_LDF[expert].t())
-        copy(module.linear_fc2.weight, second_LFD[expert].t())
+        base.copy(module.linear_fc1.weight, first_LDF[expert].t())
+        base.copy(module.linear_fc2.weight, second_LFD[expert].t())
 
 
 def _load_engine(experts: Any, first_LDF: Tensor, second_LFD: Tensor) -> None:
     for linear, w in ((experts.linear_fc1, first_LDF), (experts.linear_fc2, second_LFD)):
         named = dict[str, nn.Parameter](linear.named_parameters())
         for expert in range(len(w)):
-            copy(named[f"weight{expert}"], w[expert].t())
+            base.copy(named[f"weight{expert}"], w[expert].t())
 
 
 _LOADERS = {"SequentialMLP": _load_sequential, "TEGroupedMLP": _load_engine}

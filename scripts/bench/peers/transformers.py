@@ -1,6 +1,4 @@
-"""The experts of `transformers`' Mixtral as candidates. There is one candidate for each
-implementation of the experts in `transformers`.
-"""
+"""The experts of `transformers`' Mixtral, one candidate for each of their implementations."""
 
 from __future__ import annotations
 
@@ -12,15 +10,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import Comm
 from moe_plugin.planner.units import show_size
-from scripts.bench.peers.base import (
-    Build,
-    Candidate,
-    copy,
-    expert_group,
-    not_installed,
-    register_peer,
-    route,
-)
+from scripts.bench.peers import base
 from scripts.bench.problem import Data, Problem
 
 COPIES = 4 << 30  # maximum number of bytes of weights that `batched_mm` may copy
@@ -29,7 +19,8 @@ COPIES = 4 << 30  # maximum number of bytes of weights that `batched_mm` may cop
 def _why_not(problem: Problem, implementation: str) -> str | None:
     if not problem.gated:
         return "Mixtral's experts are gated; use --gated"
-    if expert_group().size > 1 and not_installed("transformers.distributed.expert_parallel"):
+    if base.expert_group().size > 1 and base.not_installed(
+            "transformers.distributed.expert_parallel"):
         return "this transformers has no expert parallelism"
     copied = (3 * problem.rows * problem.model_dim * problem.hidden_dim
               * problem.torch_dtype.itemsize)
@@ -38,11 +29,11 @@ def _why_not(problem: Problem, implementation: str) -> str | None:
     return None
 
 
-def _candidate(problem: Problem, data: Data, implementation: str) -> Iterator[Candidate]:
+def _candidate(problem: Problem, data: Data, implementation: str) -> Iterator[base.Candidate]:
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-    group = expert_group()
+    group = base.expert_group()
     data = data.local(group.rank, group.size)
     config = MixtralConfig(
         hidden_size=problem.model_dim, intermediate_size=problem.hidden_dim, hidden_act="silu",
@@ -50,22 +41,16 @@ def _candidate(problem: Problem, data: Data, implementation: str) -> Iterator[Ca
     config._experts_implementation = implementation  # `from_pretrained` sets this attribute
     experts = MixtralExperts(config).to(problem.device, problem.torch_dtype)
     assert data.w_gate_LDF is not None
-    copy(experts.gate_up_proj, torch.cat([data.w_gate_LDF, data.w_in_LDF], 2).transpose(1, 2))
-    copy(experts.down_proj, data.w_out_LFD.transpose(1, 2))
-    router_ED, compute = nn.Parameter(data.router_ED.clone()), _over(group, experts, problem.device)
-
-    def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        weights_TK, ids_TK, loss = route(x, router_ED, problem.top_k)
-        return compute(x, ids_TK, weights_TK.to(x.dtype)), [loss]
-
-    yield Candidate(forward, [router_ED, *experts.parameters()],
-                    "MixtralExperts behind a plain float32 router")
+    base.copy(experts.gate_up_proj, torch.cat([data.w_gate_LDF, data.w_in_LDF], 2).transpose(1, 2))
+    base.copy(experts.down_proj, data.w_out_LFD.transpose(1, 2))
+    compute = _over(group, experts, problem.device)
+    yield base.behind_router(
+        lambda x, ids_TK, weights_TK: compute(x, ids_TK, weights_TK.to(x.dtype)), problem,
+        data.router_ED, experts.parameters(), "MixtralExperts behind a plain float32 router")
 
 
 def _over(group: Comm, experts: nn.Module, device: str) -> Callable[..., Tensor]:
-    """Wrap the experts in an exchange over several ranks that uses the all-to-alls of
-    `transformers`.
-    """
+    """Wrap the experts in the all-to-alls of `transformers` over several ranks."""
     if group.size == 1:
         return experts
     from torch.distributed import init_device_mesh
@@ -76,10 +61,10 @@ def _over(group: Comm, experts: nn.Module, device: str) -> Callable[..., Tensor]
     return exchanged
 
 
-def _register(implementation: str) -> Build:
-    @register_peer(f"transformers_{implementation}", "transformers",
-                   refuses=partial(_why_not, implementation=implementation))
-    def build(problem: Problem, data: Data) -> Iterator[Candidate]:
+def _register(implementation: str) -> base.Build:
+    @base.register_peer(f"transformers_{implementation}", "transformers",
+                        refuses=partial(_why_not, implementation=implementation))
+    def build(problem: Problem, data: Data) -> Iterator[base.Candidate]:
         """Build MixtralExperts with one of the implementations in `transformers`."""
         yield from _candidate(problem, data, implementation)
 

@@ -27,10 +27,10 @@ from moe_plugin.config import from_dict
 from moe_plugin.memory.activations.auto import MEASURING, manage
 from moe_plugin.planner.trials import Steady
 from moe_plugin.utils.machine import cpu_name
-from scripts.bench.child import call
-from scripts.bench.memory_limit import status_bytes
+from scripts.bench.child import call, status_bytes
 from scripts.bench.report import page
 from scripts.bench.study import Option
+from scripts.bench.sweep import alternate
 from scripts.bench.toy import ToyBlock
 
 TITLE = "Activations kept, recomputed or swapped"
@@ -48,12 +48,7 @@ OPTIONS = {
 
 
 class AliveBytes(TorchDispatchMode):
-    """A dispatch mode that counts the bytes of all storages created by operators while the mode is
-    active.
-
-    Attributes:
-        now: current number of bytes.
-        peak: largest number of bytes so far.
+    """A dispatch mode that counts the bytes of all storages created by operators (`now`, `peak`).
     """
 
     def __init__(self) -> None:
@@ -71,7 +66,7 @@ class AliveBytes(TorchDispatchMode):
         return result
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Exclude the given tensors, which exist throughout the measurement."""
+        """Exclude tensors that exist throughout the measurement."""
         self._seen |= {x.untyped_storage()._cdata for x in tensors}
 
     def _add(self, storage: Any) -> None:
@@ -97,36 +92,32 @@ class PolicyRun:
                                   folder=folder, throttle=1e6 * args.throttle)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
         self.x_BSD = torch.randn(1, TOKENS, DIM)
-        self.seconds: list[float] = []
         self.losses: list[float] = []
         self.peak = 0
 
-    def step(self) -> None:
+    def step(self) -> float:
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=False)
         loss = self.model(self.x_BSD).square().mean()
         loss.backward()
         self.optimizer.step()
-        self.seconds.append(time.perf_counter() - started)
+        seconds = time.perf_counter() - started
         self.losses.append(loss.item())
         self.peak = self.activations.ledger.peak
         self.activations.after_step()
+        return seconds
 
 
 def times(args: argparse.Namespace, memory: int, folder: str) -> dict[str, Any]:
     """Return the median step time of each policy in seconds, and the choices of `auto`."""
     runs = {way: PolicyRun(args, way, memory, folder) for way in WAYS}
-    for number in range(WARM_UP + args.steps):
-        for run in runs.values():
-            if number == WARM_UP:
-                run.seconds.clear()
-            run.step()
+    seconds = alternate({way: run.step for way, run in runs.items()}, args.steps, WARM_UP)
     auto = runs["auto"].activations
     if any(run.losses != runs["keep"].losses for run in runs.values()):
         raise SystemExit("The losses of the policies differ, but they must be bitwise equal.")
     return {
-        "seconds": {way: median(run.seconds) for way, run in runs.items()},
-        "all_seconds": {way: run.seconds for way, run in runs.items()},
+        "seconds": {way: median(found) for way, found in seconds.items()},
+        "all_seconds": seconds,
         "policies": list(auto.policies), "predicted_s": auto.decision.seconds,
         "keep_bytes": sum(block.activation_bytes for block in auto.profile.blocks),
     }

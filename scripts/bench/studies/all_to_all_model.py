@@ -28,7 +28,7 @@ from moe_plugin.planner.fit import Fit, fit
 from moe_plugin.planner.units import show_size, show_time
 from moe_plugin.utils.regular_files import write_regular
 from scripts.bench.all_to_all import as_dicts, measure_emulated, parts, plot
-from scripts.bench.report import columns, page
+from scripts.bench.report import page
 from scripts.bench.study import ROOT, Option
 from scripts.emulate import EmulatedCluster
 
@@ -53,11 +53,8 @@ OPTIONS = {
 
 
 class Quiet:
-    """Measure one message size after the other, and repeat measurements that were disturbed because
-    other programs used the CPU.
-
-    Attributes:
-        shares: for each measurement, the share of the CPU that other programs used.
+    """Measure one message size after the other, and repeat measurements that were disturbed.
+    `shares` contains the share of the CPU that other programs used, for each measurement.
     """
 
     def __init__(self, tries: int) -> None:
@@ -82,11 +79,9 @@ class Quiet:
 
 
 def in_rounds(quiet: Quiet, sizes: Sequence[int], rounds: int) -> list[ExchangeRow]:
-    """Measure the grids used to fit the model and the grid used to test it.
-
-    All grids and message sizes are measured in several rounds, because the speed of the machine
-    varies over time. Each row contains the median of the rounds' medians and the minimum of the
-    rounds' minima.
+    """Measure the grids used to fit the model and the grid used to test it, in several rounds,
+    because the speed of the machine varies over time. Each row contains the median of the rounds'
+    medians and the minimum of the rounds' minima.
     """
     found = [quiet.measure((*SMALL_GRIDS, GRIDS[1]), MODELLED, sizes, REPEATS_PER_ROUND)
              for _ in range(rounds)]
@@ -113,9 +108,7 @@ def _busy_s() -> float:
 
 
 def _own_s() -> float:
-    """Return the CPU time in seconds of this process and of its terminated child processes (ranks
-    and switch).
-    """
+    """Return the CPU time in seconds of this process and of its terminated children."""
     return sum(
         usage.ru_utime + usage.ru_stime
         for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
@@ -176,33 +169,26 @@ def body(about: dict[str, Any]) -> list[str]:
     others = about["share_of_other_programs_by_cell"]
     apart = [abs(e["error"]) for e in about["prediction_8x4"]]
     return page(
-        __name__, about, tables=parts(rows), costly=parts(costly), auto_table=auto_table(rows),
-        gain_table=gain_table(rows, costly), errors=about["prediction_8x4"],
+        __name__, about, tables=parts(rows), costly=parts(costly), best=best_cells(rows),
+        gains=gains(rows, costly), errors=about["prediction_8x4"],
         mean=statistics.mean(apart), most=max(apart), others=statistics.mean(others),
         most_others=max(others), predicted=predicted_parts(predicted_cluster()))
 
 
-def auto_table(rows: Sequence[ExchangeRow]) -> str:
-    """Return a table with the time of `auto` divided by the time of the best algorithm, by grid and
-    message size.
-    """
+def best_cells(rows: Sequence[ExchangeRow]) -> list[dict[str, Any]]:
+    """Compare `auto` with the best algorithm, by grid and message size."""
     cells = []
     for key in dict.fromkeys((r.nodes, r.ranks_per_node, r.bytes) for r in rows):
         times = {r.algorithm: r for r in rows if (r.nodes, r.ranks_per_node, r.bytes) == key}
         auto = times.pop("auto")
         best = min(times.values(), key=lambda r: r.median_ms)
         cells.append({"auto": auto, "best": best, "floor_ms": best.floor_ms or 1})
-    return columns(cells, {
-        "grid": "{auto.nodes}x{auto.ranks_per_node}", "bytes per rank": "{auto.bytes:size}",
-        "best": "{best.algorithm}", "auto chose": "{auto.chosen}",
-        "auto / best": "{auto.median_ms/best.median_ms:.2f}",
-        "best / floor": "{best.median_ms/floor_ms:.2f}"})
+    return cells
 
 
-def gain_table(rows: Sequence[ExchangeRow], costly: Sequence[ExchangeRow]) -> str:
-    """Return a table with the time of linear algorithms divided by the time of hierarchical
-    algorithms, without and with a cost per message.
-    """
+def gains(rows: Sequence[ExchangeRow],
+          costly: Sequence[ExchangeRow]) -> list[dict[str, Any]]:
+    """Return the time of linear algorithms divided by that of hierarchical ones."""
     cells = []
     for what, some in (("no message cost", rows), (f"{show_time(MESSAGE)} per message", costly)):
         for size in dict.fromkeys(r.bytes for r in costly):
@@ -211,8 +197,7 @@ def gain_table(rows: Sequence[ExchangeRow], costly: Sequence[ExchangeRow]) -> st
             better = min(times["linear"], times["native"])
             cells.append({"what": what, "size": show_size(size),
                           **{name: better / times[name] for name in ("2dh", "leader")}})
-    return columns(cells, {"network": "{what}", "bytes per rank": "{size}", "2dh": "{2dh:.2f}",
-                           "leader": "{leader:.2f}"})
+    return cells
 
 
 PLOTS = {"all_to_all.png": lambda found, path: plot(rows_of(found, "rows"), str(path)),

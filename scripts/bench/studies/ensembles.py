@@ -16,22 +16,14 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
-import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.images import (
-    CIFAR,
-    CIFAR_OPTIONS,
-    check_counts,
-    folder_of_runs,
-    run_options,
-    spread,
-    train_images,
-)
-from scripts.bench.report import columns, page
+from scripts.bench import images
+from scripts.bench.images import CIFAR, spread
+from scripts.bench.report import bullets, columns, page
 from scripts.bench.study import Option
 
 log = logging.getLogger(__name__)
@@ -39,7 +31,7 @@ TITLE = "Ensembles: confident multiple choice learning on images"
 EXAMPLE, MEMBERS = "noisy-digits", 5
 COMMON = ["--lr", "3e-3", "--clip", "20", "--ensemble-heads", str(MEMBERS), "--ensemble-from",
           "patch_embed"]
-SIZES = {EXAMPLE: ["--image", "8", "--batch-size", "64"], CIFAR: [*CIFAR_OPTIONS, "--dense"]}
+SIZES = {EXAMPLE: ["--image", "8", "--batch-size", "64"], CIFAR: [*images.CIFAR_OPTIONS, "--dense"]}
 SHARING = ["--ensemble-sharing", "0.7", "--ensemble-share-after", "layers.0.blocks.0"]
 # settings of CMCL's code: k = 4 of 5, beta = 0.75, sharing with probability 0.7 in a low layer
 CMCL = ["--oracle-k", "4", "--oracle-beta", "0.75"]
@@ -59,9 +51,9 @@ ERRORS = {"top1_error": "top-1 error, %", "oracle_error": "oracle error, %",
 
 def train(folder: Path, data: str, row: str, seed: int, epochs: int) -> dict[str, Any]:
     """Return the last evaluation of a run."""
-    found = train_images(folder / f"{list(ROWS).index(row)} {seed}", "--data",
-                         str(folder / "images"), "--epochs", str(epochs), "--seed", str(seed),
-                         *COMMON, *SIZES[data], *ROWS[row])[-1]
+    found = images.train_images(
+        folder / f"{list(ROWS).index(row)} {seed}", "--data", str(folder / "images"), "--epochs",
+        str(epochs), "--seed", str(seed), *COMMON, *SIZES[data], *ROWS[row])[-1]
     log.info("%s, seed %s: %s", row, seed, {name: found[name] for name in ERRORS})
     return {name: found[name] for name in (*ERRORS, "valid_loss", "confidence", "epoch")}
 
@@ -73,9 +65,7 @@ def sure(results: Sequence[dict[str, Any]], kind: str) -> str:
 
 
 def uncertainty(results: dict[str, list[dict[str, Any]]], images: int) -> float:
-    """Return the standard error of the independent members' top-1 error, assuming independent
-    images.
-    """
+    """Return the standard error of the independent members' top-1 error on independent images."""
     rate = statistics.mean(r["top1_error"] for r in results[INDEPENDENT])
     return float((rate * (1 - rate) / images) ** 0.5)
 
@@ -95,8 +85,8 @@ def verdict(results: dict[str, list[dict[str, Any]]]) -> str:
                       else "cannot be compared")
             parts.append(f"{text.removesuffix(', %')} {change} and was lower in {better} of "
                          f"{len(base)} seeds")
-        lines.append(textwrap.fill(f"* {row}: {'; '.join(parts)}.", 100, subsequent_indent="  "))
-    return "\n".join(lines)
+        lines.append(f"{row}: {'; '.join(parts)}.")
+    return bullets(*lines)
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +127,7 @@ def _section(found: dict[str, Any]) -> list[str]:
 OPTIONS = {
     "seeds": Option(3, "number of runs of each row", quick=1),
     "epochs": Option(12, "number of epochs of a run", quick=1),
-    **run_options("ensembles", EXAMPLE),
+    **images.run_options("ensembles", EXAMPLE),
     "jobs": Option(2, "number of runs at the same time"),
     "rows": Option((0, 3, 5), "numbers of the rows to train: " + "; ".join(
         f"{i} {row}" for i, row in enumerate(ROWS))),
@@ -145,7 +135,7 @@ OPTIONS = {
 
 
 def check(args: argparse.Namespace) -> None:
-    check_counts(args)
+    images.check_counts(args)
     if args.rows[0] != 0 or not all(0 <= i < len(ROWS) for i in args.rows):
         raise ValueError(f"--rows {args.rows} must start with 0, because the other rows are "
                          f"compared with this row. The other numbers must be at most "
@@ -153,7 +143,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    place, seeds = folder_of_runs(args), range(1, args.seeds + 1)
+    place, seeds = images.folder_of_runs(args), range(1, args.seeds + 1)
     rows = [list(ROWS)[i] for i in args.rows]
     with ThreadPoolExecutor(args.jobs) as pool:
         waiting = {(row, seed): pool.submit(train, place, args.data, row, seed, args.epochs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,8 @@ class Gate:
     """The settings used to train with one router.
 
     Attributes:
-        most: upper bound on the largest expert load divided by the mean load at the end of
-            training.
-        router: settings of the `router` section.
-        losses: weights of the balance losses.
+        most: upper bound on the largest expert load divided by the mean load, after training.
         capacity: capacity factor of the padded dispatcher. None means that no tokens are dropped.
-        top_k: number of experts per token.
         apart: whether each rank counts as a separate node.
     """
 
@@ -90,11 +87,10 @@ def faults(row: dict[str, Any]) -> list[str]:
 
 def counts(host: str, corpus: Path) -> list[int]:
     """Return the number of occurrences of each token id in a host's training text."""
-    found = [0] * VOCABULARY
     if host == "megatron":
-        for byte in (corpus / "train.txt").read_bytes():
-            found[byte] += 1
-        return found
+        seen = Counter((corpus / "train.txt").read_bytes())
+        return [seen[i] for i in range(VOCABULARY)]
+    found = [0] * VOCABULARY
     for i, line in enumerate((corpus / "dict.txt").read_text(encoding="utf-8").splitlines()):
         found[i + 4] = int(line.rsplit(" ", 1)[1])  # fairseq has four special symbols before
     return found
@@ -121,9 +117,8 @@ def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
 
 def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path,
         folder: Path) -> dict[str, Any]:
-    """Train with one router in one host and return the results. Losses are in nats per byte.
-    `busiest` (the largest expert load divided by the mean load) and `drops` are read from the last
-    record, for the worst layer.
+    """Train with one router in one host. Losses are in nats per byte. `busiest` (the largest expert
+    load divided by the mean load) and `drops` are those of the worst layer in the last step.
     """
     extra = ["--moe-config", str(settings_file(name, host, corpus, folder))]
     if host == "fairseq":
@@ -191,9 +186,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             rows.append(run(name, host, settings(args.steps), data, corpus,
                             place / f"{name}-{host}"))
             log.info("%s in %s: %s", name, host, faults(rows[-1]) or "within its bounds")
-    if args.steps < BALANCED_AFTER:
-        log.info("The balance is not checked, because its bounds apply after %d steps.",
-                 BALANCED_AFTER)
     return {**about, "rows": sorted(rows, key=lambda row: list(GATES).index(row["gate"]))}
 
 

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from scripts.bench.chips import GPU, GPUS
 from scripts.bench.launches import Call, recorded, step
 from scripts.bench.report import columns, page
-from scripts.bench.resources import compile_for
+from scripts.bench.resources import GPU, GPUS, compile_for
 from scripts.bench.studies.layers import LAYERS
 from scripts.bench.study import Option
 
@@ -41,9 +40,7 @@ def flops(call: Call) -> int:
 
 
 def _rows(call: Call) -> int:
-    """Return the total number of rows of all experts, read from the ungathered operand of a weight
-    gradient.
-    """
+    """Return the number of rows of all experts: those of a weight gradient's ungathered operand."""
     fixed = dict(call.launch.constants)
     return call.shapes["grad" if fixed["X_GATHER"] else "x"][0]
 
@@ -103,17 +100,14 @@ def bound(layer: Mapping[str, Any], gpu: GPU) -> float:
     return dense / (sum(row["seconds"] for row in layer["rows"]) + layer["operation_seconds"])
 
 
-def _moved(layer: Mapping[str, Any]) -> int:
-    return layer["operation_bytes"] + sum(row["bytes"] for row in layer["rows"])
-
-
 def body(found: dict[str, Any]) -> list[str]:
     states = found["states"]
     gpu = GPUS[next(iter(states.values()))["target"]]
     labels = list(dict.fromkeys(one["label"] for state in states.values()
                                 for one in state["layers"]))
     cells = [{
-        **one, "state": name, "code": state.get("code"), "bytes": _moved(one),
+        **one, "state": name, "code": state.get("code"),
+        "bytes": one["operation_bytes"] + sum(row["bytes"] for row in one["rows"]),
         "flops": sum(row["flops"] for row in one["rows"]), "bound": bound(one, gpu),
         "aim": AIM[labels.index(label)]}
         for label in labels for name, state in states.items() for one in state["layers"]

@@ -9,7 +9,6 @@ Linux, root and timm.
 from __future__ import annotations
 
 import argparse
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,12 +28,11 @@ from moe_plugin.hosts.timm.model import PRESETS, SwinMoE, build
 from moe_plugin.kernels.choices import running_count
 from moe_plugin.planner.choice import LayoutChoice
 from scripts.bench import headline_models as models
-from scripts.bench import headline_numbers as numbers
 from scripts.bench import layer
 from scripts.bench.measure import interleaved
 from scripts.bench.peers.fairseq_branch import BranchMoE
 from scripts.bench.problem import Problem
-from scripts.bench.report import PAGES, filled, page
+from scripts.bench.report import PAGES, bullets, filled, page
 from scripts.bench.studies.vision import forward_of, step_of
 from scripts.bench.study import DATA, ROOT, Option, check_needs, read_numbers, with_machine
 from scripts.bench.sweep import alternate, one_step, slowest
@@ -71,12 +69,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def plain(row: Mapping[str, Any], stated: Mapping[str, Any],
           here: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a published result with our prediction and our measurement as plain values.
-
-    Args:
-        row: an item of `headlines.yaml`.
-        stated: the predicted values used in the texts of the item.
-        here: the data measured by this study, or None if nothing was measured.
+    """Return a published result (an item of `headlines.yaml`) with our prediction and our
+    measurement as plain values. `stated` are the predicted values in the texts, and `here` the data
+    measured by this study, if any.
     """
     found = {
         **{key: row.get(key) for key in ("system", "result", "said", "value")},
@@ -90,7 +85,7 @@ def plain(row: Mapping[str, Any], stated: Mapping[str, Any],
         (name, *given), source = measured["numbers"], measured.get("page", "")
         of = read_numbers(NUMBERS / f"{source}.json") if source else here
         found |= {"what": measured["what"], "page": source, "measured": _range(
-            getattr(numbers, name)(of, *given))} if of else {"what": "`--measure`"}
+            getattr(models, name)(of, *given))} if of else {"what": "`--measure`"}
     return checked(found)
 
 
@@ -101,11 +96,10 @@ def _range(values: Any) -> list[float]:
 
 def ratios(row: Mapping[str, Any]) -> list[float] | None:
     """Return the smallest and largest ratio of the predicted to the published result, or None if
-    one of the results is missing.
+    one of them is missing.
 
-    If the results are speedup factors, the ratio compares the gains. For example, a predicted
-    factor of 1.05 and a published factor of 1.32 have the ratio 0.16. If the results are shares
-    (`percent`), they are compared directly.
+    Speedup factors are compared by their gains. For example, a predicted factor of 1.05 and a
+    published factor of 1.32 have the ratio 0.16. Shares (`percent`) are compared directly.
     """
     if row["predicted"] is None or row["value"] is None:
         return None
@@ -114,17 +108,12 @@ def ratios(row: Mapping[str, Any]) -> list[float] | None:
 
 
 def misses(row: Mapping[str, Any]) -> bool:
-    """Return whether any value in the prediction differs from the published value by more than a
-    quarter.
-    """
+    """Return whether a predicted value differs from the published one by more than a quarter."""
     return any(abs(ratio - 1) > QUARTER for ratio in ratios(row) or ())
 
 
 def checked(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row.
-
-    Raises:
-        ValueError: if the row lacks a field that readers need to assess the result.
+    """Return the row. Raise ValueError if it lacks a field that readers need to assess the result.
     """
     wanted = {key: True for key in ("source", "hardware", "model")}
     wanted |= {"why": misses(row), "what": True, "value": row["predicted"] is not None}
@@ -142,11 +131,7 @@ def checked(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class BranchBlock(nn.Module):
-    """The layer of fairseq's `moe` branch, in a block that replaces `MoEBlock`.
-
-    Attributes:
-        loss: balance loss of the last call.
-    """
+    """The layer of fairseq's `moe` branch, in a block that replaces `MoEBlock`."""
 
     def __init__(self, width: int, inner: int, experts: int) -> None:
         super().__init__()
@@ -167,8 +152,7 @@ def measured_here(rounds: int, swin: SwinMoE) -> dict[str, Any]:
 
 
 def counts(rounds: int) -> list[dict[str, float]]:
-    """For a given mask, return the time of fairseq's `cumsum(mask, 0) - 1` divided by the time of
-    our own counting function.
+    """Return the time of fairseq's `cumsum(mask, 0) - 1` divided by that of our counting function.
     """
     found = []
     for experts in (8, 64, 256):
@@ -183,20 +167,14 @@ def counts(rounds: int) -> list[dict[str, float]]:
 
 
 def switch(rounds: int) -> dict[str, float]:
-    """Return the times of other layers divided by the time of our layer, with a switch gate and 32
-    sequences of 128 tokens.
-    """
+    """Return times relative to our layer with a switch gate and 32 sequences of 128 tokens."""
     found = layer.run(Problem(tokens=32 * 128, model_dim=256, hidden_dim=1024, experts=16,
                               top_k=1), ["einsum"], rounds)
     return {one["name"]: one["min_ms"] / found["min_ms"] for one in layer.results(found)}
 
 
 def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
-    """Return the time of SwinV2-MoE with the layers of fairseq's `moe` branch divided by the time
-    with our layers.
-
-    Both models use a plain top-1 gate.
-    """
+    """Return the time of SwinV2-MoE with the branch's layers divided by that with our layers."""
     drawn = torch.Generator().manual_seed(1)
     ours, theirs = (build(replace(size, settings=SWITCH), CLASSES) for _ in range(2))
     branches = []
@@ -219,9 +197,7 @@ def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
 
 
 def on_nodes(rank: Callable[[int], dict[str, Any]], rounds: int) -> dict[str, float]:
-    """Run `rank` on two emulated nodes of two ranks each. For each variant, return the time in
-    seconds of the fastest forward and backward pass on the slowest rank.
-    """
+    """Return the seconds of each variant's fastest step on the slowest rank of 2x2 nodes."""
     with EmulatedCluster(2, 2, rate_bit_s=RATE) as cluster:
         ranks = cluster.run(rank, rounds, timeout_s=300)
     return {name: min(slowest(ranks, name)) for name in ranks[0]["seconds"]}
@@ -275,10 +251,8 @@ def ppmoe_rank(rounds: int) -> dict[str, Any]:
 
 class TensorParallelBlocks(nn.Module):
     """Two transformer blocks whose weights are sharded over the ranks of a node, as in Megatron.
-
-    All ranks of the node have the same tokens [T, D], which form sequences of 128 tokens. The first
-    block has a dense feed-forward layer. The feed-forward layer of the second block is passed to
-    `forward`.
+    All ranks of the node have the same tokens [T, D], in sequences of 128 tokens. The feed-forward
+    layer of the second block is passed to `forward`.
     """
 
     def __init__(self, node: Comm, width: int = 256, inner: int = 1024, heads: int = 8) -> None:
@@ -325,7 +299,7 @@ def body(found: dict[str, Any]) -> list[str]:
                "ratio": _span([f"{ratio:.2f}" for ratio in ratios(row) or ()] or [""]),
                "measured": _shown(row["measured"], row["percent"]) or "not measured"}
               for number, row in enumerate(every, 1)],
-        notes="\n".join(_notes(every)))
+        notes=bullets(*_notes(every)))
 
 
 def _shown(values: Sequence[float] | None, percent: bool) -> str:
@@ -340,10 +314,9 @@ def _span(ends: Sequence[str]) -> str:
 
 
 def _notes(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield one bullet for each row. Rows with the same notes share a single bullet.
-
-    A bullet contains the source, the model, the reason for an error, and the measurement. An item
-    is left out if it is the same as in the previous row.
+    """Yield one bullet for each row, with the source, the model, the reason for an error, and the
+    measurement, except for items that are the same as in the previous row. Rows with the same notes
+    share a bullet.
     """
     made: list[tuple[list[str], list[str]]] = []  # numbers, sentences
     before: list[str] = [""] * 3
@@ -359,6 +332,4 @@ def _notes(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         made[-1][0].append(str(number))
         before = now
     for rows, parts in made:
-        text = " ".join(filter(None, (f"* **{', '.join(rows)}**", *parts)))
-        yield textwrap.fill(text, 100, subsequent_indent="  ", break_long_words=False,
-                            break_on_hyphens=False)
+        yield " ".join(filter(None, (f"**{', '.join(rows)}**", *parts)))

@@ -21,16 +21,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from scripts.bench.layer import (
-    agreement,
-    check_losses,
-    enter_candidates,
-    not_measured,
-)
+from scripts.bench import layer
+from scripts.bench.child import on_processes
 from scripts.bench.measure import training_step, versions
 from scripts.bench.peers import Candidate
 from scripts.bench.problem import Data, Problem, add_problem, make_data, problem_of
-from scripts.bench.ranks import on_processes
 from scripts.bench.report import columns, load_in_words, page
 from scripts.bench.sweep import alternate
 
@@ -54,7 +49,7 @@ def parts(found: Mapping[str, Any]) -> list[str]:
             "minimum": "{step_min:time}", "relative to Megatron": "{over}",
             "operations in forward": "{forward_ops}", "operations in backward": "{backward_ops}",
             "note": "{note}"}),
-        not_measured(found["refused"])]
+        layer.not_measured(found["refused"])]
 
 
 class OperationCount(TorchDispatchMode):
@@ -81,12 +76,7 @@ def count_operations(candidate: Candidate, data: Data) -> tuple[int, int]:
 
 def run(problem: Problem, ranks: int, rounds: int,
         names: Sequence[str] = PEERS) -> dict[str, Any]:
-    """Measure in `ranks` new processes, each with as many threads as this process.
-
-    Raises:
-        ValueError: if a peer's output differs from our layer's output, if a peer has no balance
-            loss, or if the experts cannot be divided equally among the ranks.
-    """
+    """Measure in `ranks` new processes, each with as many threads as this process."""
     if problem.device != "cpu":
         raise ValueError(f"device={problem.device!r} is not supported by bench host: must be cpu, "
                          "because CPU time does not include the time of a GPU. Leave out --device")
@@ -98,20 +88,17 @@ def run(problem: Problem, ranks: int, rounds: int,
 
 
 def measure_rank(problem: Problem, ranks: int, rounds: int, names: Sequence[str]) -> dict[str, Any]:
-    """Measure all candidates on this rank and return their costs. All ranks of the default group
-    must call this function.
-
-    `results` contains the cost of each candidate, with our layer first. `refused` contains the
-    reason for each peer that could not run.
+    """Measure all candidates on all ranks of the default group, and return their costs (our layer
+    first) and the reason for each peer that could not run (`refused`).
     """
     data, before = make_data(problem), os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
-        candidates, refused = enter_candidates(stack, problem, data, names)
+        candidates, refused = layer.enter_candidates(stack, problem, data, names)
         # Megatron-core on a CPU needs a mode that intercepts every call of torch. The mode is
         # disabled here for all candidates, because its cost would be part of every call.
         with torch._C.DisableTorchFunction():
-            agreement(candidates, data, problem)
-            check_losses(candidates, data, problem)
+            layer.agreement(candidates, data, problem)
+            layer.check_losses(candidates, data, problem)
             results = _measured(candidates, data, rounds)
     load = (round(before, 2), round(os.getloadavg()[0], 2))
     known = {name: value for name, value in versions("cpu").items() if name != "triton"}
@@ -120,9 +107,8 @@ def measure_rank(problem: Problem, ranks: int, rounds: int, names: Sequence[str]
 
 
 def _measured(candidates: dict[str, Candidate], data: Data, rounds: int) -> list[dict[str, Any]]:
-    """Return the CPU time of a call in microseconds, and the number of ATen operations. The time
-    and the operations are returned for a forward pass, and for a forward and backward pass
-    ("step"). Views are counted as operations, and collectives are not counted.
+    """Return the CPU time of a call in microseconds, and the number of ATen operations, for a
+    forward pass, and for a forward and backward pass ("step"). Collectives are not counted.
     """
     calls = {name: list(_calls(c, data)) for name, c in candidates.items()}
     for mine in calls.values():
@@ -143,18 +129,14 @@ def _measured(candidates: dict[str, Candidate], data: Data, rounds: int) -> list
 
 
 def _calls(candidate: Candidate, data: Data) -> Iterator[Callable[[], object]]:
-    """Yield two functions: one runs a forward pass that records the autograd graph, and the other
-    runs a forward and backward pass.
-    """
+    """Yield a forward pass that records the autograd graph, and a forward and backward pass."""
     x_TD = data.x_TD.clone().requires_grad_()
     yield lambda: candidate.forward(x_TD)
     yield training_step(candidate.forward, candidate.parameters, x_TD, data.grad_TD)
 
 
 def _processor_us(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """For each function, return the CPU time of one call in microseconds, as a mean over `repeats`
-    calls.
-    """
+    """Return the CPU time of one call of each function in microseconds, as a mean."""
     found = []
     for call in calls:
         start = time.process_time()
@@ -167,28 +149,15 @@ def _processor_us(calls: Sequence[Callable[[], object]], repeats: int) -> list[f
 def add_arguments(p: argparse.ArgumentParser) -> None:
     add_problem(p)
     p.set_defaults(tokens=16, model_dim=32, hidden_dim=64, threads=1, rounds=40)
-    p.add_argument("--ranks", default="1,2", metavar="LIST",
-                   help="numbers of expert-parallel ranks, separated by commas (default: "
-                        "%(default)s)")
+    p.add_argument("--ranks", type=int, nargs="+", default=(1, 2),
+                   help="numbers of expert-parallel ranks (default: 1 2)")
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     problem, rounds = problem_of(args), 3 if args.quick else args.rounds
     return [run(replace(problem, gated=gated), ranks, rounds)
-            for gated in sorted({problem.gated, True}) for ranks in _ranks(args.ranks)]
+            for gated in sorted({problem.gated, True}) for ranks in args.ranks]
 
 
 def body(found: list[dict[str, Any]]) -> list[str]:
     return page(__name__, found[0], layers=[part for one in found for part in parts(one)])
-
-
-def _ranks(text: str) -> list[int]:
-    try:
-        found = [int(word) for word in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"--ranks {text[:40]!r} must be numbers separated by commas, such as "
-                         "1,2") from error
-    if any(not 1 <= ranks <= 64 for ranks in found):
-        raise ValueError(f"--ranks {text[:40]!r} is out of bounds: must be from 1 to 64, such as "
-                         "1,2")
-    return found

@@ -1,6 +1,4 @@
-"""Studies of a layer, its peers and its operations. Some of the studies measure one problem, and
-others measure all problems of a page.
-"""
+"""Studies of a layer, its peers and its operations, on one problem or on all of a page."""
 
 from __future__ import annotations
 
@@ -14,9 +12,9 @@ from typing import Any
 
 import torch
 
-from moe_plugin.cli import figures
 from moe_plugin.planner.units import show_size, show_time
 from scripts.bench import kernels, layer, plots
+from scripts.bench.child import on_processes
 from scripts.bench.peers import peers
 from scripts.bench.problem import Problem, add_problem, problem_of
 from scripts.bench.report import columns, page
@@ -59,9 +57,7 @@ ATTEMPTS = {"attempts": Option(3, "maximum number of attempts if a measurement i
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
-    """Set the number of threads, and return all problems for a device. With --quick, return a
-    single small problem.
-    """
+    """Set the number of threads, and return all problems for a device (one small with --quick)."""
     torch.set_num_threads(args.threads)
     every = LAYERS[args.device]
     return [replace(every[0], **SMALL)] if args.quick else every
@@ -69,20 +65,14 @@ def problems(args: argparse.Namespace) -> list[Problem]:
 
 def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1,
              forward_only: bool = False) -> dict[str, Any]:
-    """Measure our layer and its peers several times, and return the attempt with the least noise.
-
-    The noise is the median time of the bound divided by its minimum time.
-
-    Args:
-        ranks: number of ranks that share the experts and the CPU threads.
-        forward_only: whether to measure only the forward pass.
-    """
+    """Measure our layer and its peers several times, and return the attempt with least noise."""
     slots = problem.tokens * problem.experts * (problem.rows // problem.experts)
     names = [n for n in peers.names()
              if n != "einsum" or ranks == 1 and slots < TOO_LARGE_FOR_EINSUM]
     log.info("%s: measuring %s", problem.label(), ", ".join(names))
-    measure = partial(layer.on_ranks, ranks=ranks, threads=max(
-        1, args.threads // ranks)) if ranks > 1 else partial(layer.run, forward_only=forward_only)
+    measure = partial(layer.run, forward_only=forward_only)
+    if ranks > 1:
+        measure = partial(on_processes, ranks, layer.run, threads=max(1, args.threads // ranks))
     found: list[dict[str, Any]] = []
     while len(found) < args.attempts and not any(layer.noise(one) < 1.05 for one in found):
         found.append(measure(problem, names, args.rounds))
@@ -103,9 +93,6 @@ class OneLayer:
         p.add_argument("--peers", default="all",
                        help="all, none, or names separated by commas from: "
                             f"{', '.join(peers.names())} (default: all)")
-        p.add_argument("--plot", metavar="FILE",
-                       help="also draw the time and memory of each candidate to this .png or .svg "
-                            "file")
 
     @staticmethod
     def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -113,13 +100,8 @@ class OneLayer:
         if args.quick:  # reduces sizes that are larger than these
             sizes = {name: min(most, getattr(problem, name)) for name, most in QUICK.items()}
             problem, rounds = replace(problem, **sizes), min(QUICK_ROUNDS, rounds)
-        if args.plot:
-            figures.check_figure(args.plot)
         names = {"all": peers.names(), "none": []}.get(args.peers, args.peers.split(","))
-        found = layer.run(problem, names, rounds)
-        if args.plot:
-            plots.layer_plot(found, args.plot)
-        return found
+        return layer.run(problem, names, rounds)
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
@@ -133,7 +115,7 @@ DRAWN = 4  # number of problems with a plot
 def _draw(number: int, found: dict[str, Any], path: Path) -> None:
     shown = found.get("one_rank", [])
     if number < len(shown):
-        plots.layer_plot(shown[number], str(path))
+        plots.layer_plot(shown[number], path)
 
 
 def _one_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -141,9 +123,7 @@ def _one_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _two_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure gated layers on two ranks, because all peers support gated layers on several ranks.
-    Gated layers are not measured on a GPU or with `--quick`.
-    """
+    """Measure gated layers on two ranks of a CPU, because all peers support gated layers there."""
     return [with_machine(quietest, problem, args, 2) for problem in problems(args)
             if problem.gated and problem.device == "cpu" and not args.quick]
 
@@ -155,9 +135,7 @@ def _generated(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def aim_of(one: dict[str, Any]) -> float | None:
-    """Return the target for the ratio to the lower bound on one rank, or None if there is no target
-    for this layer.
-    """
+    """Return the target for the ratio to the bound on one rank, or None if there is no target."""
     problem = Problem.of(one)
     if problem not in LAYERS["cpu"]:
         return None
@@ -259,10 +237,8 @@ class OneProblemsOperations:
 
 
 class AllOperations(OneProblemsOperations):
-    """Measure every operation of the layer on the first three problems of the page: the time of
-    each implementation that runs on this machine, and the bound. The bound is the bytes divided by
-    the measured copy bandwidth, or the FLOPs divided by the measured rate of a large matmul,
-    whichever is larger.
+    """Measure every operation of the layer on the first three problems of the page, as
+    `moe-plugin bench kernels` does for one problem.
     """
 
     TITLE = "Each operation and its bound"
@@ -307,8 +283,4 @@ class Scaling:
             {**one, "value": one[one["axis"]], "peak_extra_mib": one["peak_extra_mib"] or 0}
             for one in found])
 
-    @staticmethod
-    def draw(found: list[dict[str, Any]], path: Path) -> None:
-        plots.scaling_plot(found, str(path))
-
-    PLOTS = {"scaling.svg": draw}
+    PLOTS = {"scaling.svg": plots.scaling_plot}

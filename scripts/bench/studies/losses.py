@@ -33,22 +33,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.planner.units import parse_grid
-from scripts.bench.ranks import on_processes
+from scripts.bench.child import on_processes
 from scripts.bench.report import page
 from scripts.bench.train import run as runs
+from scripts.bench.train import sides
 from scripts.bench.train.results import HOSTS
-from scripts.bench.train.sides import (
-    SHAPES,
-    Chooser,
-    Settings,
-    Side,
-    TrainShape,
-    for_host,
-    our_settings,
-    parse_shapes,
-    read_text,
-    write_text,
-)
+from scripts.bench.train.sides import Settings, Side, TrainShape
 from scripts.emulate import EmulatedCluster
 
 TITLE = "Differences of losses in training steps, traced to single tokens"
@@ -58,13 +48,8 @@ FLOAT32 = "float32"  # the first side in float32, only for shapes in bfloat16
 
 
 class Tracer:
-    """Record the choices of the first model in a step, and replace the choices of all other models
-    with them.
-
-    Args:
-        rank: this rank.
-        ordered: whether the order of a token's experts matters, as it does if the capacity is
-            limited.
+    """Record the choices of the first model in a step, and replace those of all other models.
+    `ordered` states whether the order of a token's experts matters, as with a limited capacity.
     """
 
     def __init__(self, rank: int, ordered: bool = False) -> None:
@@ -79,11 +64,11 @@ class Tracer:
 
     def other(self, side: str, layer: int, logits_TE: Tensor, own_TK: Tensor) -> Tensor:
         """Return the experts of the first model, and record the first token for which this model
-        would have chosen different experts (`own_TK`).
+        would have chosen others (`own_TK`).
 
         `margin` is computed on the first model: the logit of the expert that it chose (`took`)
-        minus the logit of the expert that the other model would have chosen (`other`). `rounding`
-        is the difference between the margins on the first model and on the other model.
+        minus that of the other model's expert (`other`). `rounding` is the difference between the
+        margins on the two models.
         """
         theirs_TE, ids_TK = self.kept[layer]
         both = (own_TK, ids_TK) if self.ordered else (own_TK.sort(1).values, ids_TK.sort(1).values)
@@ -107,7 +92,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--host", required=True, choices=("megatron", "fairseq"),
                    help="the framework to train in")
     p.add_argument("--shapes", default="all", metavar="LIST",
-                   help=f"shapes as in `bench train`: all, or names ({', '.join(SHAPES)})")
+                   help=f"shapes as in `bench train`: all, or names ({', '.join(sides.SHAPES)})")
     p.add_argument("--emulate", metavar="NxP",
                    help="nodes x ranks per node of an emulated cluster (default: two processes of "
                         "this machine)")
@@ -124,11 +109,12 @@ def check(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return the losses, and the tokens with different choices, by host, place and shape."""
     grid = parse_grid(args.emulate) if args.emulate else None
-    shapes = for_host(parse_shapes(args.shapes), args.host)
-    ours = {name: value for name, value in our_settings(grid is not None and grid[0] > 1).items()
-            if not name.endswith("auto")}  # the layout of `auto` depends on measured times
+    shapes = sides.for_host(sides.parse_shapes(args.shapes), args.host)
+    every = sides.our_settings(several_nodes=grid is not None and grid[0] > 1)
+    # the layout of `auto` depends on measured times
+    ours = {name: every[name] for name in every if not name.endswith("auto")}
     with ExitStack() as stack:
-        text = write_text(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        text = sides.write_text(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         work = args.host, shapes, text, ours, args.steps
         if grid:
             runs.forked_hosts([args.host])
@@ -143,25 +129,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def traced(host: str, shapes: list[TrainShape], text: str, ours: Mapping[str, Settings],
            steps: int) -> list[dict[str, Any]]:
-    """Trace the training of all shapes one after the other. Every rank must call this function, and
-    all ranks get the same result.
-    """
-    return [_traced(host, shape, text, ours, steps) for shape in shapes]
-
-
-def _traced(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
-            steps: int) -> dict[str, Any]:
-    free = _sides(host, shape, text, ours)
-    own = [[side.step(n) for side in free] for n in range(steps)]
-    del free
-    found = {"own": own, **_same_choices(host, shape, text, ours, steps)}
-    if host == "fairseq":
-        found["gelu"] = _same_choices(host, replace(shape, gelu=True), text, ours, steps)["same"]
+    """Trace the training of all shapes on all ranks, with the same result."""
+    found = []
+    for shape in shapes:
+        free = _sides(host, shape, text, ours)
+        own = [[side.step(n) for side in free] for n in range(steps)]
+        del free
+        found.append({"own": own, **_same_choices(host, shape, text, ours, steps)})
+        if host == "fairseq":
+            smooth = _same_choices(host, replace(shape, gelu=True), text, ours, steps)
+            found[-1]["gelu"] = smooth["same"]
     return found
 
 
 def _sides(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings]) -> list[Side]:
-    made = runs.sides_of(host, shape, read_text(text), ours)
+    made = runs.sides_of(host, shape, sides.read_text(text), ours)
     return [side for side in made if side.kind != "dense"]
 
 
@@ -178,7 +160,8 @@ def _same_choices(host: str, shape: TrainShape, text: str, ours: Mapping[str, Se
     again += [*wide, changed]
     for place, side in enumerate(again):
         for layer, take in enumerate(side.routers):
-            take(_chooser(tracer, place, side.name, layer))
+            take(partial(tracer.first, layer) if place == 0 else
+                 partial(tracer.other, side.name, layer))
     same = []
     for tracer.step in range(steps):
         same.append([side.step(tracer.step) for side in again])
@@ -197,7 +180,7 @@ def _same_choices(host: str, shape: TrainShape, text: str, ours: Mapping[str, Se
 def _in_float32(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
                 first: Side) -> Side:
     """Build a float32 copy of the first model, with the same weights."""
-    [side] = runs.sides_of(host, replace(shape, bf16=False), read_text(text),
+    [side] = runs.sides_of(host, replace(shape, bf16=False), sides.read_text(text),
                            {FLOAT32: next(iter(ours.values()))}, others=False)
     with torch.no_grad():
         for mine, its in zip(side.parameters, first.parameters, strict=True):
@@ -207,23 +190,15 @@ def _in_float32(host: str, shape: TrainShape, text: str, ours: Mapping[str, Sett
 
 @torch.no_grad()
 def change_last_bits(parameters: Iterable[Tensor]) -> None:
-    """Multiply each weight by 1 plus or minus the epsilon of its dtype. The factors are the same on
-    all ranks.
-    """
+    """Multiply each weight by 1 plus or minus the epsilon of its dtype, equally on all ranks."""
     drawn = torch.Generator().manual_seed(0)
     for parameter in parameters:
         up = torch.randint(2, parameter.shape, generator=drawn).to(parameter.dtype)
         parameter.mul_(1 + (2 * up - 1) * torch.finfo(parameter.dtype).eps)
 
 
-def _chooser(tracer: Tracer, place: int, name: str, layer: int) -> Chooser:
-    return partial(tracer.first, layer) if place == 0 else partial(tracer.other, name, layer)
-
-
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Replace earlier results for the same host, place and shape. The page states the dates, the
-    devices and the versions of all runs.
-    """
+    """Replace earlier results for the same host, place and shape. All versions are kept."""
     versions = {}
     for name in {**old["versions"], **new["versions"]}:
         seen = [of["versions"][name] for of in (old, new) if name in of["versions"]]
@@ -232,29 +207,23 @@ def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def gap(losses: list[list[float]]) -> float:
-    """Return the largest difference between the loss of the first model and the loss of any other
-    model in any step.
-    """
+    """Return the largest difference of any step to the loss of the first model."""
     return max(abs(one - row[0]) for row in losses for one in row[1:])
 
 
 def gaps(one: Mapping[str, Any]) -> tuple[float, float]:
-    """Return two gaps for the case in which all models use the same choices: the gap of the other
-    models, and the gap of the copy of the first model with changed bits.
-    """
+    """Return the gap of models with the same choices, and that of the copy with changed bits."""
     return gap([row[:-1] for row in one["same"]]), gap([[row[0], row[-1]] for row in one["same"]])
 
 
 def gelu_gap(one: Mapping[str, Any]) -> float | None:
-    """Return the largest difference of the losses of models with GELU instead of ReLU and with the
-    same choices. None if these models were not trained.
-    """
+    """Return the gap of models with GELU instead of ReLU, or None if they were not trained."""
     return gap([row[:-1] for row in one["gelu"]]) if "gelu" in one else None
 
 
 def from_float32(one: Mapping[str, Any], native: bool) -> float | None:
-    """Return the largest difference between a bfloat16 loss and the float32 loss of the same step,
-    for our models or for the native models, with the same choices. None for shapes in float32.
+    """Return the largest difference between a bfloat16 loss of our models or the native ones and
+    the float32 loss of the same step, with the same choices. None for shapes in float32.
     """
     if "float32" not in one:
         return None
@@ -263,7 +232,7 @@ def from_float32(one: Mapping[str, Any], native: bool) -> float | None:
 
 
 def first_apart(losses: list[list[float]]) -> int | None:
-    """Return the index of the first step with different losses, or None if all losses are equal."""
+    """Return the index of the first step with different losses, or None."""
     return next((n for n, row in enumerate(losses) if gap([row]) > SAME), None)
 
 

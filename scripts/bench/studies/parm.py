@@ -9,8 +9,6 @@ cores.
 from __future__ import annotations
 
 import argparse
-import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +17,6 @@ from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
 from moe_plugin.planner.units import parse_grid
 from scripts.bench.report import page
-from scripts.bench.studies.train import hardware
 from scripts.bench.study import Option
 from scripts.bench.sweep import Sweep, alternate, clean_step, medians
 from scripts.emulate import EmulatedCluster
@@ -31,14 +28,8 @@ EXPERTS, REPLICAS = 8, 2
 
 
 class Shape(NamedTuple):
-    """The sizes of a layer in which pairs of ranks have the same tokens.
-
-    Attributes:
-        grid: number of nodes and of ranks per node.
-        k: number of experts per token.
-        f: capacity factor.
-        d: number of pieces.
-        tokens: number of tokens of each pair of ranks.
+    """The sizes of a layer in which pairs of ranks have the same tokens: nodes x ranks per node,
+    experts per token, capacity factor, number of pieces, and tokens of each pair.
     """
 
     grid: str
@@ -63,31 +54,21 @@ SHAPES = {
 }
 
 
-def settings(shape: Shape, schedule: str, width: int, links: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the layer.
-
-    Args:
-        schedule: value of `parallel.schedule`.
-        width: width of a token.
-        links: a dict with the setting `cluster` (a file that describes the links), or an empty dict
-            if `auto` must not use such a file.
-    """
+def settings(shape: Shape, schedule: str, width: int, **comm: str) -> dict[str, Any]:
     return {
         "model_dim": width, "num_experts": EXPERTS, "experts": {"hidden_dim": 8},
         "router": {"top_k": shape.k},
         "dispatch": {"name": "padded", "capacity_factor": shape.f, "equal_tokens": True},
-        "comm": {"all_to_all": "linear", **links},
+        "comm": {"all_to_all": "linear", **comm},
         "parallel": {"mode": "fixed", "replicas": REPLICAS, "schedule": schedule, "d": shape.d}}
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure all schedules on one rank. The result also contains the schedule that was chosen by
-    `auto`.
-    """
+    """Measure all schedules on one rank, with the schedule that `auto` chose."""
     comm, shape, layers = TorchComm(), SHAPES[at.shape], {}
     for name in (*NAMES, AUTO):
         torch.manual_seed(0)
-        layers[name] = MoELayer(from_dict(settings(shape, name, at.width, at.links)), comm)
+        layers[name] = MoELayer(from_dict(settings(shape, name, at.width)), comm)
     torch.manual_seed(1 + comm.rank // REPLICAS)  # both ranks of a pair have the same tokens
     x_TD = torch.randn(shape.tokens, at.width, requires_grad=True)
     grad_TD = torch.randn_like(x_TD)
@@ -105,12 +86,8 @@ SWEEP = Sweep(
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        args.links = {}
-        if args.calibrated:
-            args.links["cluster"] = hardware(args.rate, Path(folder))["comm.cluster"]
-        return {"rate": args.rate, "width": args.width, "rounds": args.rounds,
-                "calibrated": args.calibrated, "cells": SWEEP.measure(args)}
+    return {"rate": args.rate, "width": args.width, "rounds": args.rounds,
+            "cells": SWEEP.measure(args)}
 
 
 def over_best(cell: dict[str, Any]) -> float:
@@ -123,8 +100,6 @@ def body(found: dict[str, Any]) -> list[str]:
     return page(
         __name__, found, good=sum(over_best(cell) <= AIM for cell in cells),
         taken=" and ".join(sorted({cell["took"] for cell in cells})),
-        knows=("`auto` reads the times of the links from a file (`comm.cluster`)."
-               if found["calibrated"] else "`auto` has no information about the links."),
         rows=[{**SHAPES[cell["shape"]]._asdict(), **cell, "over_best": over_best(cell)}
               for cell in cells])
 
@@ -135,5 +110,4 @@ OPTIONS = {
     "rounds": Option(9, "timed rounds of each schedule", quick=1),
     "rate": Option(50e6, "bandwidth of a node's link in bit/s", quick=1e9),
     "width": Option(256, "width of a token", quick=16),
-    "calibrated": Option(False, "let auto read the links' times from a cluster file"),
 }

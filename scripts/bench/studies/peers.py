@@ -24,7 +24,6 @@ from moe_plugin.cli.figures import log_ticks, pyplot, save_figure
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.training.resilience.averaging_peers import StreamedPeer
-from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.toy import batches, loss_of, makers, through
 from scripts.emulate import EmulatedCluster
@@ -39,9 +38,7 @@ loss = partial(loss_of, BATCHES)
 
 
 def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict[str, float]:
-    """Run one of the two peers on this rank. Return two times in seconds: for `every` training
-    steps, and for averaging the weights.
-    """
+    """Run one of the two peers. Return the seconds of `every` steps and of averaging weights."""
     rank = int(os.environ["RANK"])
     # torchft finds its node by the host name, which no name server resolves in the emulation
     socket.sethostname(addresses[rank])
@@ -67,9 +64,7 @@ def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict
 
 
 def stage(steps: int) -> dict[str, float]:
-    """Run one of the two pipeline stages on this rank, with all weights in memory. Return the time
-    of the training steps in seconds.
-    """
+    """Run one of the two pipeline stages, with weights in memory. Return the steps' seconds."""
     rank, half = dist.get_rank(), BLOCKS // 2 + 1
     torch.manual_seed(0)
     made = [make() for make in MODEL]
@@ -147,10 +142,6 @@ def measure_rate(rate: float, every: int, steps: int) -> dict[str, Any]:
             "factor": whole / pipeline, "model_bytes": size, "step_s": step_s,
             "average_s": max(end["average_s"] for end in peers),
             "predicted": predicted * piped_s / (BATCHES * TOKENS)}
-
-
-def body(seen: dict[str, Any]) -> list[str]:
-    return page(__name__, seen)
 
 
 def plot(seen: dict[str, Any], path: Path) -> None:

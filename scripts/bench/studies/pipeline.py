@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.planner.pipeline.schedules import Pipeline
 from moe_plugin.planner.pipeline.slices import cut, slice_seconds
-from scripts.bench.report import columns, page
+from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.sweep import alternate
 from scripts.emulate import EmulatedCluster
@@ -38,21 +38,14 @@ OWN = {"eager-1f1b": {"schedule": "eager-1f1b"},
 
 
 def slice_s(length: int, context: int) -> float:
-    """Return the duration of a slice's forward pass in seconds. The backward pass of a slice takes
-    twice as long as its forward pass.
-    """
+    """Return the seconds of a slice's forward pass. The backward pass takes twice as long."""
     return 4e-3 + 1.2e-4 * max(length, 64) + 8e-8 * length * (context + length / 2)
 
 
 class Load(NamedTuple):
-    """The micro-batches of a training step.
-
-    Attributes:
-        length: number of tokens per sequence.
-        width: width of the activations. The activations of one sequence have 1.25 MiB.
-        forward_s: function that returns the duration of a slice's forward pass in seconds. The
-            function's arguments are the number of tokens in the slice and the number of tokens
-            before the slice.
+    """The micro-batches of a step: sequences of `length` tokens, whose activations of `width` have
+    1.25 MiB. `forward_s` returns the seconds of a slice's forward pass, given the number of its
+    tokens and of the tokens before.
     """
 
     batches: int
@@ -66,9 +59,7 @@ LOADS = {"schedules": Load(16, 1024, 320, lambda length, context: FORWARD_S),
 
 
 class WaitFunction(torch.autograd.Function):
-    """An autograd function that waits for as long as a stage would compute. Half of the waiting
-    time of the backward pass represents the gradients of the weights.
-    """
+    """Wait as a stage computes. Half of the backward pass is for the weights' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float, stage: WaitingStage) -> Tensor:
@@ -92,8 +83,7 @@ class WaitFunction(torch.autograd.Function):
 
 
 class WaitingStage(nn.Module):
-    """A pipeline stage that waits instead of computing. The stage has the attributes and methods
-    that Megatron's schedules use.
+    """A pipeline stage that waits, with the attributes and methods that Megatron's schedules use.
     """
 
     position_embedding_type, model_type = "none", None
@@ -108,11 +98,7 @@ class WaitingStage(nn.Module):
         [self.taken] = tensors
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return the output of the stage, [l, 1, D]. The output of the last stage is [1, l].
-
-        Args:
-            input_ids: token ids, [1, l].
-            position_ids: positions, [1, l].
+        """Return the output [l, 1, D], or of the last stage [1, l], for ids and positions [1, l].
         """
         length, start = input_ids.shape[1], int(position_ids[0, 0])
         x = torch.zeros(length, 1, self.load.width) if dist.get_rank() == 0 else self.taken
@@ -127,9 +113,7 @@ def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callabl
 
 
 def one_way_s(length: int, width: int) -> float:
-    """Return the duration in seconds of a transfer between neighbouring stages. The ranks of all
-    stages share the clock of one machine.
-    """
+    """Return the seconds of a transfer between neighbouring stages, whose ranks share one clock."""
     rank, sizes, tries = dist.get_rank(), torch.empty(length, 1, width), 5
     sent = torch.zeros(tries, dtype=torch.float64)
     got = torch.zeros(tries, dtype=torch.float64)
@@ -151,9 +135,7 @@ def one_way_s(length: int, width: int) -> float:
 
 def measure_stages(part: str, schedules: Mapping[str, dict[str, Any] | None],
                    rounds: int) -> dict[str, Any]:
-    """On each rank, measure the transfer of all tokens, the transfer of few tokens, and the start
-    and end of steps.
-    """
+    """On each rank, measure transfers of all and of few tokens, and the moments of steps."""
     from megatron.core import parallel_state as ps
 
     from moe_plugin.config import PipelineConfig
@@ -237,29 +219,22 @@ def row(part: str, rate_mbit_s: float, rounds: int) -> dict[str, Any]:
     return found
 
 
-def table_of(rows: list[dict[str, Any]], names: list[str]) -> str:
-    """Return a table with one row for each link bandwidth and schedule."""
-    cells = [{**rates, **rates[name], "name": name, "base": rates["1f1b"]}
-             for rates in rows for name in names]
-    return columns(cells, {
-        "Mbit/s": "{rate_mbit_s:g}", "transfer, ms": "{send_s:ms}", "schedule": "{name}",
-        "step, s": "{measured_s:.2f}", "predicted, s": "{predicted_s:.2f}",
-        "difference": "{measured_s/predicted_s-1:+.1%}",
-        "speed over 1f1b": "{base[measured_s]/measured_s:.2f}",
-        "predicted speed over 1f1b": "{base[predicted_s]/predicted_s:.2f}"})
+def cells_of(seen: dict[str, Any], names: list[str]) -> list[dict[str, Any]]:
+    return [{**rates, **rates[name], "name": name, "base": rates["1f1b"]}
+            for rates in seen["rows"] for name in names]
 
 
 def schedules_part(seen: dict[str, Any]) -> list[str]:
     load = LOADS["schedules"]
     return page(__name__, seen, load=load, bytes=4 * load.length * load.width,
-                backward_s=2 * FORWARD_S, table=table_of(seen["rows"], list(MODES)))
+                backward_s=2 * FORWARD_S, cells=cells_of(seen, list(MODES)))
 
 
 def slices_part(seen: dict[str, Any]) -> list[str]:
     slices = seen["rows"][0]["slices"]
     return page(__name__, seen, "slices", load=LOADS["slices"],
                 best=", ".join(map(str, slices["terapipe"])),
-                table=table_of(seen["rows"], ["1f1b", *slices]))
+                cells=cells_of(seen, ["1f1b", *slices]))
 
 
 def measure_part(part: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -39,16 +39,8 @@ def choices_of(grid: tuple[int, int]) -> list[LayoutChoice]:
     return list(legal_choices(experts, grid[0] * grid[1], degrees=(1, 2), algorithms=algorithms))
 
 
-def profile_rank() -> Device:
-    """Profile the CPU of one rank while all other ranks do the same."""
-    TorchComm().barrier()
-    return measure_device(width=WIDTH, inner=512, repeats=15)
-
-
 def measure_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure all layouts on one rank. Every layout runs in every step, so that background noise
-    affects all layouts equally.
-    """
+    """Measure all layouts on one rank."""
     layer = MoELayer(from_dict({
         "model_dim": WIDTH, "num_experts": GRIDS[at.grid][0], "router": {"top_k": TOP_K},
         "experts": {"hidden_dim": at.hidden}}), TorchComm())
@@ -58,9 +50,13 @@ def measure_rank(at: argparse.Namespace) -> dict[str, Any]:
 
 
 def profile(grid: tuple[int, int]) -> Device:
-    """Return the median of the ranks' CPU profiles."""
+    """Return the median of the ranks' CPU profiles, which they measure at the same time."""
+    def rank() -> Device:
+        TorchComm().barrier()
+        return measure_device(width=WIDTH, inner=512, repeats=15)
+
     with EmulatedCluster(*grid) as cluster:
-        profiles = cluster.run(profile_rank)
+        profiles = cluster.run(rank)
     return dataclasses.replace(profiles[0], **{
         name: statistics.median(getattr(p, name) for p in profiles)
         for name in ("flops", "half_rows", "memory_bytes_s", "launch_s")})

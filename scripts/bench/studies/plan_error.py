@@ -27,22 +27,14 @@ from moe_plugin.cli.measure.own_cluster import grid_of, measure_network, measure
 from moe_plugin.comm import TorchComm
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Device
-from moe_plugin.planner.model import MeasuredNetwork, ModelPlan, ModelShape, Processor
+from moe_plugin.planner.model import ModelPlan, ModelShape
 from moe_plugin.planner.plan_cost import plan_cost
 from moe_plugin.utils.messages import tracked
 from scripts.bench.report import page
 from scripts.bench.study import Option
+from scripts.bench.train import sides
 from scripts.bench.train.run import forked_hosts, sides_of
-from scripts.bench.train.sides import (
-    FIXED,
-    OURS,
-    SHAPES,
-    Settings,
-    TrainShape,
-    for_host,
-    read_text,
-    write_text,
-)
+from scripts.bench.train.sides import SHAPES, Settings, TrainShape
 from scripts.bench.train.steps import measure as measure_steps
 from scripts.emulate import EmulatedCluster
 
@@ -61,16 +53,14 @@ PLACES = {
     "one node": ((1, 2), 200e6, 1e-3), "200 Mbit/s, 1 ms": ((2, 1), 200e6, 1e-3),
     "1 Gbit/s, 0.1 ms": ((2, 1), 1e9, 1e-4)}
 LAYOUTS: dict[str, tuple[LayoutChoice, Settings]] = {
-    "r=1": (LayoutChoice(r=1), FIXED["linear"]),
-    "r=1 d=2": (LayoutChoice(r=1, d=2), {**FIXED["linear"], "parallel.d": 2}),
-    "r=0": (LayoutChoice(r=0), FIXED["r=0"])}
+    "r=1": (LayoutChoice(r=1), sides.FIXED["linear"]),
+    "r=1 d=2": (LayoutChoice(r=1, d=2), {**sides.FIXED["linear"], "parallel.d": 2}),
+    "r=0": (LayoutChoice(r=0), sides.FIXED["r=0"])}
 VOCABULARY = {"megatron": 384, "fairseq": 260}  # vocabulary sizes of the hosts' models
 
 
 def model_of(shape: TrainShape, host: str) -> ModelShape:
-    """Return the planner's description of a model trained by this study. The weights have the sizes
-    of the float32 master weights.
-    """
+    """Return the planner's description of a trained model, with the sizes of float32 weights."""
     return ModelShape(
         layers=shape.layers, model_dim=shape.width, ffn_dim=shape.inner, heads=4,
         vocab=VOCABULARY[host], sequence=shape.length, global_batch=shape.tokens // shape.length,
@@ -78,22 +68,9 @@ def model_of(shape: TrainShape, host: str) -> ModelShape:
         element_bytes=4, state_bytes=12).in_host(host)
 
 
-def network_rank(model: ModelShape, repeats: int) -> MeasuredNetwork:
-    """Measure the network. Every rank must call this function."""
-    torch.set_num_threads(1)
-    comm = TorchComm()
-    return measure_network(model, comm, grid_of(comm), {}, 1, repeats)
-
-
-def processor_rank(model: ModelShape, repeats: int) -> Processor:
-    """Measure the processor. Every rank must call this function."""
-    torch.set_num_threads(1)
-    return measure_processor(model, TorchComm(), torch.device("cpu"), MEMORY, {}, repeats)
-
-
 def train_rank(host: str, shape: TrainShape, text: str, settings: Settings) -> float:
     """Train on every rank, and return the median step time in seconds on the slowest rank."""
-    [side] = sides_of(host, shape, read_text(text), {OURS: settings}, others=False)
+    [side] = sides_of(host, shape, sides.read_text(text), {sides.OURS: settings}, others=False)
     [times] = measure_steps([side], TorchComm(), MEASURED, SKIPPED)
     return median(times.seconds)
 
@@ -108,7 +85,7 @@ def predicted_s(host: str, shape: TrainShape, layout: str, cluster: Cluster,
 
 
 def cells(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
-    text = write_text(folder)
+    text = sides.write_text(folder)
     forked_hosts(args.hosts)
     for place in tracked(args.places, "bench plan-error", "network"):
         grid, rate, delay = PLACES[place]
@@ -117,12 +94,15 @@ def cells(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
         with EmulatedCluster(*grid, rate_bit_s=rate, delay_s=delay) as emulated:
             models = [model_of(shape, HOSTS[0]) for shape in shapes]
             widest = max(models, key=lambda model: model.dense_parameters)
-            network = emulated.run(network_rank, widest, args.repeats, timeout_s=TIMEOUT_S)[0]
+            network = emulated.run(lambda: measure_network(
+                widest, TorchComm(), grid_of(TorchComm()), {}, 1, args.repeats),
+                timeout_s=TIMEOUT_S)[0]
             for shape, model in zip(shapes, models, strict=True):
-                processor = emulated.run(processor_rank, model, args.repeats,
-                                         timeout_s=TIMEOUT_S)[0]
+                processor = emulated.run(lambda model=model: measure_processor(
+                    model, TorchComm(), torch.device("cpu"), MEMORY, {}, args.repeats),
+                    timeout_s=TIMEOUT_S)[0]
                 for host in args.hosts:
-                    [own] = for_host([shape], host)
+                    [own] = sides.for_host([shape], host)
                     for layout, (_, settings) in LAYOUTS.items():
                         row = {"place": place, "host": host, "shape": shape.name, "layout": layout,
                                "predicted": predicted_s(host, own, layout, network.cluster,
@@ -155,10 +135,9 @@ def error(row: dict[str, Any]) -> float:
 
 
 def pairs(rows: Sequence[dict[str, Any]], apart: float = 0.0) -> tuple[int, int]:
-    """Return the number of pairs in the predicted order, and the total number of pairs.
-
-    A pair consists of two layouts for the same shape, network and host. Only pairs whose measured
-    step times differ by at least the fraction `apart` are counted.
+    """Return the number of pairs in the predicted order, and the total number of pairs. A pair
+    consists of two layouts for the same shape, network and host, whose measured step times differ
+    by at least the fraction `apart`.
     """
     right = total = 0
     for one, other in combinations(rows, 2):
@@ -172,7 +151,7 @@ def pairs(rows: Sequence[dict[str, Any]], apart: float = 0.0) -> tuple[int, int]
 
 
 def _layout_words(name: str) -> str:
-    """Describe a layout in words. Names that are not in `LAYOUTS` are returned unchanged."""
+    """Describe a layout of `LAYOUTS` in words. Other names are returned unchanged."""
     return LAYOUTS[name][0].words if name in LAYOUTS else name
 
 

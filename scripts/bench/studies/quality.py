@@ -11,46 +11,58 @@ it can be continued by running it again.
 from __future__ import annotations
 
 import argparse
+import logging
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.hosts.timm.data import MNIST_PACKAGE
-from scripts.bench import quality_images as images
-from scripts.bench import quality_text as text
-from scripts.bench.images import spread
-from scripts.bench.paired import best_rates, paired
-from scripts.bench.quickstart import HOSTS
+import torch
+
+from moe_plugin.cli.corpus import build_corpus
+from moe_plugin.cli.planning.launch import BYTES
+from moe_plugin.hosts.timm.data import MNIST_PACKAGE, write_example
+from moe_plugin.hosts.timm.model import PRESETS, build
+from scripts.bench.images import spread, train_images
+from scripts.bench.paired import best_rates, compare, paired
+from scripts.bench.quickstart import HOSTS, quickstart, settings
 from scripts.bench.report import columns, page
+from scripts.bench.studies.vision import flops_of
 from scripts.bench.study import Option
 
+log = logging.getLogger(__name__)
 TITLE = "Quality: held-out losses with and without experts"
 SIDES = {"moe": "with experts", "active": "dense, equal active FLOPs",
          "total": "dense, FLOPs of all experts together"}
 ROWS = {"independent": "independent (k = 5)", "cmcl": "CMCL, features shared"}
-
-
-def measure_text(args: argparse.Namespace) -> dict[str, Any]:
-    return text.measure(_place(args), args.steps, args.seeds, args.jobs, args.hosts)
-
-
-def measure_vision(args: argparse.Namespace) -> dict[str, Any]:
-    results = "valid_loss", "accuracy", "drop_fraction"
-    return {"flops": images.flops(),
-            **_images(args, images.SIDES, results, "valid_loss", args.epochs)}
-
-
-def measure_ensembles(args: argparse.Namespace) -> dict[str, Any]:
-    return _images(args, images.ROWS, ("top1_error", "oracle_error", "member_error"), "top1_error",
-                   args.ensemble_epochs)
-
-
-def _images(args: argparse.Namespace, rows: dict[str, list[str]], results: Sequence[str],
-            judged: str, epochs: int) -> dict[str, Any]:
-    return images.measure(_place(args), rows, results, judged, epochs=epochs, rates=args.rates,
-                          seeds=args.image_seeds, jobs=args.jobs)
+ERRORS = {"top-1 error": "top1_error", "oracle error": "oracle_error",
+          "error of a member": "member_error"}
+# sizes that differ from the quick start's model; every layer has experts
+SIZES = {"ranks": 1, "layers": 2, "width": 64, "heads": 4, "hidden": 128, "experts": 8, "top_k": 2,
+         "length": 64, "batch": 16}
+CORPUS_BYTES = 4_000_000
+VALID_STEPS = 100
+TEXT_RATES = 0.004, 0.008, 0.016, 0.032
+# Megatron uses the settings of fairseq's optimizer, because high learning rates are unstable with
+# Megatron's default beta2 of 0.999.
+ADAM = {"fairseq": [], "megatron": ["--adam-beta2", "0.98", "--weight-decay", "0"]}
+# inner width of each side, relative to that of one expert
+INNER = {"moe": 1, "active": SIZES["top_k"], "total": SIZES["experts"]}
+EXAMPLE = PRESET = "mnist"
+FOLDS = 5  # number of parts of the images; seeds use different parts for validation
+COMMON = ["--preset", PRESET, "--batch-size", "32"]
+FLAGS = {"moe": [], "active": ["--dense"],
+         "total": ["--dense", "--widen", str(PRESETS[PRESET].experts)]}
+MEMBERS = 5
+_ENSEMBLE = ["--dense", "--ensemble-heads", str(MEMBERS), "--ensemble-from", "patch_embed"]
+# settings of CMCL's code: k = 4 of 5, beta = 0.75, sharing with probability 0.7 in a low layer
+ENSEMBLES = {
+    "independent": [*_ENSEMBLE, "--oracle-k", str(MEMBERS)],
+    "cmcl": [*_ENSEMBLE, "--oracle-k", "4", "--oracle-beta", "0.75", "--ensemble-sharing", "0.7",
+             "--ensemble-share-after", "layers.0.blocks.0"],
+}
 
 
 def _place(args: argparse.Namespace) -> Path:
@@ -62,45 +74,154 @@ def _place(args: argparse.Namespace) -> Path:
     return place
 
 
+# -- text
+
+
+def text_flops(side: str) -> int:
+    """Return the FLOPs of a token's matmuls, forward. Attention is counted over the whole sample.
+    """
+    width, inner = SIZES["width"], SIZES["hidden"]
+    visited = SIZES["top_k"] if side == "moe" else INNER[side]
+    attention = 4 * width ** 2 + 2 * SIZES["length"] * width
+    router = SIZES["experts"] * width * (side == "moe")
+    layer = attention + 2 * width * inner * visited + router
+    return 2 * (SIZES["layers"] * layer + width * BYTES)
+
+
+def text_parameters(side: str) -> int:
+    """Return the number of parameters in all matrices except the embeddings."""
+    width, inner = SIZES["width"], SIZES["hidden"]
+    copies = SIZES["experts"] if side == "moe" else INNER[side]
+    router = SIZES["experts"] * width * (side == "moe")
+    return SIZES["layers"] * (4 * width ** 2 + 2 * width * inner * copies + router)
+
+
+def command_of(host: str, side: str, s: dict[str, Any], data: Path, folder: Path) -> list[str]:
+    """Return the quick start's command, for a model in which all layers or no layers have experts.
+    """
+    sizes = {**s, "hidden": s["hidden"] * INNER[side]}
+    command = quickstart().HOST_STEPS[host][1](sizes, data, folder, False)
+    every = {"--moe-freq": "1", "--moe-layer-freq": "1", "--max-valid-steps": str(VALID_STEPS),
+             "--eval-iters": str(VALID_STEPS)}
+    command = [every.get(before, word) for before, word in pairwise(["", *command])]
+    return [*(command if side == "moe" else _without_experts(command)), *ADAM[host]]
+
+
+def _without_experts(command: list[str]) -> Iterator[str]:
+    words = iter(command)
+    for word in words:
+        if word == "--moe-cpu":
+            yield word
+        elif word.startswith("--moe-") or word in ("--num-experts", "--expert-model-parallel-size"):
+            next(words)
+        else:
+            yield "cross_entropy" if word == "moe_cross_entropy" else word
+
+
+def measure_text(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the result of `compare` for held-out losses in nats per byte, by "HOST MODEL"."""
+    place, steps = _place(args), args.steps
+    info = build_corpus(place / "corpus", size=CORPUS_BYTES)
+    data = {host: quickstart().HOST_STEPS[host][0](place / "corpus") for host in args.hosts}
+
+    def run(name: str, rate: float, seed: int) -> dict[str, Any]:
+        host, side = name.split()
+        s = {**settings(steps), **SIZES, "learning_rate": rate, "seed": seed + 1}
+        folder = place / f"{host} {side} {steps} steps {rate:g} seed {seed}".replace(" ", "-")
+        command = command_of(host, side, s, data[host], folder)
+        found, _ = quickstart().train(quickstart().Run(host, folder, command, steps))
+        log.info("%s, rate %g, seed %d: %.4f", name, rate, seed, found["valid_loss"])
+        return {"valid_loss": found["valid_loss"]}
+
+    rates = {f"{host} {side}": TEXT_RATES for host in args.hosts for side in INNER}
+    return {"steps": steps, "train_bytes": info.tokens["train"],
+            "unigram_entropy": info.unigram_entropy,
+            **compare(args.jobs, rates, args.seeds, run, "valid_loss")}
+
+
+# -- images
+
+
+def image_flops() -> dict[str, float]:
+    """Return the FLOPs of each model's forward pass for one image, if no token is dropped."""
+    size = PRESETS[PRESET]
+    x_BCSS = torch.randn(2, 3, size.image, size.image)
+    experts = build(size, 10, settings={"dispatch.capacity_factor": None})
+    wide = build(size, 10, dense=True, widen=size.experts)
+    counted, _ = flops_of({"dense": build(size, 10, dense=True), "moe": experts}, x_BCSS)
+    return {"moe": counted["moe"], "active": counted["dense"],
+            "total": flops_of({"dense": wide, "moe": experts}, x_BCSS)[0]["dense"]}
+
+
+def measure_vision(args: argparse.Namespace) -> dict[str, Any]:
+    results = "valid_loss", "accuracy", "drop_fraction"
+    return {"flops": image_flops(), **_images(args, FLAGS, results, "valid_loss", args.epochs)}
+
+
+def measure_ensembles(args: argparse.Namespace) -> dict[str, Any]:
+    return _images(args, ENSEMBLES, tuple(ERRORS.values()), "top1_error", args.ensemble_epochs)
+
+
+def _images(args: argparse.Namespace, rows: Mapping[str, Sequence[str]], results: Sequence[str],
+            judged: str, epochs: int) -> dict[str, Any]:
+    """Return the result of `compare` for the `results` of each run's last evaluation. `rows`
+    contains the options of the training script for each model.
+    """
+    place = _place(args)
+    for fold in range(FOLDS):
+        write_example(EXAMPLE, place / f"fold {fold}", fold)
+
+    def run(row: str, rate: float, seed: int) -> dict[str, Any]:
+        out = place / f"{row} {epochs} epochs {rate:g} seed {seed}"
+        found = train_images(
+            out, "--data", str(place / f"fold {seed % FOLDS}"), "--epochs", str(epochs), "--lr",
+            f"{rate:g}", "--seed", str(seed), *COMMON, *rows[row])[-1]
+        said = {name: found[name] for name in results if name in found}
+        log.info("%s, rate %g, seed %d: %s", row, rate, seed, said)
+        return said
+
+    return {"epochs": epochs, **compare(args.jobs, dict.fromkeys(rows, args.rates),
+                                        args.image_seeds, run, judged)}
+
+
+# -- the page
+
+
 def values(found: dict[str, Any], side: str, name: str) -> list[float]:
     return [run[name] for run in found["runs"][side]]
 
 
 def difference(found: dict[str, Any], side: str, other: str, name: str, factor: float = 1.0,
                digits: int = 3) -> str:
-    """Return the mean difference `side` minus `other`, its interval, and the number of seeds with a
-    negative difference.
-    """
+    """Return the mean difference `side` minus `other`, its interval, and how often it is < 0."""
     one = paired(values(found, side, name), values(found, other, name))
     return f"{one.shown(factor, digits)}; below 0 in {one.lower} of {one.seeds}"
 
 
 def rate_of(found: dict[str, Any], side: str) -> str:
-    """Return the learning rate that a model uses. The rate is marked with `*` if it is the smallest
-    or largest rate that was tried.
-    """
+    """Return the learning rate of a model, with `*` if it is the smallest or largest tried."""
     tried = [float(rate) for rate in found["search"][side]]
     rate = best_rates(found["search"][side])[0]
     return f"{rate:g}{'*' if rate in (min(tried), max(tried)) else ''}"
 
 
 def runs_of(found: dict[str, Any]) -> str:
-    """Return a text with the number of seeds and the learning rates that were tried."""
+    """State the number of seeds and the learning rates that were tried."""
     seeds = len(next(iter(found["runs"].values())))
     rates = ", ".join(next(iter(found["search"].values())))
     return (f"Each row has {seeds} seeds. The learning rates tried are {rates}.")
 
 
 def text_part(found: dict[str, Any]) -> list[str]:
-    s, rows = text.SIZES, [(host, side) for host in HOSTS for side in SIDES
+    s, rows = SIZES, [(host, side) for host in HOSTS for side in SIDES
                            if f"{host} {side}" in found["runs"]]
     return page(
         __name__, found, s=s, step_bytes=s["batch"] * s["length"], runs_of=runs_of(found),
-        held_out=text.VALID_STEPS * s["batch"] * s["length"],
+        held_out=VALID_STEPS * s["batch"] * s["length"],
         models=columns(rows, {
             "host": "{0[0]}", "model": lambda row: SIDES[row[1]],
-            "FLOPs": lambda row: f"{text.flops(row[1]):,}",
-            "parameters of layers": lambda row: f"{text.parameters(row[1]):,}",
+            "FLOPs": lambda row: f"{text_flops(row[1]):,}",
+            "parameters of layers": lambda row: f"{text_parameters(row[1]):,}",
             "learning rate": lambda row: rate_of(found, " ".join(row)),
             "held-out loss, nats per byte": lambda row: spread(
                 values(found, " ".join(row), "valid_loss"), digits=3)}),
@@ -111,7 +232,7 @@ def text_part(found: dict[str, Any]) -> list[str]:
 
 
 def vision_part(found: dict[str, Any]) -> list[str]:
-    size = images.PRESETS[images.PRESET]
+    size = PRESETS[PRESET]
     return page(
         __name__, found, "vision", package=MNIST_PACKAGE.partition("=")[0], size=size,
         depth=sum(size.depths), runs_of=runs_of(found),
@@ -143,8 +264,6 @@ def ensembles_part(found: dict[str, Any]) -> list[str]:
                 found, "cmcl", "independent", item[1], 100, 2)}))
 
 
-ERRORS = {"top-1 error": "top1_error", "oracle error": "oracle_error",
-          "error of a member": "member_error"}
 PARTS = {"text": (measure_text, text_part), "vision": (measure_vision, vision_part),
          "ensembles": (measure_ensembles, ensembles_part)}
 OPTIONS = {

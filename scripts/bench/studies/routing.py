@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,17 +23,9 @@ from moe_plugin.observe.traces import read_traces
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.routing_replay import best
 from moe_plugin.planner.units import parse_grid
+from scripts.bench import replayed
 from scripts.bench.quickstart import begin, quickstart, settings
-from scripts.bench.replayed import (
-    HEADER,
-    MEANING,
-    Emulation,
-    Trace,
-    emulate,
-    excerpt,
-    rows_of,
-    times_of,
-)
+from scripts.bench.replayed import Emulation, Trace, times_of
 from scripts.bench.report import page
 from scripts.bench.study import ROOT, Option
 
@@ -46,12 +38,7 @@ SYNTHETIC = (4, 64, 512)  # number of ranks, steps, and tokens per rank
 
 
 def recorded(host: str, sizes: Mapping[str, Any], args: argparse.Namespace) -> list[Trace]:
-    """Train the quick start's model in one host, and return the traces of all steps.
-
-    Args:
-        host: "fairseq" or "megatron".
-        sizes: model sizes that differ from those of the quick start.
-    """
+    """Train the quick start's model with other `sizes` in one host, and return the traces."""
     place, corpus, _ = begin(args)
     s = {**settings(args.steps), **sizes}
     folder = place / f"{host}-{s['experts']}-experts"
@@ -63,12 +50,8 @@ def recorded(host: str, sizes: Mapping[str, Any], args: argparse.Namespace) -> l
 
 
 def synthetic(popularity: Callable[[float], Tensor], args: argparse.Namespace) -> list[Trace]:
-    """Return traces of a single layer whose tokens choose experts at random.
-
-    Args:
-        popularity: a function that maps the elapsed fraction of the steps to the popularity of each
-            expert, [E].
-        args: options of the study. The options are not used by this function.
+    """Return traces of a single layer whose tokens choose experts at random. `popularity` maps the
+    elapsed fraction of the steps to the popularity of each expert, [E].
     """
     ranks, steps, tokens = SYNTHETIC
     made: list[Trace] = []
@@ -81,19 +64,15 @@ def synthetic(popularity: Callable[[float], Tensor], args: argparse.Namespace) -
 
 
 def drifting(over: float, experts: int = 8) -> Tensor:
-    """Return the popularity of each expert at a given time of the trace. The popularity forms a
-    wave that moves once around all experts.
-
-    The most popular expert is chosen 3.2 times as often as the mean.
+    """Return a popularity that forms a wave, which moves once around all experts. The most popular
+    expert is chosen 3.2 times as often as the mean.
     """
     angle_E = torch.arange(experts) / experts - over
     return (2 * torch.cos(2 * math.pi * angle_E)).exp()
 
 
 def hot(over: float, experts: int = 8) -> Tensor:
-    """Return the popularity of each expert. Nearly all tokens choose one expert, and the other
-    experts are equally popular.
-    """
+    """Return a popularity with which nearly all tokens choose one expert."""
     return torch.tensor([3.0 * (experts - 1), *[1.0] * (experts - 1)])
 
 
@@ -128,18 +107,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         model = ModelShape(layers=2, model_dim=WIDTH, ffn_dim=WIDTH, experts=experts, top_k=TOP_K)
         where = Emulation(parse_grid(args.grid), {"rate_bit_s": args.rate, "delay_s": DELAY_S},
                           model, str(ROOT / CLUSTER), str(ROOT / DEVICE), replan=REPLAN)
-        found[name] = emulate(excerpt(made, experts, where.ranks, args.replayed, args.tokens),
-                              where)
+        part = replayed.excerpt(made, experts, where.ranks, args.replayed, args.tokens)
+        found[name] = replayed.emulate(part, where)
     return {"grid": args.grid, "rate": args.rate, "tokens": args.tokens, "steps": args.steps,
             "traces": found}
 
 
 def summary(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return one row for each trace, with the policy that the planner chooses, the fastest policy
-    and the slowest policy.
-
-    The row contains the shares of these policies. For the slowest policy (except `never`), the row
-    also contains the throughput divided by the throughput of the plain layer.
+    """Return one row for each trace, with the shares of the policy that the planner chooses, of the
+    fastest and of the slowest policy. `over` and `least` are speeds relative to the plain layer.
     """
     rows = []
     for name, one in found["traces"].items():
@@ -157,11 +133,9 @@ def summary(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def noise(found: Mapping[str, Any]) -> list[float]:
-    """For calls in which a policy lends no expert, return the quartiles of the time of `never`
-    divided by the time of the policy.
-
-    If no expert is lent, `never` and the policy do the same work, so the ratios show the noise of
-    the measurement.
+    """Return the quartiles of the time of `never` divided by that of a policy, for calls in which
+    it lends no expert. Both do the same work there, so the ratios show the noise of the
+    measurement.
     """
     ratios = [plain / mine for one in found["traces"].values()
               for name, policy in one["policies"].items() if name != "never"
@@ -171,26 +145,19 @@ def noise(found: Mapping[str, Any]) -> list[float]:
     return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else []
 
 
-def verdict(rows: list[dict[str, Any]]) -> str:
-    missed = [f"{row['trace']} {row['share']:.1%}" for row in rows if row["share"] < AIM]
-    below = [f"{row['trace']} {row['over']:.3f}" for row in rows if row["over"] < 1]
-    lowest = min(rows, key=lambda row: row["least"])
-    return (
-        f"**The policy that the planner chooses should reach {AIM:.0%} of the balanced throughput. "
-        + (f"This aim was missed in these traces: {', '.join(missed)}." if missed else
-           "This aim was reached in every trace.")
-        + " The policy should never be slower than the plain layer. "
-        + (f"This aim was missed in these traces: {', '.join(below)}." if below else
-           "This aim was reached in every trace.")
-        + f"** The slowest of all policies has {lowest['least']:.3f} times the throughput of the "
-        f"plain layer (`{lowest['slowest']}` in the trace \"{lowest['trace']}\").")
+def _traces(missed: Iterable[str]) -> str:
+    found = ", ".join(missed)
+    return f"missed in these traces: {found}" if found else "reached in every trace"
 
 
 def body(found: dict[str, Any]) -> list[str]:
     rows, quartiles = summary(found), noise(found)
     return page(
-        __name__, found, rows=rows, meaning=MEANING, verdict=verdict(rows),
+        __name__, found, rows=rows, meaning=replayed.MEANING,
+        lowest=min(rows, key=lambda row: row["least"]),
+        missed=_traces(f"{row['trace']} {row['share']:.1%}" for row in rows if row["share"] < AIM),
+        below=_traces(f"{row['trace']} {row['over']:.3f}" for row in rows if row["over"] < 1),
         noise=page(__name__, {}, "noise", quartiles=quartiles) if quartiles else [],
         traces=[part for name, one in found["traces"].items() for part in (
             f"## {name[0].upper()}{name[1:]}, {len(one['third'])} calls",
-            table(HEADER, rows_of(one)))])
+            table(replayed.HEADER, replayed.rows_of(one)))])

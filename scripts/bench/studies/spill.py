@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.spill import POLICIES as ALL_POLICIES
-from scripts.bench.memory_limit import reset_peak, status_bytes
+from scripts.bench.child import reset_peak, status_bytes
 from scripts.bench.report import columns, page
 from scripts.bench.study import ROOT, Option
 from scripts.bench.sweep import clean_step, timed_end
@@ -40,11 +41,7 @@ WARM_UP = REPLAN = 2  # untimed rounds; steps between two placements
 
 
 def make_layer(**parallel: Any) -> MoELayer:
-    """Return a layer whose router selects the expert from the first elements of each token.
-
-    Args:
-        parallel: settings of the `parallel` section.
-    """
+    """Return a layer whose router selects the expert from the first elements of each token."""
     layer = MoELayer(from_dict({
         "model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1},
         "experts": {"hidden_dim": HIDDEN}, "comm": {"cluster": str(ROOT / CLUSTER)},
@@ -56,9 +53,7 @@ def make_layer(**parallel: Any) -> MoELayer:
 
 
 def make_tokens(rank: int, round_: int, load: str) -> torch.Tensor:
-    """Return the tokens [T, D] that a rank processes in one round. All policies receive the same
-    tokens.
-    """
+    """Return the tokens [T, D] of a rank in one round, which are the same for all policies."""
     tokens, share = LOADS[load]
     generator = torch.Generator().manual_seed(1000 * round_ + rank)
     parts = torch.full((EXPERTS,), (1 - share) / (EXPERTS - 1))
@@ -70,19 +65,15 @@ def make_tokens(rank: int, round_: int, load: str) -> torch.Tensor:
 
 
 def step(layer: MoELayer, x_TD: torch.Tensor, policy: str) -> tuple[float, int]:
-    """Run a forward and a backward pass. Return the time in seconds, and the number of rows that
-    this rank computed.
-    """
+    """Run a forward and a backward pass. Return the seconds, and the rows computed on this rank."""
     seconds, stats = clean_step(layer, x_TD, LayoutChoice(r=1, spill=policy))
     return seconds, stats.rows
 
 
 def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, list[Any]]]:
     """Measure all policies on one rank. For each load, the policies alternate in every round.
-
-    The result contains pairs (seconds, rows) for each step, by load and policy. For the policy
-    "place", the result contains a pair (seconds, number of experts with replicas) for each
-    placement of replicas.
+    Return pairs (seconds, rows) for each step, by load and policy, and for "place" pairs (seconds,
+    number of experts with replicas) for each placement of replicas.
     """
     plain, stands = make_layer(), STANDING in policies
     stand = {load: make_layer(spill=STANDING, replan=REPLAN) for load in LOADS if stands}
@@ -106,9 +97,7 @@ def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, lis
 
 
 def run_memory(policy: str, steps: int = 5) -> float:
-    """Return the maximum additional memory, in bytes, that this rank needs during a step with the
-    hot load.
-    """
+    """Return the additional bytes that this rank needs at most during a step with the hot load."""
     layer = make_layer()
     step(layer, make_tokens(layer.comm.rank, 0, "even"), policy)
     inputs = [make_tokens(layer.comm.rank, number, HOT) for number in range(steps)]
@@ -120,12 +109,9 @@ def run_memory(policy: str, steps: int = 5) -> float:
 
 
 def summary(ranks: list[dict[str, Any]], load: str) -> dict[str, dict[str, float]]:
-    """Return the statistics of the measured steps for each policy.
-
-    The statistics are: the median time in seconds on the slowest rank; the time of the plain layer
-    divided by the time of the policy in the same rounds (median and quartiles); and the number of
-    rows on the busiest rank. For "place", the statistics are the time in seconds and the number of
-    experts with replicas.
+    """Return for each policy: the median time in seconds on the slowest rank, the rows on the
+    busiest rank, and the time of the plain layer divided by that of the policy in the same rounds
+    (median and quartiles). For "place", the rows are the number of experts with replicas.
     """
     def most(policy: str, part: int) -> list[float]:
         return [max(one[part] for one in at)
@@ -159,10 +145,6 @@ def measure_others(args: argparse.Namespace) -> dict[str, Any]:
     return {**found, "memory": peaks}
 
 
-def measure_standing(args: argparse.Namespace) -> dict[str, Any]:
-    return times_of((*BESIDE, STANDING), args)
-
-
 CELLS = {"policy": "`{policy}`", "ms": "{seconds:ms.1}",
          "speed over `never` (quartiles)":
              "{speedup:.3f} ({lower_quartile:.3f} to {upper_quartile:.3f})",
@@ -171,9 +153,7 @@ CELLS = {"policy": "`{policy}`", "ms": "{seconds:ms.1}",
 
 
 def _rows(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return all rows. Each row contains the throughput divided by the throughput of an even load
-    without a policy.
-    """
+    """Return all rows, with the throughput divided by that of an even load without a policy."""
     even = found["times"]["even"]["never"]["seconds"]
     return [{"load": load, "policy": policy, **one,
              "share": f"{even / one['seconds']:.0%}" if LOADS[load][0] == LOADS["even"][0] else ""}
@@ -196,7 +176,8 @@ def standing_part(found: dict[str, Any]) -> list[str]:
         policies=columns([r for r in rows if r["policy"] != "place"], {"load": "{load}", **CELLS}))
 
 
-PARTS = {"others": (measure_others, others_part), STANDING: (measure_standing, standing_part)}
+PARTS = {"others": (measure_others, others_part), STANDING: (
+    partial(times_of, (*BESIDE, STANDING)), standing_part)}
 OPTIONS = {
     "rounds": Option(40, "timed steps of each policy and load", quick=2),
     "rate": Option(200e6, "bandwidth of a node's link in bit/s", quick=1e9),

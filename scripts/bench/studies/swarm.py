@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin import LocalComm, MoELayer
@@ -32,6 +31,7 @@ from moe_plugin.training.resilience.swarm.members import Member, SwarmMembers
 from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.swarm_rebalance import rebalance, rebalancing_body
+from scripts.bench.toy import loss_of, through
 from scripts.emulate import EmulatedCluster
 from scripts.emulate.ranks import fork, stop
 
@@ -42,13 +42,14 @@ BATCHES, SENTENCES, LENGTH = 24, 2, 64
 SPEEDS = (1.0, 0.9, 0.8, 0.6, 0.5, 0.4, 0.4, 0.3)  # relative speeds of the peers
 TASK_S = 0.05  # seconds of a micro-batch's forward pass through a stage, at speed 1
 PORT, TIMEOUT_S = 29444, 10.0
+RATE, DELAY_S = 50e6, 5e-3  # bandwidth of a node's link in bit/s, and its delay in one direction
+# mean seconds for which a peer is present and absent, and number of peers that never leave
+LIFETIME_S, ABSENCE_S, STEADY = 60.0, 15.0, 3
 LOAD = 1 + BACKWARD  # cost of a micro-batch at each stage, in forward passes
 
 
 class Delay(torch.autograd.Function):
-    """An autograd function that returns its input after a delay, which represents the computation
-    time of a peer.
-    """
+    """Returns its input after a delay, which represents the computation time of a peer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:  # noqa: D102
@@ -64,9 +65,7 @@ class Delay(torch.autograd.Function):
 
 
 class StagePart(nn.Module):
-    """A residual block with experts, which is one stage of the pipeline. The first stage also
-    contains the embedding, and the last stage also contains the output layer.
-    """
+    """A residual block with experts. The first stage embeds, and the last computes the output."""
 
     def __init__(self, stage: int, seconds: float) -> None:
         super().__init__()
@@ -96,10 +95,6 @@ def parts(speed: float | None) -> list[Any]:
     return [partial(StagePart, stage, TASK_S / speed if speed else 0.0) for stage in range(STAGES)]
 
 
-def loss(out: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(out.flatten(0, 1), target.flatten()) / BATCHES
-
-
 def batches(step: int) -> list[tuple[Tensor, Tensor]]:
     """Return sentences in which a word usually determines the next word."""
     dice = torch.Generator().manual_seed(step)
@@ -110,7 +105,7 @@ def batches(step: int) -> list[tuple[Tensor, Tensor]]:
     return [(ids[:, :-1], ids[:, 1:]) for ids in words]
 
 
-OPTIMIZER = partial(torch.optim.SGD, lr=0.5)
+OPTIMIZER, loss = partial(torch.optim.SGD, lr=0.5), partial(loss_of, BATCHES)
 
 
 def alone(steps: int) -> list[float]:
@@ -121,11 +116,8 @@ def alone(steps: int) -> list[float]:
     for step in range(steps):
         total = 0.0
         for x, target in batches(step):
-            balance = torch.zeros(())
-            for module in modules:
-                x, own = module(x)
-                balance = balance + own
-            all_of_it = loss(x, target) + balance
+            y, balance = through(modules, x)
+            all_of_it = loss(y, target) + balance
             all_of_it.backward()
             total += float(all_of_it.detach())
         optimizer.step()
@@ -138,10 +130,8 @@ def alone(steps: int) -> list[float]:
 
 
 def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
-    """Return (micro-batches per second, stage of each peer) for the fastest fixed pipeline.
-
-    All peers of a stage process the same number of micro-batches. The search includes pipelines in
-    which some peers are not used. An unused peer has the stage -1.
+    """Return (micro-batches per second, stage of each peer) of the fastest fixed pipeline. All
+    peers of a stage process the same number of micro-batches. An unused peer has the stage -1.
     """
     def rate(places: tuple[int, ...]) -> float:
         stages = [[s for s, place in zip(speeds, places, strict=True) if place == stage]
@@ -153,12 +143,7 @@ def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
 
 
 class Fixed(SwarmMembers):
-    """The members of a swarm in which each peer has a fixed stage. Peers with the same stage take
-    turns.
-
-    Args:
-        stage_of: the stage of each peer, by host name.
-    """
+    """A swarm in which each peer has a fixed stage. Peers with the same stage take turns."""
 
     def __init__(self, stage_of: dict[str, int]) -> None:
         super().__init__(STAGES, SEED)
@@ -176,17 +161,15 @@ class Fixed(SwarmMembers):
 # -- a run
 
 
-def trace(args: argparse.Namespace, peer: int) -> Iterator[tuple[float, float]]:
+def trace(peer: int) -> Iterator[tuple[float, float]]:
     """Yield pairs (seconds of presence, seconds of absence) of a peer indefinitely."""
     dice = random.Random(f"{SEED} {peer}")
     while True:
-        yield dice.expovariate(1 / args.lifetime), dice.expovariate(1 / args.absence)
+        yield dice.expovariate(1 / LIFETIME_S), dice.expovariate(1 / ABSENCE_S)
 
 
 def peer_rank(trainer: str, host: str, speed: float, lives: list[tuple[float, float]]) -> None:
-    """Serve as a peer until the trainer has ended. The peer leaves and returns at the planned
-    times.
-    """
+    """Serve as a peer that leaves and returns at the planned times, until the trainer has ended."""
     def serve() -> None:
         torch.set_num_threads(1)
         StagePeer((trainer, PORT), parts(speed), OPTIMIZER, loss, host=host, throughput=speed,
@@ -234,34 +217,28 @@ def rank(addresses: list[str], args: argparse.Namespace, way: dict[str, Any]) ->
     if way["stage_of"] and host not in way["stage_of"]:
         return None
     lives = [(1e9, 0.0)]
-    if way["vanish"] and number > 1 + args.steady:
-        lives = list(itertools.islice(trace(args, number), 1000))
+    if way["vanish"] and number > 1 + STEADY:
+        lives = list(itertools.islice(trace(number), 1000))
     return peer_rank(addresses[0], host, speed, lives)
 
 
-WAYS = {
-    "fixed": {"stage_of": True, "wire": "fp8"},
-    "each to who is free": {"wire": "fp8"},
-    "the same, boundaries in fp32": {"wire": "none"},
-    "the same, peers vanish": {"wire": "fp8", "vanish": True},
-    "the same, and move": {"wire": "fp8", "vanish": True, "rebalance_s": 5.0},
-}
-
-
-WAY_TEXTS = {  # by the key of `WAYS`, which the file of numbers contains
-    "fixed": "`fixed`",
-    "each to who is free": "each micro-batch to free peers",
-    "the same, boundaries in fp32": "the same, activations sent in float32",
-    "the same, peers vanish": "the same, peers leave and return",
-    "the same, and move": "the same, peers also move between stages",
+# by the key in the file of numbers: a text, and the settings
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fixed": ("`fixed`", {"stage_of": True, "wire": "fp8"}),
+    "each to who is free": ("each micro-batch to free peers", {"wire": "fp8"}),
+    "the same, boundaries in fp32": ("the same, activations sent in float32", {"wire": "none"}),
+    "the same, peers vanish": ("the same, peers leave and return", {
+        "wire": "fp8", "vanish": True}),
+    "the same, and move": ("the same, peers also move between stages", {
+        "wire": "fp8", "vanish": True, "rebalance_s": 5.0}),
 }
 
 
 def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one way to use the peers (swarm or fixed pipeline)."""
     way = {"stage_of": None, "vanish": False, "rebalance_s": None, "peers": len(SPEEDS),
-           **WAYS[name]}
-    with EmulatedCluster(1 + len(SPEEDS), 1, args.rate, args.delay) as cluster:
+           **WAYS[name][1]}
+    with EmulatedCluster(1 + len(SPEEDS), 1, RATE, DELAY_S) as cluster:
         addresses = [node.address for node in cluster.nodes]
         if way["stage_of"]:
             places = best_fixed(SPEEDS)[1]
@@ -275,12 +252,12 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"way": name, **ends[0].value}
 
 
-def present(args: argparse.Namespace, places: Sequence[int], seconds: float) -> float:
+def present(places: Sequence[int], seconds: float) -> float:
     """Return the fraction of time during which all peers of a fixed pipeline are present."""
     lost: list[tuple[float, float]] = []
     for i, place in enumerate(places):
         now = 0.0
-        for life_s, absence_s in trace(args, 1 + i) if place >= 0 and i > args.steady - 1 else ():
+        for life_s, absence_s in trace(1 + i) if place >= 0 and i > STEADY - 1 else ():
             lost.append((now + life_s, now + life_s + absence_s))
             now += life_s + absence_s
             if now > seconds:
@@ -296,10 +273,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         row["difference"] = max(abs(a / b - 1) for a, b in zip(row["losses"], exact, strict=False))
         row["steps"], row["loss"] = len(row["losses"]) - 1, row.pop("losses")[-1]
     rate, places = best_fixed(SPEEDS)
-    return {"rows": rows, "rate": args.rate, "delay": args.delay, "lifetime": args.lifetime,
-            "absence": args.absence, "steady": args.steady, "seconds": args.seconds,
+    return {"rows": rows, "rate": RATE, "delay": DELAY_S, "lifetime": LIFETIME_S,
+            "absence": ABSENCE_S, "steady": STEADY, "seconds": args.seconds,
             "fixed": {"rate": rate, "places": list(places),
-                      "present": present(args, places, args.seconds)}}
+                      "present": present(places, args.seconds)}}
 
 
 def per_second(row: dict[str, Any]) -> float:
@@ -314,17 +291,9 @@ def body(found: dict[str, Any]) -> list[str]:
         vanishing=per_second(found["rows"][3]), moving=per_second(found["rows"][4]),
         places=", ".join(f"{s} at {'no stage' if p < 0 else f'stage {p}'}"
                          for s, p in zip(SPEEDS, found["fixed"]["places"], strict=True)),
-        ways=[{**row, "text": WAY_TEXTS[row["way"]], "per_second": per_second(row), "base": fixed,
+        ways=[{**row, "text": WAYS[row["way"]][0], "per_second": per_second(row), "base": fixed,
                "ideal": ideal} for row in found["rows"]])
 
 
-OPTIONS = {
-    "seconds": Option(60.0, "seconds of each run", quick=2.0),
-    "rate": Option(50e6, "bandwidth of a node's link in bit/s"),
-    "delay": Option(5e-3, "delay of a link in one direction, in seconds"),
-    "lifetime": Option(60.0, "mean time in seconds for which a peer is present"),
-    "absence": Option(15.0, "mean time in seconds for which a peer is absent"),
-    "steady": Option(3, "number of peers that never leave (the fastest ones)"),
-}
-
+OPTIONS = {"seconds": Option(60.0, "seconds of each run", quick=2.0)}
 PARTS = {"peers": (measure, body), "rebalancing": (rebalance, rebalancing_body)}

@@ -3,46 +3,34 @@ the framework's own MoE layer, and models with dense layers of equal active widt
 the same weights and data, and run on the same ranks in the same processes. The models alternate
 after every training step. With --evaluate, the study compares forward passes of an evaluation
 instead of training steps. In evaluations, our layer is measured with and without dividing its rows
-or experts into pieces, depending on the load. The command starts its own ranks, or uses the ranks
-that torchrun started.
+or experts into pieces, depending on the load. The command starts its own ranks.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.cli.figures import add_links, links_of, refuse_links
+from moe_plugin.cli.figures import add_links, links_of, pyplot, refuse_links, save_figure
 from moe_plugin.planner.cluster import dump_cluster, load_cluster
 from moe_plugin.planner.units import parse_grid
-from scripts.bench.train import curves
+from scripts.bench.plots import OTHERS, OURS
+from scripts.bench.train import results, sides
 from scripts.bench.train import run as runs
-from scripts.bench.train.results import (  # noqa: F401
-    MADE_BY,
-    main_parts,
-    merged,
-    reports,
-    side_pages,
-)
-from scripts.bench.train.sides import (
-    SHAPES,
-    Settings,
-    evaluated_settings,
-    for_host,
-    our_settings,
-    parse_shapes,
-    write_text,
-)
 from scripts.emulate import EmulatedCluster
 
 FITTED_BIT_S = 200e6  # rate of the links that configs/clusters/emulated.yaml describes
-TITLE = "Whole training steps"
-PLOTS = {curves.FILE: curves.draw}
+TITLE, MADE_BY = "Whole training steps", results.MADE_BY
+POINTS = 20  # number of means that one line shows
+SHAPE = "few"  # eight experts, two experts per token
+NATIVE = {"megatron": "Megatron-core's own layer",
+          "fairseq": "the layer of fairseq's moe branch, as rewritten here"}
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -50,8 +38,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
                    help="the framework to train in. The native layer of fairseq is that of its moe "
                         "branch, rewritten from the code of that branch")
     p.add_argument("--shapes", default="all", metavar="LIST",
-                   help=f"all, names separated by commas ({', '.join(SHAPES)}), or width x inner "
-                        "width x experts x k x tokens, such as 128x128x8x2x4096 (default: "
+                   help=f"all, names separated by commas ({', '.join(sides.SHAPES)}), or width x "
+                        "inner width x experts x k x tokens, such as 128x128x8x2x4096 (default: "
                         "%(default)s). With fairseq, k is reduced to 2 and shapes with gated "
                         "experts are left out")
     p.add_argument("--evaluate", action="store_true",
@@ -84,40 +72,27 @@ def check(args: argparse.Namespace) -> None:
         refuse_links(args)
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]] | None:
-    """Return one report for each shape. If a launcher started the ranks, only rank 0 returns
-    reports.
-    """
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     grid = parse_grid(args.emulate) if args.emulate else None
-    shapes = for_host(parse_shapes(args.shapes), args.host)
-    if "RANK" not in os.environ:
-        for shape in shapes:  # raises an error before any process or node is started
-            shape.sentences(grid[0] * grid[1] if grid else args.ranks)
+    shapes = sides.for_host(sides.parse_shapes(args.shapes), args.host)
+    for shape in shapes:  # raises an error before any process or node is started
+        shape.sentences(grid[0] * grid[1] if grid else args.ranks)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        text = write_text(folder)
+        text = sides.write_text(folder)
         cluster = grid and stack.enter_context(EmulatedCluster(*grid, **links_of(args)))
         known = hardware(cluster.rate_bit_s, folder) if cluster else {}
-        ours = evaluated_settings(known) if args.evaluate else our_settings(
+        ours = sides.evaluated_settings(known) if args.evaluate else sides.our_settings(
             several_nodes=grid is not None and grid[0] > 1)
         plans = [runs.TrainPlan(args.host, shape, text, args.steps, args.warm_up, ours,
                                 evaluate=args.evaluate) for shape in shapes]
-        if cluster:
-            found = runs.on_emulated(plans, cluster)
-        elif "RANK" in os.environ:
-            found = runs.on_own_ranks(plans)
-        else:
-            found = runs.on_this_machine(plans, args.ranks)
-    return [one.as_dict() for one in found] or None
+        found = (runs.on_emulated(plans, cluster) if cluster else
+                 runs.on_this_machine(plans, args.ranks))
+    return [one.as_dict() for one in found]
 
 
-def hardware(rate_bit_s: float, folder: Path) -> Settings:
-    """Return the settings that describe the links and the processor. The layer uses these settings
-    to choose the number of pieces.
-
-    For an emulated cluster, the settings describe the fitted links with the bandwidth of the
-    cluster.
-    """
+def hardware(rate_bit_s: float, folder: Path) -> sides.Settings:
+    """Return settings for the processor and the links, by which the layer chooses pieces."""
     fitted = load_cluster("configs/clusters/emulated.yaml")
     link = replace(fitted.inter, beta_s=fitted.inter.beta_s * FITTED_BIT_S / rate_bit_s)
     path = folder / "cluster.yaml"
@@ -127,12 +102,58 @@ def hardware(rate_bit_s: float, folder: Path) -> Settings:
 
 def merge(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Replace earlier reports for the same host, place and shape."""
-    return [one.as_dict() for one in merged(reports(old), reports(new))]
+    return [one.as_dict() for one in results.merged(results.reports(old), results.reports(new))]
 
 
 def body(found: list[dict[str, Any]]) -> list[str]:
-    return main_parts(reports(found))
+    return results.main_parts(results.reports(found))
 
 
 def pages(found: list[dict[str, Any]]) -> dict[str, str]:
-    return side_pages(reports(found))
+    return results.side_pages(results.reports(found))
+
+
+def draw(found: Sequence[dict[str, Any]], path: str) -> None:
+    """Draw one panel for each host on one machine, for `SHAPE` or else the first shape."""
+    shown = []
+    for (_, place), mine in results.by_place(results.reports(found)).items():
+        if place.startswith("one machine"):
+            shown.append(next((one for one in mine if one.shape.name == SHAPE), mine[0]))
+    figure, axes = pyplot().subplots(1, max(1, len(shown)), figsize=(4.6 * max(1, len(shown)), 3),
+                                     squeeze=False, layout="constrained")
+    for axis, report in zip(axes[0], shown, strict=False):
+        _panel(axis, report)
+    axes[0][0].set_ylabel("loss, nats per byte")
+    save_figure(figure, path)
+
+
+def _panel(axis: Any, report: results.TrainReport) -> None:
+    native, ours = report.best("native"), report.side(sides.OURS)
+    for side, name, color in ((native, NATIVE[report.host], OTHERS), (ours, "moe-plugin", OURS)):
+        seconds, losses = curve(side)
+        means, lows, highs = zip(*smoothed(losses), strict=True)
+        axis.plot(seconds, means, color=color, label=name)
+        axis.fill_between(seconds, lows, highs, color=color, alpha=0.2, linewidth=0)
+    shape = report.shape
+    axis.set_title(f"{results.HOSTS[report.host]}: {shape.experts} experts, k = {shape.top_k}",
+                   loc="left", fontsize="medium")
+    axis.set_xlabel(f"seconds of training, {report.ranks} ranks on CPU cores")
+    axis.spines[["top", "right"]].set_visible(False)
+    low, high = axis.get_ylim()
+    axis.set_ylim(low, high + 0.25 * (high - low))  # leaves space for the legend
+    axis.legend(frameon=False, fontsize="small", loc="upper right")
+
+
+def curve(side: results.SideTimes) -> tuple[list[float], list[float]]:
+    """For each timed step, return the seconds since the start of the first one, and the loss."""
+    return list(accumulate(side.seconds)), list(side.losses[-len(side.seconds):])
+
+
+def smoothed(losses: Sequence[float]) -> list[tuple[float, float, float]]:
+    """Return (mean, minimum, maximum) of the losses around each step."""
+    reach = len(losses) // (2 * POINTS)
+    windows = [losses[max(0, i - reach):i + reach + 1] for i in range(len(losses))]
+    return [(sum(near) / len(near), min(near), max(near)) for near in windows]
+
+
+PLOTS = {"train_curves.png": draw}

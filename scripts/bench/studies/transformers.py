@@ -9,7 +9,6 @@ machine with two CPU cores.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,8 +23,8 @@ from torch import Tensor
 
 from moe_plugin.planner.units import parse_grid
 from moe_plugin.utils.machine import wait_for_device
+from scripts.bench.child import on_processes
 from scripts.bench.measure import versions
-from scripts.bench.ranks import on_processes
 from scripts.bench.report import columns, page
 from scripts.bench.study import Option
 from scripts.bench.sweep import medians
@@ -86,10 +85,7 @@ def build(shape: str, **more: Any) -> Any:
 
 
 def stepper(model: Any, tokens: Tensor) -> Callable[[], float]:
-    """Return a function that runs one training step with SGD and returns the loss.
-
-    The learning rate is 0, so that losses can be compared across steps and models.
-    """
+    """Return a function that runs an SGD step (rate 0, to compare losses) and returns the loss."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
 
@@ -111,11 +107,9 @@ def data(sequences: int, length: int, part: int = 0) -> Tensor:
 
 
 def timed(sides: dict[str, Callable[[], float]], steps: int) -> dict[str, Any]:
-    """Time the steps of all models, which alternate after every step. For each model, return the
-    step times in seconds and the last loss.
-
-    All ranks start a step at the same time. In a single process, a model is timed only once if it
-    takes more than `SLOW` times as long as ours.
+    """Time the steps of all models, which alternate after every step. All ranks start a step at the
+    same time. In a single process, a model is timed only once if it takes more than `SLOW` times as
+    long as ours.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     losses = {}
@@ -147,24 +141,19 @@ def measure_one(args: argparse.Namespace, names: Sequence[str] = EXPERTS,
         for name in names:
             torch.manual_seed(0)
             with torch.device(device):
-                model = build(shape, experts_implementation=name).to(_dtype(args))
+                model = build(shape, experts_implementation=name).to(
+                    getattr(torch, args.dtype))
             sides[name] = stepper(model, data(args.sequences, args.length).to(model.device))
         found = timed(sides, args.steps)
-        cells.append({"shape": shape, "losses": found["losses"], "seconds": {
-            name: statistics.median(some) for name, some in found["seconds"].items()}})
+        cells.append({"shape": shape, "losses": found["losses"], "seconds": medians([found])})
     return _with_sizes(cells, args, 1)
-
-
-def _dtype(args: argparse.Namespace) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, args.dtype)
-    return dtype
 
 
 class OnGPU:
     """Measure training steps of `transformers` models on one GPU in bfloat16. The models use the
-    experts of `transformers`, or those of this package. The models have two layers. The widths and
-    the numbers of experts are those of published models. All models start with the same weights and
-    are trained in a single process. The models alternate after every training step.
+    experts of `transformers`, or those of this package. The models have two layers, with the widths
+    and the numbers of experts of published models. All models start with the same weights and are
+    trained in a single process. The models alternate after every training step.
     """
 
     TITLE = "Models of transformers on one GPU"
@@ -185,7 +174,7 @@ class OnGPU:
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
-        return part("Steps", COMPUTED, found)[1:]
+        return part("Steps", "computed", found)[1:]
 
 
 # -- several ranks
@@ -211,7 +200,7 @@ def _shape_on_rank(folder: Path, mesh: str, args: argparse.Namespace) -> dict[st
     sides = {}
     for name in EXCHANGES[mesh]:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=_dtype(args), distributed_config=DistributedConfig(
+            folder, dtype=getattr(torch, args.dtype), distributed_config=DistributedConfig(
                 **{mesh: ranks}, ep_size=ranks, ep_implementation=name))
         sides[name] = stepper(model, tokens)
     for _ in range(LONGEST_WARM_UP):
@@ -246,13 +235,7 @@ def gathered(folder: str, mesh: str, args: argparse.Namespace) -> list[Any]:
 
 def _with_sizes(cells: list[dict[str, Any]], args: argparse.Namespace, parts: int,
                 rate: float | None = None) -> dict[str, Any]:
-    """Add model sizes and versions to the results.
-
-    Args:
-        cells: the results for each shape.
-        parts: number of batches per step.
-        rate: bandwidth of the nodes' links in bit/s, or None.
-    """
+    """Add sizes and versions. `parts` is the number of batches per step, `rate` in bit/s."""
     return {"cells": cells, "sequences": args.sequences, "length": args.length, "parts": parts,
             "steps": args.steps, "rate": rate, "dtype": args.dtype,
             "versions": {name: version(name) for name in ("torch", "transformers")}}
@@ -263,10 +246,11 @@ def _with_sizes(cells: list[dict[str, Any]], args: argparse.Namespace, parts: in
 
 def part(title: str, about: str, found: dict[str, Any]) -> list[str]:
     thousands = found["parts"] * found["sequences"] * found["length"] / 1e3
-    cells = [{**cell, "tokens": thousands, "spread": _spread(cell["losses"])}
-             for cell in found["cells"]]
+    cells = [{**cell, "tokens": thousands, "least": min(cell["losses"].values()),
+              "most": max(cell["losses"].values())} for cell in found["cells"]]
     return page(
-        __name__, found, title=title, about=about,
+        __name__, found, title=title, about=" ".join(
+            page(__name__, {}, about, chosen=page(__name__, {}, "chosen"))),
         where="one GPU" if "device" in found["versions"] else "one thread per rank",
         network=(f" The links have a rate of {found['rate'] / 1e6:.0f} Mbit/s." if found["rate"]
                  else ""),
@@ -275,31 +259,16 @@ def part(title: str, about: str, found: dict[str, Any]) -> list[str]:
             **{f"`{name}`": f"{{tokens/seconds[{name}]:.2f}}" + (
                 "" if name == OURS else f" ({{seconds[{name}]/seconds[{OURS}]:.2f}})")
                for name in cells[0]["seconds"]},
-            "largest relative difference of losses": "{spread:.1e}"}))
+            "largest relative difference of losses": "{most/least-1:.1e}"}))
 
 
-def _spread(losses: dict[str, float]) -> float:
-    """Return the relative difference between the largest and smallest losses in the last step."""
-    return (max(losses.values()) - min(losses.values())) / min(losses.values())
-
-
-COMPUTED = (f"The columns are values of `experts_implementation`. `{OURS}` computes the experts "
-            "with our layer. All other values are implementations in transformers.")
-CHOSEN = (
-    f"`{OURS}` uses our default settings. `{TUNED}` chooses the layout, the all-to-all algorithm "
-    f"and how often rows are sent, in {LONGEST_WARM_UP} steps before the timed steps. All other "
-    "columns are exchanges of transformers, which computes the experts with `grouped_mm`.")
-OWN_TOKENS = ("The columns are values of `ep_implementation`. The models use FSDP2 and expert "
-              f"parallelism over all ranks, and every rank has different sequences. {CHOSEN}")
-SAME_TOKENS = ("The columns are values of `ep_implementation`. The models use tensor parallelism "
-               f"and expert parallelism over both ranks, which have the same sequences. {CHOSEN}")
 PARTS = {
-    "one": (measure_one, partial(part, "One process", COMPUTED)),
+    "one": (measure_one, partial(part, "One process", "computed")),
     **{name: (partial(measure_ranks, grid, mesh), partial(part, title, about))
        for name, grid, mesh, title, about in (
-           ("1x2", "1x2", "fsdp_size", "Two ranks", OWN_TOKENS),
-           ("1x2-tp", "1x2", "tp_size", "Two ranks with the same tokens", SAME_TOKENS),
-           ("2x2", "2x2", "fsdp_size", "2x2 emulated nodes", OWN_TOKENS))},
+           ("1x2", "1x2", "fsdp_size", "Two ranks", "own"),
+           ("1x2-tp", "1x2", "tp_size", "Two ranks with the same tokens", "same"),
+           ("2x2", "2x2", "fsdp_size", "2x2 emulated nodes", "own"))},
 }
 OPTIONS = {
     "shapes": Option(tuple(SHAPES), "models to train", choices=tuple(SHAPES),

@@ -23,15 +23,8 @@ from torch import nn
 
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
 from moe_plugin.hosts.timm.model import PRESETS, build
-from scripts.bench.images import (
-    CIFAR,
-    CIFAR_OPTIONS,
-    check_counts,
-    folder_of_runs,
-    run_options,
-    spread,
-    train_images,
-)
+from scripts.bench import images
+from scripts.bench.images import CIFAR, spread
 from scripts.bench.measure import interleaved
 from scripts.bench.report import page
 from scripts.bench.study import Option
@@ -52,7 +45,7 @@ def rate(cell: dict[str, Any], kind: str, side: str) -> float:
 
 
 def overhead(cell: dict[str, Any], kind: str) -> float:
-    """Return the median time of the MoE model divided by the median time of the dense model."""
+    """Return the median time of the MoE model divided by that of the dense model."""
     return rate(cell, kind, "dense") / rate(cell, kind, "moe")
 
 
@@ -80,11 +73,9 @@ def forward_of(model: nn.Module, x_BCSS: torch.Tensor) -> Callable[[], None]:
 
 
 def cell(preset: str, batch: int, models: dict[str, nn.Module], rounds: int) -> dict[str, Any]:
-    """Measure both models with a given number of images per call.
-
-    Returns: The times of all rounds in seconds (by kind of call and model), the FLOPs of a forward
-        pass per image (by model), and the share of tokens without a slot in the layer with the
-        largest share.
+    """Measure both models with a given number of images per call: the times of all rounds in
+    seconds, the FLOPs of a forward pass per image, and the largest share of tokens without a slot
+    in a layer.
     """
     size = PRESETS[preset].image
     random = torch.Generator().manual_seed(1)
@@ -106,7 +97,7 @@ def flops_of(models: dict[str, nn.Module], x_BCSS: torch.Tensor) -> tuple[dict[s
     """Return (FLOPs of a forward pass per image by model, largest share of dropped tokens).
 
     The FLOPs of the dense model are counted by torch. For the MoE model, the FLOPs of an MLP are
-    subtracted for each token without a slot. The FLOPs of the router are added for each token: a
+    subtracted for each token without a slot, and those of the router are added for each token: a
     projection, and the cosine with the direction of every expert.
     """
     # imported here, because it loads Triton, which prints messages at exit
@@ -147,13 +138,13 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train both models, and return their accuracy and images per second, by model and seed."""
     found: dict[str, dict[str, list[float]]] = {
         name: {side: [] for side in SIDES} for name in ("accuracy", "images_per_s")}
-    place = folder_of_runs(args)
-    sizes = CIFAR_OPTIONS if args.data == CIFAR else []
+    place = images.folder_of_runs(args)
+    sizes = images.CIFAR_OPTIONS if args.data == CIFAR else []
 
     def run(side: str, seed: int) -> list[dict[str, Any]]:
-        return train_images(place / f"{side} {seed}", "--data", str(place / "images"), "--epochs",
-                            str(args.epochs), "--seed", str(seed), *sizes,
-                            *["--dense"] * (side == "dense"))
+        return images.train_images(
+            place / f"{side} {seed}", "--data", str(place / "images"), "--epochs", str(args.epochs),
+            "--seed", str(seed), *sizes, *["--dense"] * (side == "dense"))
 
     with ThreadPoolExecutor(len(SIDES)) as pool:
         for seed in range(1, args.seeds + 1):
@@ -174,8 +165,7 @@ def body(found: dict[str, Any]) -> list[str]:
     return page(
         __name__, found, trained=trained, valid=valid, percent=100 / valid,
         rounds=len(cells[0]["seconds"]["training"]["moe"]),
-        stated=("**Time of the model with experts at equal active FLOPs and 8 images per call:** "
-                f"{stated}.") if stated else "",
+        stated=page(__name__, {}, "stated", stated=stated) if stated else [],
         calls=[{**one, "kind": kind, **{side: rate(one, kind, side) for side in SIDES}}
                for one in cells for kind in KINDS],
         sides=[{"model": model, "accuracy": spread(trained["accuracy"][side], 100, "%"),
@@ -191,9 +181,9 @@ OPTIONS = {
     "epochs": Option(12, "number of epochs of a training run", quick=1),
     "presets": Option(("tiny", "swin_s"), "models to time", quick=("tiny",), choices=CLASSES),
     "batches": Option(BATCHES, "numbers of images per call", quick=(2,)),
-    **run_options("vision", EXAMPLE),
+    **images.run_options("vision", EXAMPLE),
 }
-check = check_counts
+check = images.check_counts
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -24,8 +24,8 @@ import torch
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.utils.regular_files import write_regular
-from scripts.bench.memory_limit import AnonymousPeak, call_limited
-from scripts.bench.report import columns, page
+from scripts.bench.child import AnonymousPeak, call_limited
+from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.toy import batches, loss_of, makers, through
 
@@ -41,7 +41,7 @@ MEGATRON = ["--num-attention-heads", "8", "--num-experts", str(EXPERTS), "--moe-
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, fused=True)
 
 
-def child(args: argparse.Namespace, mode: str, scratch: str, throttle: float) -> dict[str, Any]:
+def child(args: argparse.Namespace, mode: str, scratch: str) -> dict[str, Any]:
     """Train one mode in this process. Return the losses, times and memory of the run."""
     torch.use_deterministic_algorithms(True)
     peak, loss = AnonymousPeak(), partial(loss_of, args.micro_batches)
@@ -55,7 +55,7 @@ def child(args: argparse.Namespace, mode: str, scratch: str, throttle: float) ->
         seen["model_bytes"] = sum(p.numel() * p.element_size() for p in params)
     else:
         trainer = StreamedTrainer(blocks, loss, OPTIMIZER, DiskTier(scratch),
-                                  throttle=throttle * 1e6 or None, overlap=mode == MODES[1])
+                                  overlap=mode == MODES[1])
         seen["model_bytes"] = sum(block.layout.nbytes for block in trainer.blocks)
     for step in range(args.steps):
         began, used = time.perf_counter(), time.process_time()
@@ -84,10 +84,8 @@ def child(args: argparse.Namespace, mode: str, scratch: str, throttle: float) ->
     return seen
 
 
-def megatron_child(args: argparse.Namespace, mode: str, place: str,
-                   throttle: float) -> dict[str, Any]:
-    """Train with Megatron's script in this process. Return the losses, times and memory of the run.
-    """
+def megatron_child(args: argparse.Namespace, mode: str, place: str) -> dict[str, Any]:
+    """Train with Megatron's script in this process."""
     from moe_plugin.hosts.megatron.train import main as train
     from moe_plugin.observe.history import read_run
 
@@ -131,65 +129,49 @@ CHILDREN = {"plain": child, "megatron": megatron_child}
 
 
 def compare(part: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run all modes, and check that the losses with streamed weights are bitwise equal to the
-    losses with resident weights.
-    """
+    """Run all modes, and check that losses with streamed weights are bitwise the same."""
     limit = (LIMIT_MIB[part] if args.limit_mib < 0 else args.limit_mib) * MIB or None
-    modes, throttles = (MODES, (0.0, args.throttle)) if part == "plain" else (MODES[:2], (0.0,))
+    modes = MODES if part == "plain" else MODES[:2]
     with tempfile.TemporaryDirectory(dir=args.scratch or Path.cwd()) as scratch:
         if part == "megatron":
             write_text(Path(scratch))
 
-        def run(mode: str, most: int | None, throttle: float = 0.0) -> dict[str, Any] | None:
-            return call_limited(most, CHILDREN[part], args, mode, scratch, throttle)
+        def run(mode: str, most: int | None) -> dict[str, Any] | None:
+            return call_limited(most, CHILDREN[part], args, mode, scratch)
 
         rows = [{"mode": modes[0], "limit": None, **run(modes[0], None)}]
         if limit is not None and run(modes[0], limit) is not None:
             raise ValueError("the resident model fits into the memory limit. Use a smaller "
                              "--limit-mib")
-        for throttle in dict.fromkeys(throttles):
-            for mode in modes[1:]:
-                seen = run(mode, limit, throttle)
-                if seen is None:
-                    raise ValueError(f"{mode}: the process was killed under the memory limit. Use "
-                                     "a larger --limit-mib")
-                if seen["losses"] != rows[0]["losses"]:
-                    raise RuntimeError(f"{mode}: the losses differ from those of the resident "
-                                       "model")
-                rows.append({"mode": mode, "limit": limit, "throttle_mb_s": throttle, **seen})
+        for mode in modes[1:]:
+            seen = run(mode, limit)
+            if seen is None:
+                raise ValueError(f"{mode}: the process was killed under the memory limit. Use a "
+                                 "larger --limit-mib")
+            if seen["losses"] != rows[0]["losses"]:
+                raise RuntimeError(f"{mode}: the losses differ from those of the resident model")
+            rows.append({"mode": mode, "limit": limit, "throttle_mb_s": 0.0, **seen})
     sizes = ("layers", "hidden", "length", "micro_batches", "steps", "weights_mib")
     return {"limit": limit, "rows": rows, **{name: getattr(args, name) for name in sizes}}
 
 
-def table_of(seen: dict[str, Any]) -> str:
-    def shown(row: dict[str, Any]) -> dict[str, Any]:
-        disk, copied = row.get("throttle_mb_s"), row.get("copied_bytes")
-        return {
-            "cgroup_peak_bytes": None, "stalled_s": None, **row,
-            "disk": "" if disk is None else f"{disk:.0f} MB/s" if disk else "full speed",
-            "limit": f"{row['limit'] / MIB:.0f}" if row["limit"] else "none",
-            "copied": None if copied is None else copied / seen["steps"]}
-
-    return columns(map(shown, seen["rows"]), {
-        "weights": "{mode}", "disk": "{disk}", "memory limit, MiB": "{limit}",
-        "peak of the cgroup, MiB": "{cgroup_peak_bytes:MiB}",
-        "peak of the process, MiB": "{anonymous_bytes:MiB}",
-        "tokens/s": "{tokens_s:.1f}", "processor seconds per step": "{processor_s:.1f}",
-        "seconds waiting for copies": "{stalled_s:.1f}", "MiB copied per step": "{copied:MiB}"})
-
-
-def plain_part(seen: dict[str, Any]) -> list[str]:
-    return page(__name__, seen, table=table_of(seen))
+def cells(seen: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{
+        "stalled_s": None, **row, "disk": "full speed" if "throttle_mb_s" in row else "",
+        "limit": f"{row['limit'] / MIB:.0f}" if row["limit"] else "none",
+        "copied": row["copied_bytes"] / seen["steps"] if "copied_bytes" in row else None}
+        for row in seen["rows"]]
 
 
 def megatron_part(seen: dict[str, Any]) -> list[str]:
     resident, streamed = seen["rows"]
     times = {name: streamed[name] / resident[name]
              for name in ("tokens_s", "processor_s", "cgroup_peak_bytes")}
-    return page(__name__, seen, "megatron", times=times, table=table_of(seen))
+    return page(__name__, seen, "megatron", times=times, cells=cells(seen))
 
 
-PARTS = {"plain": (partial(compare, "plain"), plain_part),
+PARTS = {"plain": (partial(compare, "plain"),
+                   lambda seen: page(__name__, seen, cells=cells(seen))),
          "megatron": (partial(compare, "megatron"), megatron_part)}
 OPTIONS = {
     "scratch": Option("", "folder for the files of weights (default: a new one here)"),
@@ -201,5 +183,4 @@ OPTIONS = {
     "limit-mib": Option(-1, "memory limit in MiB; -1 uses that of the part, 0 sets no limit",
                         quick=0),
     "weights-mib": Option(144, "--weights-memory of Megatron's script in MiB"),
-    "throttle": Option(0.0, "also measure a disk of this many MB/s; 0 measures none"),
 }

@@ -20,16 +20,8 @@ from moe_plugin.experts.base import is_expert
 from moe_plugin.layer import MoELayer
 from scripts.bench.peers.base import copy
 from scripts.bench.peers.fairseq_branch import BranchMoE
-from scripts.bench.train.sides import (
-    FUSED_ADAM,
-    Settings,
-    Side,
-    TrainShape,
-    batch,
-    layout_of,
-    take_choices,
-    tuners_settled,
-)
+from scripts.bench.train import sides
+from scripts.bench.train.sides import Settings, Side, TrainShape
 
 NATIVE = "fairseq's moe branch"
 _FIXED = ("--task dummy_lm --dict-size 256 --arch transformer_lm --decoder-attention-heads 4 "
@@ -41,18 +33,12 @@ _FIXED = ("--task dummy_lm --dict-size 256 --arch transformer_lm --decoder-atten
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
           ours: Mapping[str, Settings], others: bool, evaluate: bool = False) -> list[Side]:
-    """Build all models with the same weights. The default process group must be initialized.
+    """Build all models with the same weights. See `run.sides_of`."""
+    logging.getLogger("fairseq").setLevel(logging.ERROR)
+    from moe_plugin.hosts.fairseq import registered  # noqa: F401
 
-    Args:
-        text: the training text, uint8 [N].
-        rank: this rank.
-        ours: for each model with our layer, the settings of the layer.
-        others: whether to also build the layer of fairseq's `moe` branch and a dense model.
-        evaluate: whether steps are forward passes of an evaluation.
-    """
-    start()
     make = Models(shape, text, rank, ranks, evaluate)
-    models = {(name, "ours"): make.ours(settings)
+    models = {(name, "ours"): make.model(shape.inner, [*make.experts, *flags_of(settings)])
               for name, settings in ours.items()}
     if others:
         models[NATIVE, "native"] = make.model(shape.inner, make.experts, _become_branch)
@@ -66,13 +52,7 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
 
 
 class _BranchFFN(nn.Module):
-    """The layer of fairseq's `moe` branch, which replaces our layer.
-
-    Attributes:
-        moe: the attributes of an MoE layer that the trainer and the criterion read.
-        run: the settings of the run.
-        stats: always None, because no statistics are logged for this layer.
-    """
+    """The branch's layer in place of ours, with what the trainer and the criterion read."""
 
     stats = None
 
@@ -103,9 +83,7 @@ def _become_branch(model: nn.Module, shape: TrainShape) -> None:
 
 
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy all weights. Parameters are matched by name, except for experts, which have different
-    names in the two layers.
-    """
+    """Copy all weights by name, except for experts, which have other names in the two layers."""
     from moe_plugin.hosts.fairseq.layers import moe_layers
 
     known = dict(source.named_parameters())
@@ -135,12 +113,6 @@ def _reload(optimizer: Any) -> None:
         wide.copy_(parameter)
 
 
-def start() -> None:
-    """Prepare this process before the first model is built."""
-    logging.getLogger("fairseq").setLevel(logging.ERROR)
-    from moe_plugin.hosts.fairseq import registered  # noqa: F401
-
-
 def flags_of(settings: Settings) -> list[str]:
     """Convert the settings to flags of fairseq's command line."""
     # A dispatcher that is set explicitly replaces the one that the flags of the moe branch select,
@@ -148,7 +120,7 @@ def flags_of(settings: Settings) -> list[str]:
     own = {"dispatch.capacity_factor": 1.0} if "dispatch.name" in settings else {}
     found = [word for name, text in flag_texts({**own, **settings}).items()
              for word in ("--" + name.replace("_", "-"), text)]
-    return [*found, FUSED_ADAM] if FUSED_ADAM in settings else found
+    return [*found, sides.FUSED_ADAM] if sides.FUSED_ADAM in settings else found
 
 
 class Models:
@@ -163,10 +135,6 @@ class Models:
                         "--moe-second-expert-policy", "all",
                         "--moe-eval-capacity-token-fraction", "0"]  # the capacity of training
         self.experts += ["--moe-top1-expert"] if shape.top_k == 1 else []
-
-    def ours(self, settings: Settings) -> Any:
-        """Return fairseq's trainer for a model with our layer."""
-        return self.model(self.shape.inner, [*self.experts, *flags_of(settings)])
 
     def model(self, inner: int, flags: list[str], change: Any = None) -> Any:
         """Return fairseq's trainer for one model, built from the flags of `fairseq-train`."""
@@ -222,17 +190,17 @@ class Models:
         found = moe_layers(made.get_model()) if kind == "ours" else []
         layers = [layer.moe_layer.moe for layer in found]
         tokens = self.sentences * self.shape.length
-        settled = (lambda: True) if self.evaluate else tuners_settled(layers)
+        settled = (lambda: True) if self.evaluate else sides.tuners_settled(layers)
         return Side(name, kind, step, [made.optimizer.optimizer], settled,
-                    lambda: layout_of(layers, tokens), list(made.get_model().parameters()),
-                    [*(partial(take_choices, layer) for layer in layers),
+                    lambda: sides.layout_of(layers, tokens), list(made.get_model().parameters()),
+                    [*(partial(sides.take_choices, layer) for layer in layers),
                      *(partial(setattr, m, "choose") for m in made.get_model().modules()
                        if isinstance(m, BranchMoE))], partial(_reload, made.optimizer))
 
     def _sample(self, number: int) -> dict[str, Any]:
         shape = self.shape
         first = 4  # number of special symbols before the first byte in fairseq's dictionary
-        bytes_BT = batch(self.text, number, self.sentences, shape.length, self.rank) + first
+        bytes_BT = sides.batch(self.text, number, self.sentences, shape.length, self.rank) + first
         return {
             "id": torch.arange(self.sentences), "nsentences": self.sentences,
             "ntokens": self.sentences * shape.length, "net_input": {

@@ -1,6 +1,4 @@
-"""Build GPT models in Megatron-core: with our layer, with Megatron's own layer, and without
-experts.
-"""
+"""Build GPT models in Megatron-core: with our layer, with Megatron's own layer, and dense."""
 
 from __future__ import annotations
 
@@ -16,17 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scripts.bench.peers.base import copy
-from scripts.bench.train.sides import (
-    FUSED_ADAM,
-    Chooser,
-    Settings,
-    Side,
-    TrainShape,
-    batch,
-    layout_of,
-    take_choices,
-    tuners_settled,
-)
+from scripts.bench.train import sides
+from scripts.bench.train.sides import Settings, Side, TrainShape
 
 DISPATCHERS = ("alltoall", "allgather")
 SEED, VOCABULARY = 1234, 384  # the vocabulary is that of bytes, padded as in Megatron
@@ -34,40 +23,31 @@ SEED, VOCABULARY = 1234, 384  # the vocabulary is that of bytes, padded as in Me
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
           ours: Mapping[str, Settings], others: bool, evaluate: bool = False) -> list[Side]:
-    """Build all models with the same weights in Megatron's process groups. The default process
-    group must be initialized.
-
-    Args:
-        text: the training text, uint8 [N].
-        rank: this rank.
-        ours: for each model with our layer, the settings of the layer.
-        others: whether to also build Megatron's own layer, with both dispatchers, and a dense
-            model.
-        evaluate: whether steps are forward passes of an evaluation.
-    """
+    """Build all models with the same weights in Megatron's groups. See `run.sides_of`."""
     start(ranks)
     config = config_of(shape, ranks)
     source = Batches(shape, text, rank, ranks, evaluate)
-    first, sides = None, []
+    first, built = None, []
     for name, settings in ours.items():
-        made = make_ours(shape, config, settings)
+        made = make(shape, config, {key: value for key, value in settings.items()
+                                    if key != sides.FUSED_ADAM}, sides.FUSED_ADAM in settings)
         first = first or made
-        sides.append(side_of(name, "ours", made, source))
+        built.append(side_of(name, "ours", made, source))
         _copy_weights(first, made)
     if not others:
-        return sides
+        return built
     for name in DISPATCHERS:
         made = make(shape, replace(config, moe_token_dispatcher_type=name))
-        sides.append(side_of(f"Megatron, {name}", "native", made, source))
+        built.append(side_of(f"Megatron, {name}", "native", made, source))
         _copy_weights(first, made)
     dense = replace(config, num_moe_experts=None, moe_ffn_hidden_size=None,
                     expert_model_parallel_size=1, ffn_hidden_size=shape.inner * shape.top_k)
     made = make(shape, dense)
     _copy_weights(first, made)
-    return [*sides, side_of("dense", "dense", made, source)]
+    return [*built, side_of("dense", "dense", made, source)]
 
 
-def _take_choices(router: Any, choose: Chooser) -> None:
+def _take_choices(router: Any, choose: sides.Chooser) -> None:
     """Make `choose` select the experts in one of Megatron's routers. See `Side.routers`."""
     module = sys.modules[type(router).__module__]
     routing, choice = router.routing, module.topk_routing_with_score_function
@@ -83,9 +63,7 @@ def _take_choices(router: Any, choose: Chooser) -> None:
 
 
 def _copy_weights(source: Made | None, target: Made) -> None:
-    """Copy all weights. Parameters are matched by name, except for experts, which have different
-    names in the two layers.
-    """
+    """Copy all weights by name, except for experts, which have other names in the two layers."""
     if source is None or source is target:
         return
     mine, theirs = source.chunk.module, target.chunk.module
@@ -129,12 +107,6 @@ def start(ranks: int) -> None:
         parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
 
 
-def make_ours(shape: TrainShape, config: Any, settings: Settings) -> Made:
-    """Build a model with our layer."""
-    return make(shape, config, {name: value for name, value in settings.items()
-                                if name != FUSED_ADAM}, FUSED_ADAM in settings)
-
-
 def config_of(shape: TrainShape, ranks: int) -> Any:
     from moe_plugin.hosts.megatron.compat.names import TransformerConfig
 
@@ -168,14 +140,7 @@ class Made:
 
 def make(shape: TrainShape, config: Any, settings: Settings | None = None,
           fused: bool = False) -> Made:
-    """Build a model.
-
-    Args:
-        config: Megatron's configuration.
-        settings: settings of our layer. None (default) builds the layers of Megatron's own layer
-            spec.
-        fused: whether to use the fused Adam optimizer.
-    """
+    """Build a model with our layer and its settings, or (None) with Megatron's own specs."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from moe_plugin.comm.host_collectives import comm_of
@@ -218,13 +183,7 @@ def make(shape: TrainShape, config: Any, settings: Settings | None = None,
 
 
 class Batches:
-    """A sequence of training batches. Each batch consists of tokens and labels, each [B, T].
-
-    Args:
-        text: the text, uint8 [N].
-        rank: this rank.
-        evaluate: whether the batches are used for evaluation.
-    """
+    """A sequence of training batches. Each batch consists of tokens and labels, each [B, T]."""
 
     def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int,
                  evaluate: bool = False) -> None:
@@ -234,7 +193,7 @@ class Batches:
         self.mask = torch.ones(1, 1, self.length, self.length, dtype=torch.bool).triu(1)
 
     def __call__(self, number: int) -> tuple[Tensor, Tensor]:
-        bytes_BT = batch(self.text, number, self.sentences, self.length, self.rank)
+        bytes_BT = sides.batch(self.text, number, self.sentences, self.length, self.rank)
         return bytes_BT[:, :-1], bytes_BT[:, 1:]
 
 
@@ -276,10 +235,10 @@ def side_of(name: str, kind: str, made: Made, source: Batches) -> Side:
 
     layers = [layer.moe for layer in made.moe_layers()]
     optimizers = [part.optimizer for part in parts(made.optimizer) if part.optimizer is not None]
-    settled = (lambda: True) if source.evaluate else tuners_settled(layers)
+    settled = (lambda: True) if source.evaluate else sides.tuners_settled(layers)
     return Side(name, kind, evaluation if source.evaluate else step, optimizers, settled,
-                lambda: layout_of(layers, source.sentences * source.length),
+                lambda: sides.layout_of(layers, source.sentences * source.length),
                 list(made.chunk.parameters()),
-                [*(partial(take_choices, layer) for layer in layers),
+                [*(partial(sides.take_choices, layer) for layer in layers),
                  *(partial(_take_choices, m.router) for m in made.chunk.modules()
                    if _is_native(m))], made.optimizer.reload_model_params)

@@ -1,5 +1,4 @@
-"""Start ranks on this machine or on an emulated cluster, and measure training steps on these ranks.
-"""
+"""Start ranks on this machine or on an emulated cluster, and measure training steps on them."""
 
 from __future__ import annotations
 
@@ -11,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moe_plugin.comm import TorchComm
 from moe_plugin.planner.units import show_time
 from moe_plugin.utils.messages import tracked
+from scripts.bench.child import on_processes
 from scripts.bench.measure import versions
-from scripts.bench.ranks import on_processes
 from scripts.bench.train.results import TrainReport
 from scripts.bench.train.sides import Settings, Side, TrainShape, read_text
 from scripts.bench.train.steps import SideTimes, measure
@@ -30,16 +28,8 @@ TIMEOUT_S = 900.0
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """One measurement: the host, the shape, and the models to train.
-
-    Attributes:
-        host: "megatron" or "fairseq".
-        text: path of the training text.
-        steps: number of timed steps per model.
-        warm_up: number of untimed steps per model before the timed steps.
-        ours: for each model with our layer, the settings of the layer.
-        others: whether to also measure the host's own layer and a dense model.
-        evaluate: whether to time forward passes of an evaluation instead of training steps.
+    """One measurement: the host, the shape, the path of the text, the numbers of timed and untimed
+    steps per model, and the models to train (see `sides_of`).
     """
 
     host: str
@@ -53,18 +43,14 @@ class TrainPlan:
 
 
 def measure_rank(plan: TrainPlan) -> list[SideTimes]:
-    """Measure all models of one plan. Every rank must call this function in an initialized group,
-    and all ranks get the same result.
-    """
+    """Measure all models of one plan on all ranks of an initialized group, with the same result."""
     sides = sides_of(plan.host, plan.shape, read_text(plan.text), plan.ours, plan.others,
                      plan.evaluate)
     return measure(sides, TorchComm(), plan.steps, plan.warm_up)
 
 
 def measure_plans(plans: Sequence[TrainPlan]) -> list[tuple[list[SideTimes], Load]]:
-    """Measure all models of several plans one after the other. The load average of the machine is
-    recorded for each plan.
-    """
+    """Measure several plans. Return the times and the machine's load averages for each plan."""
     found = []
     for plan in tracked(plans, "bench train", "shape"):
         before = os.getloadavg()[0]
@@ -75,12 +61,9 @@ def measure_plans(plans: Sequence[TrainPlan]) -> list[tuple[list[SideTimes], Loa
 
 def sides_of(host: str, shape: TrainShape, text: Tensor, ours: Mapping[str, Settings],
              others: bool = True, evaluate: bool = False) -> list[Side]:
-    """Build all models with the same weights. Every rank must call this function in an initialized
-    group.
+    """Build all models with the same weights, on all ranks of an initialized group.
 
     Args:
-        host: "megatron" or "fairseq".
-        text: the training text, as returned by `read_text`.
         ours: settings of our layer by the name of the model.
         others: whether to also build the host's own layer and a dense model.
         evaluate: whether steps are forward passes of an evaluation.
@@ -102,22 +85,6 @@ def _builder(host: str) -> Callable[..., list[Side]]:
     return module.build
 
 
-def on_own_ranks(plans: Sequence[TrainPlan]) -> list[TrainReport]:
-    """Measure on the ranks that were started by a launcher such as torchrun. Only rank 0 returns
-    reports.
-    """
-    joined = dist.is_initialized()
-    if not joined:
-        dist.init_process_group("gloo")
-    try:
-        ranks, first = dist.get_world_size(), dist.get_rank() == 0
-        found = measure_plans(plans)
-        return _reports(plans, f"{ranks} ranks", ranks, found) if first else []
-    finally:
-        if not joined:
-            dist.destroy_process_group()
-
-
 def on_this_machine(plans: Sequence[TrainPlan], ranks: int) -> list[TrainReport]:
     """Measure in `ranks` new processes on this machine."""
     return _reports(plans, f"one machine, {ranks} ranks", ranks,
@@ -125,9 +92,7 @@ def on_this_machine(plans: Sequence[TrainPlan], ranks: int) -> list[TrainReport]
 
 
 def on_emulated(plans: Sequence[TrainPlan], cluster: EmulatedCluster) -> list[TrainReport]:
-    """Measure several plans on a running emulated cluster. The hosts are imported before the ranks
-    are forked.
-    """
+    """Measure several plans on a running emulated cluster."""
     forked_hosts({plan.host for plan in plans})
     place = (f"{cluster.nodes_wanted}x{cluster.ranks_per_node} emulated nodes, "
              f"{cluster.rate_bit_s / 1e6:g} Mbit/s, {show_time(cluster.delay_s)}")
@@ -144,16 +109,8 @@ def sides_on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> list[SideTim
 
 def settings_on_emulated(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
                          args: Namespace, cluster: EmulatedCluster) -> dict[str, Any]:
-    """Train models with our layer and different settings on a running emulated cluster.
-
-    Args:
-        host: "megatron" or "fairseq".
-        text: path of the training text.
-        ours: settings of our layer by the name of the model.
-        args: options of a study, including `steps` and `warm_up`.
-
-    Returns: The label of the shape, and the results of each model: the layout, the median step time
-        in seconds, and the last loss.
+    """Train models with our layer and different settings on a running emulated cluster. Return the
+    label of the shape, and by model: the layout, the median step time and the last loss.
     """
     # in fairseq, k is a setting of our layer, and the ragged dispatcher creates no slots
     more = {"router.top_k": shape.top_k, "dispatch.name": "ragged"} if host == "fairseq" else {}
@@ -166,9 +123,7 @@ def settings_on_emulated(host: str, shape: TrainShape, text: str, ours: Mapping[
 
 
 def forked_hosts(hosts: Iterable[str]) -> None:
-    """Import the host frameworks before ranks are forked, so that the ranks need not import them
-    again.
-    """
+    """Import the hosts before ranks are forked, so that the ranks need not import them."""
     for host in hosts:
         _builder(host)
         _import_host(host)

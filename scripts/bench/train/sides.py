@@ -1,5 +1,4 @@
-"""Definitions used to measure training steps in both hosts: shapes, settings, batches and models.
-"""
+"""What both hosts share to measure training steps: shapes, settings, batches and models."""
 
 from __future__ import annotations
 
@@ -16,8 +15,6 @@ from torch import Tensor
 from moe_plugin.cli.corpus import build_corpus
 from moe_plugin.kernels.router import top_k_stable
 from moe_plugin.layer import MoELayer
-from moe_plugin.planner.choice import LayoutChoice
-from moe_plugin.routed_experts import RoutedExperts
 from moe_plugin.tuning.exchange_tuner import ExchangeTuner
 
 Chooser = Callable[[Tensor, Tensor], Tensor]  # see `Side.routers`
@@ -44,20 +41,11 @@ class TrainShape:
     """A decoder language model with an MoE layer in every block.
 
     Attributes:
-        width: width of a token, D.
-        inner: inner width of an expert, F.
-        experts: number of experts, E.
-        top_k: number of experts per token, K.
+        inner: inner width of an expert.
         tokens: number of tokens per step, over all ranks.
-        layers: number of transformer layers.
         length: number of tokens per sentence.
-        gated: whether the experts are gated (SwiGLU).
-        bf16: whether parameters and activations are stored in bfloat16. The optimizer stores
-            float32 copies of the parameters.
+        bf16: whether parameters and activations are in bfloat16. The optimizer has float32 copies.
         gelu: whether fairseq's models use GELU instead of ReLU. Megatron's models never use ReLU.
-
-    Raises:
-        ValueError: if a size is smaller than 1, or top_k is larger than the number of experts.
     """
 
     name: str
@@ -82,11 +70,7 @@ class TrainShape:
                              f"experts={self.experts}. Use a smaller top_k")
 
     def sentences(self, ranks: int) -> int:
-        """Return the number of sentences that one rank processes in a step.
-
-        Raises:
-            ValueError: if the tokens of a step cannot be divided equally among the ranks.
-        """
+        """Return the number of sentences that one rank processes in a step."""
         if self.tokens % (self.length * ranks):
             raise ValueError(
                 f"tokens={self.tokens} cannot be divided into sentences of {self.length} tokens on "
@@ -105,19 +89,17 @@ class Side:
 
     Attributes:
         kind: "ours", "native" or "dense".
-        step: a function that receives the number of a step and trains (or evaluates) on this step.
-            The function returns the loss of the language model over all ranks, in nats per token.
-        optimizers: the torch optimizers. The time of the optimizers is measured separately.
-        settled: a function that returns whether the tuners have made their final choices. The
-            function returns the same value on all ranks.
-        layout: a function that returns the label of the current layout.
-        parameters: parameters of the model. If the model is stored in 16 bits, the optimizers have
-            float32 copies of the parameters.
-        routers: for each MoE layer, in order, a function that replaces all later choices of the
-            layer's router. The argument of this function maps the logits [T, E] and the experts
-            [T, K] that the router chooses to the experts [T, K] that the layer uses.
-        reload: a function that copies the parameters to the optimizers' float32 copies after the
-            parameters have changed. Does nothing if there are no such copies.
+        step: trains (or evaluates) on the step with the given number, and returns the loss over all
+            ranks, in nats per token.
+        optimizers: the torch optimizers, whose time is also measured separately.
+        settled: returns whether the tuners have made their final choices, equally on all ranks.
+        layout: returns the label of the current layout.
+        parameters: parameters of the model. If they have 16 bits, the optimizers have float32
+            copies.
+        routers: for each MoE layer, a function that replaces all later choices of its router. The
+            argument maps the logits [T, E] and the chosen experts [T, K] to the experts [T, K] to
+            use.
+        reload: copies changed parameters to the optimizers' float32 copies, if there are any.
     """
 
     name: str
@@ -133,7 +115,6 @@ class Side:
 
 def tuners_settled(layers: Sequence[MoELayer]) -> Callable[[], bool]:
     """Return a function that returns whether the tuners of all layers have finished their trials.
-    The returned value is the same on all ranks.
     """
     return lambda: not any(_exploring(layer) for layer in layers)
 
@@ -155,34 +136,16 @@ def take_choices(layer: MoELayer, choose: Chooser) -> None:
 
 
 def layout_of(layers: Sequence[MoELayer], tokens: int) -> str:
-    """Return the layout labels of the latest calls, each with the number of layers that use the
-    layout. Collective.
-
-    Args:
-        layers: the layers.
-        tokens: number of tokens per step on one rank.
-    """
-    seen = Counter(_latest(layer.routed_experts, tokens).label for layer in layers)
+    """Return the layouts of the latest calls, each with its number of layers. Collective."""
+    of = [layer.routed_experts for layer in layers]
+    seen = Counter((routed.current if routed.prefill is None else
+                    routed.prefill.choice(routed.current, tokens)).label for routed in of)
     return ", ".join(label if count == len(layers) else f"{label} ({count} of {len(layers)})"
                      for label, count in seen.items())
 
 
-def _latest(routed: RoutedExperts, tokens: int) -> LayoutChoice:
-    if routed.prefill is None:
-        return routed.current
-    return routed.prefill.choice(routed.current, tokens)
-
-
 def batch(text: Tensor, step: int, sentences: int, length: int, rank: int) -> Tensor:
-    """Return the bytes of a rank's sentences in one step, int64 [sentences, length + 1].
-
-    All models get the same sentences in the same step.
-
-    Args:
-        text: the text, uint8 [N].
-        length: number of tokens per sentence.
-        rank: this rank.
-    """
+    """Return the bytes of a rank's sentences in one step, int64 [sentences, length + 1]."""
     source = torch.Generator().manual_seed(1_000_003 * step + rank)
     starts = torch.randint(len(text) - length, (sentences, 1), generator=source)
     return text[starts + torch.arange(length + 1)].long()
@@ -213,14 +176,8 @@ SHAPES = {
 
 
 def parse_shapes(text: str) -> list[TrainShape]:
-    """Parse the value of the option `--shapes`.
-
-    Args:
-        text: `all`, several names separated by commas, or `WxFxExKxT` (width, inner width, number
-            of experts, experts per token, tokens per step).
-
-    Raises:
-        ValueError: if a name is unknown.
+    """Parse `--shapes`: `all`, several names separated by commas, or `WxFxExKxT` (width, inner
+    width, number of experts, experts per token, tokens per step).
     """
     return list(SHAPES.values()) if text == "all" else [_shape(item) for item in text.split(",")]
 
@@ -238,14 +195,8 @@ def _shape(text: str) -> TrainShape:
 
 
 def for_host(shapes: Sequence[TrainShape], host: str) -> list[TrainShape]:
-    """Adapt the shapes to the limits of the host's own layer.
-
-    The layer of fairseq's `moe` branch does not support gated experts, or more than two experts per
-    token. Therefore the number of experts per token is reduced, and shapes with gated experts are
-    removed.
-
-    Raises:
-        ValueError: if the host is fairseq and all shapes have gated experts.
+    """Adapt the shapes to the layer of fairseq's `moe` branch, which does not support gated
+    experts, or more than two experts per token. Shapes with gated experts are removed.
     """
     if host != "fairseq":
         return list(shapes)
@@ -256,11 +207,8 @@ def for_host(shapes: Sequence[TrainShape], host: str) -> list[TrainShape]:
 
 
 def our_settings(several_nodes: bool) -> dict[str, Settings]:
-    """Return the settings of our layer for each model.
-
-    There is one model for the default settings, one for the automatic choice (`auto`) of the layout
-    and the all-to-all algorithm (on several nodes, this is the default), and one for every fixed
-    setting that is not the default.
+    """Return the settings of our layer for each model: the default, `auto` for the layout and the
+    all-to-all algorithm (on several nodes, this is the default), and every other fixed setting.
     """
     if several_nodes:  # the default settings are `auto` already
         return {OURS: {}, **{f"{OURS}, {name}": FIXED[name] for name in FIXED}}
@@ -269,11 +217,8 @@ def our_settings(several_nodes: bool) -> dict[str, Settings]:
 
 
 def evaluated_settings(hardware: Settings) -> dict[str, Settings]:
-    """Return the settings of our layer for evaluations, with rows not divided into pieces and with
-    the number of pieces chosen by the load.
-
-    Args:
-        hardware: settings that describe the links and the processor. Used with and without pieces.
+    """Return the settings of our layer for evaluations, without pieces and with the number of
+    pieces chosen by the load. `hardware` describes the links and the processor.
     """
     return {OURS: hardware, PIECES: {**hardware, "parallel.prefill": True}}
 

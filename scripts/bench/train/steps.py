@@ -1,12 +1,11 @@
-"""Time training steps of several models on the same ranks. The models alternate after every step.
-"""
+"""Time training steps of several models on the same ranks. The models alternate."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +23,9 @@ class SideTimes:
     """The step times of one model, in seconds on the slowest rank.
 
     Attributes:
-        kind: "ours", "native" or "dense".
-        seconds: time of each timed step.
         optimizer_s: time spent in the optimizer during each timed step.
-        losses: losses of all steps, including the steps of the last warm-up. The losses of two
-            models can be compared step by step, because all models start with the same weights and
-            use the same data.
+        losses: losses of all steps, including those of the last warm-up. They can be compared
+            between models, which start with the same weights and use the same data.
         parameters: number of parameters per rank.
     """
 
@@ -42,47 +38,15 @@ class SideTimes:
     layout: str
 
 
-@dataclass
-class _Clock:
-    """A clock that measures the time inside optimizer steps."""
+def measure(sides: Sequence[Side], comm: Comm, steps: int,
+            warm_up: int = WARM_UP) -> list[SideTimes]:
+    """Time the training steps of all models on all ranks. The models alternate after each step.
 
-    now: Callable[[], float]
-    seconds: float = 0.0
-    begun: float = field(default=0.0, repr=False)
-
-    def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.register_step_pre_hook(self._start)
-        optimizer.register_step_post_hook(self._stop)
-
-    def _start(self, *_: Any) -> None:
-        self.begun = self.now()
-
-    def _stop(self, *_: Any) -> None:
-        self.seconds += self.now() - self.begun
-
-    def take(self) -> float:
-        """Return the time in seconds since the previous call of this method."""
-        taken, self.seconds = self.seconds, 0.0
-        return taken
-
-
-def measure(sides: Sequence[Side], comm: Comm, steps: int, warm_up: int = WARM_UP,
-            now: Callable[[], float] = time.perf_counter) -> list[SideTimes]:
-    """Time the training steps of all models, which alternate after each step. Every rank must
-    call this function.
-
-    Each model first runs `warm_up` untimed steps. If the tuners of a model have not finished after
-    the warm-up, the model runs more steps alone and then restarts from its initial weights.
-    Therefore all models have the same weights, data and expert loads in the timed steps.
-
-    Args:
-        sides: models to train.
-        comm: communicator of all ranks.
-        steps: number of timed steps per model.
-        warm_up: number of steps per model before the timed steps.
-        now: function that returns the current time in seconds.
+    Each model first runs `warm_up` untimed steps. If its tuners have not finished then, the model
+    runs more steps alone and restarts from its initial weights. Therefore all models have the same
+    weights, data and expert loads in the timed steps.
     """
-    runs = [_Run(side, comm, now) for side in sides]
+    runs = [_Run(side, comm) for side in sides]
     for run in runs:
         run.warm_up(warm_up)
     for _ in range(steps):
@@ -92,8 +56,8 @@ def measure(sides: Sequence[Side], comm: Comm, steps: int, warm_up: int = WARM_U
 
 
 class _Run:
-    def __init__(self, side: Side, comm: Comm, now: Callable[[], float]) -> None:
-        self.side, self.comm, self.clock = side, comm, _Clock(now)
+    def __init__(self, side: Side, comm: Comm) -> None:
+        self.side, self.comm, self.inside, self.begun = side, comm, 0.0, 0.0
         self.seconds: list[float] = []
         self.optimizer_s: list[float] = []
         self.losses: list[float] = []
@@ -101,7 +65,14 @@ class _Run:
                        copy.deepcopy(optimizer.state_dict())) for optimizer in side.optimizers]
         self.weights = [p.detach().clone() for p in side.parameters]
         for optimizer in side.optimizers:
-            self.clock.watch(optimizer)
+            optimizer.register_step_pre_hook(self._begin)
+            optimizer.register_step_post_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self.begun = time.perf_counter()
+
+    def _end(self, *_: Any) -> None:
+        self.inside += time.perf_counter() - self.begun
 
     def warm_up(self, steps: int) -> None:
         self._run(steps)
@@ -112,7 +83,6 @@ class _Run:
             self._run(steps)
         self.start.clear()
         self.weights.clear()
-        self.clock.take()
 
     def _run(self, steps: int) -> None:
         for _ in range(steps):
@@ -127,10 +97,10 @@ class _Run:
 
     def timed(self) -> None:
         self.comm.barrier()
-        begun = self.clock.now()
+        begun, self.inside = time.perf_counter(), 0.0
         self._step()
-        self.seconds.append(self.clock.now() - begun)
-        self.optimizer_s.append(self.clock.take())
+        self.seconds.append(time.perf_counter() - begun)
+        self.optimizer_s.append(self.inside)
 
     def _step(self) -> None:
         self.losses.append(self.side.step(len(self.losses)))

@@ -15,12 +15,11 @@ from moe_plugin.experts import is_expert
 from moe_plugin.hosts.timm.data import MNIST_PACKAGE, Images, write_example
 from moe_plugin.hosts.timm.model import PRESETS, build
 from moe_plugin.hosts.timm.train import main
-from scripts.bench import quality_images
-from scripts.bench.studies import STUDIES
+from scripts.bench.studies import STUDIES, quality
 from scripts.bench.study import NEEDS_SAID
 
 pytest.importorskip("timm")
-PRESET = PRESETS[quality_images.PRESET]
+PRESET = PRESETS[quality.PRESET]
 
 
 @pytest.fixture
@@ -40,7 +39,7 @@ def digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
 
 def test_every_image_validates_in_one_fold(digits: torch.Tensor, tmp_path: Path) -> None:
     found = []
-    for fold in range(quality_images.FOLDS):
+    for fold in range(quality.FOLDS):
         write_example("mnist", tmp_path / f"{fold}", fold)
         parts = [sorted(file.name for file in (tmp_path / f"{fold}" / part).rglob("*.png"))
                  for part in ("train", "val")]
@@ -88,7 +87,7 @@ def test_a_widened_model_has_the_matrices_of_all_experts() -> None:
 
 
 def test_counted_flops_are_equal_but_for_routers() -> None:
-    flops = quality_images.flops()
+    flops = quality.image_flops()
     routers = sum(2 * tokens * 16 * (width + 8) for tokens, width in ((64, 24), (16, 48)))
     assert flops["moe"] - flops["active"] == routers < 0.03 * flops["active"]
     mlps = sum(2 * tokens * 8 * width ** 2 for tokens, width in ((64, 24), (16, 48)))

@@ -10,7 +10,7 @@ from scripts.audit.contract import HeldPart, places
 from scripts.audit.explain import merged, stopped
 from scripts.audit.mixtral import MIXTRAL
 from scripts.audit.reference import TINY
-from scripts.audit.report import text
+from scripts.audit.report import lines
 from scripts.audit.run import Audit
 from scripts.audit.world import RankStep
 from tests.scripts.audit.made import CASES, Fault, alone
@@ -176,7 +176,8 @@ def test_places_name_what_does_not_fit() -> None:
 
 def test_the_answer_as_text() -> None:
     fault = FAULTS["an extra average over the group"][0]
-    said = text(Audit("mine.py", tried=["one"], findings=fault.found()))
+    said = "\n".join(lines(Audit("mine.py", tried=["one"], findings=fault.found())))
     assert said.startswith("mine.py: 1 fault, 1 steps compared\n  1. gate, up, down: 1/EP x; in ")
     assert "likely: an extra average over the expert-parallel group" in said
-    assert "not installed" in text(Audit("deepspeed", not_installed="deepspeed is not installed"))
+    assert list(lines(Audit("deepspeed", not_installed="it is not installed"))) == [
+        "deepspeed: it is not installed"]

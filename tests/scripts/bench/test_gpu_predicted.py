@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.chips import GPUS
 from scripts.bench.launches import recorded, step
 from scripts.bench.problem import Problem
+from scripts.bench.resources import GPUS
 from scripts.bench.studies.gpu_predicted import bound, flops, used
 from scripts.bench.studies.layers import LAYERS
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from scripts.bench import quality_text
 from scripts.bench.paired import best_rates, compare, paired
 from scripts.bench.quickstart import settings
+from scripts.bench.studies import quality
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8, 30])
@@ -62,12 +62,12 @@ def test_a_rate_that_was_lucky_once_is_not_taken() -> None:
                      "runs": {"a": [{"loss": 0.1}]}}
 
 
-@pytest.mark.parametrize("host", quality_text.ADAM)
+@pytest.mark.parametrize("host", quality.ADAM)
 def test_sides_differ_in_experts_and_inner_width_alone(host: str) -> None:
-    s = {**settings(20), **quality_text.SIZES}
+    s = {**settings(20), **quality.SIZES}
     moe, active, total = (
-        quality_text.command_of(host, side, s, Path("data"), Path("run"))
-        for side in quality_text.SIDES)
+        quality.command_of(host, side, s, Path("data"), Path("run"))
+        for side in quality.INNER)
     inner = "--decoder-ffn-embed-dim" if host == "fairseq" else "--ffn-hidden-size"
     assert [side[side.index(inner) + 1] for side in (moe, active, total)] == ["128", "256", "1024"]
     dense = [word for word in active if word.startswith("--moe-") or "expert" in word]
@@ -78,8 +78,8 @@ def test_sides_differ_in_experts_and_inner_width_alone(host: str) -> None:
 
 def test_flops_and_parameters_are_equal_where_the_page_says_so() -> None:
     routers = {"flops": 2 * 2 * 64 * 8, "parameters": 2 * 64 * 8}  # layers, width, experts
-    assert quality_text.flops("moe") - quality_text.flops("active") == routers["flops"]
-    assert quality_text.parameters("moe") - quality_text.parameters("total") == routers[
+    assert quality.text_flops("moe") - quality.text_flops("active") == routers["flops"]
+    assert quality.text_parameters("moe") - quality.text_parameters("total") == routers[
         "parameters"]
     # six experts that a token does not visit
-    assert quality_text.flops("total") - quality_text.flops("active") == 2 * 2 * 2 * 64 * 128 * 6
+    assert quality.text_flops("total") - quality.text_flops("active") == 2 * 2 * 2 * 64 * 128 * 6

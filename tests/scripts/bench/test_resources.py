@@ -20,9 +20,8 @@ from moe_plugin.kernels import RowGroups, gpu, kernels
 from moe_plugin.kernels.groups import SCHEDULES
 from moe_plugin.kernels.triton_ops import no_schedule
 from moe_plugin.records import RowCounts
-from scripts.bench.chips import GPU, GPUS
 from scripts.bench.launches import META, Launch, recorded, step
-from scripts.bench.resources import Resources, compile_for, compiled
+from scripts.bench.resources import GPU, GPUS, Resources, compile_for, compiled
 from scripts.bench.studies.layers import LAYERS
 from tests.kernels.interpreted import DTYPES
 from tests.kernels.problems import SHAPES, arguments

@@ -213,7 +213,7 @@ def test_bad_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def learned_alike(folder: Path, host: str, native: set[str]) -> None:
     found, *evaluated = reports(read_numbers(folder / "data" / "train.json"))
-    assert (found.host, found.place, found.ranks) == (host, "2 ranks", 2)
+    assert (found.host, found.place, found.ranks) == (host, "one machine, 2 ranks", 2)
     assert {s.name: s.kind for s in found.sides} == {
         **SIDES, **dict.fromkeys(native, "native"), "dense": "dense"}
     assert all(len(s.seconds) == 2 and len(s.losses) >= 3 for s in found.sides)
@@ -233,31 +233,17 @@ def learned_alike(folder: Path, host: str, native: set[str]) -> None:
         TINY, *(["gated"] if host == "megatron" else [])]
 
 
-def _megatron(folder: str) -> int:
-    words = [*COMMAND.split(), "--host", "megatron", "--out", folder]
-    return main(words) or main([*words, "--evaluate", "--shapes", f"{TINY},gated"])
-
-
 @pytest.mark.distributed
-@pytest.mark.megatron
-def test_command_in_megatron(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    from tests.hosts.megatron.ranks import on_ranks
-
-    assert on_ranks(2, _megatron, str(tmp_path)) == [0, 0]
-    learned_alike(tmp_path, "megatron",
-                  {"Megatron, alltoall", "Megatron, allgather"})
-
-
-@pytest.mark.distributed
-@pytest.mark.fairseq
-def test_command_in_fairseq(tmp_path: Path) -> None:
-    pytest.importorskip("fairseq", reason="fairseq is not installed")
-    from tests.hosts.fairseq.conftest import run
-
-    for more in ("", "--evaluate"):
-        run("moe-plugin", f"{COMMAND} --host fairseq --out {tmp_path} {more}", ranks=2).ok()
-    learned_alike(tmp_path, "fairseq", {"fairseq's moe branch"})
+@pytest.mark.parametrize("host, native", [
+    pytest.param("megatron", {"Megatron, alltoall", "Megatron, allgather"},
+                 marks=pytest.mark.megatron),
+    pytest.param("fairseq", {"fairseq's moe branch"}, marks=pytest.mark.fairseq)])
+def test_command(host: str, native: set[str], tmp_path: Path) -> None:
+    pytest.importorskip({"megatron": "megatron.core"}.get(host, host))
+    words = [*COMMAND.split(), "--host", host, "--out", str(tmp_path)]
+    shapes = f"{TINY},gated" if host == "megatron" else TINY
+    assert main(words) == 0 and main([*words, "--evaluate", "--shapes", shapes]) == 0
+    learned_alike(tmp_path, host, native)
 
 
 def parted(*values: Any) -> dict[str, Any]:
