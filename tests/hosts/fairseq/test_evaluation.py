@@ -16,7 +16,6 @@ from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.resume import part_state
 from tests.hosts.fairseq.conftest import Corpus, Result, run, run_alone, run_on_its_own_ranks
 from tests.hosts.fairseq.small import language_model
-from tests.hosts.slow_hardware import slow_hardware
 
 EXPERTS = "decoder.layers.1.moe_layer.moe.experts."
 
@@ -180,20 +179,6 @@ def test_overrides_that_a_checkpoint_does_not_know(corpus: Corpus, tmp_path: Pat
     run("fairseq-validate", f"{arguments} {{'moe_dispatch':'nothing'}}").failed_with("'nothing'")
     found = run("fairseq-validate", f"{arguments} {{'moe_dispatch':'ragged'}}").ok()
     assert "lacks the setting moe_dispatch of a newer release; --model-over" in found.log
-
-
-@pytest.mark.distributed
-def test_pieces_follow_the_load(corpus: Corpus, ep2: tuple[Path, Result], tmp_path: Path) -> None:
-    """On slow hardware (EPS-MoE); the numbers stay."""
-    device, cluster = slow_hardware(tmp_path)
-    arguments = f"{evaluation(corpus, ep2[0])} --task language_modeling --batch-size 6"
-    wanted = validated(run("fairseq-validate", arguments, ranks=2))
-    cut = (f"{{'moe_prefill_pieces':True,'moe_parallel':'fixed','moe_parallel_device':'{device}',"
-           f"'moe_cluster':'{cluster}'}}")
-    found = run("fairseq-validate", f"{arguments} --model-overrides {cut}", ranks=2)
-    assert validated(found) == [pytest.approx(one, abs=2.1e-3) for one in wanted]
-    assert re.search(r"evaluation of about \d+ tokens on each rank: .*\d pieces.*; predicted",
-                     found.log), found.log
 
 
 @pytest.mark.distributed
