@@ -21,6 +21,7 @@ from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import (
     EP2,
     PP2,
+    RECOMPUTE,
     TP2,
     argv_for,
     losses_of,
@@ -38,94 +39,68 @@ def whole_run(data: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str,
     return folder, losses_of(f"{folder}/log.jsonl")
 
 
-@pytest.mark.parametrize(("world", "sizes"), [(2, EP2), (1, []), (2, TP2), (2, PP2),
-                                              (2, ["--expert-tensor-parallel-size", "2"])],
-                         ids=["EP2", "EP1", "TP2", "PP2", "ETP2"])
+def curve(world: int, argv: list[str], log: Path) -> dict[int, float]:
+    """Train with these arguments; loss by step."""
+    on_ranks(world, trained, [*argv, "--log-file", str(log)])
+    return losses_of(str(log))
+
+
+def continued(folder: Path, step: int, world: int, argv: list[str]) -> dict[int, float]:
+    """The same from the checkpoint of a step."""
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+    return curve(world, [*argv, "--load", str(folder)], folder / "rest.jsonl")
+
+
+WAYS = {"EP2": (2, EP2), "EP1": (1, []), "TP2": (2, TP2), "PP2": (2, PP2),
+        "ETP2": (2, ["--expert-tensor-parallel-size", "2"]), "TP2 without SP": (2, TP2[:2]),
+        "full recompute": (2, [*EP2, *RECOMPUTE])}
+
+
+@pytest.mark.parametrize(("world", "sizes"), WAYS.values(), ids=WAYS.keys())
 def test_checkpoint_continues_at_other_sizes(world: int, sizes: list[str], data: str,
                                              whole_run: Any, tmp_path: Path) -> None:
     folder, losses = whole_run
-    log = str(tmp_path / "log.jsonl")
-    on_ranks(world, trained, argv_for(data, 8, "--load", folder, "--log-file", log, *sizes))
-    found = losses_of(log)
-    assert sorted(found) == [5, 6, 7, 8]
-    for step, loss in found.items():
-        assert loss == pytest.approx(losses[step], abs=2e-4)
+    found = curve(world, argv_for(data, 8, "--load", folder, *sizes), tmp_path / "log.jsonl")
+    assert found == pytest.approx({step: losses[step] for step in (5, 6, 7, 8)}, abs=2e-4)
 
 
 def test_experts_cut_and_whole_share_checkpoints(data: str, whole_run: Any, tmp_path: Path) -> None:
     """Steps 5 and 6 with every expert cut over two ranks, at PP2 and r = 1, from a checkpoint of
     whole experts; 7 and 8 with whole ones again.
     """
-    argv, folder = argv_for(data, 8), str(tmp_path)
-    cut = [
-        "--expert-tensor-parallel-size", "2", "--moe-expert-shards", "2", "--moe-parallel-r", "1",
-        *PP2
-    ]
-    on_ranks(4, trained,
-             [*argv, *cut, "--load", whole_run[0], "--save", folder, "--exit-interval", "6"])
-    on_ranks(2, trained, [
-        *argv, *EP2, "--moe-parallel-r", "0", "--load", folder, "--log-file",
-        f"{folder}/second.jsonl"
-    ])
-    found = {**losses_of(f"{folder}/log.jsonl"), **losses_of(f"{folder}/second.jsonl")}
+    cut = ["--expert-tensor-parallel-size", "2", "--moe-expert-shards", "2", "--moe-parallel-r",
+           "1", *PP2, "--load", whole_run[0], "--save", str(tmp_path), "--exit-interval", "6"]
+    found = curve(4, argv_for(data, 8, *cut), tmp_path / "log.jsonl")
+    found |= continued(tmp_path, 6, 2, argv_for(data, 8, *EP2, "--moe-parallel-r", "0"))
     assert found == pytest.approx({step: whole_run[1][step] for step in (5, 6, 7, 8)}, abs=2e-4)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [([], ["--moe-expert-shards", "2"]),
-                                               (["--moe-expert-shards", "2"], [])],
-                         ids=["to shards", "from shards"])
-def test_distributed_optimizer_of_cut_experts(saved: list[str], loaded: list[str], data: str,
-                                              tmp_path: Path) -> None:
-    argv = argv_for(data, 6, "--use-distributed-optimizer", "--expert-tensor-parallel-size", "2")
-    folder = str(tmp_path)
-    on_ranks(2, trained, [*argv, *saved, "--save", folder, "--save-interval", "3"])
-    Path(folder, "latest_checkpointed_iteration.txt").write_text("3")
-    on_ranks(2, trained, [*argv, *loaded, "--load", folder, "--log-file", f"{folder}/second.jsonl"])
-    first, second = losses_of(f"{folder}/log.jsonl"), losses_of(f"{folder}/second.jsonl")
-    assert [second[step]
-            for step in (4, 5, 6)] == pytest.approx([first[step] for step in (4, 5, 6)], abs=2e-4)
+CUT = ["--use-distributed-optimizer", "--expert-tensor-parallel-size", "2"]
+SHARDS = [*CUT, "--moe-expert-shards", "2"]
+SGD = ["--optimizer", "sgd", "--lr", "0.1", "--sgd-momentum"]
+BF16 = ["--use-distributed-optimizer", "--bf16", "--moe-router-fp32"]
+# (ranks, arguments) of the run that saves and of the one that goes on
+RESUMED = {
+    "to shards": ((2, CUT), (2, SHARDS)), "from shards": ((2, SHARDS), (2, CUT)),
+    "SGD": ((2, [*SGD, "0", *EP2]), (1, [*SGD, "0"])),
+    "SGD with momentum": ((2, [*SGD, "0.9", *EP2]), (1, [*SGD, "0.9"])),
+    "bf16, one rank to two": ((1, BF16), (2, [*BF16, *EP2])),
+}
 
 
-@pytest.mark.parametrize("momentum", ["0", "0.9"])
-def test_sgd_resumes(momentum: str, data: str, tmp_path: Path) -> None:
-    argv = argv_for(data, 6, "--optimizer", "sgd", "--sgd-momentum", momentum, "--lr", "0.1", *EP2)
-    on_ranks(2, trained, [*argv, "--save", str(tmp_path), "--save-interval", "3"])
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    on_ranks(1, trained,
-             [*argv[:-2], "--load",
-              str(tmp_path), "--log-file",
-              str(tmp_path / "rest.jsonl")])
-    whole, rest = losses_of(str(tmp_path / "log.jsonl")), losses_of(str(tmp_path / "rest.jsonl"))
-    assert rest == pytest.approx({step: whole[step] for step in (4, 5, 6)}, abs=2e-4)
-
-
-def test_distributed_optimizer_from_one_rank_to_two(data: str, tmp_path: Path) -> None:
-    argv = argv_for(data, 8, "--use-distributed-optimizer", "--bf16", "--moe-router-fp32")
-    folder = str(tmp_path)
-    on_ranks(1, trained, [*argv, "--save", folder, "--save-interval", "4"])
-    saved = FileSystemReader(f"{folder}/iter_0000004").read_metadata().state_dict_metadata
-    kept = {name.rsplit(".", 2)[-2]: part.properties.dtype for name, part in saved.items()
-            if name.endswith(("router.weight", "experts.w_in_LDF")) and "optimizer" not in name}
-    assert kept == {"router": torch.float32, "experts": torch.bfloat16}
-    Path(folder, "latest_checkpointed_iteration.txt").write_text("4")
-    on_ranks(2, trained, [*argv, "--load", folder, "--log-file", f"{folder}/second.jsonl", *EP2])
-    first, second = losses_of(f"{folder}/log.jsonl"), losses_of(f"{folder}/second.jsonl")
-    assert [second[step] for step in (5, 6, 7, 8)] == pytest.approx(
-        [first[step] for step in (5, 6, 7, 8)], abs=5e-3)
-
-
-@pytest.mark.parametrize("sizes",
-                         [["--tensor-model-parallel-size", "2"],
-                          [
-                              *EP2, "--recompute-granularity", "full", "--recompute-method",
-                              "uniform", "--recompute-num-layers", "1"
-                          ]], ids=["TP2 without SP", "full recompute"])
-def test_other_ways_give_the_same_curve(sizes: list[str], data: str, whole_run: Any,
-                                        tmp_path: Path) -> None:
-    log = str(tmp_path / "log.jsonl")
-    on_ranks(2, trained, argv_for(data, 8, "--load", whole_run[0], "--log-file", log, *sizes))
-    assert [losses_of(log)[step]
-            for step in (5, 8)] == pytest.approx([whole_run[1][step] for step in (5, 8)], abs=2e-4)
+@pytest.mark.parametrize("case", RESUMED)
+def test_a_run_resumes_in_another_way(case: str, data: str, tmp_path: Path) -> None:
+    (world, saves), (others, loads) = RESUMED[case]
+    whole = curve(world, argv_for(data, 8, *saves, "--save", str(tmp_path), "--save-interval", "4"),
+                  tmp_path / "log.jsonl")
+    if "bf16" in case:
+        saved = FileSystemReader(tmp_path / "iter_0000004").read_metadata().state_dict_metadata
+        kept = {name.rsplit(".", 2)[-2]: part.properties.dtype for name, part in saved.items()
+                if name.endswith(("router.weight", "experts.w_in_LDF")) and "optimizer" not in name}
+        assert kept == {"router": torch.float32, "experts": torch.bfloat16}
+    rest = continued(tmp_path, 4, others, argv_for(data, 8, *loads))
+    assert rest == pytest.approx({step: whole[step] for step in (5, 6, 7, 8)},
+                                 abs=5e-3 if "bf16" in case else 2e-4)
 
 
 @pytest.mark.parametrize("forward_only", [False, True])
@@ -169,18 +144,10 @@ def test_ppmoe_and_parm_with_pipeline_stages_give_the_same_curve(data: str, whol
     stats = tmp_path / "stats.jsonl"
     (tmp_path / "parm.yaml").write_text(
         "dispatch: {name: padded, capacity_factor: 0}\nparallel: {replicas: 2, schedule: s2}\n")
-    on_ranks(4, trained, [
-        *argv, "--moe-dispatch", "index_slice", "--load", whole_run[0], "--save",
-        str(tmp_path), "--exit-interval", "6", "--moe-stats-jsonl",
-        str(stats)
-    ])
-    on_ranks(4, trained, [
-        *argv, "--moe-config",
-        str(tmp_path / "parm.yaml"), "--load",
-        str(tmp_path), "--log-file",
-        str(tmp_path / "parm.jsonl")
-    ])
-    found = {**losses_of(str(tmp_path / "log.jsonl")), **losses_of(str(tmp_path / "parm.jsonl"))}
+    found = curve(4, [*argv, "--moe-dispatch", "index_slice", "--load", whole_run[0], "--save",
+                      str(tmp_path), "--exit-interval", "6", "--moe-stats-jsonl", str(stats)],
+                  tmp_path / "log.jsonl")
+    found |= continued(tmp_path, 6, 4, [*argv, "--moe-config", str(tmp_path / "parm.yaml")])
     assert found == pytest.approx({step: whole_run[1][step] for step in (5, 6, 7, 8)}, abs=2e-4)
     for rows in (stats, Path(f"{stats}.stage1")):
         for row in map(json.loads, rows.read_text().splitlines()):
@@ -193,25 +160,17 @@ def test_parm_over_expert_parallel_ranks_then_ppmoe_under_sequence_parallelism_g
     """Parm S1 with EP2 TP2 ETP2 for two steps, saved; PPMoE in two tensor-parallel groups with
     sequence parallelism for the rest.
     """
-    tensor, stats = ["--tensor-model-parallel-size", "2", "--expert-tensor-parallel-size",
-                     "2"], tmp_path / "stats.jsonl"
-    argv = argv_for(data, 8, *tensor)
+    stats = tmp_path / "stats.jsonl"
+    argv = argv_for(data, 8, *TP2[:2], "--expert-tensor-parallel-size", "2")
     parm = ["--moe-replicas", "2", "--moe-replicas-schedule", "s1", "--moe-parallel", "fixed", *EP2]
-    on_ranks(4, trained, [
-        *argv, *parm, "--load", whole_run[0], "--save",
-        str(tmp_path), "--exit-interval", "6", "--moe-stats-jsonl",
-        str(stats)
-    ])
-    on_ranks(4, trained, [
-        *argv, "--sequence-parallel", "--moe-dispatch", "index_slice", "--load",
-        str(tmp_path), "--log-file",
-        str(tmp_path / "ppmoe.jsonl")
-    ])
-    found = {**losses_of(str(tmp_path / "log.jsonl")), **losses_of(str(tmp_path / "ppmoe.jsonl"))}
+    found = curve(4, [*argv, *parm, "--load", whole_run[0], "--save", str(tmp_path),
+                      "--exit-interval", "6", "--moe-stats-jsonl", str(stats)],
+                  tmp_path / "log.jsonl")
+    found |= continued(tmp_path, 6, 4, [*argv, "--sequence-parallel", "--moe-dispatch",
+                                        "index_slice"])
     assert found == pytest.approx({step: whole_run[1][step] for step in (5, 6, 7, 8)}, abs=2e-4)
-    assert all(row["exchanges"] and row["tokens"] == 8 * 32
-               for row in map(json.loads,
-                              stats.read_text().splitlines()))
+    rows = [json.loads(line) for line in stats.read_text().splitlines()]
+    assert all(row["exchanges"] and row["tokens"] == 8 * 32 for row in rows)
 
 
 def _copy_of(folder: str, target: Path) -> Path:
