@@ -57,10 +57,10 @@ for version in "${versions[@]}"; do
         run "$target" "$@" || failed+=("$version")
         continue
     fi
-    run "$target" tests/hosts/megatron -m "not slow" || failed+=("$version")
+    run "$target" tests/hosts/megatron tests/hosts/common -m "megatron and not slow" ||
+        failed+=("$version")
     if [ -d "$target/megatron/training" ]; then
-        run "$target" tests/hosts/megatron/test_megatron_script.py \
-            tests/hosts/megatron/test_megatron_script_run.py -m slow || failed+=("$version")
+        run "$target" tests/hosts/megatron/test_megatron_script.py -m slow || failed+=("$version")
     fi
 done
 if [ ${#failed[@]} -gt 0 ]; then

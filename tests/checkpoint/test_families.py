@@ -124,7 +124,7 @@ IN_MEGATRON = {"mixtral": "", "qwen2_moe": "", "qwen3_moe": "", "dots1": "", "gl
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_whole_models_in_megatron_and_back(kind: str, tmp_path: Path) -> None:
-    """Names and bits; logits are in `test_megatron_huggingface.py`."""
+    """Names and bits; logits are in `test_megatron_formats.py`."""
     more = {"n_group": 1, "topk_group": 1} if "n_group" in MODELS[kind][1] else {}
     more |= {"sliding_window": None} if kind == "mixtral" else {}
     more |= {"clip_qkv": None} if kind == "olmoe" else {}

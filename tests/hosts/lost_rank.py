@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from moe_plugin.comm import TorchComm
@@ -32,3 +33,9 @@ def lose(how: str, method: str, at: int, stall_s: float = STALL_S) -> None:
 def is_last() -> bool:
     """Whether this is the last rank of a job."""
     return os.environ.get("RANK") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+
+
+def on_last(change: Callable[..., None], *args: Any) -> None:
+    """`change(*args)` on the last rank alone."""
+    if is_last():
+        change(*args)

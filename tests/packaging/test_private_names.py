@@ -17,7 +17,7 @@ FOREIGN = {"_apply", "_experts_implementation", "_fields", "_library", "_quorum"
 ALLOWED = {
     ("faults/recorded.py", "_commit"): "a replica that fails where it agrees on a step",
     ("faults/test_steps_apart.py", "_commit"): "a replica that fails where it agrees on a step",
-    ("hosts/fairseq/test_vote_norms.py", "_check_grad_norms"): "what fairseq calls",
+    ("hosts/fairseq/test_norms.py", "_check_grad_norms"): "what fairseq calls",
     ("training/resilience/test_peers.py", "_commit"): "a replica that fails where it agrees",
     ("training/resilience/test_peers.py", "_group"): "how many are in an average, while it is made",
     ("training/resilience/test_peers.py", "_kept"): "the outer optimizer's momenta are not public",

@@ -4,13 +4,16 @@ import importlib.metadata
 import pickle
 import runpy
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
-def run_command(tool: str, arguments: list[str]) -> None:
+def run_command(tool: str, arguments: list[str], attack: Callable[[], None] | None = None) -> None:
     """`tool arguments...` as the shell runs it: a console script by its name, or a Python file by
-    its path.
+    its path. attack: called first.
     """
+    if attack is not None:
+        attack()
     sys.argv = [tool, *arguments]
     if tool.endswith(".py"):
         runpy.run_path(tool, run_name="__main__")

@@ -20,9 +20,9 @@ from moe_plugin.checkpoint.trust import UntrustedFile
 from moe_plugin.config import from_dict
 from moe_plugin.hosts.fairseq import resume
 from moe_plugin.layer import MoELayer
+from tests.attacks.payload import Payload
 from tests.hosts.fairseq.branch_files import rank_model, write
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, Result, run
-from tests.hosts.fairseq.test_checkpoints import Payload
 
 EXPERTS = 4
 
@@ -162,7 +162,7 @@ def test_files_that_do_not_fit_are_refused_by_name(trained: tuple[Path, Result, 
     torch.save(state, path)
     target = tmp_path / "code has run"
     torch.save({**whole, "cfg": Payload(target)}, shared)
-    refused("mkdir.*refused", UntrustedFile)
+    refused("makedirs.*refused", UntrustedFile)
     assert not target.exists()
 
 

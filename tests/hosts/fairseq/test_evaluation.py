@@ -16,7 +16,6 @@ from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.resume import part_state
 from tests.hosts.fairseq.conftest import Corpus, Result, run, run_alone, run_on_its_own_ranks
 from tests.hosts.fairseq.small import language_model
-from tests.hosts.slow_hardware import slow_hardware
 
 EXPERTS = "decoder.layers.1.moe_layer.moe.experts."
 
@@ -183,35 +182,12 @@ def test_overrides_that_a_checkpoint_does_not_know(corpus: Corpus, tmp_path: Pat
 
 
 @pytest.mark.distributed
-def test_pieces_follow_the_load(corpus: Corpus, ep2: tuple[Path, Result], tmp_path: Path) -> None:
-    """On slow hardware (EPS-MoE); the numbers stay."""
-    device, cluster = slow_hardware(tmp_path)
-    arguments = f"{evaluation(corpus, ep2[0])} --task language_modeling --batch-size 6"
-    wanted = validated(run("fairseq-validate", arguments, ranks=2))
-    cut = (f"{{'moe_prefill_pieces':True,'moe_parallel':'fixed','moe_parallel_device':'{device}',"
-           f"'moe_cluster':'{cluster}'}}")
-    found = run("fairseq-validate", f"{arguments} --model-overrides {cut}", ranks=2)
-    assert validated(found) == [pytest.approx(one, abs=2.1e-3) for one in wanted]
-    assert re.search(r"evaluation of about \d+ tokens on each rank: .*\d pieces.*; predicted",
-                     found.log), found.log
-
-
-@pytest.mark.distributed
-def test_evaluation_says_that_rows_do_not_fit(corpus: Corpus, ep2: tuple[Path, Result]) -> None:
-    """They are computed with more room, or it is an error; nothing is lost."""
-    bounded = "'moe_dispatch':'bounded','moe_parallel':'fixed','moe_max_rows_factor':'0.4'"
-    arguments = f"{evaluation(corpus, ep2[0])} --task language_modeling --batch-size 6"
-    wanted = validated(run("fairseq-validate", arguments))
-    repeat = f"{{{bounded},'moe_on_overflow':'repeat'}}"
-    repeated = run("fairseq-validate", f"{arguments} --model-overrides {repeat}", ranks=2)
-    assert validated(repeated) == [pytest.approx(wanted[0], abs=2.1e-3)] * 2
-    assert "the row limit was raised, and the step is repeated" in repeated.log
-    run("fairseq-validate", f"{arguments} --model-overrides {{{bounded}}}",
-        ranks=2).failed_with("Raise dispatch.max_rows_factor")
-    generate = (f"{evaluation(corpus, ep2[0])} --task language_modeling --gen-subset test "
-                "--tokens-per-sample 32 --sample-break-mode eos --beam 2 --max-len-b 4")
-    run("fairseq-generate", f"{generate} --model-overrides {{{bounded}}}",
-        ranks=2).failed_with("Raise dispatch.max_rows_factor")
+def test_generation_says_that_rows_do_not_fit(corpus: Corpus, ep2: tuple[Path, Result]) -> None:
+    bounded = "{'moe_dispatch':'bounded','moe_parallel':'fixed','moe_max_rows_factor':'0.4'}"
+    run("fairseq-generate",
+        f"{evaluation(corpus, ep2[0])} --task language_modeling --gen-subset test "
+        "--tokens-per-sample 32 --sample-break-mode eos --beam 2 --max-len-b 4 "
+        f"--model-overrides {bounded}", ranks=2).failed_with("Raise dispatch.max_rows_factor")
 
 
 def hypotheses(text: str) -> dict[str, tuple[float, str]]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,11 +20,8 @@ from moe_plugin.observe.features import LayerRecords
 from moe_plugin.observe.history import read_run
 from moe_plugin.training.run_features import make_run
 from moe_plugin.utils.run_feature import StepFacts
-from tests.hosts import ill
-from tests.hosts.fairseq.commands import run_command
-from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, fork, run
+from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, run, train
 from tests.hosts.fairseq.small import language_model, tokens
-from tests.observe import wandb_files
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -55,10 +50,8 @@ def test_without_a_file_nothing_is_collected() -> None:
 @pytest.mark.distributed
 def test_training_on_two_ranks_writes_the_sum_over_ranks(corpus: Corpus, tmp_path: Path) -> None:
     path = tmp_path / "stats.jsonl"
-    flags = (f"--moe-stats-jsonl {path} --moe-stats-interval 2 --moe-stats-timeline 3 --max-update "
-             "4 --no-save --disable-validation")
-    result = run("fairseq-train", f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} {flags}",
-                 ranks=2).ok()
+    result = train(corpus, tmp_path, f"--moe-stats-jsonl {path} --moe-stats-interval 2 "
+                   "--moe-stats-timeline 3 --max-update 4 --disable-validation", 2).ok()
     assert result.log.count('"max-update": ["4", "0"]') == 1  # one rank names what differs
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     records, (timeline,) = [r for r in rows if "layer" in r], [r for r in rows if "timeline" in r]
@@ -120,57 +113,6 @@ def test_the_log_file_of_fairseq_has_a_report(corpus: Corpus, tmp_path: Path) ->
     assert changed["log-file"][0] == f"{tmp_path}/logs/run.log"
 
 
-def _train_ill(arguments: str) -> None:
-    from moe_plugin.hosts.fairseq.trainer import MoETrainer
-
-    with pytest.MonkeyPatch.context() as patch:
-        made, step = ill.Ill(int(os.environ["RANK"]), patch), MoETrainer.train_step
-
-        def taken(trainer: MoETrainer, *args: Any, **kwargs: Any) -> Any:
-            made.begin(trainer.model)
-            if made.step == 2:
-                trainer.set_num_updates(ill.JUMP_TO)
-            return step(trainer, *args, **kwargs)
-
-        patch.setattr(MoETrainer, "train_step", taken)
-        run_command("fairseq-train", arguments.split())
-
-
-@pytest.mark.distributed
-def test_each_finding_is_in_the_log_once_in_watch_and_in_the_report(
-        corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --moe-freq 1 --decoder-layers 3 --no-save "
-             "--moe-expert-count 16 --moe-second-expert-policy all --disable-validation")
-    log = fork(2, _train_ill, f"{flags} {ill.FLAGS} --max-update {ill.LAST} "
-               f"--moe-stats-jsonl {tmp_path / 'stats.jsonl'}").ok().log
-    (tmp_path / "train.log").write_text(log)
-    ill.check(tmp_path, log, capsys)
-
-
-def _train_well(arguments: str) -> None:
-    from moe_plugin.hosts.fairseq.trainer import MoETrainer
-
-    with pytest.MonkeyPatch.context() as patch:
-        made, step = ill.Well(patch), MoETrainer.train_step
-
-        def taken(trainer: MoETrainer, *args: Any, **kwargs: Any) -> Any:
-            made.begin()
-            return step(trainer, *args, **kwargs)
-
-        patch.setattr(MoETrainer, "train_step", taken)
-        run_command("fairseq-train", arguments.split())
-
-
-def test_a_run_that_is_well_has_no_findings(corpus: Corpus, tmp_path: Path) -> None:
-    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --moe-freq 1 --no-save --moe-gate-loss-wt 1 "
-             "--moe-expert-count 8 --moe-second-expert-policy all --disable-validation "
-             "--batch-size 16")
-    log = fork(1, _train_well, f"{flags} {ill.WELL_FLAGS} --max-update {ill.WELL_STEPS} "
-               f"--moe-stats-jsonl {tmp_path / 'stats.jsonl'}").ok().log
-    (tmp_path / "train.log").write_text(log)
-    ill.check_well(tmp_path, log)
-
-
 @pytest.mark.parametrize(("max_update", "max_epoch", "batches", "update_freq", "total"), [
     (100, 0, 0, [1], 100), (0, 0, 40, [1], None), (0, 3, 41, [1], 123), (0, 3, 41, [1, 4], 63),
     (50, 3, 41, [1], 50), (200, 1, 41, [2, 9], 21), (0, 3, 0, [1], None)])
@@ -182,21 +124,3 @@ def test_a_run_ends_by_updates_or_epochs(max_update: int, max_epoch: int, batche
     epoch = EpochBatchIterator(data, None, [[i] for i in range(batches)])
     assert total_updates(cfg, batches_of(epoch)) == total
     assert batches_of(iter([])) == 0
-
-
-@pytest.mark.distributed
-def test_weights_and_biases_gets_layers_and_the_training_log(
-        corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    flags = "--moe-stats-wandb moe --moe-stats-interval 2 --max-update 4 --no-save"
-    result = run(
-        "fairseq-train",
-        f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --disable-validation {flags}", ranks=2).ok()
-    found = wandb_files.rows(tmp_path)  # of one run: rank 0's
-    layer = [row for row in found if "moe/decoder.layers.1/tokens" in row]
-    assert [row["moe/step"] for row in layer] == [2, 4]
-    assert sum(row["moe/decoder.layers.1/tokens"] for row in layer) == sum(
-        step["wpb"] for step in result.steps)
-    assert [row["moe/step"] for row in found if "moe/training/loss" in row] == [1, 2, 3, 4]

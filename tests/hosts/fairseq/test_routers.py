@@ -13,7 +13,9 @@ import yaml
 
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.routing import finish_step, routers
+from moe_plugin.routing.replay import record_routing, replay_routing
 from tests.hosts.fairseq.small import dictionary, language_model, tokens, translation_model
+from tests.hosts.fairseq.test_criterion import criterion
 from tests.routing.references import reference_of
 
 pytestmark = pytest.mark.fast
@@ -90,3 +92,40 @@ def test_the_sequence_loss_is_by_sentence(tmp_path: Path) -> None:
         return float(layer.moe_layer.stats.losses["sequence"])
 
     assert loss(ids) == pytest.approx((loss(ids[:1]) + loss(ids[1:])) / 2, rel=1e-5)
+
+
+def test_recorded_routing_is_replayed_under_other_weights() -> None:
+    model, ids = language_model(moe_router="base", moe_dispatch="ragged",
+                                moe_capacity_factor="none",
+                                moe_second_expert_policy="all").train(), tokens()
+    [layer] = moe_layers(model)
+    with record_routing() as tape:
+        model(ids)
+    first = layer.moe_layer.stats.load_KE
+    with torch.no_grad():
+        layer.moe_layer.moe.router.weight_ED.normal_()
+    with replay_routing(tape):
+        model(ids)
+    assert torch.equal(first, layer.moe_layer.stats.load_KE)
+
+
+def test_by_layer_the_layers_of_each_stack_are_numbered() -> None:
+    flags = {
+        "moe_router": "switch,expert_choice", "moe_router_selection": "layer",
+        "moe_dispatch": "ragged", "moe_capacity_factor": "none", "moe_second_expert_policy": "all"
+    }
+    model = language_model(decoder_layers=3, moe_freq=1, **flags)
+    model(tokens())
+    assert [layer.moe_layer.stats.router
+            for layer in moe_layers(model)] == ["switch", "expert_choice", "switch"]
+    both = translation_model(**flags | {"moe_freq": 1})
+    both(tokens(), torch.full((3,), 8), tokens())
+    assert [layer.moe_layer.stats.router
+            for layer in moe_layers(both)] == ["switch", "expert_choice"] * 2
+
+
+def test_a_step_whose_routers_have_no_loss_adds_nothing_under_neg_log() -> None:
+    zero = torch.zeros((), requires_grad=True)
+    total = criterion(moe_gate_loss_transform="neg_log").gate_loss([zero, zero])
+    total.backward()
+    assert float(total) == 0 and zero.grad == 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,21 +16,17 @@ import torch
 from torch import nn
 
 from moe_plugin.hosts.fairseq import sharding
-from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, Result, run
-from tests.hosts.fairseq.test_training import NAN_TRAIN
+from tests.hosts.fairseq import conftest
+from tests.hosts.fairseq.attacks import poison, tell_bytes
+from tests.hosts.fairseq.conftest import DROPLESS, Corpus, Result, run
+from tests.hosts.lost_rank import on_last
 
-BYTES_TRAIN = str(Path(__file__).with_name("bytes_train.py"))
 FULLY, OS = "--ddp-backend fully_sharded", "--zero-sharding os"
 
 
-def train(corpus: Corpus, home: Path, flags: str, tool: str = "fairseq-train",
-          model: str = f"{MOE} {DROPLESS}", save: bool = False) -> Result:
+def train(corpus: Corpus, home: Path, flags: str, **options: Any) -> Result:
     """Two ranks."""
-    shape = LANGUAGE_MODEL
-    if "--optimizer" in flags:
-        shape = shape.replace("--optimizer sgd --momentum 0.9 --lr 0.1 ", "")
-    return run(tool, f"{corpus.lm} {shape} {model} {flags} {'' if save else '--no-save'} "
-               f"--save-dir {home}", ranks=2).ok()
+    return conftest.train(corpus, home, flags, 2, **options).ok()
 
 
 def same_curve(seen: list[dict[str, float]], wanted: list[dict[str, float]],
@@ -70,7 +67,7 @@ def test_routers_in_fp32_are_units_of_their_own(corpus: Corpus, tmp_path: Path) 
 @pytest.mark.distributed
 def test_each_rank_stores_its_part(corpus: Corpus, tmp_path: Path) -> None:
     adam = "--optimizer adam --lr 0.001 --max-update 4 --bf16 --update-freq 2"
-    runs = {flags: train(corpus, tmp_path, f"{adam} {flags}", BYTES_TRAIN)
+    runs = {flags: train(corpus, tmp_path, f"{adam} {flags}", attack=tell_bytes)
             for flags in ("--ddp-backend legacy_ddp", FULLY, OS)}
     whole, fully, state_alone = map(stored, runs.values())
     for rank in range(2):
@@ -91,7 +88,7 @@ def test_replicated_experts_have_sharded_state_and_one_reduction(corpus: Corpus,
                                                                  tmp_path: Path) -> None:
     flags = ("--optimizer adam --lr 0.001 --max-update 2 --moe-expert-parallel-size 1 "
              "--update-freq 2")
-    whole, state_alone = (stored(train(corpus, tmp_path, f"{flags} {more}", BYTES_TRAIN))
+    whole, state_alone = (stored(train(corpus, tmp_path, f"{flags} {more}", attack=tell_bytes))
                           for more in ("", OS))
     for rank in range(2):
         assert state_alone[rank]["experts"] == whole[rank]["experts"] / 2 > 0
@@ -136,8 +133,8 @@ def test_dense_models_are_sharded_and_resume_from_one_file(corpus: Corpus, tmp_p
 @pytest.mark.distributed
 def test_fp16_skips_a_step_on_all_ranks(corpus: Corpus, tmp_path: Path) -> None:
     for flags in (FULLY, OS):
-        result = run(NAN_TRAIN, f"3 {corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} {flags} --fp16 "
-                     f"--max-update 6 --no-save --save-dir {tmp_path}", ranks=2).ok()
+        result = train(corpus, tmp_path, f"{flags} --fp16 --max-update 6",
+                       attack=partial(on_last, poison, 3))
         assert "setting loss scale to: 64.0" in result.log
         assert result.losses[-1] < result.losses[0] - 0.3
 

@@ -1,8 +1,11 @@
-"""`--weights-on host`: the numbers of a run whose weights stay on the device, to the last bit."""
+"""`--weights-on host`: the numbers of a run whose weights stay on the device, to the last bit; the
+log of layers that recompute or swap their activations is that of layers that keep them.
+"""
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,10 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.tasks.language_modeling import LanguageModelingTask
 
 from moe_plugin.hosts.fairseq.streamed import check
+from moe_plugin.observe.history import read_run
+from moe_plugin.planner.offload.schedule import load_profile
 from tests.hosts.fairseq import small
+from tests.hosts.fairseq.attacks import poison
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, Result, run
 
 _RUN = "--update-freq 2 --save-interval-updates 3 --no-epoch-checkpoints --valid-subset test"
@@ -22,7 +28,6 @@ _ADAM = _SGD.replace("--optimizer sgd --momentum 0.9 --lr 0.1",
                      "--optimizer adam --weight-decay 0.1 --lr 0.01").replace(
                          "--lr-scheduler fixed", "--lr-scheduler polynomial_decay "
                          "--warmup-updates 2 --total-num-update 10")
-NAN_TRAIN = str(Path(__file__).with_name("nan_train.py"))
 _TIMES = {"wps", "ups", "wall", "train_wall"}
 _FILES = ("checkpoint_1_3.pt", "checkpoint_last.pt")
 
@@ -94,8 +99,9 @@ def test_runs_go_on_from_the_files_of_each_other(corpus: Corpus, tmp_path: Path)
 def test_a_step_that_is_not_finite_is_skipped_as_on_the_device(corpus: Corpus,
                                                                tmp_path: Path) -> None:
     """Its weights, its optimizer's state and the number of updates do not change."""
-    runs = [run(NAN_TRAIN, f"2 {corpus.lm} {_ADAM} {MOE} {DROPLESS} --update-freq 1 --max-update 3 "
-                f"--save-dir {tmp_path / where} --weights-on {where}").ok()
+    runs = [run("fairseq-train", f"{corpus.lm} {_ADAM} {MOE} {DROPLESS} --update-freq 1 "
+                f"--max-update 3 --save-dir {tmp_path / where} --weights-on {where}",
+                attack=partial(poison, 2)).ok()
             for where in ("device", "host")]
     assert numbers(runs[0]) == numbers(runs[1]) and len(runs[1].steps) == 3
     assert "step 2 skipped on all ranks" in runs[1].log
@@ -153,3 +159,42 @@ def test_what_cannot_stream_is_named(flags: str, named: str) -> None:
 def test_translation_models_cannot_stream() -> None:
     with pytest.raises(ValueError, match="host does not fit fairseq's translation models"):
         small.translation_model(weights_on="host")
+
+
+# a second expert is drawn, as by default
+KEEP = (f"{LANGUAGE_MODEL} {MOE} {DROPLESS} --moe-second-expert-policy sampling --dropout 0.1 "
+        "--max-update 5 --no-save")
+
+
+@pytest.mark.distributed
+def test_the_log_is_that_of_keeping(corpus: Corpus, tmp_path: Path) -> None:
+    def train(flags: str) -> list[dict]:
+        done = run("fairseq-train", f"{corpus.lm} {KEEP} {flags} --save-dir {tmp_path}",
+                   ranks=2).ok()
+        assert ("Pre-gates choose the experts" in done.log) == ("--moe-pre-gate" in flags)
+        return [{name: step[name] for name in ("loss", "inner_loss", "moe_gate_loss", "gnorm")}
+                for step in done.steps]
+
+    kept, profile = train(""), tmp_path / "profile.json"
+    assert len(kept) == 5
+    swap = f"--moe-activation-path {tmp_path} --moe-activation-smallest 0"
+    stats = f"--moe-stats-jsonl {tmp_path}/stats/stats.jsonl --moe-stats-interval 1"
+    assert train(f"--moe-activations recompute,swap {swap} --ddp-backend legacy_ddp {stats}"
+                 ) == kept
+    copied = read_run(tmp_path / "stats").copies["activations"]
+    assert copied and all(record.bytes > 0 for record in copied)
+    # its first step swaps, up to five recompute until times agree, the others do as planned
+    pre_gates = "--moe-freq 1 --moe-pre-gate 1 --max-update 9"
+    assert train(f"{pre_gates} --moe-activations auto --moe-activation-memory 1MiB {swap} "
+                 f"--moe-activation-profile {profile}") == train(pre_gates)
+    assert [block.name for block in load_profile(profile).blocks] == [
+        "decoder.layers.0", "decoder.layers.1"]
+
+
+def test_activations_that_do_not_fit_are_refused(corpus: Corpus, tmp_path: Path) -> None:
+    done = run("fairseq-train", f"{corpus.lm} {KEEP} --moe-activations swap "
+               f"--checkpoint-activations --save-dir {tmp_path}")
+    assert "offload.activations='swap' does not fit --checkpoint-activations" in done.log
+    done = run("fairseq-train", f"{corpus.lm} {KEEP} --moe-activations keep,keep,swap "
+               f"--save-dir {tmp_path}")
+    assert "has 3 policies, but the model has 2 layers: use one policy for all" in done.log

@@ -7,32 +7,26 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, Result, run
-
-NAN_TRAIN = str(Path(__file__).with_name("nan_train.py"))
-FLIP_TRAIN = str(Path(__file__).with_name("flip_train.py"))
-VOTE_TRAIN = str(Path(__file__).with_name("vote_train.py"))
+from tests.hosts.fairseq.attacks import poison
+from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, Result, run, train
+from tests.hosts.lost_rank import on_last
 
 
 @pytest.fixture(scope="module")
 def one_rank(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Result:
     """All experts in one process, twice the batches a step: what two ranks must reproduce."""
-    home = tmp_path_factory.mktemp("ep1")
-    return run(
-        "fairseq-train",
-        f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --update-freq 2 --max-update 12 --no-save "
-        f"--save-dir {home}"
-    ).ok()
+    return train(corpus, tmp_path_factory.mktemp("ep1"), "--update-freq 2 --max-update 12").ok()
 
 
 def same_curve(seen: Result, wanted: Result) -> None:
-    assert len(seen.steps) == len(wanted.steps) == 12
+    assert len(seen.ok().steps) == len(wanted.steps) == 12
     for mine, theirs in zip(seen.steps, wanted.steps, strict=True):
         # the log line has three decimals
         for name in ("loss", "inner_loss", "moe_gate_loss", "gnorm"):
@@ -59,99 +53,32 @@ def test_expert_parallel_ranks_give_the_curve_of_one_rank(one_rank: Result,
 def test_ddp_backends_replicas_and_recomputation_give_the_same_curve(one_rank: Result,
                                                                      corpus: Corpus, tmp_path: Path,
                                                                      flags: str) -> None:
-    same_curve(
-        run(
-            "fairseq-train",
-            f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} {flags} --max-update 12 --no-save "
-            f"--save-dir {tmp_path}",
-            ranks=2).ok(), one_rank)
-
-
-@pytest.mark.distributed
-def test_ranks_that_compute_otherwise_are_named(corpus: Corpus, tmp_path: Path) -> None:
-    """From step 4 on one bit is wrong on the last rank; ranks compare in steps 3, 6, ..."""
-    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --no-save --max-update 8 --save-dir "
-             f"{tmp_path} --moe-check-twins")
-    ended = run(FLIP_TRAIN, f"4 {flags} 3 --moe-expert-parallel-size 1", ranks=2)
-    ended.failed_with("WrongResultError: step 6: rank 0 on ", ", rank 1 on ",
-                      "computed a different value for the output of ", "check these machines")
-    assert len(ended.steps) == 5
-    run("fairseq-train", f"{flags} 3", ranks=2).failed_with(
-        "no two of 2 ranks store the same experts", "--moe-expert-parallel-size")
-
-
-@pytest.mark.distributed
-def test_ranks_that_send_wrong_gradients_are_outvoted(corpus: Corpus, tmp_path: Path) -> None:
-    """Each step another attack of the last rank: losses are those of a run without it."""
-    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --no-save --max-update 6 --save-dir "
-             f"{tmp_path} --moe-expert-parallel-size 1 --dropout 0.1")
-    clean = run("fairseq-train", f"{flags} --ddp-backend legacy_ddp", ranks=3).ok()
-    attacked = run(VOTE_TRAIN, f"{flags} --moe-votes 3 --update-freq 1", ranks=3).ok()
-    same_numbers(attacked, clean, "[2]")
-
-
-@pytest.mark.distributed
-def test_votes_of_expert_parallel_groups(corpus: Corpus, tmp_path: Path) -> None:
-    """Three groups of two ranks, of which the last has a rank that sends something else."""
-    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --no-save --max-update 4 --save-dir "
-             f"{tmp_path} --moe-expert-parallel-size 2 --dropout 0.1")
-    clean = run("fairseq-train", f"{flags} --ddp-backend legacy_ddp", ranks=6).ok()
-    attacked = run(VOTE_TRAIN, f"{flags} --moe-votes 3", ranks=6).ok()
-    same_numbers(attacked, clean, "[4, 5]")
-
-
-def same_numbers(attacked: Result, clean: Result, outvoted: str) -> None:
-    assert clean.steps[-1]["loss"] < clean.steps[0]["loss"]
-    for step, (mine, theirs) in enumerate(zip(attacked.steps, clean.steps, strict=True), 1):
-        for name in ("loss", "inner_loss", "gnorm", "wpb"):
-            assert mine[name] == pytest.approx(theirs[name], abs=2.1e-3), (name, step)
-        assert (f"step {step}: outvoted ranks: {outvoted}; files without a majority: []"
-                in attacked.log)
+    same_curve(train(corpus, tmp_path, f"{flags} --max-update 12", 2), one_rank)
 
 
 @pytest.mark.distributed
 def test_votes_that_cannot_be_held_are_refused(corpus: Corpus, tmp_path: Path) -> None:
-    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --no-save --max-update 1 --save-dir "
-             f"{tmp_path} --moe-votes 3")
     for more, said in (("", "larger than the number of workers, 1"),
                        ("--moe-expert-parallel-size 1", "larger than the number of workers, 2"),
                        ("--moe-expert-parallel-size 1 --moe-router sigmoid_bias "
                         "--moe-second-expert-policy all", "without a vote"),
                        ("--zero-sharding os", "updates made by one rank for all ranks"),
                        ("--moe-losses global_batch=0.01", "no two ranks get the same result")):
-        run("fairseq-train", f"{flags} {more}", ranks=2).failed_with(said)
-
-
-@pytest.mark.distributed
-def test_rows_that_do_not_fit_repeat_the_step(one_rank: Result, corpus: Corpus,
-                                              tmp_path: Path) -> None:
-    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --moe-dispatch bounded "
-             f"--moe-parallel fixed --moe-max-rows-factor 0.4 --no-save --save-dir {tmp_path}")
-    records = tmp_path / "records.jsonl"
-    repeated = run("fairseq-train", f"{flags} --moe-on-overflow repeat --max-update 12 "
-                   f"--moe-stats-jsonl {records} --moe-stats-interval 1", ranks=2).ok()
-    assert "the row limit was raised, and the step is repeated" in repeated.log
-    same_curve(repeated, one_rank)
-    rows = [json.loads(line) for line in records.read_text().splitlines()]
-    assert {row["calls"] for row in rows if "layer" in row} == {2}, "one on each rank"
-    ended = run("fairseq-train", f"{flags} --max-update 2", ranks=2)
-    ended.failed_with("Raise dispatch.max_rows_factor")
-    assert not ended.steps
+        train(corpus, tmp_path, f"--max-update 1 --moe-votes 3 {more}", 2).failed_with(said)
 
 
 @pytest.mark.distributed
 def test_validation_asks_whether_rows_fit(corpus: Corpus, tmp_path: Path) -> None:
     """Batches of more tokens than the first in training."""
-    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --moe-parallel fixed --batch-size 1 "
-             f"--batch-size-valid 8 --max-update 2 --no-save --save-dir {tmp_path}")
+    flags = "--moe-parallel fixed --batch-size 1 --batch-size-valid 8 --max-update 2"
 
     def loss(more: str) -> float:
-        log = run("fairseq-train", f"{flags} {more}", ranks=2).ok().log
+        log = train(corpus, tmp_path, f"{flags} {more}", 2).ok().log
         return float(re.findall(r'"valid_inner_loss": "([\d.]+|nan)"', log)[-1])
 
     repeated = loss("--moe-dispatch bounded --moe-on-overflow repeat")
     assert repeated == pytest.approx(loss(""), abs=2.1e-3)
-    run("fairseq-train", f"{flags} --moe-dispatch bounded", ranks=2).failed_with(
+    train(corpus, tmp_path, f"{flags} --moe-dispatch bounded", 2).failed_with(
         "Raise dispatch.max_rows_factor")
 
 
@@ -160,19 +87,16 @@ def test_two_copies_of_experts_over_two_ranks_each(corpus: Corpus, tmp_path: Pat
     """4 ranks, expert-parallel groups of 2: gradients are summed over both copies, and each expert
     counts once in the norm.
     """
-    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --max-update 12 --no-save --save-dir "
-             f"{tmp_path}")
-    alone = run("fairseq-train", f"{flags} --update-freq 4").ok()
-    same_curve(run("fairseq-train", f"{flags} --moe-expert-parallel-size 2", ranks=4).ok(), alone)
+    alone = train(corpus, tmp_path, "--max-update 12 --update-freq 4").ok()
+    same_curve(train(corpus, tmp_path, "--max-update 12 --moe-expert-parallel-size 2", 4), alone)
 
 
 @pytest.mark.distributed
 def test_fewer_experts_than_ranks(corpus: Corpus, tmp_path: Path) -> None:
-    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --moe-expert-count 1 "
-             "--moe-top1-expert --max-update 6 --no-save").replace(
-        "--moe-second-expert-policy all", "")
-    alone = run("fairseq-train", f"{flags} --update-freq 2 --save-dir {tmp_path}").ok()
-    cut = run("fairseq-train", f"{flags} --save-dir {tmp_path}", ranks=2).ok()
+    model = f"{MOE} {DROPLESS.replace('--moe-second-expert-policy all', '')}"
+    flags = "--moe-expert-count 1 --moe-top1-expert --max-update 6"
+    alone = train(corpus, tmp_path, f"{flags} --update-freq 2", model=model).ok()
+    cut = train(corpus, tmp_path, flags, 2, model=model).ok()
     assert len(cut.steps) == 6
     for mine, theirs in zip(cut.steps, alone.steps, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=2.1e-3)
@@ -184,11 +108,8 @@ def test_fewer_experts_than_ranks(corpus: Corpus, tmp_path: Path) -> None:
                                                   ("--fp16", "setting loss scale to: 64.0")])
 def test_nan_in_one_expert_on_one_rank_skips_the_step_on_all(corpus: Corpus, tmp_path: Path,
                                                              precision: str, words: str) -> None:
-    result = run(
-        NAN_TRAIN,
-        f"3 {corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} {precision} --max-update 6 --no-save "
-        f"--save-dir {tmp_path}",
-        ranks=2).ok()
+    result = train(corpus, tmp_path, f"{precision} --max-update 6", 2,
+                   attack=partial(on_last, poison, 3)).ok()
     assert "gradient overflow detected, ignoring gradient" in result.log
     assert words in result.log
     assert [step["num_updates"] for step in result.steps] == [1, 2, 3, 4, 5, 6]
@@ -196,12 +117,27 @@ def test_nan_in_one_expert_on_one_rank_skips_the_step_on_all(corpus: Corpus, tmp
 
 
 @pytest.mark.distributed
+def test_base_over_ranks_recomputes_without_a_second_exchange_and_stays_balanced(
+        corpus: Corpus, tmp_path: Path) -> None:
+    losses = []
+    for name, flags in (("plain", "--ddp-backend legacy_ddp"),
+                        ("recomputed", "--ddp-backend c10d --checkpoint-activations")):
+        stats = tmp_path / f"{name}.jsonl"
+        run = train(corpus, tmp_path, f"--moe-router base {flags} --max-update 4 "
+                    f"--disable-validation --moe-stats-jsonl {stats} --moe-stats-interval 1", 2)
+        losses.append(run.ok().losses)
+        for record in map(json.loads, stats.read_text().splitlines()):
+            # each of the two problems gives no expert more than its share, rounded up
+            assert max(record["load"]) <= sum(record["load"]) / 4 + 2 and record["calls"] == 2
+    assert losses[0] == pytest.approx(losses[1], abs=2.1e-3) and losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.distributed
 def test_bf16_trains(corpus: Corpus, tmp_path: Path) -> None:
-    result = run(
-        "fairseq-train",
-        f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --bf16 --record-a2a-perf-stats --max-update 8 "
-        f"--moe-parallel fixed --moe-router-fp32 --ddp-backend legacy_ddp --save-dir {tmp_path} "
-        f"--moe-stats-jsonl {tmp_path / 'stats.jsonl'} --moe-stats-interval 4", ranks=2).ok()
+    result = train(
+        corpus, tmp_path, "--bf16 --record-a2a-perf-stats --max-update 8 --moe-parallel fixed "
+        f"--moe-router-fp32 --ddp-backend legacy_ddp --moe-stats-jsonl {tmp_path / 'stats.jsonl'} "
+        "--moe-stats-interval 4", 2, model=MOE, save=True).ok()
     assert result.losses[-1] < result.losses[0] - 0.3
     assert all(step["all_to_all_cpu_time_ms"] > 0 for step in result.steps)
     # the branch's capacity drops tokens
@@ -226,13 +162,12 @@ def only_the_router_is_in_float32(path: Path, others: torch.dtype) -> None:
 def test_router_weights_in_float32_under_memory_efficient_fp16(corpus: Corpus,
                                                                tmp_path: Path) -> None:
     """Saved, resumed; the curve of a run without a break."""
-    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --fp16 --memory-efficient-fp16 "
-             "--moe-router-fp32 --disable-validation").replace("sgd --momentum 0.9 --lr 0.1",
-                                                               "adam --lr 0.002")
-    whole = run("fairseq-train", f"{flags} --max-update 6 --no-save --save-dir {tmp_path}").ok()
-    run("fairseq-train", f"{flags} --max-update 3 --save-dir {tmp_path}").ok()
+    flags = ("--fp16 --memory-efficient-fp16 --moe-router-fp32 --disable-validation --optimizer "
+             "adam --lr 0.002")
+    whole = train(corpus, tmp_path, f"{flags} --max-update 6").ok()
+    train(corpus, tmp_path, f"{flags} --max-update 3", save=True).ok()
     only_the_router_is_in_float32(tmp_path / "checkpoint_last.pt", torch.float16)
-    again = run("fairseq-train", f"{flags} --max-update 6 --save-dir {tmp_path}").ok()
+    again = train(corpus, tmp_path, f"{flags} --max-update 6", save=True).ok()
     only_the_router_is_in_float32(tmp_path / "checkpoint_last.pt", torch.float16)
     assert again.losses == whole.losses[3:]
 
@@ -314,9 +249,8 @@ def test_a_launch_script_of_the_branch(corpus: Corpus, tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_drops_in_validation_are_said_as_those_in_training_are(corpus: Corpus,
                                                                tmp_path: Path) -> None:
-    few = f"{LANGUAGE_MODEL} {MOE} --moe-expert-count 8"
-    result = run("fairseq-train", f"{corpus.lm} {few} --max-update 4 --save-dir {tmp_path} "
-                 "--validate-interval-updates 2 --no-epoch-checkpoints", ranks=2).ok()
+    result = train(corpus, tmp_path, "--moe-expert-count 8 --max-update 4 --no-epoch-checkpoints "
+                   "--validate-interval-updates 2", 2, model=MOE, save=True).ok()
     warned = re.findall(r"\| ([a-z 0-9:]*) % of the choices found no slot.*use (.*)", result.log)
     validation = [(said, remedy) for said, remedy in warned if said.startswith("validation")]
     valid = re.findall(r'"valid_overflow_expert(\d)": "([\d.]+)"', result.log)
@@ -335,10 +269,8 @@ def test_drops_in_validation_are_said_as_those_in_training_are(corpus: Corpus,
 
 
 def test_a_criterion_that_leaves_the_gate_loss_out_is_told(corpus: Corpus, tmp_path: Path) -> None:
-    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} --max-update 1 --no-save --disable-validation "
-             f"--save-dir {tmp_path}")
-    result = run("fairseq-train",
-                 flags.replace("moe_cross_entropy --moe-gate-loss-wt 0.01", "cross_entropy")).ok()
+    model = MOE.replace("moe_cross_entropy --moe-gate-loss-wt 0.01", "cross_entropy")
+    result = train(corpus, tmp_path, "--max-update 1 --disable-validation", model=model).ok()
     assert "criterion CrossEntropyCriterion does not add the routers' losses" in result.log
 
 

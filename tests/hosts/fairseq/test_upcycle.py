@@ -10,9 +10,12 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 
+from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.base import open_source
+from moe_plugin.checkpoint.formats.fairseq.neutral_names import neutral_tensors
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.cli.main import main
+from tests.checkpoint.test_source import InMemory
 from tests.hosts.fairseq.conftest import LANGUAGE_MODEL, Corpus, run
 
 OPTIONS = {
@@ -156,3 +159,13 @@ def test_translation_models_that_cannot_be_upcycled_are_named(
             (dense, ["--encoder-every", "1"], "the model has no encoder")):
         assert main(["upcycle", str(source), str(tmp_path / "moe"), *OPTIONS["copy"], *more]) != 0
         assert error in capsys.readouterr().err
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("name", "message"), [
+    ("decoder.project_in_dim.weight", "--decoder-input-dim equal to --decoder-embed-dim"),
+    ("decoder.project_out_dim.weight", "--decoder-output-dim equal to --decoder-embed-dim"),
+    ("decoder.adaptive_softmax.head.weight", "cannot be upcycled: only decoder language models")])
+def test_parts_of_fairseq_alone_are_named(name: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name}' .*{message}"):
+        list(neutral_tensors(InMemory(**{name: torch.zeros(2, 3)}), tied=True))

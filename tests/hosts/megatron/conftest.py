@@ -8,6 +8,18 @@ import pytest
 
 from tests import text
 
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+STARTS_RANKS = {"on_ranks", "run_main", "launched"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.megatron)
+            if STARTS_RANKS & vars(item.module).keys():
+                item.add_marker(pytest.mark.distributed)
+
 
 def make_data(folder: Path) -> str:
     """An indexed dataset of sentences; the prefix of its files."""
@@ -17,9 +29,3 @@ def make_data(folder: Path) -> str:
     tokens = write_indexed(documents(str(folder / "corpus.txt")), str(folder / "corpus"))
     assert tokens > 50_000
     return str(folder / "corpus")
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An indexed dataset, in a path with a space."""
-    return make_data(tmp_path_factory.mktemp("some data"))

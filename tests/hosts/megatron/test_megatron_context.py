@@ -18,14 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from moe_plugin.hosts.megatron.compat.core import groups
 from tests.hosts.megatron.layers import Case, build, initialise_parallel, needs_padding_mask, run
 from tests.hosts.megatron.ranks import on_ranks
 
-pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 BALANCE = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 AUX = {**BALANCE, "moe_z_loss_coeff": 0.01}
 CASES = {

@@ -19,9 +19,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from moe_plugin.config.flags import add_arguments
 from moe_plugin.hosts.megatron import refusals
 from moe_plugin.hosts.megatron.compat.fields import (
@@ -39,7 +36,7 @@ from moe_plugin.hosts.megatron.launch import extra_args_provider
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags, translate
 from tests.hosts.test_refusals import names_read
 
-pytestmark = [pytest.mark.megatron, pytest.mark.fast]
+pytestmark = pytest.mark.fast
 BASE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 4,
         "add_bias_linear": False, "moe_aux_loss_coeff": 0.01}
 

@@ -24,9 +24,6 @@ from unittest import mock
 import pytest
 import torch
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from tests.former_names import former
 from tests.hosts.megatron.layers import Case, build, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
@@ -35,13 +32,13 @@ from tests.hosts.megatron.training import (
     VERSION,
     Run,
     arguments_of,
+    argv_for,
     parsed,
     refusal,
     trained,
     when_built,
 )
 
-pytestmark = pytest.mark.megatron
 # as in published launch scripts of models with experts, without tokenizer, paths and sizes
 PUBLISHED = """--use-mcore-models --transformer-impl local --attention-backend fused
 --max-position-embeddings 64 --position-embedding-type rope --rotary-base 1000000
@@ -66,7 +63,7 @@ def _run(argv: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def test_a_published_launch_script_needs_no_change(data: str) -> None:
-    argv = [*MODEL, "--data-path", data, "--train-iters", "2", *PUBLISHED]
+    argv = argv_for(data, 2, *PUBLISHED)
     [(record, said)] = on_ranks(1, _run, argv)
     assert set(record["balance"]) == {"layer2"}
     assert {"seq_load_balancing_loss", "load_balancing_loss"} <= set(record["aux_losses"])
@@ -90,33 +87,11 @@ def _sizes(argv: list[str]) -> tuple[str, int, int]:
 
 
 def test_sizes_and_recomputation_have_megatrons_meaning(data: str) -> None:
-    argv = [*MODEL, "--data-path", data, "--train-iters", "1", "--recompute-activations"]
+    argv = argv_for(data, 1, "--recompute-activations")
     assert on_ranks(1, _sizes, argv) == [("selective", 32, 0)]
     rope = ["--position-embedding-type", "rope", "--rotary-percent", "0.5",
             "--max-position-embeddings", "64"]
     assert on_ranks(1, _sizes, [*argv, *rope]) == [("selective", 0, 4)]  # of 8 a head
-
-
-WRONG = {
-    "few positions": (["--max-position-embeddings", "8"],
-                      ("max_position_embeddings (8)", "32")),
-    "a coefficient too many": (["--moe-aux-loss-coeff", "0.01", "0.001"],
-                               ("moe_aux_loss_coeff=[0.01, 0.001]", "needs 1", "'aux_loss'")),
-    "a coefficient too few": (["--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss",
-                               "--moe-aux-loss-coeff", "0.01"],
-                              ("moe_aux_loss_coeff", "moe_router_load_balancing_type")),
-    "a type twice": (["--moe-router-load-balancing-type", "aux_loss", "aux_loss",
-                      "--moe-aux-loss-coeff", "0.01", "0.001"],
-                     ("moe_router_load_balancing_type=['aux_loss', 'aux_loss']", "sum")),
-}
-
-
-@pytest.mark.parametrize(("extra", "parts"), WRONG.values(), ids=WRONG.keys())
-def test_values_that_do_not_fit_are_named(extra: list[str], parts: tuple[str, ...],
-                                          data: str) -> None:
-    argv = [*MODEL, "--data-path", data, "--train-iters", "1", *extra]
-    [message] = on_ranks(1, refusal, argv)
-    assert all(part in message for part in parts), message
 
 
 def _unknown(local: str | None) -> tuple[object, str]:
@@ -197,7 +172,7 @@ def test_other_learned_positions_than_saved_are_refused() -> None:
 
 def test_an_error_of_a_layer_ends_with_its_remedy(data: str) -> None:
     """Not with the classes that Megatron was building."""
-    argv = [*MODEL, "--data-path", data, "--train-iters", "1", "--moe-dispatch", "carrier_pigeon"]
+    argv = argv_for(data, 1, "--moe-dispatch", "carrier_pigeon")
     [message] = on_ranks(1, refusal, argv)
     assert message.startswith("unknown dispatcher 'carrier_pigeon'") and message.endswith("ragged")
 

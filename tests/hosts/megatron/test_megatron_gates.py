@@ -7,15 +7,11 @@ Also:
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.routing.pregate import has_own_gate
 from tests.hosts.megatron.layers import Case, batch, initialise_parallel
@@ -27,86 +23,10 @@ from tests.hosts.megatron.training import (
     PP2,
     RECOMPUTE,
     TP2,
-    losses_of,
+    argv_for,
     ran,
-    refusal,
     trained,
 )
-
-pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
-GATES = ["--moe-router", "switch,expert_choice", "--moe-aux-loss-coeff", "0.01"]
-
-
-def _run(corpus: str, home: Path, *argv: str, world: int = 2) -> dict[int, float]:
-    files = [
-        "--log-file", f"{home}.log.jsonl", "--moe-stats-jsonl", f"{home}.jsonl",
-        "--moe-stats-interval", "1"
-    ]
-    on_ranks(world, trained, [*MODEL, "--data-path", corpus, "--train-iters", "8", *files, *argv])
-    return losses_of(f"{home}.log.jsonl")
-
-
-def _begun(corpus: str, home: Path, *argv: str) -> dict[int, float]:
-    """Eight steps on one rank, and a checkpoint after two in `home`, from which other sizes go on
-    (their own first weights would differ).
-    """
-    losses = _run(corpus, home, *argv, "--save", str(home), "--save-interval", "2", world=1)
-    (home / "latest_checkpointed_iteration.txt").write_text("2")
-    return {step: loss for step, loss in losses.items() if step > 2}
-
-
-def _gates(home: Path, layer: str) -> list[str]:
-    rows = [
-        json.loads(line) for path in home.parent.glob(f"{home.name}.jsonl*")
-        for line in path.read_text().splitlines()
-    ]
-    found = [(row["step"], row["routers"]) for row in rows if row["layer"] == layer]
-    # every micro-batch of a step, and its recomputation
-    assert all(len(gates) == 1 for _, gates in found)
-    return [next(iter(gates)) for _, gates in sorted(found, key=lambda pair: pair[0])]
-
-
-@pytest.mark.distributed
-def test_every_way_to_run_takes_the_same_gates(data: str, tmp_path: Path) -> None:
-    """Random by step and layer: expert parallel with recomputation and pipeline stages, against one
-    rank.
-    """
-    argv = [*GATES, "--moe-router-selection", "random", "--moe-router-selection-seed", "2"]
-    want = _begun(data, tmp_path / "one", *argv)
-    by_layer = [_gates(tmp_path / "one", layer) for layer in ("layer1", "layer2")]
-    assert all(len(gates) == 8 and set(gates) == {"switch", "expert_choice"}
-               for gates in by_layer) and by_layer[0] != by_layer[1]
-    for name, sizes in {"ep": [*EP2, *RECOMPUTE], "pp": PP2}.items():
-        assert _run(data, tmp_path / name, *argv, *sizes, "--load",
-                    str(tmp_path / "one")) == pytest.approx(want, abs=5e-4), name
-        assert [_gates(tmp_path / name, layer)
-                for layer in ("layer1", "layer2")] == [gates[2:] for gates in by_layer], name
-
-
-@pytest.mark.distributed
-def test_a_resumed_run_goes_on_in_the_sequence(data: str, tmp_path: Path) -> None:
-    argv = [
-        *GATES, "--moe-router-selection", "cycle", "--moe-router-selection-every", "3", *EP2,
-        "--save", str(tmp_path / "saved"), "--save-interval", "4"
-    ]
-    whole = _run(data, tmp_path / "whole", *argv)
-    assert _gates(tmp_path / "whole",
-                  "layer1") == ["switch"] * 3 + ["expert_choice"] * 3 + ["switch"] * 2
-    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("4")
-    rest = _run(data, tmp_path / "rest", *argv, "--load", str(tmp_path / "saved"))
-    assert rest == pytest.approx({step: loss for step, loss in whole.items() if step > 4}, abs=1e-5)
-    assert _gates(tmp_path / "rest", "layer1") == ["expert_choice"] * 2 + ["switch"] * 2
-
-
-@pytest.mark.distributed
-def test_by_layer_over_pipeline_stages(data: str, tmp_path: Path) -> None:
-    argv = [*GATES, "--moe-router-selection", "layer"]
-    want = _begun(data, tmp_path / "one", *argv)
-    assert _run(data, tmp_path / "pp", *argv, *PP2, "--load",
-                str(tmp_path / "one")) == pytest.approx(want, abs=5e-4)
-    for home in ("one", "pp"):
-        assert set(_gates(tmp_path / home, "layer1")) == {"switch"} and set(
-            _gates(tmp_path / home, "layer2")) == {"expert_choice"}
 
 
 def _aux(argv: list[str], folder: str, *sizes: str, world: int) -> list[dict[str, Any]]:
@@ -134,7 +54,6 @@ def one_stage(data: str, tmp_path_factory: pytest.TempPathFactory,
     return argv, folder, _aux(argv, str(folder), world=1)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [
     pytest.param([*PP2, *RECOMPUTE], marks=pytest.mark.slow),
     [*VIRTUAL, "--recompute-granularity", "selective", "--recompute-modules", "moe"]],
@@ -164,7 +83,6 @@ def test_norms_show_how_much_the_balance_losses_weigh(one_stage: Any) -> None:
     assert abs(light[0]["norm"] / want[0]["norm"] - 1) > 1e-2
 
 
-@pytest.mark.distributed
 def test_one_rank_goes_on_with_what_virtual_stages_saved(one_stage: Any, tmp_path: Path) -> None:
     argv, folder, want = one_stage
     on_ranks(2, trained, [*argv, "--load", str(folder), *VIRTUAL, "--train-iters", "2", "--save",
@@ -199,7 +117,6 @@ def _overlapped(case: Case) -> list[tuple[str, list[float]]]:
     return seen
 
 
-@pytest.mark.distributed
 def test_the_wrapper_does_not_wait_for_idle_routers() -> None:
     one, two = on_ranks(2, _overlapped, Case(ep=2))
     assert one == two and [gate for gate, _ in one] == ["switch", "base", "expert_choice", "switch"]
@@ -228,17 +145,6 @@ def test_moe_layers_are_numbered_by_megatrons_pattern() -> None:
         ("decoder", None, 2), ("mtp", 1, 0), ("mtp", 0, 0), ("mtp", 1, 1)]]]
 
 
-def test_a_router_of_ones_own_from_a_file(data: str, tmp_path: Path) -> None:
-    from tests.hosts.fairseq.test_gates import OWN
-
-    (tmp_path / "own.py").write_text(OWN)
-    losses = _run(data, tmp_path / "own", "--moe-import", str(tmp_path / "own.py"), "--moe-router",
-                  "the_first_two", world=1)
-    loads = [json.loads(line)["load"] for line in (tmp_path / "own.jsonl").read_text().splitlines()]
-    assert losses[8] < losses[1] and all(load[0] == load[1] > 0 == load[2] == load[3]
-                                         for load in loads)
-
-
 def _replayed(case: Case) -> tuple[list[list[int]], list[list[int]]]:
     """Loads of a recorded pass, and of a replayed one under other weights, by micro-batch."""
     from moe_plugin.routing.replay import record_routing, replay_routing
@@ -260,28 +166,9 @@ def _replayed(case: Case) -> tuple[list[list[int]], list[list[int]]]:
     return loads, again
 
 
-@pytest.mark.distributed
 def test_recorded_routing_is_replayed_over_ranks() -> None:
     for loads, again in on_ranks(2, _replayed, Case(ep=2)):
         assert loads == again
-
-
-def _parameters(argv: list[str]) -> list[torch.Tensor]:
-    run = ran(argv)
-    assert torch.are_deterministic_algorithms_enabled()
-    return [p.detach() for p in run.model.parameters()]
-
-
-@pytest.mark.distributed
-def test_deterministic_runs_have_the_same_bits(data: str) -> None:
-    argv = [
-        *MODEL, "--data-path", data, "--train-iters", "4", "--deterministic-mode",
-        "--hidden-dropout", "0.1", "--moe-router", "topk,noisy_topk", "--moe-router-selection",
-        "cycle", "--moe-router-noise", "1.0", *EP2
-    ]
-    for one, two in zip(on_ranks(2, _parameters, argv), on_ranks(2, _parameters, argv),
-                        strict=True):
-        assert len(one) > 15 and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 RECOMPUTED = {
@@ -303,17 +190,14 @@ def _curve(argv: list[str]) -> tuple[list[tuple[float, ...]], list[list[bool]]]:
             for r in run.steps_logged], own
 
 
-
-
 @pytest.mark.parametrize(("world", "layers", "sizes"),
                          [(2, 8, VIRTUAL), (4, 2, [*EP2, *TP2])],
                          ids=["two by two stages", "EP2 TP2"])
 def test_recomputation_changes_nothing(world: int, layers: int, sizes: list[str],
                                        data: str, tmp_path: Path) -> None:
     """From the same checkpoint of ordinary gates."""
-    argv = [*MODEL, "--data-path", data, "--train-iters", "3", "--optimizer", "sgd",
-            "--num-layers", str(layers), "--clip-grad", "1.0", "--global-batch-size", "4",
-            *sizes]
+    argv = argv_for(data, 3, "--optimizer", "sgd", "--num-layers", str(layers), "--clip-grad",
+                    "1.0", "--global-batch-size", "4", *sizes)
     saved = str(tmp_path)
     on_ranks(world, _curve, [*argv, "--save", saved, "--exit-interval", "1"])
     argv += ["--load", saved]
@@ -329,9 +213,3 @@ def test_recomputation_changes_nothing(world: int, layers: int, sizes: list[str]
         # the first block of each stage has a gate of its own
         assert all(chunk == [True, *[False] * (len(chunk) - 1)] for chunk in own)
         assert len(own) == (2 if sizes is VIRTUAL else 1) and len(own[0]) > 1
-
-
-def test_what_does_not_fit_is_named(data: str) -> None:
-    argv = [*MODEL, "--data-path", data, "--train-iters", "1", "--moe-pre-gate", "1"]
-    assert "router.pre_gate=1 cannot be used with Megatron's own router" in on_ranks(
-        1, refusal, [*argv, "--moe-router-load-balancing-type", "sinkhorn"])[0]

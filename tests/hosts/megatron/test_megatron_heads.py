@@ -18,9 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from moe_plugin.hosts.megatron.ensemble import OracleLosses, ensemble_of
 from moe_plugin.training.ensembles.cmcl import (
     EnsembleSettings,
@@ -29,9 +26,8 @@ from moe_plugin.training.ensembles.cmcl import (
 )
 from tests.hosts.megatron.layers import Case, copy_native_weights, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import MODEL, PP2, arguments_of, launched, ran
+from tests.hosts.megatron.training import MODEL, PP2, arguments_of, argv_for, launched, ran
 
-pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 VERSION = tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
 VOCABULARY, LENGTH, BATCH, DEPTHS = 20, 8, 2, 2
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5,
@@ -271,7 +267,6 @@ FLAGS = ["--ensemble-heads", "3", "--ensemble-hidden", "8", "--ensemble-sharing"
          "--untie-embeddings-and-output-weights"]
 
 
-@pytest.mark.distributed
 def test_heads_by_flags_over_two_stages(data: str, tmp_path: Path) -> None:
     for name, more in (("first", ["--train-iters", "4", "--save", "ckpt"]),
                        ("then", ["--train-iters", "5", "--load", "ckpt"])):
@@ -295,10 +290,8 @@ def _check(logs: list[dict[str, Any]], numbers: list[int], sequences: int) -> No
     assert "confidence" not in steps[0]
 
 
-@pytest.mark.distributed
 def test_errors_of_steps_with_votes(data: str) -> None:
-    argv = [*MODEL, *FLAGS, "--ensemble-sharing", "0", "--data-path", data, "--train-iters", "2",
-            "--global-batch-size", "6"]
+    argv = argv_for(data, 2, *FLAGS, "--ensemble-sharing", "0", "--global-batch-size", "6")
     plain, votes = (on_ranks(3, _records, [*argv, *more])[0]
                     for more in ([], ["--moe-votes", "3"]))
     assert len(plain) == 2

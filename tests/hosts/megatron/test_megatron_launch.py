@@ -12,13 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from tests.hosts.megatron.ranks import ROOT, on_ranks, run_main
 from tests.hosts.megatron.training import MODEL, arguments_of, options, own_loop
-
-pytestmark = pytest.mark.megatron
 
 
 def test_launcher_without_a_script_says_what_it_wants(tmp_path: Path) -> None:
@@ -131,7 +126,6 @@ def _model_by_arguments(settings: dict[str, object]) -> tuple[list[bool], bool]:
         build(native))
 
 
-@pytest.mark.distributed
 def test_spec_follows_the_arguments() -> None:
     """Each of them that this version has."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -184,7 +178,6 @@ def _spec_of_virtual_stages(settings: dict[str, Any]) -> list[list[tuple[int, bo
             for block in blocks]
 
 
-@pytest.mark.distributed
 def test_spec_follows_virtual_stages() -> None:
     """Layers of every kind, in stages of any length."""
     from tests.hosts.megatron.ranks import on_ranks

@@ -11,9 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from tests.experts.exchange_events import logged
 from tests.hosts.megatron.layers import (
     Case,
@@ -25,7 +22,6 @@ from tests.hosts.megatron.layers import (
 )
 from tests.hosts.megatron.ranks import on_ranks
 
-pytestmark = pytest.mark.megatron
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 BOTH = {**AUX, "moe_z_loss_coeff": 0.01}
 WEIGHTS_FIRST = {
@@ -87,14 +83,12 @@ def test_equals_native_on_one_rank(case: Case) -> None:
     _assert_close(on_ranks(1, compare, case))
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("world", "case"), SEVERAL.values(), ids=SEVERAL.keys())
 def test_equals_native_on_several_ranks(world: int, case: Case) -> None:
     needs_padding_mask(case)
     _assert_close(on_ranks(world, compare, case))
 
 
-@pytest.mark.distributed
 def test_equals_native_in_bf16() -> None:
     _assert_close(on_ranks(2, compare, Case(ep=2, dtype=torch.bfloat16, native=BOTH)), 2e-2)
 
@@ -133,7 +127,6 @@ def _with_float32_router(case: Case) -> tuple[list[torch.dtype], dict[str, float
     return dtypes, differences, weight_ED.detach()
 
 
-@pytest.mark.distributed
 def test_router_weights_stay_in_float32() -> None:
     for dtypes, differences, moved in on_ranks(2, _with_float32_router, Case(ep=2, native=BOTH)):
         assert dtypes == [torch.float32, torch.bfloat16, torch.float32, torch.float32]
@@ -148,7 +141,6 @@ def _with_and_without_sequence_parallel(case: Case) -> tuple[dict[str, Any], dic
                                              replace(case, sequence_parallel=True))
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("etp", [1, 2])
 def test_tensor_parallel_without_sequence_parallel(etp: int) -> None:
     """Megatron's layer refuses to train so; ours gives what it gives under sequence parallelism."""
@@ -387,7 +379,6 @@ def test_megatrons_shared_expert_is_used(gate: bool) -> None:
     assert difference < 1e-5
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("case", [Case(ep=2), Case(tp=2, etp=2, sequence_parallel=True)],
                          ids=["EP2", "TP2 ETP2"])
 @pytest.mark.parametrize("gate", [False, True])

@@ -1,5 +1,5 @@
 """Whole models on Megatron's own loop in every layout: from one checkpoint each takes the steps of
-one rank with Megatron's own layers.
+one rank with Megatron's own layers, or of one rank that replays rollouts.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from tests.hosts.megatron.ranks import ROOT, run_main
 from tests.hosts.megatron.training import SCRIPT, own_loop
 
-pytestmark = [pytest.mark.megatron, pytest.mark.distributed, pytest.mark.slow, own_loop]
+pytestmark = own_loop
 NATIVE = str(Path(ROOT, "tests", "hosts", "megatron", "native_script.py"))
 LAUNCH = "moe_plugin.hosts.megatron.launch"
 # SGD shows a wrong gradient scale in the next loss; clipping in force shows a wrong norm. With TP 2
@@ -82,6 +79,7 @@ CONTEXT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", CONTEXT)
 def test_parts_of_sequences(layout: str, start: tuple[Path, Steps]) -> None:
     world, flags = CONTEXT[layout]
@@ -107,6 +105,7 @@ def mixed(data: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, St
     return begin(tmp_path_factory.mktemp("mixed"), data, FREQUENCY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", STAGES)
 def test_stages_of_any_length_with_layers_of_every_kind(layout: str,
                                                         mixed: tuple[Path, Steps]) -> None:
@@ -115,6 +114,7 @@ def test_stages_of_any_length_with_layers_of_every_kind(layout: str,
     same(steps(world, f"{flags} {FREQUENCY}", folder), wanted)
 
 
+@pytest.mark.slow
 def test_stages_of_unequal_layout_and_length(start: tuple[Path, Steps]) -> None:
     """Without balance losses, which are those of a replica's tokens."""
     folder, _ = start
@@ -126,6 +126,7 @@ def test_stages_of_unequal_layout_and_length(start: tuple[Path, Steps]) -> None:
     same([row[:2] for row in got], [row[:2] for row in wanted])
 
 
+@pytest.mark.slow
 def test_instances_of_the_distributed_optimizer(start: tuple[Path, Steps]) -> None:
     pytest.importorskip("einops", reason="Megatron needs einops for several instances")
     folder, _ = start
@@ -147,6 +148,7 @@ def _short_documents(prefix: Path) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.metadata.version("megatron-core") < "0.19",
                     reason="its data sets mark no documents (needs >= 0.19)")
 def test_packed_sequences(start: tuple[Path, Steps]) -> None:
@@ -161,3 +163,30 @@ def test_packed_sequences(start: tuple[Path, Steps]) -> None:
     one = f"{packed} --micro-batch-size 1"
     same(steps(2, f"{one} --pipeline-model-parallel-size 2", folder), steps(
         1, one, folder, native=True))
+
+
+ROLLOUTS = str(Path(ROOT, "tests", "hosts", "megatron", "rollout_script.py"))
+REPLAYED = {
+    "CP2 TP2": (4, """--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel
+        --expert-model-parallel-size 2 --make-vocab-size-divisible-by 4"""),
+    "TP2": (2, "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 4"),
+    "PP2, recomputed": (2, """--pipeline-model-parallel-size 2 --recompute-granularity full
+        --recompute-method uniform --recompute-num-layers 1"""),
+}
+
+
+@pytest.fixture(scope="module")
+def replayed(start: tuple[Path, Steps]) -> Steps:
+    """The steps of one rank that replays rollouts."""
+    folder, plain = start
+    found = steps(1, "", folder, script=ROLLOUTS)
+    assert abs(found[0][0] - plain[0][0]) > 1e-3  # other experts
+    return found
+
+
+@pytest.mark.parametrize("layout", [
+    "CP2 TP2", *(pytest.param(name, marks=pytest.mark.slow) for name in [*REPLAYED][1:])])
+def test_rollouts_have_the_losses_of_one_rank(layout: str, start: tuple[Path, Steps],
+                                              replayed: Steps) -> None:
+    world, flags = REPLAYED[layout]
+    same(steps(world, flags, start[0], script=ROLLOUTS), replayed)

@@ -20,14 +20,10 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from tests.hosts.megatron.layers import Case, batch, build, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import EP2, MODEL, losses_of, ran
+from tests.hosts.megatron.training import EP2, argv_for, losses_of, ran
 
-pytestmark = pytest.mark.megatron
 RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 CASES: dict[str, tuple[int, Case, dict[str, Any]]] = {
     "one rank": (1, Case(), {}),
@@ -68,7 +64,6 @@ def _main_grads(case: Case, settings: dict[str, Any],
     return found
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("overlap", [False, True],
                          ids=["reduced at the end", "reduced in backward"])
 @pytest.mark.parametrize("name", CASES)
@@ -186,13 +181,11 @@ def _train(argv: list[str]) -> tuple[list[dict[str, Any]], list[bool], list[torc
     return run.steps_logged, fused, experts
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("kind", [[], ["--use-distributed-optimizer"],
                                   ["--bf16", "--use-distributed-optimizer"]],
                          ids=["fp32", "sharded", "bf16 sharded"])
 def test_steps_equal_those_of_adam_not_fused(kind: list[str], data: str) -> None:
-    argv = [*MODEL, *EP2, "--data-path", data, "--train-iters", "8", "--clip-grad", "0.8",
-            "--weight-decay", "0.1", *kind]
+    argv = argv_for(data, 8, *EP2, "--clip-grad", "0.8", "--weight-decay", "0.1", *kind)
     tolerance = {"rtol": 0, "atol": 2e-2 if "--bf16" in kind else 2e-4}
     for seen, wanted in zip(on_ranks(2, _train, [*argv, FUSED]), on_ranks(2, _train, argv),
                             strict=True):
@@ -207,11 +200,10 @@ def test_steps_equal_those_of_adam_not_fused(kind: list[str], data: str) -> None
             torch.testing.assert_close(got, want, **tolerance)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("sharded", [[], ["--use-distributed-optimizer"]],
                          ids=["whole", "sharded"])
 def test_a_run_resumes_with_the_other_adam(sharded: list[str], data: str, tmp_path: Path) -> None:
-    argv = [*MODEL, *EP2, "--data-path", data, "--train-iters", "6", *sharded]
+    argv = argv_for(data, 6, *EP2, *sharded)
     for name, first, second in (("a", [FUSED], []), ("b", [], [FUSED])):
         folder = str(tmp_path / name)
         on_ranks(2, _train, [*argv, *first, "--save", folder, "--save-interval", "3"])

@@ -12,16 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from moe_plugin.experts.matrices import from_matrices, mark_matrices, part_of, to_matrices
 from tests.hosts.megatron.layers import Case, batch, build, initialise_parallel, whole_gradients
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.stand_in_muon import use
-from tests.hosts.megatron.training import EP2, MODEL, own_loop, ran, refusal
+from tests.hosts.megatron.training import EP2, argv_for, own_loop, ran, refusal
 
-pytestmark = [pytest.mark.megatron, pytest.mark.distributed, own_loop, pytest.mark.skipif(
+pytestmark = [own_loop, pytest.mark.skipif(
     importlib.util.find_spec("megatron.core.optimizer.emerging_optimizers") is None,
     reason="needs Megatron's Muon of megatron-core 0.18 or newer")]
 MUON: dict[str, Any] = {"optimizer": "muon", "lr": 0.05, "weight_decay": 0.1, "clip_grad": 0.0,
@@ -137,9 +134,8 @@ def _losses(argv: list[str]) -> dict[int, float]:
 def test_a_whole_run_takes_megatrons_steps_and_resumes(data: str, tmp_path: Path,
                                                        more: list[str]) -> None:
     """From one checkpoint of Megatron's own layers, ours and theirs; and again from the middle."""
-    argv = [*MODEL, *EP2, "--swiglu", "--optimizer", "muon", "--weight-decay", "0.1",
-            "--lr-decay-style", "constant", *more,
-            "--train-iters", "5", "--data-path", data, "--save-interval", "1"]
+    argv = argv_for(data, 5, *EP2, "--swiglu", "--optimizer", "muon", "--weight-decay", "0.1",
+                    "--lr-decay-style", "constant", *more, "--save-interval", "1")
     begin, plain = str(tmp_path / "native"), ["--no-load-optim", "--no-load-rng"]
     on_ranks(2, _losses, [*argv, "--native-moe", "--save", begin, "--exit-interval", "1"])
     native = on_ranks(2, _losses, [*argv, "--native-moe", "--load", begin, *plain])[0]
@@ -212,8 +208,7 @@ def test_what_would_not_see_the_matrices_is_refused() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("emerging_optimizers") is not None,
                     reason="its package is installed")
 def test_muon_without_its_package_is_refused_with_what_helps(data: str) -> None:
-    [said] = on_ranks(1, refusal, [*MODEL, "--data-path", data, "--train-iters", "1",
-                                   "--optimizer", "muon"])
+    [said] = on_ranks(1, refusal, argv_for(data, 1, "--optimizer", "muon"))
     assert said.startswith("--optimizer muon needs") and "pip install emerging-opt" in said
 
 

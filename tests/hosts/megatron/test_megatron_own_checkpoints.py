@@ -1,17 +1,10 @@
-"""Which folders the launcher takes for checkpoints of Megatron's own loop; one rank, no training.
-
-Also:
-
-* Runs on Megatron's own loop that go on from a checkpoint with other arguments, or from a damaged
-  one.
-* `--moe-expert-parallel-at` on Megatron's own loop: a run whose expert-parallel size changes makes
-  the losses of one that keeps its size.
-* Processes that write checkpoints do not outlive their rank.
+"""Checkpoints of Megatron's own loop: which folders the launcher takes for them, runs that go on
+from one with other arguments or from a damaged one, what `parallel: auto` has learned, and
+processes that write and do not outlive their rank.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -21,21 +14,17 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from moe_plugin.checkpoint import CheckpointError
-from moe_plugin.config import run_from_dict
 from moe_plugin.hosts.megatron import checkpoint_files as files
-from moe_plugin.hosts.megatron import resizing
 from moe_plugin.hosts.megatron import script_checkpoint as checkpoint
 from moe_plugin.hosts.megatron.checkpoint_files import META
+from tests.hosts.megatron.layers import Case, build, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import MODEL, launched, own_loop, trained
+from tests.hosts.megatron.training import EP2, PP2, Run, argv_for, launched, ran, trained
 
-pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 NATIVE = ".metadata", "metadata.json", "common.pt"
 
 
@@ -165,79 +154,6 @@ def test_what_cannot_be_read_is_named_with_its_remedy(saved: tuple[Path, list[st
     assert "Traceback" not in log
 
 
-EP2 = ["--expert-model-parallel-size", "2", "--clip-grad", "0.1"]
-CHANGES = ["--moe-expert-parallel-at", "3=1,5=4,6=2"]  # from 2 of 4 ranks
-KINDS = {
-    "adam": ["--optimizer", "adam", "--overlap-grad-reduce"],
-    "sgd": ["--optimizer", "sgd", "--lr", "0.3", "--moe-router-load-balancing-type",
-            "seq_aux_loss"],
-    "bf16": ["--optimizer", "adam", "--bf16"],
-}
-
-
-def records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.open()]
-
-
-def curve(path: Path) -> dict[int, tuple[float, float]]:
-    """(loss, gradient norm) by step."""
-    return {row["iteration"]: (row["lm_loss"], row["grad_norm"])
-            for row in records(path) if "lm_loss" in row}
-
-
-def same(found: dict[int, tuple[float, float]], wanted: dict[int, tuple[float, float]],
-         rel: float) -> None:
-    assert list(found) == list(wanted)
-    for step, pair in wanted.items():
-        assert found[step] == pytest.approx(pair, rel=rel), step
-
-
-@own_loop
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_and_norms_do_not_notice(data: str, tmp_path: Path, kind: str) -> None:
-    words = ["--data-path", data, *EP2, *KINDS[kind], "--train-iters", "7"]
-    launched([*words, "--log-file", "wanted"], 4, tmp_path)
-    log = launched([*words, *CHANGES, "--log-file", "found"], 4, tmp_path)
-    for said in ("2 -> 1 before step 3", "1 -> 4 before step 5", "4 -> 2 before step 6"):
-        assert f"expert-parallel ranks {said}: " in log
-    same(curve(tmp_path / "found"), curve(tmp_path / "wanted"), 5e-4 if kind == "bf16" else 2e-5)
-
-
-@own_loop
-def test_checkpoints_of_any_size_resume_at_the_size_of_their_step(data: str,
-                                                                  tmp_path: Path) -> None:
-    words = ["--data-path", data, *EP2, *KINDS["adam"]]
-    launched([*words, "--train-iters", "7", "--log-file", "wanted"], 4, tmp_path)
-    changing = [*words, "--moe-expert-parallel-at", "3=1,6=4", "--save", "run", "--load", "run",
-                "--log-file", "found", "--moe-stats-jsonl", "stats.jsonl"]
-    # after steps of one rank with all experts, and of four; each begins with two that share them
-    logs = [launched([*changing, "--train-iters", str(last)], 4, tmp_path) for last in (4, 6, 7)]
-    assert "expert-parallel ranks 2 -> 1 before step 5: " in logs[1]
-    assert "expert-parallel ranks 2 -> 4 before step 7: " in logs[2]
-    same(curve(tmp_path / "found"), curve(tmp_path / "wanted"), 2e-5)
-    changes = [row for row in records(tmp_path / "stats.jsonl") if "expert_parallel" in row]
-    assert [row["step"] for row in changes] == [3, 5, 6, 7]
-    assert all(row["expert_parallel"]["bytes"] > 0 for row in changes)
-
-
-def given(**changed: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"optimizer": "adam", "num_experts": 4, **changed})
-
-
-@pytest.mark.parametrize(("changed", "said"), [
-    ({"tensor_model_parallel_size": 2}, "does not fit --tensor-model-parallel-size: use 1, because "
-     "experts move between whole data-parallel ranks"),
-    ({"async_save": True}, "does not fit --async-save: leave it out, because the parameters could"),
-    ({"cuda_graph_impl": "local"}, "does not fit --cuda-graph-impl local: leave it out"),
-    ({"optimizer": "muon"}, "does not fit --optimizer muon: use adam or sgd"),
-    ({"num_experts": 6}, "does not fit --num-experts 6: .* must be divisible by 4")])
-def test_what_cannot_follow_is_refused(changed: dict[str, Any], said: str) -> None:
-    run = run_from_dict({"resize": {"expert_parallel_at": {3: 4}}})
-    resizing.check(given(), run)
-    with pytest.raises(ValueError, match="resize.expert_parallel_at={3: 4} " + said):
-        resizing.check(given(**changed), run)
-
-
 def _saved(argv: list[str]) -> tuple[list[str], bool]:
     """Processes that a run has left when its checkpoints are written, and whether Megatron's own
     queue is as it was.
@@ -251,8 +167,7 @@ def _saved(argv: list[str]) -> tuple[list[str], bool]:
 
 def test_a_run_that_saves_starts_no_process_that_stays(data: str, tmp_path: Path) -> None:
     """Megatron keeps one for its queue, which stays when the rank is killed."""
-    argv = [*MODEL, "--data-path", data, "--train-iters", "2", "--save-interval", "1", "--save",
-            str(tmp_path)]
+    argv = argv_for(data, 2, "--save-interval", "1", "--save", str(tmp_path))
     assert on_ranks(1, _saved, argv) == [([], True)]
     assert (tmp_path / "iter_0000002" / "moe_plugin.json").exists()
 
@@ -319,3 +234,162 @@ def _killed_while_saving(guarded: bool) -> bool:
 def test_forks_that_write_end_with_their_rank() -> None:
     assert on_ranks(1, _killed_while_saving, True) == [True]
     assert on_ranks(1, _killed_while_saving, False) == [False]
+
+
+AUTO = ["--moe-parallel", "auto", "--moe-overlap-max", "2", "--moe-parallel-samples", "1"]
+
+
+def _run(argv: list[str]) -> tuple[dict[int, Any], dict[int, Any], list[float]]:
+    """Train; (what each layer here knew before its first step, what after its last, losses)."""
+    before: dict[int, Any] = {}
+
+    def known(run: Run) -> dict[int, Any]:
+        return {
+            layer.layer_number: layer.moe.routed_experts.tuner
+            and layer.moe.routed_experts.tuner.tuner.state()
+            for layer in run.moe_layers()
+        }
+
+    run = ran(argv, lambda run: before.update(known(run)))
+    return before, known(run), [record["lm_loss"] for record in run.steps_logged]
+
+
+@pytest.fixture(scope="module")
+def argv(data: str) -> list[str]:
+    return argv_for(data, 8)
+
+
+@pytest.fixture(scope="module")
+def tuned(argv: list[str],
+          tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[int, Any], list[float]]:
+    """Two stages of two expert-parallel ranks, tuned: (checkpoint after four of eight steps, what
+    it holds by layer, losses).
+    """
+    folder = str(tmp_path_factory.mktemp("tuned"))
+    first = on_ranks(4, _run, [*argv, *EP2, *PP2, *AUTO, "--save", folder, "--exit-interval", "4"])
+    assert [sorted(after) for _, after, _ in first] == [[1], [1], [2], [2]]
+    assert first[0][1] == first[1][1] and first[2][1] == first[3][
+        1], "ranks of a group know the same"
+    whole = on_ranks(4, _run, [*argv, *EP2, *PP2, *AUTO])
+    return folder, {**first[0][1], **first[2][1]}, whole[0][2]
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(4, [*EP2, *PP2]), (2, EP2)],
+                         ids=["the same sizes", "one stage"])
+def test_every_stage_knows_again_what_it_had_learned(world: int, sizes: list[str], argv: list[str],
+                                                     tuned: Any) -> None:
+    folder, saved, losses = tuned
+    assert all(state["explored"] > 0 and state["buckets"] for state in saved.values())
+    for before, after, curve in on_ranks(world, _run, [*argv, *sizes, *AUTO, "--load", folder]):
+        assert before == {layer: saved[layer]
+                          for layer in before} and len(before) == (1 if world == 4 else 2)
+        assert all(after[layer]["calls"] > saved[layer]["calls"] for layer in after)
+        assert curve == pytest.approx(losses[4:], abs=2e-4)
+
+
+def test_choices_of_other_sizes_are_found_anew(argv: list[str], tuned: Any) -> None:
+    [(before, _, curve)] = on_ranks(1, _run, [*argv, *AUTO, "--load", tuned[0]])
+    assert all(state["calls"] == 0 and not state["buckets"] for state in before.values())
+    assert curve == pytest.approx(tuned[2][4:], abs=2e-4)
+
+
+def test_checkpoints_load_with_and_without_tuning(argv: list[str], tuned: Any,
+                                                  tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    [(before, _, _)] = on_ranks(
+        1, _run, [*argv, "--load", tuned[0], "--save", folder, "--exit-interval", "6"])
+    assert before == {1: None, 2: None}
+    for before, after, _ in on_ranks(2, _run, [*argv, *EP2, *AUTO, "--load", folder]):
+        assert all(state["calls"] == 0
+                   for state in before.values()) and all(state["explored"]
+                                                         for state in after.values())
+
+
+def _plain_state_dict() -> tuple[int, int]:
+    """(calls that a loaded tuner knows of, how many more after one call of the layer)."""
+    case = Case(ep=2)
+    initialise_parallel(case)
+    auto = {"parallel.mode": "auto", "tuner.samples": 1}
+    first, again = build(case, True, auto), build(case, True, auto)
+    fixed = build(case, True, {"parallel.mode": "fixed"})
+    x = torch.randn(4, 2, 16)
+    for _ in range(20):
+        first(x)[0].sum().backward()
+    again.load_state_dict(first.state_dict())
+    fixed.load_state_dict(first.state_dict())
+    first.load_state_dict(fixed.state_dict())
+    calls = again.moe.routed_experts.tuner.tuner.calls
+    assert (again.moe.routed_experts.tuner.tuner.state()
+            == first.moe.routed_experts.tuner.tuner.state())
+    assert not any("tuner" in key for key in fixed.state_dict())
+    again(x)
+    return calls, again.moe.routed_experts.tuner.tuner.calls - calls
+
+
+def test_plain_state_dicts_hold_it_and_the_first_call_looks_at_its_load() -> None:
+    for calls, more in on_ranks(2, _plain_state_dict):
+        assert calls > 0 and more == 1
+
+
+def _megatrons_own_load(folder: str) -> int:
+    """A checkpoint of a layer that is not tuned, into one that is, by Megatron's functions alone.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
+    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
+
+    wrap("save", saves_whose_writers_end)
+    initialise_parallel(Case(ep=2))
+    fixed, tuned, predicted = (build(Case(ep=2), True, {"parallel.mode": mode})
+                               for mode in ("fixed", "auto", "predicted"))
+    dist_checkpointing.save(fixed.sharded_state_dict("mlp."), folder)
+    dist_checkpointing.load(predicted.sharded_state_dict("mlp."), folder)  # needs no permission
+    with torch.no_grad():
+        tuned.experts.w_in_LDF.zero_()
+    found = dist_checkpointing.load(tuned.sharded_state_dict("mlp."), folder,
+                                    strict=StrictHandling.LOG_ALL)
+    tuned.load_state_dict({key.removeprefix("mlp."): value for key, value in found.items()})
+    assert torch.equal(tuned.experts.w_in_LDF, fixed.experts.w_in_LDF)
+    return tuned.moe.routed_experts.tuner.tuner.calls
+
+
+def test_megatron_loads_a_checkpoint_without_it_where_it_is_told_to(tmp_path: Path) -> None:
+    assert on_ranks(2, _megatrons_own_load, str(tmp_path)) == [0, 0]
+
+
+def _predicted(folder: str) -> tuple[list[str], list[bool]]:
+    """(layouts of a layer that has predicted its own, and of one that loads it; whether a layer has
+    a layout after it loaded a checkpoint that holds it, and one that does not).
+    """
+    from megatron.core import dist_checkpointing
+
+    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
+    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
+    from moe_plugin.hosts.megatron.state import load_without_missing
+
+    wrap("load", load_without_missing)
+    wrap("load", load_without_missing)  # once is enough
+    wrap("save", saves_whose_writers_end)
+    initialise_parallel(Case(ep=2))
+    first, again, other = (build(Case(ep=2), True, {"parallel.mode": "predicted"})
+                           for _ in range(3))
+    fixed = build(Case(ep=2), True, {"parallel.mode": "fixed"})
+    first(torch.randn(2048, 4, 16))[0].sum().backward()
+    layers = ((first, again, "predicted"), (fixed, other, "fixed"))
+    for source, target, name in layers:
+        Path(folder, name).mkdir(exist_ok=True)
+        dist_checkpointing.save({"model": source.sharded_state_dict("mlp.")}, f"{folder}/{name}")
+        found = dist_checkpointing.load({"model": target.sharded_state_dict("mlp.")},
+                                        f"{folder}/{name}")["model"]
+        target.load_state_dict({key.removeprefix("mlp."): value for key, value in found.items()})
+    return ([layer.moe.routed_experts.current.label for layer in (first, again)],
+            [layer.moe.routed_experts.tuner.settled for layer in (again, other)])
+
+
+def test_a_distributed_checkpoint_keeps_a_predicted_layout(tmp_path: Path) -> None:
+    """One without it loads, too."""
+    for layouts, settled in on_ranks(2, _predicted, str(tmp_path)):
+        assert layouts[0] == layouts[1] and layouts[0].startswith("r=0"), layouts
+        assert settled == [True, False]

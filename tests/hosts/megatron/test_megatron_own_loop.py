@@ -1,10 +1,6 @@
-"""Parts of what the launcher adds to Megatron's own loop that need no ranks.
-
-Also:
-
-* A rank dies or stalls in a layer or in a step of training: Megatron's other rank ends in time, by
-  an error that names rank, group and collective.
-* The training script on two ranks as a user starts it: our lines come once.
+"""What the launcher adds to Megatron's own loop: parts that need no ranks; a rank that dies between
+layers, or fails alone, is named by the others; a step whose numbers are not finite is skipped on
+all ranks, training stops after ten, and checkpoints stay good.
 """
 
 from __future__ import annotations
@@ -14,9 +10,6 @@ import importlib
 import json
 import logging
 import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,21 +17,29 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+import torch.distributed as dist
 
 from moe_plugin.hosts.megatron import endings, launch, passes, script
 from moe_plugin.hosts.megatron.compat import loaders
 from moe_plugin.hosts.megatron.compat.names import get_rerun_state_machine
-from moe_plugin.training.run import Run
+from moe_plugin.training.run import Run as FeaturesRun
 from moe_plugin.utils.run_feature import LostStep, RunFeature, SkipStep
-from tests.hosts.lost_rank import is_last, lose
+from tests.hosts.lost_rank import is_last
 from tests.hosts.megatron.ranks import command, on_ranks
-from tests.hosts.megatron.training import EP2, MODEL, PP2, QUICK, TRAIN, trained
-from tests.hosts.stopped import own_lines, stopped
+from tests.hosts.megatron.training import (
+    EP2,
+    MODEL,
+    PP2,
+    QUICK,
+    TRAIN,
+    Run,
+    argv_for,
+    ran,
+    trained,
+    when_built,
+)
 
-pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
+
 def test_a_loss_that_megatron_validates_can_be_asked_for_before_a_step() -> None:
     machine = get_rerun_state_machine()
 
@@ -70,7 +71,7 @@ def test_weights_of_another_replica_are_not_saved_in_silence(
         caplog: pytest.LogCaptureFixture) -> None:
     made, saves = script.Script(), list[int]()
     made.taken[3] = 5
-    made.run = Run([_Replaced()])
+    made.run = FeaturesRun([_Replaced()])
     made.around_save({"iteration": 4}, lambda: saves.append(4))
     assert not saves and "iteration 4 is written, because weights of iteration 6" in caplog.text
 
@@ -153,22 +154,6 @@ def test_a_lost_step_is_made_again_with_its_batches(later: int, again_reads: lis
 WHO = "CommError: rank 0 of 2 in group 'ranks [0, 1]': "
 
 
-def _train_and_lose(how: str, argv: list[str]) -> None:
-    if is_last():
-        lose(how, "send_receive", 9)
-    trained(argv)
-
-
-@pytest.mark.parametrize("how", ["dies", "stalls"])
-def test_the_other_rank_says_what_it_waited_for(data: str, how: str) -> None:
-    argv = [*MODEL, *EP2, "--data-path", data, "--train-iters", "6", "--moe-timeout", "2"]
-    with pytest.raises(AssertionError) as error:
-        on_ranks(2, _train_and_lose, how, argv)
-    said = str(error.value)
-    assert WHO in said
-    assert "from rank 1 failed" in said and "send_receive of torch." in said
-
-
 # what the last rank does not live to do: module below the host, class or None, function; what the
 # other one waits in
 PLACES = {
@@ -196,7 +181,7 @@ def _train_and_die(place: str, argv: list[str]) -> None:
 def test_a_rank_that_dies_between_layers_is_named_too(data: str, tmp_path: Path,
                                                       place: str) -> None:
     *_, sizes, waited = PLACES[place]
-    argv = [*MODEL, *sizes, "--data-path", data, "--train-iters", "1", "--save", str(tmp_path)]
+    argv = argv_for(data, 1, *sizes, "--save", str(tmp_path))
     with pytest.raises(AssertionError) as error:
         on_ranks(2, _train_and_die, place, argv)
     said = str(error.value)
@@ -226,8 +211,8 @@ def _main_and_fail(place: str, argv: list[str]) -> None:
 def test_an_error_of_one_rank_is_not_blamed_on_settings_or_data(data: str, tmp_path: Path,
                                                                place: str) -> None:
     """The other rank says the error of the rank that failed, in one line."""
-    argv = [*MODEL, *EP2, "--data-path", data, "--train-iters", "1", "--save", str(tmp_path),
-            "--data-cache-path", str(tmp_path / "cache")]
+    argv = argv_for(data, 1, *EP2, "--save", str(tmp_path), "--data-cache-path",
+                    str(tmp_path / "cache"))
     if place == "loading":
         on_ranks(2, trained, argv)
         argv += ["--load", str(tmp_path)]
@@ -258,73 +243,171 @@ def _groups_of_a_lost_rank(argv: list[str]) -> str:
 
 
 def test_a_lost_connection_is_not_blamed_on_parallel_sizes(data: str) -> None:
-    [said] = on_ranks(1, _groups_of_a_lost_rank, [*MODEL, "--data-path", data, "--train-iters",
-                                                  "1"])
+    [said] = on_ranks(1, _groups_of_a_lost_rank, argv_for(data, 1))
     assert "a collective of Megatron's making of process groups failed: " in said
 
 
-SCRIPT = TRAIN
-PROGRAM = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-           "-m", SCRIPT]
+def _of_another_dtype() -> None:
+    dist.all_reduce(torch.ones(1, dtype=torch.int32 if dist.get_rank() else torch.float32))
 
 
-def environment() -> dict[str, str]:
-    """Of a user who knows nothing of warnings."""
-    kept = {k: v for k, v in os.environ.items()
-            if k not in ("PYTHONWARNINGS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    return {**kept, "OMP_NUM_THREADS": "1"}
+def test_another_collective_of_a_launched_rank_is_found() -> None:
+    """As of all ranks of this server."""
+    with pytest.raises(AssertionError, match=r"rank 1: all_reduce of torch.int32 \[1\]"):
+        on_ranks(2, _of_another_dtype)
 
 
-@pytest.mark.distributed
-def test_a_run_that_goes_on_and_is_stopped_says_its_lines_once(data: str, tmp_path: Path) -> None:
-    """Without warnings of packages that are missing; a finished run says so and writes nothing."""
-    save = tmp_path / "run"
-    arguments = [*MODEL, *EP2, *QUICK, "--data-path", data, "--cpu", "--save", str(save), "--load",
-                 str(save), "--save-interval", "5", "--data-cache-path", str(tmp_path),
-                 "--train-iters"]
-    first = _said([*arguments, "3"], tmp_path)
-    assert _steps(first) == [1, 2, 3]
-    assert first.count(f"all 3 iterations are done; losses and balance: {save}/log.jsonl") == 1
-    log = stopped([*PROGRAM, *arguments, "100000"], "iteration       12/", tmp_path / "log",
-                  environment())
-    _check_beginning(log.partition("death signal")[0].splitlines(), save)
-    [(step, saved)] = re.findall(rf"^stopped at step (\d+), last checkpoint (\d+) in {save}; "
-                                 "the same command resumes the run$", log, re.M)
-    assert int(step) - 5 <= int(saved) <= int(step) and 10 <= int(saved)
-    assert not [line for line in own_lines(log) if "Traceback" in line], log[-3000:]
-    before = {path: path.stat().st_mtime_ns for path in save.rglob("*.distcp")}
-    lines = _said([*arguments, "7"], tmp_path)
-    assert f"the run in {save} is finished: {saved} of --train-iters 7 iterations are done. Use " \
-        "a larger --train-iters to continue." in lines
-    assert {path: path.stat().st_mtime_ns for path in save.rglob("*.distcp")} == before
+def _train_with_nan(argv: list[str], bad: tuple[int, ...]) -> dict[str, Any]:
+    """Train with a NaN in the last rank's loss in the steps `bad` (1-based): whether each step
+    changed parameters, and the error that ended training.
+    """
+    changed: list[bool] = []
+    before: list[torch.Tensor] = []
+    run, error = Run(), ""
+
+    def kept(run: Run) -> None:
+        before[:] = [p.detach().clone() for p in run.model.parameters()]
+
+    def built(run: Run) -> None:
+        kept(run)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            run.model.register_forward_hook(lambda module, inputs, output: output * (
+                float("nan") if len(changed) + 1 in bad else 1.0))
+
+    def stepped(run: Run) -> None:
+        changed.append(any(not torch.equal(a, b) for a, b in zip(
+            before, run.model.parameters(), strict=True)))
+        kept(run)
+
+    try:
+        ran(argv, built, stepped, run)
+    except FloatingPointError as stopped:
+        error = str(stopped)
+    return {"changed": changed, "error": error}
 
 
-def _said(arguments: list[str], cwd: Path) -> list[str]:
-    """Lines of a run by command: a rank of the server has Megatron's handler of logs already."""
-    return subprocess.run([*PROGRAM, *arguments], check=True, cwd=cwd, env=environment(), text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout.splitlines()
+@pytest.mark.parametrize("sizes", [EP2, [*EP2, "--use-distributed-optimizer"], PP2],
+                         ids=["EP2", "EP2 sharded", "PP2"])
+def test_a_step_with_nan_is_skipped_on_all_ranks(sizes: list[str], data: str,
+                                                 tmp_path: Path) -> None:
+    argv = argv_for(data, 5, "--log-file", str(tmp_path / "log.jsonl"), *sizes)
+    for rank in on_ranks(2, _train_with_nan, argv, (3,)):
+        assert rank == {"changed": [True, True, False, True, True], "error": ""}
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["skipped_steps"] for row in rows] == [0, 0, 1, 1, 1]
+    assert rows[2]["lm_loss"] is None
+    for row in (rows[0], rows[1], rows[3], rows[4]):
+        assert 0 < row["lm_loss"] < 10 and 0 < row["aux_losses"]["load_balancing_loss"][0] < 10
 
 
-def _steps(lines: list[str]) -> list[int]:
-    """Iterations that Megatron's log has."""
-    found = (re.search(r"iteration +(\d+)/ *\d+ \|", line) for line in lines)
-    return [int(one[1]) for one in found if one]
+def test_ten_skipped_steps_in_a_row_stop_training(data: str, tmp_path: Path) -> None:
+    argv = argv_for(data, 20, "--save", str(tmp_path), "--save-interval", "2", "--lr-decay-style",
+                    "constant", *EP2)
+    for rank in on_ranks(2, _train_with_nan, argv, tuple(range(4, 20))):
+        # the last one ends within
+        assert len(rank["changed"]) == 12 and "10 steps in a row" in rank["error"]
+    newest = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    [resumed] = on_ranks(1, _train_with_nan, argv_for(
+        data, newest + 1, "--lr-decay-style", "constant", "--load", str(tmp_path), "--log-file",
+        str(tmp_path / "resumed.jsonl")), ())
+    assert resumed == {"changed": [True], "error": ""}
+    assert 0 < json.loads((tmp_path / "resumed.jsonl").read_text())["lm_loss"] < 10
 
 
-def _check_beginning(lines: list[str], save: Path) -> None:
-    """Of a run from iteration 3 on."""
-    assert not [line for line in lines if "Apex" in line or "transformer-engine" in line]
-    assert lines.count(f"continuing from iteration 3 of {save}") == 1
-    (first,) = (line for line in lines if line.startswith("first step: "))
-    assert re.search(r"tokens/s; 99,?996 steps left, .* at this speed$", first), first
-    steps = _steps(lines)
-    assert steps == list(range(4, 4 + len(steps)))
+def _save_bad_weights(argv: list[str]) -> str:
+    def stepped(run: Run) -> None:
+        if dist.get_rank() == 1 and run.steps == 2:
+            with torch.no_grad():
+                next(run.moe_layers()[0].experts.parameters())[0].fill_(float("inf"))
+
+    with pytest.raises(FloatingPointError, match="no checkpoint is written") as stopped:
+        ran(argv, stepped=stepped)
+    return str(stopped.value)
 
 
-def test_known_warnings_are_shown_where_they_are_asked_for(data: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", SCRIPT, *MODEL, "--data-path", data, "--cpu", "--data-cache-path",
-         str(tmp_path), "--train-iters", "1"], text=True, stdout=subprocess.PIPE, timeout=300,
-        stderr=subprocess.STDOUT, env={**environment(), "PYTHONWARNINGS": "default"}, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert sum("Apex" in line for line in done.stdout.splitlines()) >= 2
+def test_bad_weights_replace_no_checkpoint(data: str, tmp_path: Path) -> None:
+    messages = on_ranks(2, _save_bad_weights, argv_for(data, 2, *EP2, "--save", str(tmp_path),
+                                                       "--save-interval", "1"))
+    for message in messages:  # of every rank
+        assert message.startswith("rank 1: 'decoder.layers.0.mlp.experts."), messages
+        assert f"Resume from the newest checkpoint in {tmp_path}" in message, messages
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert [path.name for path in tmp_path.glob("iter*")] == ["iter_0000001"]
+
+
+def _save_bad_streamed(argv: list[str]) -> str:
+    def stepped(run: Run) -> None:
+        if dist.get_rank() == 1 and run.steps == 2:
+            block = run.chunks[0].trainer.blocks[1]
+            block.write([torch.full_like(x, float("nan")) for x in block.read()])
+
+    with pytest.raises(FloatingPointError) as stopped:
+        ran(argv, stepped=stepped)
+    return str(stopped.value)
+
+
+def test_bad_streamed_weights_of_one_rank_end_all_ranks(data: str, tmp_path: Path) -> None:
+    """At once, with the same error, and no half of a checkpoint is left."""
+    messages = on_ranks(2, _save_bad_streamed, [
+        *MODEL, "--data-path", data, "--train-iters", "2", "--weights-on", "host",
+        "--moe-activation-path", str(tmp_path), "--untie-embeddings-and-output-weights",
+        "--save", str(tmp_path), "--save-interval", "1"], timeout_s=60)
+    for message in messages:
+        assert message.startswith("rank 1: ") and "of block 1 is not finite" in message, messages
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert [path.name for path in tmp_path.glob("iter*")] == ["iter_0000001"]
+
+
+def _steps_of_a_script(argv: list[str]) -> tuple[list[bool], bool]:
+    """(step done), for a NaN in an expert gradient of rank 1 in the second step; whether all
+    weights are finite.
+    """
+    from moe_plugin.hosts.megatron.compat.finite import all_finite
+
+    def steps(run: Run) -> tuple[list[bool], bool]:
+        done = []
+        for step in (1, 2, 3):
+            for parameter in run.model.parameters():
+                parameter.main_grad.fill_(0.1)
+            if step == 2 and dist.get_rank() == 1:
+                next(run.moe_layers()[0].experts.parameters()).main_grad.fill_(float("nan"))
+            done.append(bool(run.optimizer.step()[0]))
+        return done, all_finite(run.model.parameters())
+
+    return when_built(argv, steps)
+
+
+@pytest.mark.parametrize("sharded", [[], ["--use-distributed-optimizer"]], ids=["whole", "sharded"])
+def test_optimizers_of_a_launched_script_skip(sharded: list[str], data: str) -> None:
+    argv = argv_for(data, 2, *EP2, *sharded)
+    assert on_ranks(2, _steps_of_a_script, argv) == [([True, False, True], True)] * 2
+
+
+def _expert_overflow(argv: list[str]) -> tuple[list[bool], list[list[float]], list[float]]:
+    """Steps done, loss scales of all optimizers after each, and the expert gradient that the last
+    step used, where expert gradients of rank 1 alone are infinite in the second and third step.
+    """
+    from moe_plugin.hosts.megatron.compat.optimizer import parts
+
+    def steps(run: Run) -> tuple[list[bool], list[list[float]], list[float]]:
+        done, scales = [], []
+        experts = next(iter(run.moe_layers()[0].experts.parameters()))
+        for step in range(5):
+            scale = float(run.optimizer.get_loss_scale())
+            for parameter in run.model.parameters():
+                parameter.main_grad.fill_(0.5 * scale)
+            if step in (1, 2) and dist.get_rank() == 1:
+                experts.main_grad.fill_(float("inf"))
+            done.append(bool(run.optimizer.step()[0]))
+            scales.append([float(part.grad_scaler.scale) for part in parts(run.optimizer)])
+        return done, scales, (experts.main_grad / scale).flatten()[:2].tolist()
+
+    return when_built(argv, steps)
+
+
+def test_an_overflow_of_experts_alone_lowers_one_scale_for_all(data: str) -> None:
+    argv = argv_for(data, 2, "--fp16", "--hysteresis", "1", "--initial-loss-scale", "1024", *EP2)
+    for done, scales, grad in on_ranks(2, _expert_overflow, argv):
+        assert done == [True, False, False, True, True]
+        assert scales == [[1024.0] * 2, [512.0] * 2, [256.0] * 2, [256.0] * 2, [256.0] * 2]
+        assert grad == [0.5, 0.5]

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 pytest.importorskip("fairseq", reason="fairseq is not installed (see docs/fairseq.md)")
 pytest.importorskip("transformers", reason="needs pip install 'moe-plugin[hf]'")
 
@@ -29,7 +27,7 @@ from moe_plugin.hosts.fairseq.models import MoETransformerLanguageModel
 from moe_plugin.hosts.fairseq.options import MoELanguageModelConfig
 from tests.hosts.fairseq.small import dictionary
 
-pytestmark = [pytest.mark.megatron, pytest.mark.fairseq]
+pytestmark = pytest.mark.fairseq
 DECODERS = ("fairseq", "fairseq_branch")
 MIXTRAL = transformers.MixtralConfig(
     vocab_size=384, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

@@ -12,14 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from tests.exactness.spills import planned, random_planner
 from tests.hosts.megatron.layers import Case, build, initialise_parallel, needs_padding_mask, run
 from tests.hosts.megatron.ranks import on_ranks
 
-pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 ONE_EXPERT = {"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True}
 

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from moe_plugin.config import PipelineConfig
 from moe_plugin.hosts.megatron.pipeline import scheduled, schedules
 from moe_plugin.planner.pipeline.choice import choose
@@ -26,13 +23,11 @@ from tests.hosts.megatron.training import (
     TP2,
     VERSION,
     Run,
+    argv_for,
     ran,
     refusal,
     trained,
 )
-
-pytestmark = pytest.mark.megatron
-
 
 DENSE = ["--moe-layer-freq", "[0,0]"]
 logs_dense = pytest.mark.skipif(VERSION >= (0, 20), reason="Megatron's log refuses --num-experts "
@@ -166,7 +161,6 @@ def _eager_equals(world: int, argv: list[str], sizes: list[str]) -> list[float]:
     return eager["losses"].tolist()
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("dense", [False, pytest.param(True, marks=logs_dense)],
                          ids=["MoE", "dense"])
 def test_eager_equals_1f1b_and_one_stage(dense: bool, data: str, tmp_path: Path) -> None:
@@ -219,7 +213,6 @@ def _left_over() -> list[float]:
     return found
 
 
-@pytest.mark.distributed
 def test_what_a_step_leaves_over_is_not_taken_for_the_next_ones() -> None:
     assert on_ranks(2, _left_over) == 2 * [[1.0, 3.0]]
 
@@ -250,7 +243,6 @@ def _chosen(argv: list[str]) -> tuple[dict[str, Any], str, Any]:
     return found, schedule[0].chosen.schedule, schedule[0].profile
 
 
-@pytest.mark.distributed
 def test_auto_measures_and_takes_what_fits(data: str) -> None:
     argv = [*MODEL, *PP2, "--data-path", data, *SGD]
     auto = [*argv, "--pipeline-schedule", "auto", "--pipeline-memory"]
@@ -264,15 +256,12 @@ def test_auto_measures_and_takes_what_fits(data: str) -> None:
         assert "memory_bytes=1024 is too small" in message
 
 
-@pytest.mark.distributed
 def test_transfers_of_any_sizes_cross() -> None:
     assert on_ranks(2, _crossing) == 2 * [[2.0, 4.0, 6.0, 8.0, 10.0]]
 
 
-@pytest.mark.distributed
 def test_activations_alive_and_virtual_stages(data: str) -> None:
-    eager = [*MODEL, *PP2, "--data-path", data, "--train-iters", "2", "--pipeline-schedule",
-             "eager-1f1b"]
+    eager = argv_for(data, 2, *PP2, "--pipeline-schedule", "eager-1f1b")
     assert on_ranks(2, _alive, eager) == [[3, 3], [1, 1]]
     virtual = [*eager, "--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "4"]
     for message in on_ranks(2, refusal, virtual):
@@ -313,7 +302,6 @@ EIGHT = {"PPMoE, four stages": [*PP4, *PPMOE, *RECOMPUTE], "Parm, four stages": 
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.parametrize("sizes", MANY.values(), ids=MANY.keys())
 def test_eager_equals_1f1b_on_four_ranks(sizes: list[str], data: str, tmp_path: Path) -> None:
     """Bit for bit; the losses of stages are also those of one rank."""
@@ -326,7 +314,6 @@ def test_eager_equals_1f1b_on_four_ranks(sizes: list[str], data: str, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.parametrize("sizes", EIGHT.values(), ids=EIGHT.keys())
 def test_experts_without_an_exchange_between_nodes_under_eager_1f1b(sizes: list[str],
                                                                     data: str) -> None:
@@ -345,7 +332,6 @@ VIRTUAL = {
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.parametrize("sizes", VIRTUAL.values(), ids=VIRTUAL.keys())
 def test_virtual_stages_equal_1f1b(sizes: list[str], data: str, tmp_path: Path) -> None:
     """SGD, so that a gradient that counts twice shows in the next loss."""
@@ -404,7 +390,6 @@ def _split_equals(world: int, argv: list[str]) -> list[list[int]]:
     return [counts for _, counts in delayed]
 
 
-@pytest.mark.distributed
 def test_split_passes_equal_1f1b(data: str) -> None:
     """An odd number of micro-batches, a dense layer and one of experts, tied embeddings."""
     argv = [*MODEL, *PP2, "--data-path", data, *SGD, *RECOMPUTE, "--global-batch-size", "6",
@@ -433,7 +418,6 @@ SPLIT = {
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.parametrize("sizes", SPLIT.values(), ids=SPLIT.keys())
 def test_split_passes_equal_1f1b_on_four_ranks(sizes: list[str], data: str) -> None:
     """Bit for bit; every backward pass has left something."""

@@ -10,27 +10,21 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from moe_plugin.observe.features import DropCount
 from moe_plugin.observe.findings import findings
 from moe_plugin.observe.history import read_run
 from moe_plugin.observe.layer_rules import RECENT
-from tests.hosts import ill
 from tests.hosts.megatron.layers import EXPERTS, Case, batch, build, initialise_parallel
-from tests.hosts.megatron.ranks import on_ranks, run_main
-from tests.hosts.megatron.training import EP2, MODEL, PP2, QUICK, TRAIN, launched, trained
-from tests.observe import wandb_files
+from tests.hosts.megatron.ranks import on_ranks
+from tests.hosts.megatron.training import EP2, PP2, argv_for, launched, trained
 
-pytestmark = pytest.mark.megatron
+
 def test_a_run_over_two_stages_has_one_report(data: str, tmp_path: Path) -> None:
     from moe_plugin.observe.report.page import render
 
@@ -39,7 +33,7 @@ def test_a_run_over_two_stages_has_one_report(data: str, tmp_path: Path) -> None
         str(tmp_path / "log.jsonl"), "--moe-stats-jsonl",
         str(tmp_path / "stats.jsonl"), "--moe-stats-interval", "1", "--moe-stats-timeline", "2"
     ]
-    on_ranks(2, trained, [*MODEL, "--data-path", data, "--train-iters", "3", *files, *PP2])
+    on_ranks(2, trained, argv_for(data, 3, *files, *PP2))
     run = read_run(tmp_path)
     assert [r.step for r in run.steps
             ] == [1, 2, 3] and run.host == "megatron" and run.total_steps == 3 and run.notes == []
@@ -60,7 +54,6 @@ def test_a_run_over_two_stages_has_one_report(data: str, tmp_path: Path) -> None
     assert 'id="timeline-1"' in render(run)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [EP2, PP2], ids=["EP2", "PP2"])
 def test_a_launched_script_writes_records_and_hands_over_token_ids(sizes: list[str], data: str,
                                                                     tmp_path: Path) -> None:
@@ -82,62 +75,11 @@ def test_a_launched_script_writes_records_and_hands_over_token_ids(sizes: list[s
     assert all(0 < r.loss < 10 and r.tokens_per_s > 0 and not r.not_finite for r in steps)
 
 
-def _trained_ill(argv: list[str], log: str) -> None:
-    from moe_plugin.hosts.megatron import script
-
-    with pytest.MonkeyPatch.context() as patch:
-        rank = torch.distributed.get_rank()
-        made, step = ill.Ill(rank, patch), script.Script.around_step
-
-        def taken(self: script.Script, given: Any, work: Any) -> Any:
-            made.begin(given["model"][0])
-            return step(self, given, work)
-
-        patch.setattr(script.Script, "around_step", taken)
-        if rank == 0:
-            logging.basicConfig(filename=log, format="%(message)s", force=True)
-        trained([*argv, "--iterations-to-skip", *map(str, range(3, ill.JUMP_TO + 2))])
-
-
-@pytest.mark.distributed
-def test_each_finding_is_in_the_log_once_in_watch_and_in_the_report(
-        data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [*MODEL, "--num-layers", "3", "--num-experts", "16", *EP2, "--data-path", data,
-            "--train-iters", str(ill.LAST), "--log-file", str(tmp_path / "log.jsonl"),
-            "--moe-stats-jsonl", str(tmp_path / "stats.jsonl"), *ill.FLAGS.split()]
-    on_ranks(2, _trained_ill, argv, str(tmp_path / "train.log"))
-    ill.check(tmp_path, (tmp_path / "train.log").read_text(), capsys)
-
-
-def _trained_well(argv: list[str], log: str) -> None:
-    from moe_plugin.hosts.megatron import script
-
-    with pytest.MonkeyPatch.context() as patch:
-        made, step = ill.Well(patch), script.Script.around_step
-
-        def taken(self: script.Script, given: Any, work: Any) -> Any:
-            made.begin()
-            return step(self, given, work)
-
-        patch.setattr(script.Script, "around_step", taken)
-        logging.basicConfig(filename=log, format="%(message)s", force=True)
-        trained(argv)
-
-
-def test_a_run_that_is_well_has_no_findings(data: str, tmp_path: Path) -> None:
-    argv = [*MODEL, "--num-experts", "8", "--moe-router", "sinkhorn", "--moe-aux-loss-coeff", "0",
-            "--moe-z-loss-coeff", "0", "--data-path", data,
-            "--train-iters", str(ill.WELL_STEPS), "--log-file", str(tmp_path / "log.jsonl"),
-            "--moe-stats-jsonl", str(tmp_path / "stats.jsonl"), *ill.WELL_FLAGS.split()]
-    on_ranks(1, _trained_well, argv, str(tmp_path / "train.log"))
-    ill.check_well(tmp_path, (tmp_path / "train.log").read_text())
-
-
 def test_drops_and_losses_of_megatrons_own_router_are_found_in_the_record(
         data: str, tmp_path: Path) -> None:
-    on_ranks(1, trained, [*MODEL, "--num-experts", "8", "--moe-expert-capacity-factor", "1.0",
-                          "--data-path", data, "--train-iters", str(RECENT), "--moe-stats-jsonl",
-                          str(tmp_path / "stats.jsonl"), "--moe-stats-interval", "1"])
+    on_ranks(1, trained, argv_for(
+        data, RECENT, "--num-experts", "8", "--moe-expert-capacity-factor", "1.0",
+        "--moe-stats-jsonl", str(tmp_path / "stats.jsonl"), "--moe-stats-interval", "1"))
     run = read_run(tmp_path)
     for records in run.layers.values():
         assert all(r.losses.keys() == {"load_balancing_loss", "z_loss"} for r in records)
@@ -146,25 +88,6 @@ def test_drops_and_losses_of_megatrons_own_router_are_found_in_the_record(
     assert found["drops"].layers and "no_balance" not in found
     share = max(sum(r.drop_fraction for r in records) / RECENT for records in run.layers.values())
     assert found["drops"].title.startswith(f"{100 * share:.0f} % of the choices are dropped in")
-
-
-@pytest.mark.distributed
-def test_weights_and_biases_gets_layers_and_the_training_log(
-        data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    argv = [*MODEL, *EP2, "--data-path", data, "--train-iters", "4", "--log-interval", "2",
-            "--cpu", *QUICK, "--moe-stats-wandb", "moe", "--moe-stats-interval", "2"]
-    run_main(TRAIN, argv, 2, tmp_path)
-    found = wandb_files.rows(tmp_path)
-    assert {row["moe/step"] for row in found} == {2, 4}
-    for number in (1, 2):
-        mine = [row[f"moe/layer{number}/tokens"] for row in found
-                if f"moe/layer{number}/tokens" in row]
-        assert mine == [2 * 8 * 32] * 2
-    assert [0 < row["moe/training/loss"] < 10 for row in found if "moe/training/loss" in row] == [
-        True, True]
 
 
 CAPACITY = {"moe_expert_capacity_factor": 0.5}

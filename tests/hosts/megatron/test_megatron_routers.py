@@ -1,30 +1,34 @@
 """Every registered router inside Megatron's layer: gradients, recomputation, checkpoints, token
-ids, steps.
-
-Also:
-
-* Megatron's recomputation around our layer, with dropout and a router that draws or adds up: the
-  same bits as without it.
+ids, steps; forced loads, routing replay and traces, as Megatron's own layer has them.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from moe_plugin.hosts.megatron.same_tokens import StepClock, ids_of
-from tests.hosts.megatron.layers import BATCH, EXPERTS, SEQUENCE, Case, batch, initialise_parallel
+from tests.hosts.megatron.layers import (
+    BATCH,
+    EXPERTS,
+    SEQUENCE,
+    Case,
+    batch,
+    build,
+    initialise_parallel,
+    run,
+)
 from tests.hosts.megatron.ranks import on_ranks
-from tests.hosts.megatron.training import MODEL, PP2, ran
+from tests.hosts.megatron.training import PP2, argv_for, ran
 
-pytestmark = pytest.mark.megatron
+
 def _layer(case: Case, name: str, **settings: Any) -> Any:
     from moe_plugin.hosts.megatron.compat import core
     from moe_plugin.hosts.megatron.spec import swap_moe
@@ -96,7 +100,6 @@ def _every_router(case: Case) -> dict[str, tuple[float, list[str]]]:
     return found
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [{}, {"ep": 2}, {"tp": 2}],
                          ids=["one rank", "EP2", "TP2 without SP"])
 def test_every_router_recomputes_and_saves_its_state(sizes: dict[str, int]) -> None:
@@ -119,7 +122,6 @@ def _hash_loads(case: Case) -> tuple[list[int], list[int]]:
         layer.router.table_V[layer.tokens_BT.flatten()], minlength=EXPERTS).tolist()
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_token_ids_are_those_of_this_tensor_parallel_ranks_positions(
         sequence_parallel: bool) -> None:
@@ -150,7 +152,6 @@ def _biases(case: Case) -> tuple[list[float], list[float]]:
     return explicit, saved
 
 
-@pytest.mark.distributed
 def test_biases_are_those_of_all_data_parallel_ranks() -> None:
     results = on_ranks(2, _biases, Case(ep=1))
     assert all(r == results[0]
@@ -179,7 +180,6 @@ def _counted_steps(case: Case) -> list[int]:
     return [int(layer.router.step) for layer in (alone, with_run)]
 
 
-@pytest.mark.distributed
 def test_a_step_ends_once_in_routers_whether_a_run_or_the_layer_ends_it() -> None:
     assert on_ranks(1, _counted_steps, Case())[0] == [2, 2]
 
@@ -269,7 +269,6 @@ def _ways(sizes: dict[str, int]) -> dict[str, dict[str, bool]]:
     return found
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [{}, {"ep": 2}], ids=["one rank", "EP2"])
 def test_a_layer_has_the_bits_of_one_that_keeps_its_activations(sizes: dict[str, int]) -> None:
     for found in on_ranks(max(sizes.values(), default=1), _ways, sizes):
@@ -281,16 +280,132 @@ def _curve(argv: list[str]) -> list[tuple[Any, ...]]:
     return [(r["lm_loss"], r["grad_norm"], r["aux_losses"]) for r in ran(argv).steps_logged]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [[], [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]],
                          ids=["one stage", "interleaved stages"])
 def test_a_run_has_the_losses_and_norms_of_one_that_keeps_its_activations(
         sizes: list[str], data: str) -> None:
-    argv = [*MODEL, "--num-layers", "4", "--data-path", data, "--train-iters", "2",
-            "--hidden-dropout", "0.1", "--attention-dropout", "0.1", "--moe-router", "gshard",
-            *sizes]
+    argv = argv_for(data, 2, "--num-layers", "4", "--hidden-dropout", "0.1", "--attention-dropout",
+                    "0.1", "--moe-router", "gshard", *sizes)
     again = [[*FULL, "1", "--recompute-method", "uniform"],
              [*FULL, "1", "--recompute-method", "block"],
              ["--recompute-granularity", "selective", "--recompute-modules", "moe"]]
     kept, *others = (on_ranks(2 if sizes else 1, _curve, [*argv, *way]) for way in ([], *again))
     assert len(kept[0]) == 2 and others == [kept] * 3
+
+
+AUX = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+FORCED = {"even on average": {"moe_router_force_load_balancing": True},
+          "with a bias": {"moe_router_force_biased": 2.0}}
+
+
+def _alike(results: list[dict[str, Any]]) -> None:
+    native, ours = results
+    for name, value in native.items():
+        if value is not None:
+            torch.testing.assert_close(ours[name], value, msg=lambda text, name=name:
+                                       f"{name}: {text}", rtol=1e-5, atol=1e-5)
+
+
+def _forced(case: Case) -> None:
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    initialise_parallel(case)
+    results = []
+    for ours in (False, True):
+        layer = build(case, ours)
+        model_parallel_cuda_manual_seed(1)  # the same random logits for both
+        results.append(run(layer, case))
+    _alike(results)
+
+
+@pytest.mark.parametrize("how", FORCED)
+def test_forced_loads_are_megatrons(how: str) -> None:
+    case = Case(ep=2, native={**AUX, **FORCED[how]})
+    from moe_plugin.hosts.megatron.compat.names import TransformerConfig
+
+    if not FORCED[how].keys() <= {field.name for field in fields(TransformerConfig)}:
+        pytest.skip(f"this megatron-core has no {', '.join(FORCED[how])} (from 0.17 on)")
+    on_ranks(2, _forced, case)
+
+
+def _replayed_by_megatron(case: Case) -> list[list[int]]:
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    initialise_parallel(case)
+    g = torch.Generator().manual_seed(0)
+    chosen_TK = torch.rand(24, EXPERTS, generator=g).topk(2).indices
+    results, recorded = [], []
+    for ours in (False, True):
+        RouterReplay.clear_global_router_replay_instances()
+        layer = build(case, ours)
+        RouterReplay.set_replay_data([chosen_TK])
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        results.append(run(layer, case))
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+        run(layer, case)
+        recorded += [ids_TK.sort(1)[0].tolist() for ids_TK in RouterReplay.get_recorded_data()]
+    _alike(results)
+    assert recorded[0] == recorded[1] != chosen_TK.sort(1)[0].tolist()
+
+
+def test_routing_replay_is_megatrons() -> None:
+    pytest.importorskip("megatron.core.transformer.moe.router_replay", reason="from 0.16 on")
+    on_ranks(1, _replayed_by_megatron, Case(native={"moe_enable_routing_replay": True, **AUX}))
+
+
+def _in_model(layer: torch.nn.Module) -> torch.nn.Module:
+    """A model whose decoder has this layer alone."""
+    model = torch.nn.Module()
+    model.decoder, block = torch.nn.Module(), torch.nn.Module()
+    model.decoder.layers, block.mlp = torch.nn.ModuleList([block]), layer
+    return model
+
+
+def _traced(folder: str) -> None:
+    from megatron.core.transformer.moe.router_trace import RouterTracer
+
+    from moe_plugin.config import ObserveConfig
+    from moe_plugin.hosts.megatron.run import traced
+    from moe_plugin.observe.traces import trace_of, trace_path
+    from tests.observe.test_traces import choices_of
+
+    initialise_parallel(Case())
+    native = build(Case(), False)
+    tracer = RouterTracer(f"{folder}/native", 1, 0, training_mode=True)
+    tracer.register_hooks(_in_model(native))
+    run(native, Case())
+    tracer.advance_step(0)
+
+    ours = build(Case(), True)
+    args = SimpleNamespace(moe_routing_trace_path=f"{folder}/ours")
+    trace = trace_of(traced(ObserveConfig(), args, [ours]), {"layer1": ours}, 0)
+    run(ours, Case())
+    assert trace is not None
+    trace.end_step(1)
+    files = [trace_path(f"{folder}/{name}", 0) for name in ("native", "ours")]
+    rows = [json.loads(path.read_text()) for path in files]
+    for row in rows:  # the order of a token's experts has no meaning
+        row["top_indices"] = [sorted(ids) for ids in row["top_indices"]]
+    assert rows[0] == rows[1]
+    # Megatron's file is replayed by our router, whatever it would choose itself
+    with torch.no_grad():
+        ours.router.weight_ED.neg_()
+    again = trace_of(ObserveConfig(replay=f"{folder}/native", trace=f"{folder}/again"),
+                     {"layer1": ours}, 0)
+    run(ours, Case())
+    assert again is not None
+    again.end_step(1)
+    [a], [b] = (choices_of(trace_path(f"{folder}/{name}", 0)).values()
+                for name in ("native", "again"))
+    assert torch.equal(a[0], b[0])
+    for capture in ("capture_logits", "capture_hidden_states", "dump_weights"):
+        more = SimpleNamespace(**vars(args), **{f"moe_routing_trace_{capture}": True})
+        with pytest.raises(ValueError, match=f"moe_routing_trace_{capture}=True is not supported"):
+            traced(ObserveConfig(), more, [ours])
+    with pytest.raises(ValueError, match="contradicts --moe-routing-trace-path"):
+        traced(ObserveConfig(trace="elsewhere"), args, [ours])
+
+
+def test_routing_traces_are_megatrons(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core.transformer.moe.router_trace", reason="from 0.19 on")
+    on_ranks(1, _traced, str(tmp_path))

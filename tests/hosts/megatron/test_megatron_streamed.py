@@ -1,21 +1,17 @@
-"""`--weights-on host` in Megatron's training script: the bits of a model on the device.
-
-Also:
-
-* Megatron's layers that keep, recompute or swap their activations: the same losses.
+"""`--weights-on host` in Megatron's training script: the bits of a model on the device; the losses
+of layers that recompute or swap their activations; `--skip-train` evaluates a checkpoint, and
+continues a text, wherever its experts lie.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.observe.history import read_run
 from moe_plugin.planner.offload.schedule import load_profile
@@ -27,14 +23,15 @@ from tests.hosts.megatron.training import (
     PP2,
     TRAIN,
     Run,
+    argv_for,
     parsed,
     ran,
     records_of,
     refusal,
+    trained,
     when_built,
 )
 
-pytestmark = pytest.mark.megatron
 UNTIED = [*MODEL, "--untie-embeddings-and-output-weights", "--train-iters", "4",
           "--eval-interval", "2", "--eval-iters", "3", "--split", "80,20,0"]
 KINDS = {
@@ -224,12 +221,11 @@ def _curve(argv: list[str]) -> tuple[Any, Any]:
     return curve, used[0] and (used[0].policies, used[0].swapper.copier.counters.bytes)
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("sizes", [EP2, PP2], ids=["EP2", "PP2"])
 def test_losses_are_those_of_keeping(sizes: list[str], data: str, tmp_path: Path) -> None:
     profile = str(tmp_path / "profile.json")
-    argv = [*MODEL, "--num-layers", "4", "--data-path", data, "--train-iters", "4",
-            "--hidden-dropout", "0.1", "--attention-dropout", "0.1", *sizes]
+    argv = argv_for(data, 4, "--num-layers", "4", "--hidden-dropout", "0.1", "--attention-dropout",
+                    "0.1", *sizes)
     moved = ["--moe-activation-path", str(tmp_path), "--moe-activation-smallest", "0"]
     stats = ["--moe-stats-jsonl", str(tmp_path / "stats" / "stats.jsonl"),
              "--moe-stats-interval", "1"]
@@ -279,11 +275,78 @@ def test_graphs_do_not_fit() -> None:
     assert "no transformer layer" in without
 
 
-def test_what_does_not_fit_is_refused_of_activations(data: str) -> None:
-    [message] = on_ranks(1, refusal, [
-        *MODEL, "--data-path", data, "--train-iters", "2", "--moe-activations", "swap",
-        "--recompute-granularity", "selective"])
-    assert "does not fit Megatron's recompute_granularity" in message
-    [message] = on_ranks(1, refusal, [
-        *MODEL, "--data-path", data, "--train-iters", "2", "--moe-activations", "keep,swap,keep"])
-    assert "has 3 policies, but the model has 2 layers" in message
+# in one layout, where bits are equal: training may leave another one to the resident model
+EVALUATION = ["--split", "8,2,0", "--eval-iters", "3", "--moe-parallel", "fixed"]
+LENGTH = 32
+
+
+def _continued(run: Run) -> tuple[list[int], float]:
+    """Greedy tokens after three given ones, by Megatron's cache of keys and values, and the sum of
+    all logits; one pipeline stage.
+    """
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    tokens_BT = torch.zeros(1, LENGTH, dtype=torch.int64)
+    tokens_BT[0, :3] = torch.tensor([72, 101, 108])
+    model = run.model.eval()
+    context, total, begin = StaticInferenceContext(1, LENGTH), 0.0, 0
+    with torch.no_grad():
+        for end in range(3, 9):
+            mask = torch.ones(1, 1, end - begin, end, dtype=torch.bool).triu(begin + 1)
+            logits_BTV = model(tokens_BT[:, begin:end], torch.arange(begin, end)[None], mask,
+                               inference_context=context, runtime_gather_output=True)
+            context.increment_sequence_len_offset(end - begin)
+            total += float(logits_BTV.double().sum())
+            tokens_BT[0, end], begin = logits_BTV[0, -1].argmax(), end
+    return tokens_BT[0, :9].tolist(), total
+
+
+def _evaluated(argv: list[str]) -> tuple[Any, ...]:
+    """(validation loss, text, counters of the store, parameters of experts, findings in the log)
+    """
+    said: list[str] = []
+    log = logging.getLogger("moe_plugin.observe.health")
+    log.addFilter(lambda record: said.append(record.getMessage()) or True)
+    run = ran(argv)
+    [*_, record] = [row for row in run.records if "valid_loss" in row]
+    assert record["iteration"] == 2 and (run.optimizer is None) == ("--skip-train" in argv)
+    stores = [layer.experts.store.counters.as_dict() for layer in run.moe_layers()
+              if layer.experts.stored]
+    count = sum(1 for layer in run.moe_layers() for _ in layer.experts.parameters())
+    text = None if "--pipeline-model-parallel-size" in argv else _continued(run)
+    return record["valid_loss"], text, stores, count, tuple(said)
+
+
+def _write_experts(folder: str, path: str) -> None:
+    from moe_plugin.checkpoint.formats.base import open_source
+    from moe_plugin.checkpoint.formats.megatron import format as _registers  # noqa: F401
+    from moe_plugin.checkpoint.layers import write_experts
+
+    with open_source(Path(folder)) as source:
+        write_experts(source, Path(path))
+
+
+@pytest.mark.parametrize("flags", [EP2, PP2, [*EP2, "--moe-pre-gate", "1", "--bf16"]],
+                         ids=["EP2", "PP2", "EP2, pre-gates, bf16"])
+def test_text_and_loss_are_those_of_the_resident_model(flags: list[str], data: str,
+                                                       tmp_path: Path) -> None:
+    """The host's store has one slot."""
+    argv = argv_for(data, 2, *flags, *EVALUATION)
+    folder, path = str(tmp_path / "run"), str(tmp_path / "experts.safetensors")
+    on_ranks(2, trained, [*argv, "--save", folder])
+    _write_experts(folder, path)
+    evaluation = [*argv, "--skip-train", "--load", folder]
+    resident, host, disk = (on_ranks(2, _evaluated, [*evaluation, *more]) for more in (
+        [], ["--moe-experts-on", "host", "--moe-experts-cache",
+             "6KiB" if "--bf16" in flags else "12KiB"],
+        ["--moe-experts-on", "disk", "--moe-experts-store-path", path]))
+    assert host[1][4] == ()  # rank 0 says it
+    if "--moe-pre-gate" not in flags:
+        assert [said.endswith("[waits_for_experts]") for said in host[0][4]] == [True]
+        assert "% of the calls of layer1 wait for experts" in host[0][4][0]  # most, by time
+    for kept, in_memory, in_file in zip(resident, host, disk, strict=True):
+        assert kept[:2] == in_memory[:2] == in_file[:2]
+        assert kept[3] == in_memory[3] > 0 == in_file[3] and not kept[2] and kept[4] == ()
+        for stores in (in_memory[2], in_file[2]):
+            assert stores and all(store["misses"] + store["prefetched"] > 0 for store in stores)
+        assert (kept[1] is None) == (flags is PP2)

@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from moe_plugin.hosts.megatron.pipeline import terapipe
 from moe_plugin.planner.pipeline.choice import StageProfile, choose, predict
 from moe_plugin.planner.pipeline.slices import SliceProfile
@@ -25,7 +22,6 @@ from tests.hosts.megatron.test_megatron_pipeline import DENSE, SGD, begun, logs_
 from tests.hosts.megatron.training import EP2, MODEL, PP2, RECOMPUTE, TP2, Run, ran, refusal
 from tests.tuning.test_noise import AIM, NOISES, STEPS, TRIALS, Noise
 
-pytestmark = pytest.mark.megatron
 # balance losses count a slice; the z loss is a mean over tokens, and equal
 MOE = [*MODEL, *SGD, "--moe-aux-loss-coeff", "0"]
 ROPE = ["--position-embedding-type", "rope", "--group-query-attention", "--num-query-groups", "2"]
@@ -53,7 +49,6 @@ CASES = {
 }
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("more", "slices"), CASES.values(), ids=CASES.keys())
 def test_slices_equal_1f1b_and_one_stage(more: list[str], slices: str, data: str,
                                          tmp_path: Path) -> None:
@@ -94,7 +89,6 @@ MANY = {
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.parametrize(("world", "sizes", "slices"), MANY.values(), ids=MANY.keys())
 def test_slices_equal_1f1b_on_many_ranks(world: int, sizes: list[str], slices: str, data: str,
                                          tmp_path: Path) -> None:
@@ -136,7 +130,6 @@ FULL = {
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
 @pytest.mark.parametrize(("sizes", "narrow", "slices"), FULL.values(), ids=FULL.keys())
 def test_adam_and_bf16_are_as_near_as_under_1f1b(sizes: list[str], narrow: list[str], slices: str,
                                                  data: str) -> None:
@@ -162,7 +155,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("pattern", REFUSED)
 def test_what_does_not_combine_is_refused_by_name(pattern: str, data: str) -> None:
     argv = [*MOE, *PP2, "--data-path", data, "--pipeline-schedule", "terapipe"]
@@ -210,7 +202,6 @@ def _of_lengths(argv: list[str], lengths: list[int]) -> Outcome:
     return taken, [record["lm_loss"] for record in seen.steps_logged], ""
 
 
-@pytest.mark.distributed
 def test_sequences_of_another_length_are_cut_anew_or_refused(data: str) -> None:
     """While slices are measured, another length starts again; then its slices follow from the
     times of the measured one. Lengths that are given fit one length alone.
@@ -286,7 +277,6 @@ def _chosen(argv: list[str]) -> tuple[Any, Any, list[float], list[int]]:
     return taken, profiles[-1], losses, alive, said
 
 
-@pytest.mark.distributed
 def test_the_first_steps_measure_slices_and_all_ranks_choose_the_same(data: str) -> None:
     argv = [*MOE, *PP2, "--data-path", data, "--train-iters", "11"]
     ranks = on_ranks(2, _chosen, [*argv, "--pipeline-schedule", "terapipe"])
@@ -322,7 +312,6 @@ def _automatic(argv: list[str], forced: str) -> tuple[str, tuple[int, ...], Any]
     return chosen.schedule, chosen.slices, losses
 
 
-@pytest.mark.distributed
 def test_auto_tries_slices_where_they_are_allowed(data: str) -> None:
     argv = [*MOE, *PP2, "--data-path", data, "--train-iters", "13", "--pipeline-schedule", "auto",
             "--pipeline-slices"]

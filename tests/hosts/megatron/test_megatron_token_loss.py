@@ -15,9 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from moe_plugin.routing.losses import losses
 from tests.hosts.megatron.layers import (
     BATCH,
@@ -36,7 +33,6 @@ from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import MODEL, PP2, RECOMPUTE, TP2, trained
 
 VERSION = tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
-pytestmark = [pytest.mark.megatron, pytest.mark.distributed]
 
 
 def _switch(p_SBE: Tensor, chosen_SBE: Tensor, _: Tensor) -> Tensor:

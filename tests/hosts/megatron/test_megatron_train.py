@@ -16,9 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from tests.hosts.megatron.layers import copy_native_weights
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import (
@@ -26,15 +23,12 @@ from tests.hosts.megatron.training import (
     MODEL,
     PP2,
     TP2,
-    VERSION,
     Run,
+    argv_for,
     ran,
-    refusal,
     trained,
 )
 from tests.logs import warned
-
-pytestmark = pytest.mark.megatron
 
 
 def _curve(argv: list[str], weights: dict[str, torch.Tensor] | None = None
@@ -60,46 +54,19 @@ def _of_weights(argv: list[str], every: list[dict[str, torch.Tensor]]) -> Any:
     return _curve(argv, every[torch.distributed.get_rank()])[0]
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(("world", "sizes"),
                          [(1, []), (2, EP2), (2, PP2),
                           (4, [*EP2, *TP2, "--expert-tensor-parallel-size", "1"])],
                          ids=["one rank", "EP2", "PP2", "EP2 TP2"])
 def test_twenty_steps_equal_native(world: int, sizes: list[str], data: str) -> None:
     """SGD shows a wrong gradient scale; clipping in force shows a wrong norm."""
-    argv = [
-        *MODEL, "--data-path", data, "--train-iters", "20", "--optimizer", "sgd", "--sgd-momentum",
-        "0", "--lr", "0.3", "--clip-grad", "0.8", "--lr-decay-style", "constant", *sizes
-    ]
+    argv = argv_for(data, 20, "--optimizer", "sgd", "--sgd-momentum", "0", "--lr", "0.3",
+                    "--clip-grad", "0.8", "--lr-decay-style", "constant", *sizes)
     natives, weights = zip(*on_ranks(world, _curve, [*argv, "--native-moe"]), strict=True)
     for native, ours in zip(natives, on_ranks(world, _of_weights, argv, list(weights)),
                             strict=True):
         assert native[0][0] - native[-1][0] > 0.5 and max(row[1] for row in native) > 0.8
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(native), rtol=2e-4, atol=2e-4)
-
-
-BAD = {
-    "no data": (["--data-path", "/nowhere/corpus"],
-                ("/nowhere/corpus.bin is missing", "moe_plugin.hosts.megatron.data")),
-    "sizes": (["--tensor-model-parallel-size", "3"], ("world size (1)", "total_model_size=3")),
-    "batch": (["--global-batch-size", "7"], (
-        "global batch size (7) is not divisible by" if VERSION < (0, 18) else
-        "batch_size (7) must be divisible by",)),
-    "yaml": (["--moe-config", __file__], ("is not YAML",)),
-    "no yaml": (["--moe-config", "/nowhere.yaml"], ("/nowhere.yaml", "cannot be read")),
-    "flag": (["--moe-capacity-factor", "wide"], ("--moe-capacity-factor 'wide'",)),
-    "megatron's own check": (["--moe-router-topk", "1"], ("pre-softmax",)),
-    "absurd experts": (["--num-experts", "1000000000000"], ("num_experts=1000000000000", "<=")),
-    "a device": (["--moe-stats-jsonl", "/dev/null"], ("observe.jsonl='/dev/null'", "a device")),
-    "a folder": (["--log-file", "/tmp"], ("log_file='/tmp'", "a folder", "regular file")),
-    "a long value": (["--moe-router", "x" * 5000], ("unknown router 'xxx", "characters)")),
-}
-
-
-@pytest.mark.parametrize(("extra", "parts"), BAD.values(), ids=BAD.keys())
-def test_bad_arguments_are_named(extra: list[str], parts: tuple[str, ...], data: str) -> None:
-    [message] = on_ranks(1, refusal, [*MODEL, "--data-path", data, "--train-iters", "2", *extra])
-    assert all(part in message for part in parts), message
 
 
 def _train_with_warnings(argv: list[str]) -> tuple[Any, list[str]]:
@@ -131,9 +98,8 @@ def _said(argv: list[str]) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.distributed
 def test_an_error_is_said_once_whichever_rank_has_it(data: str) -> None:
-    first, second = on_ranks(2, _said, [*MODEL, "--data-path", data, "--train-iters", "1"])
+    first, second = on_ranks(2, _said, argv_for(data, 1))
     assert [status for status, _ in (*first, *second)] == [2, 0, 2, 2]
     assert (first[0][1] + second[0][1]).count("error: of ranks (0, 1)") == 1
     assert first[1][1] == "" and second[1][1].endswith("error: of ranks (1,) (rank 1)\n")
@@ -142,10 +108,8 @@ def test_an_error_is_said_once_whichever_rank_has_it(data: str) -> None:
 def test_yaml_and_flags_reach_the_layers(data: str, tmp_path: Path) -> None:
     (tmp_path / "moe.yaml").write_text("dispatch: {name: padded, capacity_factor: 0.5}\n")
     log = str(tmp_path / "stats.jsonl")
-    argv = [
-        *MODEL, "--data-path", data, "--train-iters", "2", "--moe-config",
-        str(tmp_path / "moe.yaml"), "--moe-stats-jsonl", log, "--moe-stats-interval", "1"
-    ]
+    argv = argv_for(data, 2, "--moe-config", str(tmp_path / "moe.yaml"), "--moe-stats-jsonl", log,
+                    "--moe-stats-interval", "1")
     [(record, warnings)] = on_ranks(1, _train_with_warnings, argv)
     # half of the slots: one warning for both steps, with what to change
     [warning] = [text for text in warnings if "found no slot at their expert" in text]
@@ -157,9 +121,9 @@ def test_yaml_and_flags_reach_the_layers(data: str, tmp_path: Path) -> None:
 
 
 def test_drops_in_validation_are_said_once(data: str) -> None:
-    argv = [*MODEL, "--data-path", data, "--train-iters", "2", "--eval-interval", "1",
-            "--eval-iters", "1", "--split", "80,20,0", "--moe-capacity-factor", "8.0",
-            "--moe-eval-capacity-factor", "0.25", "--moe-dispatch", "padded"]
+    argv = argv_for(data, 2, "--eval-interval", "1", "--eval-iters", "1", "--split", "80,20,0",
+                    "--moe-capacity-factor", "8.0", "--moe-eval-capacity-factor", "0.25",
+                    "--moe-dispatch", "padded")
     [(_, warnings)] = on_ranks(1, _train_with_warnings, argv)
     # a quarter of the slots of an even load: three quarters of the choices, or more
     [warning] = [text for text in warnings if "found no slot at their expert" in text]
@@ -174,9 +138,8 @@ def _balance_warnings(argv: list[str]) -> list[str]:
     return shown
 
 
-@pytest.mark.distributed
 def test_training_without_a_balance_loss_is_warned_of_once(data: str) -> None:
-    argv = [*MODEL, "--data-path", data, "--train-iters", "1"]
+    argv = argv_for(data, 1)
     off = ["--moe-aux-loss-coeff", "0"]
     assert on_ranks(2, _balance_warnings, [*argv, *EP2]) == [[], []]
     first, second = on_ranks(2, _balance_warnings, [*argv, *off, *EP2])

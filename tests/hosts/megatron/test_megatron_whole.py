@@ -12,18 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("megatron.core",
-                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
-
 from tests.hosts.megatron.layers import Case, initialise_parallel
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.whole import Whole, steps, whole
 
-pytestmark = [
-    pytest.mark.megatron, pytest.mark.distributed,
-    pytest.mark.skipif(importlib.metadata.version("megatron-core") < "0.19",
-                       reason="compared with the layouts of megatron-core 0.19 and newer")
-]
+pytestmark = pytest.mark.skipif(
+    importlib.metadata.version("megatron-core") < "0.19",
+    reason="compared with the layouts of megatron-core 0.19 and newer")
 FREQUENCY = [0, 1, 1, 0]
 BALANCE: dict[str, Any] = {
     "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1,

@@ -41,6 +41,11 @@ RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform",
              "--recompute-num-layers", "1"]
 
 
+def argv_for(data: str, steps: int | str, *more: str) -> list[str]:
+    """Arguments that train the model with this data up to a step."""
+    return [*MODEL, "--data-path", data, "--train-iters", str(steps), *more]
+
+
 def launched(argv: list[str], world: int, cwd: Path, fails: bool = False,
              model: Sequence[str] = MODEL) -> str:
     """Train by our command, with a model and these; what ranks printed."""

@@ -1,4 +1,6 @@
-"""A rank dies or stalls while a layer waits for it: the others end in time, by a named error."""
+"""A rank dies or stalls while a layer waits for it, or does not make a call that all ranks must
+make: the others end in time, by an error that names what they waited for or what to call.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,13 @@ from moe_plugin.comm.host_collectives import (
     named,
 )
 from moe_plugin.config import from_dict
+from moe_plugin.hosts.plain.huggingface import restore_moe_blocks, swap_moe_blocks
+from tests.checkpoint.hf_models import tiny
 from tests.distributed import run_gloo
 from tests.hosts.lost_rank import lose
 
 pytestmark = pytest.mark.distributed
+
 WAYS = {
     "rows": ({}, "send_receive", 3), "back": ({}, "send_receive", 4),
     "capacity": ({"dispatch": {"name": "padded", "capacity_factor": 1.0}}, "all_reduce", 2),
@@ -103,3 +108,28 @@ def test_a_hosts_own_collective_is_named(tmp_path: Path, how: str, what: str) ->
 def test_other_errors_stay_as_they_are() -> None:
     with pytest.raises(ValueError, match="mine"), named("all_reduce of nothing"):
         raise ValueError("mine")
+
+
+CALLS = {
+    "generate": (lambda model, folder: model.generate(
+        torch.tensor([[1, 2, 3]]), max_new_tokens=2, min_new_tokens=2, do_sample=False),
+                 r"ended earlier: call model.generate\(..., synced_gpus=True\) on all ranks"),
+    "save": (lambda model, folder: model.save_pretrained(folder),
+             "call save_pretrained, restore_moe_blocks or full_state on every rank"),
+    "restore": (lambda model, folder: restore_moe_blocks(model), "every rank, not only on rank 0"),
+}
+
+
+def run_alone(name: str, folder: Path) -> None:
+    model = tiny("mixtral").eval()
+    # a group whose failure is not that of the world
+    swap_moe_blocks(model, TorchComm(dist.new_group(), timeout_s=2))
+    call, words = CALLS[name]
+    if dist.get_rank() == 0:
+        with pytest.raises(CommError, match=words):
+            call(model, folder)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_waiting_rank_says_what_to_call(name: str, tmp_path: Path) -> None:
+    run_gloo(2, run_alone, name, tmp_path)

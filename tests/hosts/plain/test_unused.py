@@ -1,4 +1,6 @@
-"""What a function was given and would not use, or looks for and does not find, is an error."""
+"""What a function was given and would not use, or looks for and does not find, is an error; dropped
+choices and optimizers of parameters that are gone are warned of.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,14 @@ from moe_plugin import (
     finish_step,
     fully_shard_model,
     optimizer_groups,
+    replace_ffn,
     weighted_loss,
 )
 from moe_plugin.comm import LocalComm
+from moe_plugin.config import from_dict
+from moe_plugin.observe.features import WARN_ABOVE, DropCount, DropWarning
+from moe_plugin.utils.run_feature import StepFacts
+from tests.hosts.plain.small import plain_ffn
 
 pytestmark = pytest.mark.fast
 
@@ -85,3 +92,53 @@ def test_what_is_used_is_not_refused() -> None:
 def test_a_layer_without_losses_has_none_to_miss() -> None:
     bare = MoELayer(4, num_experts=2, losses={}, router="sigmoid_bias")
     assert auxiliary_loss(nn.Sequential(bare)) == 0
+
+
+def test_training_and_validation_are_warned_of_once_each(caplog: pytest.LogCaptureFixture) -> None:
+    warn = DropWarning()
+    for step in (1, 2):
+        warn.after_log(StepFacts(step, dropped=WARN_ABOVE))
+        warn.after_evaluation(step, WARN_ABOVE)
+    assert not caplog.records
+    for step in (3, 4):
+        warn.after_log(StepFacts(step, dropped=WARN_ABOVE + 0.01))
+        warn.after_evaluation(step, 0.56)
+    training, validation = (r.getMessage() for r in caplog.records)
+    assert training.startswith("step 3: 11 % of the choices found no slot")
+    assert validation.startswith("validation at step 3: 56 % of the choices found no slot")
+    assert "--moe-capacity-factor none" in training and "--moe-capacity-factor none" in validation
+    assert "--moe-eval-token-fraction" in validation and "--moe-eval" not in training
+
+
+def test_drops_of_several_calls_are_counted() -> None:
+    settings = {"model_dim": 8, "num_experts": 4, "router": {"name": "switch", "top_k": 1},
+                "dispatch": {"name": "padded", "capacity_factor": 1.0}}
+    layer, count = MoELayer(from_dict(settings)), DropCount()
+    with torch.no_grad():
+        layer.router.weight_ED.zero_()  # all tokens to the first expert, which has a quarter
+    for tokens in (32, 64):
+        count.add(layer(torch.ones(tokens, 8)).stats)
+    assert count.take() == 0.75 and count.take() == 0.0
+    count.add(None)
+    dropless = MoELayer(from_dict({"model_dim": 8, "num_experts": 4}))
+    count.add(dropless(torch.ones(8, 8)).stats)
+    assert count.take() == 0.0
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(5, 8)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_first_step_warns(before: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), plain_ffn(nn.GELU(), 8), nn.Linear(8, 2))
+    old = torch.optim.SGD(model.parameters(), lr=0.1)
+    replace_ffn(model, 4)
+    optimizer = old if before else torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        step(model, optimizer)
+    said = [r.getMessage() for r in caplog.records if "the optimizer was built" in r.getMessage()]
+    assert len(said) == before
+    for text in said:
+        assert "before replace_ffn replaced modules of the model: 4 of its 8 parameters" in text

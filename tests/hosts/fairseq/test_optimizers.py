@@ -1,4 +1,4 @@
-"""Fused Adams equal fairseq's own: torch's by `--moe-fused-adam`, apex's where it is installed."""
+"""fairseq's optimizers with our layers: torch's fused Adam, apex's, and `--store-ema`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from moe_plugin import MoELayer
+from moe_plugin.config import from_dict
 from moe_plugin.experts.base import expert_parameters
 from moe_plugin.hosts.fairseq.adam import FusedAdam, encoded
 from moe_plugin.hosts.fairseq.trainer import norm_squared
+from moe_plugin.routing import finish_step
 from moe_plugin.training.gradients.replicas import mark_replicas
 from tests.hosts.fairseq import small
-from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, run
+from tests.hosts.fairseq.conftest import Corpus, train
+from tests.routing.test_fp32 import settings as layer_settings
 
 PRECISIONS = ["", "--fp16", "--bf16", "--memory-efficient-fp16", "--memory-efficient-bf16"]
 
@@ -229,15 +233,11 @@ def test_16_bit_statistics_need_no_apex(precision: str) -> None:
 def test_a_run_resumes_with_the_other_adam(first: str, second: str, corpus: Corpus,
                                            tmp_path: Path) -> None:
     """Two ranks, clipping, weight decay and a schedule: 4 steps of one Adam, 4 of the other."""
-    flags = (f"{corpus.lm} {LANGUAGE_MODEL} {MOE} {DROPLESS} --disable-validation --optimizer adam "
-             "--lr 0.02 --weight-decay 0.1 --lr-scheduler inverse_sqrt --warmup-updates 3").replace(
-                 "--optimizer sgd --momentum 0.9 --lr 0.1 --lr-scheduler fixed", "")
-    assert "sgd" not in flags
-    whole = run("fairseq-train", f"{flags} --max-update 8 --no-save --save-dir {tmp_path}",
-                ranks=2).ok()
-    here = f"{flags} --save-dir {tmp_path / 'run'}"
-    start = run("fairseq-train", f"{here} --max-update 4 {first}", ranks=2).ok()
-    end = run("fairseq-train", f"{here} --max-update 8 {second}", ranks=2).ok()
+    flags = ("--disable-validation --optimizer adam --lr 0.02 --weight-decay 0.1 --lr-scheduler "
+             "inverse_sqrt --warmup-updates 3")
+    whole = train(corpus, tmp_path, f"{flags} --max-update 8", 2).ok()
+    start, end = (train(corpus, tmp_path / "run", f"{flags} --max-update {last} {more}", 2,
+                        save=True).ok() for last, more in ((4, first), (8, second)))
     for part, flag in ((start, first), (end, second)):
         words = "Adam of torch: --moe-fused-adam" if flag else "Adam of fairseq: apex needs a"
         assert words in part.log
@@ -314,3 +314,37 @@ def test_the_norm_of_experts_is_apexs(apex: list[str]) -> None:
     squared = norm_squared(parameters, None, torch.device("cpu"))
     assert float(squared) == pytest.approx(36.0 + 2 * 36.0 / 2)
     assert apex == 2 * ["multi_tensor_l2norm"]
+
+
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize("router", ["sigmoid_bias", "dense_to_sparse", "switch,sigmoid_bias"])
+def test_averages(router: str, fp32: bool) -> None:
+    """a <- (a + w) / 2; a router under `router.fp32` and its bias in float32, integers copied."""
+    from fairseq.dataclass.configs import EMAConfig
+    from fairseq.models.ema.ema import EMA
+
+    import moe_plugin.hosts.fairseq  # noqa: F401 - mends fairseq
+
+    layer = MoELayer(from_dict(layer_settings(router))).bfloat16()
+    before = {name: value.clone() for name, value in layer.state_dict().items()
+              if isinstance(value, torch.Tensor)}
+    ema = EMA(layer, EMAConfig(store_ema=True, ema_decay=0.5, ema_fp32=fp32))
+    with torch.no_grad():
+        for value in (*layer.parameters(), *layer.buffers()):
+            if value.is_floating_point():
+                value.add_(0.001)
+    finish_step(layer)
+    ema.step(layer, 1)
+    found, now = ema.get_model().state_dict(), layer.state_dict()
+    for name, value in before.items():
+        assert found[name].dtype == value.dtype
+        if not value.is_floating_point():
+            assert torch.equal(found[name], now[name]) and not torch.equal(now[name], value)
+            continue
+        want = (value.double() + now[name].double()) / 2
+        off = 2**-22 if value.dtype == torch.float32 else 2**-7  # of the largest, about 1
+        torch.testing.assert_close(found[name].double(), want, rtol=0, atol=off)
+        assert value.dtype == (torch.float32 if "router." in name else torch.bfloat16), name
+    again = EMA(layer, EMAConfig(store_ema=True, ema_fp32=fp32))
+    again.restore(found)
+    assert all(torch.equal(again.get_model().state_dict()[name], found[name]) for name in before)
