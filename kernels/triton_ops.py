@@ -27,7 +27,7 @@ MODULES = {
     "quantize_fp8": "fp8", "dequantize_fp8": "fp8", "expert_matmul": "expert_matmul",
     "expert_matmul_act": "expert_matmul", "expert_matmul_act_backward": "expert_matmul",
     "expert_matmul_sum": "expert_matmul", "expert_matmul_gated": "expert_matmul",
-    "write_pages": "pages", "read_pages": "pages",
+    "write_pages": "rows", "read_pages": "rows",
     "expert_weight_grad": "expert_matmul", "expert_weight_grad_add": "expert_matmul",
     "expert_weight_grad_pair": "expert_matmul",
     "expert_bias_grad": "expert_matmul", "tile_table": "tilings",

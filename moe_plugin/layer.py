@@ -29,7 +29,7 @@ from moe_plugin.experts import (
     is_expert,
 )
 from moe_plugin.experts.base import mark_experts
-from moe_plugin.experts.ddp_check import DDPCheck
+from moe_plugin.experts.overwrites import DDPCheck
 from moe_plugin.kernels.weight_grads import LaterGrads
 from moe_plugin.memory.experts.build import build_experts
 from moe_plugin.output import MoEOutput

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_plugin.utils.pytrees import as_pytree
 from moe_plugin.utils.statistics import Statistic, statistics
+from moe_plugin.utils.tensors import as_pytree
 
 # The number of LayerStats that are stored before they are summed. Summing many at once saves small
 # device operations; the limit bounds the memory.

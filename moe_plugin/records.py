@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin.utils.machine import exporting, to_device
-from moe_plugin.utils.pytrees import as_pytree
+from moe_plugin.utils.tensors import as_pytree
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from moe_plugin.experts.base import mark_expert
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.planner.resharding import TensorLayout
-from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.tensors import is_sharded
 
 # attributes of a layer that depend on its group; router and experts are moved separately
 _OF_THE_GROUP = ("comm", "config", "placement", "token_entry", "routed_experts", "capacity",

@@ -50,8 +50,8 @@ def inspect_options(p: argparse.ArgumentParser) -> None:
 def inspect(args: argparse.Namespace) -> int:
     """Print what a checkpoint contains, without reading its tensors."""
     import moe_plugin.checkpoint.formats.all  # noqa: F401 - registers
+    from moe_plugin.checkpoint.conversion import summary
     from moe_plugin.checkpoint.formats.base import open_source
-    from moe_plugin.checkpoint.inspection import summary
 
     with open_source(args.checkpoint, args.origin, args.trust) as source:
         contents = summary(source)

@@ -11,9 +11,8 @@ from moe_plugin.dispatch.base import (
     dispatchers,
 )
 from moe_plugin.dispatch.bounded import BoundedDispatcher
-from moe_plugin.dispatch.deepep import DeepEPDispatcher, ElasticDeepEPDispatcher
+from moe_plugin.dispatch.deepep import DeepEPDispatcher, ElasticDeepEPDispatcher, HybridEPDispatcher
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
-from moe_plugin.dispatch.hybridep import HybridEPDispatcher
 from moe_plugin.dispatch.nccl_ep import NCCLDispatcher
 from moe_plugin.dispatch.ragged import PaddedDispatcher, ParmS2Dispatcher, RaggedDispatcher
 from moe_plugin.dispatch.row_pages import PagedStash

@@ -2,8 +2,15 @@
 parallel layouts.
 """
 
-from moe_plugin.experts.base import Experts, expert_kinds, expert_parameters, is_expert, mark_expert
-from moe_plugin.experts.custom import CustomExperts, build_device_experts
+from moe_plugin.experts.base import (
+    CustomExperts,
+    Experts,
+    build_device_experts,
+    expert_kinds,
+    expert_parameters,
+    is_expert,
+    mark_expert,
+)
 from moe_plugin.experts.ffn import FFNExperts, GatedFFNExperts
 from moe_plugin.experts.shared import LatentProjection, OverlappedWork, SharedExpert, add_residual
 from moe_plugin.kernels.expert_ffn import (

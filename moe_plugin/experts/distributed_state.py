@@ -27,7 +27,7 @@ from moe_plugin.comm.placement import Placement
 from moe_plugin.comm.torch_comm import TorchComm
 from moe_plugin.experts.base import use_current_names
 from moe_plugin.experts.ffn import PART_AXIS
-from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.tensors import is_sharded
 
 # key of a layer's extra state: the names of tensors that stay in float32 when others are cast
 FLOAT32 = "float32"

@@ -43,8 +43,8 @@ from moe_plugin.kernels.rounded import RoundedWeights
 from moe_plugin.kernels.weight_grads import WEIGHTS, has_main_grad, redirect_grad
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import ExpertRows, ParameterRequest
-from moe_plugin.utils.dtensors import fill_, is_sharded
 from moe_plugin.utils.machine import exporting
+from moe_plugin.utils.tensors import fill_, is_sharded
 
 logger = logging.getLogger(__name__)
 

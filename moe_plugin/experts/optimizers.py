@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from moe_plugin.experts.base import expert_ranks
-from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.tensors import is_sharded
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")

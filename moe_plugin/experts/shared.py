@@ -14,7 +14,7 @@ from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.kernels.expert_ffn import gated
 from moe_plugin.kernels.in_blocks import in_pieces, product_in_blocks
 from moe_plugin.records import Routing, Tokens
-from moe_plugin.utils.dtensors import fill_, is_sharded
+from moe_plugin.utils.tensors import fill_, is_sharded
 
 
 class DrawnLinear(nn.Linear):

@@ -28,11 +28,10 @@ from moe_plugin.comm.base import Comm, LocalComm
 from moe_plugin.config import ObserveConfig, flatten, to_dict
 from moe_plugin.layer import MoELayer
 from moe_plugin.memory.copier import Copier, CopyCounters, OnDevice
-from moe_plugin.observe.health import HealthLog
 from moe_plugin.observe.history.json_lines import TRAINING, training_record
 from moe_plugin.observe.history.records import StepRecord
 from moe_plugin.observe.model_layers import differing, listen_to
-from moe_plugin.observe.sinks import JsonlSink, Sink, TensorBoardSink, WandbSink
+from moe_plugin.observe.sinks import HealthLog, JsonlSink, Sink, TensorBoardSink, WandbSink
 from moe_plugin.output import LayerStats, StatsSums
 from moe_plugin.utils.statistics import statistics
 

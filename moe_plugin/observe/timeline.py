@@ -19,8 +19,7 @@ from torch import nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import ObserveConfig
-from moe_plugin.observe.health import HealthLog
-from moe_plugin.observe.sinks import JsonlSink
+from moe_plugin.observe.sinks import HealthLog, JsonlSink
 from moe_plugin.utils.machine import wait_for_device
 
 MARK = "moe-plugin layer "

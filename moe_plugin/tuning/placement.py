@@ -24,7 +24,7 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.config.options import resolved
 from moe_plugin.config.tree import flatten, to_dict
 from moe_plugin.dispatch import check_settings, dispatchers
-from moe_plugin.experts.custom import check_memory
+from moe_plugin.experts.base import check_memory
 from moe_plugin.planner.events import ParmShape, choose_run, run_s
 from moe_plugin.planner.units import show_time
 from moe_plugin.tuning.collectives import with_collectives

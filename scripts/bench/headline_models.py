@@ -25,11 +25,11 @@ from moe_plugin.planner.forest.presets import preset
 from moe_plugin.planner.forest.simulate import program_of
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost
 from moe_plugin.planner.model import ModelPlan, ModelShape
+from moe_plugin.planner.model_search import ScaleRow, scale_table, static_layer_s
 from moe_plugin.planner.once import GroupShape, all_reduce_s
 from moe_plugin.planner.pipeline.slices import cut
 from moe_plugin.planner.plan_cost import dense_layer_s, time_of
 from moe_plugin.planner.prefill import CUTS, Kernel, PrefillLoad, choices
-from moe_plugin.planner.static_layer import ScaleRow, scale_table, static_layer_s
 from moe_plugin.planner.vote_assignments import mols, repetition
 from scripts.bench.study import DATA, ROOT, read_numbers
 

@@ -16,11 +16,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_plugin.planner.forest.flow import Demand
-from moe_plugin.planner.forest.optimum import Graph
-from moe_plugin.planner.forest.packing import Arc, pack
+from moe_plugin.planner.forest.flow import Arc, Demand, pack
+from moe_plugin.planner.forest.optimum import Graph, Path, Splitting, take
 from moe_plugin.planner.forest.schedule import Edge, Paths, Tree
-from moe_plugin.planner.forest.splitting import Path, Splitting, take
 
 Lane = tuple[Path, int]  # path from a rank to a switch between parts, and number of trees on it
 Levels = list[list[Edge]]  # edges of a tree by depth

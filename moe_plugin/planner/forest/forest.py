@@ -1,8 +1,8 @@
 """Throughput-optimal schedules of all-gather, reduce-scatter and all-reduce on any network.
 
 The method is ForestColl (Zhao et al., arXiv 2402.06787). ForestColl first finds the bottleneck cut
-(`optimum`), then replaces switches by links between ranks (`splitting`), and finally packs spanning
-trees into the resulting graph (`packing`). All computations use integers and fractions, so that the
+(`optimum`), then replaces switches by links between ranks (`optimum`), and finally packs spanning
+trees into the resulting graph (`flow`). All computations use integers and fractions, so that the
 schedules reach the lower bound on the time exactly.
 """
 
@@ -15,12 +15,19 @@ from fractions import Fraction
 from math import gcd, lcm
 
 from moe_plugin.planner.forest.by_parts import find_parts, trees_by_parts
-from moe_plugin.planner.forest.flow import Flows, check_exact
+from moe_plugin.planner.forest.flow import Flows, check_exact, pack
 from moe_plugin.planner.forest.network import Network
-from moe_plugin.planner.forest.optimum import Graph, best_unit, optimum, whole, whole_trees
-from moe_plugin.planner.forest.packing import pack
+from moe_plugin.planner.forest.optimum import (
+    Graph,
+    Path,
+    Splitting,
+    best_unit,
+    optimum,
+    take,
+    whole,
+    whole_trees,
+)
 from moe_plugin.planner.forest.schedule import COLLECTIVES, Edge, Paths, Schedule, Tree
-from moe_plugin.planner.forest.splitting import Path, Splitting, take
 from moe_plugin.utils.messages import short
 
 

@@ -24,9 +24,8 @@ from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import check_sequences, losses
 from moe_plugin.routing.replay import runs_once
 from moe_plugin.routing.rollouts import balanced
-from moe_plugin.utils.dtensors import xavier_
-from moe_plugin.utils.dtypes import at_least_float32, keep_float32
 from moe_plugin.utils.machine import capturing
+from moe_plugin.utils.tensors import at_least_float32, keep_float32, xavier_
 
 
 class Router(BuffersKeepDtype, RouterModule):

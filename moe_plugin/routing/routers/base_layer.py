@@ -31,7 +31,7 @@ from moe_plugin.routing.call import RoutingCall
 from moe_plugin.routing.contract import SCORED, keep_init
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import Router
-from moe_plugin.utils.dtensors import fill_
+from moe_plugin.utils.tensors import fill_
 
 EPSILON = 2e-3  # relative to the spread of the scores
 COOLING = (0.1, 0.03, 0.01)  # temperatures of soft demand, relative to the spread

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_plugin.training.gradients import fused
 from moe_plugin.training.gradients.part_gradients import plain
-from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.tensors import is_sharded
 
 # devices and dtypes for which every release of apex has kernels
 APEX_DEVICES, APEX_DTYPES = ("cuda",), (torch.float32, torch.float16)

@@ -25,8 +25,8 @@ from moe_plugin.experts.ffn import SHARD_AXIS, gather_parameters
 from moe_plugin.experts.matrices import HALVES, MatrixForm, is_vector, matrix_forms, stacked
 from moe_plugin.layer import layers_in
 from moe_plugin.training.gradients.part_gradients import plain
-from moe_plugin.utils.dtensors import is_sharded
 from moe_plugin.utils.messages import short
+from moe_plugin.utils.tensors import is_sharded
 
 
 def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],

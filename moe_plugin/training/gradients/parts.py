@@ -25,7 +25,7 @@ from moe_plugin.training.gradients.replicas import (
     mark_replicas,
     replicas_of,
 )
-from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.tensors import is_sharded
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from moe_plugin.training.gradients.replicas import (
     replicas_of,
 )
 from moe_plugin.tuning.collectives import prepare_replicas
-from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.tensors import is_sharded
 
 
 def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, *,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_plugin.checkpoint import CheckpointError
-from moe_plugin.checkpoint.formats.fairseq.neutral_names import neutral_tensors
+from moe_plugin.checkpoint.formats.fairseq.neutral import neutral_tensors
 from tests.checkpoint.test_source import InMemory
 
 pytestmark = pytest.mark.fast
