@@ -149,9 +149,6 @@ def target_shares(beta_WW: Tensor) -> Tensor:
     if beta_WW.dim() != 2:
         raise ValueError(f"The link costs have shape {tuple(beta_WW.shape)}, but must be a square "
                          "matrix of positive numbers, including the diagonal.")
-    # imported late, because only routers that weigh links need numpy
-    from moe_plugin.routing.links import optimal_shares
-
     return torch.from_numpy(optimal_shares(beta_WW.tolist()).shares_WW.copy())
 
 
