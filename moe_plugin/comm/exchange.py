@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.planner.all_to_all_cost import COSTS
-from moe_plugin.planner.all_to_all_cost.phases import CostModel
+from moe_plugin.planner.all_to_all_cost import COSTS, CostModel
 from moe_plugin.utils.registry import Registry
 
 Algorithm = TypeVar("Algorithm", bound=Callable[..., Any])
@@ -156,9 +155,9 @@ class ExchangeRegistry(Registry[Exchange]):
             lacks: see `Exchange`.
             tried: see `Exchange`.
             cost: optional. Cost model that the planner uses to predict the time of the algorithm.
-                By default, the cost model is read from a file in `planner.all_to_all_cost`. If no
-                file defines one, the algorithm's time is only measured and never predicted.
-                Programs that do not import torch can also read such a file.
+                By default, the cost model in `COSTS` of `planner.all_to_all_cost`, which does not
+                import torch. If there is none, the algorithm's time is only measured and never
+                predicted.
             options: see `Registry.register`.
         Raises:
             ValueError: If the name is already registered.

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_plugin.planner.all_to_all_cost import predict
-from moe_plugin.planner.all_to_all_cost.phases import SHARPNESS, Phase, overlapped_s
+from moe_plugin.planner.all_to_all_cost import SHARPNESS, Phase, overlapped_s, predict
 from moe_plugin.planner.cluster import Cluster
 
 LINKS = ("inter.alpha_s", "inter.beta_s", "intra.alpha_s", "intra.beta_s", "phase_s", "copy_s")

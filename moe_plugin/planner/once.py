@@ -16,8 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from moe_plugin.planner.all_to_all_cost import COSTS, predict
-from moe_plugin.planner.all_to_all_cost.phases import leader_cost, two_d_cost
+from moe_plugin.planner.all_to_all_cost import COSTS, leader_cost, predict, two_d_cost
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster
 

@@ -29,7 +29,6 @@ MEASURES = f"{SCRIPTS}.bench"
 LABORATORY = (MEASURES, f"{SCRIPTS}.emulate")
 # Documented for Python alone: no flag, setting or command yet.
 ONLY_FROM_PYTHON = (
-    "planner.offload.peers.versus_pipeline",
     "training.resilience.averaging_peers.StreamedPeer",
 )
 # What benchmarks alone ask of other rooms: only `compat` may ask it of a host.

@@ -267,7 +267,7 @@ def chart(id: str, title: str, about: str, lines: Sequence[Line | None], *, unit
     return [LineChart(id, title, about, known, unit, floor)] if measured else []
 
 
-# the errors of an ensemble of heads (moe_plugin.training.ensembles)
+# the errors of an ensemble of heads (moe_plugin.training.cmcl)
 ERRORS = {"oracle_error": "oracle", "top1_error": "top-1", "member_error": "mean member"}
 COLUMNS = 60
 _SHOWN = {

@@ -7,13 +7,12 @@ All times are computed; nothing is measured. The study takes a few seconds on on
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moe_plugin.cli.figures import pyplot, save_figure
-from moe_plugin.planner.offload.peers import Peers, versus_pipeline
 from moe_plugin.planner.offload.weight_streaming import Layer, StreamPlan, plan
+from moe_plugin.planner.pipeline.schedules import MODES, Pipeline
 from scripts.bench.report import columns, page
 
 TITLE = "Streaming peers against a pipeline"
@@ -60,14 +59,38 @@ def cells(made: StreamPlan, size: int, every: int) -> list[dict[str, float]]:
         size: number of bytes to average.
         every: number of steps between consecutive averaging rounds.
     """
-    peers = Peers(count=PEERS, bytes_s=1.0, delay_s=DELAY_S, average_every=every,
-                  averaged_bytes=size)
     found = []
     for rate in RATES:
-        versus = versus_pipeline(made, replace(peers, bytes_s=rate * 1e6 / 8))
-        found.append({"every": every, "mbit_s": rate, "streamed_s": versus.streamed,
-                      "pipelined_s": versus.pipelined, "ratio": versus.ratio})
+        streamed = streamed_s(made, rate * 1e6 / 8, every, size)
+        pipelined = pipelined_s(made, rate * 1e6 / 8)
+        found.append({"every": every, "mbit_s": rate, "streamed_s": streamed,
+                      "pipelined_s": pipelined, "ratio": pipelined / streamed})
     return found
+
+
+def streamed_s(made: StreamPlan, bytes_s: float, every: int, size: int) -> float:
+    """Return the step time of peers that stream the whole model, including a share of the time of
+    the ring all-reduce that averages `size` bytes of weights after every `every` steps.
+
+    bytes_s: bandwidth of each peer's link in one direction.
+    """
+    turns = 2 * (PEERS - 1)  # of the reduce-scatter and the all-gather
+    return made.seconds + turns * (size / PEERS / bytes_s + DELAY_S) / every
+
+
+def pipelined_s(made: StreamPlan, bytes_s: float) -> float:
+    """Return the step time if the same peers form a pipeline, with the fastest of its modes.
+
+    The model is split where the least data has to be sent, and all stages take equally long.
+    """
+    layers = made.model.layers
+    edges = sorted(layer.kept_bytes for layer in layers[1:])[:PEERS - 1]
+    forward = sum(layer.forward_s for layer in layers)
+    backward = sum(layer.backward_s - layer.forward_s for layer in layers)
+    pipeline = Pipeline(stages=PEERS, micro_batches=made.model.batches * PEERS,
+                        forward_s=forward / PEERS, backward_s=backward / PEERS,
+                        send_s=max(edges) / bytes_s + DELAY_S)
+    return min(pipeline.simulate(mode).seconds for mode in MODES)
 
 
 def body(found: dict[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ pytest.importorskip("megatron.core",
                     reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
 
 from moe_plugin.hosts.megatron.ensemble import OracleLosses, ensemble_of
-from moe_plugin.training.ensembles.cmcl import (
+from moe_plugin.training.cmcl import (
     EnsembleSettings,
     confident_oracle_loss,
     ensemble_errors,
