@@ -332,9 +332,7 @@ def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
 
 
 def _for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
-    """Return, for each row, the entry of `values_LO` that belongs to the row's expert, [R, O].
-    Filler rows contain 0.
-    """
+    """Return the entry of `values_LO` of each row's expert, [R, O], or 0 for filler rows."""
     device = values_LO.device
     if not isinstance(counts, DeviceCounts):
         return values_LO.repeat_interleave(counts.device(device), dim=0, output_size=counts.total)

@@ -67,9 +67,7 @@ def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
 
 
 def _slots(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> tuple[Tensor, Tensor]:
-    """For each run, return its slot in both buffers. If a run is not stored in a buffer, its slot
-    in this buffer is the last slot.
-    """
+    """Return each run's slot in both buffers, or the last slot if the run is not stored there."""
     device_slots, host_slots = pages_SP.shape[0] - 1, host_SP.shape[0] - 1
     on_host_M = record_M >= device_slots
     return (torch.where(on_host_M | (record_M < 0), device_slots, record_M),

@@ -149,9 +149,7 @@ class ScoreInPieces(ScoreFunction):
 
 
 def in_blocks(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """The strategy `loop`, with matmuls that are computed in blocks of rows. The shapes and dtypes
-    are the same as for `loop`.
-    """
+    """The strategy `loop`, with matmuls that are computed in blocks of rows."""
     outputs = [product_in_blocks(rows, w) for rows, w in
             zip(rows_RI.split(counts.host), w_LIO.unbind(0), strict=True)]
     if b_LO is not None:

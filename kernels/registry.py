@@ -1,6 +1,4 @@
-"""The registry of operations. Each operation has a torch implementation, and some devices have
-faster implementations.
-"""
+"""The registry of operations, which have a torch implementation and may have faster ones."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ class Op:
         return self._implementations[name][0]
 
     def why_not(self, name: str, *args: Any) -> str | None:
-        """Return the reason why the implementation `name` does not support these arguments, or None
-        if they are supported.
-        """
+        """Return why the implementation `name` does not support these arguments, or None."""
         self.implementation(name)
         why_not = self._implementations[name][1]
         return None if why_not is None else why_not(*args)

@@ -25,9 +25,7 @@ class RoundedWeight:
     """A weight in a low-precision format. Matmuls accept this object in place of a tensor."""
 
     def transpose(self, first: int, second: int) -> RoundedWeight:
-        """Return the weight with axes 1 and 2 swapped, for the matmuls in the backward pass. Other
-        axes cannot be swapped.
-        """
+        """Return the weight with axes 1 and 2 swapped, for matmuls in the backward pass."""
         raise NotImplementedError
 
 
@@ -35,9 +33,7 @@ Weight = Tensor | RoundedWeight
 
 
 class RoundedProducts:
-    """Row-wise matmuls in one low-precision format. The signatures are the same as in
-    `kernels.expert_matmul`.
-    """
+    """Row-wise matmuls in a low-precision format, with the signatures of `expert_matmul`."""
 
     def weight(self, w_LIO: Tensor, backward: bool) -> RoundedWeight:
         """Round a weight [L, I, O] for a matmul that sums over the axis I.

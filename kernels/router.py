@@ -52,9 +52,7 @@ def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def best_scores(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the indices that `top_k_stable` selects, and their scores [T, K]. The returned scores
-    are differentiable.
-    """
+    """Return the indices that `top_k_stable` selects, and their differentiable scores [T, K]."""
     # If a gradient is needed, `gather` is used, so that a first pass saves the same tensors as a
     # recomputation with given choices.
     if not scores_TE.requires_grad and _sorts(scores_TE, k) and not torch.compiler.is_compiling():

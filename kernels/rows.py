@@ -141,8 +141,7 @@ def _on_host(index: Tensor) -> bool:
 @op
 def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
              complete: bool = False) -> Tensor:
-    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` (0 without a row) in float32 or float64.
-    """
+    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` (else 0) in float32 or float64."""
     dtype = accumulate_dtype(rows_RD.dtype)
     if rows_RD.shape[0] == 0 or position_TK.numel() == 0:
         return torch.zeros(position_TK.shape, dtype=dtype, device=rows_RD.device)
@@ -302,8 +301,7 @@ def at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
 
 
 def at_choices(values_R: Tensor, position_TK: Tensor, complete: bool = False) -> Tensor:
-    """Return, for each choice, the value of its row, [T, K] (dtype unchanged), or 0 without a row.
-    """
+    """Return the value of each choice's row, [T, K] (dtype unchanged), or 0 without a row."""
     if complete:
         return values_R[position_TK]
     if values_R.numel() == 0:

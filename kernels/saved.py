@@ -67,9 +67,7 @@ def _again(node: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 class _Produce(torch.autograd.Function):
-    """An autograd function that computes `produce(*inputs)`. In backward, `produce` runs a second
-    time, and the second run is differentiated.
-    """
+    """Autograd function of `produce(*inputs)`, which backward computes again to differentiate."""
 
     @staticmethod
     def forward(ctx: Any, produce: Function, *inputs: Tensor) -> Tensor:

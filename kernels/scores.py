@@ -123,17 +123,13 @@ def shares(scores_TE: Tensor, add: float = ADDED, least: float = 0.0) -> Tensor:
 
 
 def shares_of_rest(weights_TK: Tensor, add: float, least: float) -> Tensor:
-    """Normalize the remaining weights of each token; see `shares`. If a token has no remaining
-    weights, the output is 0.
-    """
+    """Normalize the remaining weights of each token; see `shares`. Without weights, return 0."""
     # The smallest normal number as divisor turns 0 / 0 into 0.
     return shares(weights_TK, add, max(least, torch.finfo(weights_TK.dtype).tiny))
 
 
 class _WideLinear(torch.autograd.Function):
-    """A linear map with float32 outputs. Tokens are saved for backward in their original dtype
-    rather than in float32.
-    """
+    """A linear map with float32 outputs that saves the tokens in their original dtype."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -203,9 +199,7 @@ def _parts(x: Tensor, dim: int, number: int) -> Tensor:
 
 
 def _sum_of_parts(a: Tensor, b: Tensor, size: int, dim: int) -> Tensor:
-    """Multiply the 16-bit matrices a and b in float32, and sum the output over consecutive groups
-    of `size` elements along `dim`.
-    """
+    """Multiply 16-bit matrices in float32, and sum groups of `size` outputs along `dim`."""
     product = torch.mm(a, b, out_dtype=torch.float32)
     return product if product.shape[dim] == size else product.unflatten(dim, (-1, size)).sum(dim)
 

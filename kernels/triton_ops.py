@@ -60,9 +60,7 @@ def no_bfloat16(device: torch.device) -> str | None:
 
 
 def _below(device: torch.device, needed: tuple[int, int], what: str) -> str | None:
-    """Return the reason why an NVIDIA GPU does not support a number format, or None if the format
-    is supported or the GPU is not an NVIDIA GPU.
-    """
+    """Return why an NVIDIA GPU does not support a number format. None for other GPUs."""
     if torch.version.hip is not None:
         return None
     major, minor = torch.cuda.get_device_capability(device)

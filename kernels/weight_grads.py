@@ -112,9 +112,7 @@ class GradSums:
         return self.end(name)
 
     def last(self, name: str) -> bool:
-        """Record that the backward pass of a call has run. Return true if this was the last call
-        that uses the weight.
-        """
+        """Record a call's backward pass, and return whether it was the weight's last one."""
         self._forget_aborted()
         ended = self._ended.get(name, 0) + 1
         # The count restarts after the last call, because the graph may serve another pass.

@@ -99,8 +99,7 @@ class _Kept:
         return free
 
     def sweep(self) -> bool:
-        """Release storages that were not used since the last sweep. Return true if storages remain.
-        """
+        """Release storages unused since the last sweep. Return true if storages remain."""
         unused = self.requests == self.swept
         self.swept = self.requests
         if unused:
@@ -113,9 +112,7 @@ class _Kept:
 
 
 class MemoryPool:
-    """A pool of reusable CPU memory. Memory is reused only for the same purpose. Concurrent and
-    re-entrant calls are supported.
-    """
+    """A pool of CPU memory that is reused for the same purpose, also by concurrent calls."""
 
     def __init__(self) -> None:
         self.begin()

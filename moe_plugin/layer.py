@@ -326,9 +326,7 @@ class MoELayer(LayerState):
         return MoEOutput(*result, self.routed_experts.stats(layout, kept, rows, traffic))
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
-        """Run the router on the tokens of a call. `pregate.link` may replace a layer's `route`
-        method.
-        """
+        """Run the router on a call's tokens. `pregate.link` may replace this method."""
         routing: Routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         return routing
 
@@ -339,7 +337,5 @@ def layers_in(*models: nn.Module) -> list[MoELayer]:
 
 
 def named_layers_in(model: nn.Module) -> dict[str, MoELayer]:
-    """Return the MoE layers of a model by name, in the order of the modules. A layer that occurs
-    several times is returned only once.
-    """
+    """Return the MoE layers of a model by name, once each, in the order of the modules."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}

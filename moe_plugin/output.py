@@ -122,9 +122,7 @@ class StatsSums:
     lists: list[tuple[str, Any]] = field(default_factory=list)
 
     def add(self, stats: LayerStats) -> None:
-        """Add the statistics of one call, without communication and without copying data to the
-        host.
-        """
+        """Add the statistics of a call without communication and copies to the host."""
         self.pending.append(stats)
         if len(self.pending) >= FOLD_AT:
             self.fold()
@@ -170,8 +168,7 @@ class StatsSums:
                     self._add_tensors(statistic, key, x)
 
     def _add_tensors(self, statistic: Statistic, key: str, x: Tensor) -> None:
-        """Add the values of several calls for one statistic, given as a float64 tensor [N] or [N,
-        E]."""
+        """Add several calls' values of one statistic, a float64 tensor [N] or [N, E]."""
         at = (statistic.name, key)
         before = self.device.get(at)
         if statistic.reduce == "max":
@@ -238,9 +235,7 @@ class StatsSums:
 
     def _field(self, statistic: Statistic, record: dict[str, Any],
                totals: dict[_Key, list[float]], counts: dict[_Key, float]) -> Any:
-        """Return the value of one statistic for a record. record: the fields of the record that
-        were computed earlier.
-        """
+        """Return a statistic's value for a record. record: fields that were computed earlier."""
         name, reduce = statistic.name, statistic.reduce
         if statistic.derive is not None:
             return statistic.derive(record)
@@ -262,9 +257,7 @@ class StatsSums:
 
 
 def _by_key(statistic: Statistic, values: list[Any]) -> dict[str, list[Any]]:
-    """Return the values that calls reported for each name, where values without a name have the
-    name "".
-    """
+    """Return the values that calls reported for each name, or "" for values without a name."""
     if not statistic.by_name:
         return {"": values}
     names = sorted({*statistic.names, *(key for value in values for key in value)})

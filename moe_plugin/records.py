@@ -54,8 +54,7 @@ class RowCounts:
 
     @property
     def real(self) -> int | Tensor:
-        """The number of rows with tokens. A scalar tensor if this number is known only on the
-        device."""
+        """The number of rows with tokens, a scalar tensor if only the device knows it."""
         return sum(self.host)
 
     def lengths(self) -> list[int]:
@@ -339,8 +338,7 @@ class Routing:
     sizes: Any = None
 
     def with_kept(self, keep_TK: Tensor, weights_TK: Tensor) -> "Routing":
-        """Return a copy of this routing that contains only the choices for which `keep_TK` is True.
-        """
+        """Return a copy of this routing with only the choices for which `keep_TK` is True."""
         return replace(self, ids_TK=self.ids_TK.masked_fill(~keep_TK, -1), weights_TK=weights_TK)
 
 

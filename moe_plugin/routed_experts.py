@@ -352,8 +352,7 @@ class RoutedExperts:
             self.tuner = tuner
 
     def state(self) -> dict[str, Any]:
-        """Return which experts this rank stores, the state of the tuner, and the state of the
-        expert replicas."""
+        """Return which experts this rank stores, and the tuner's and replicas' state."""
         place = self.placement
         optional: dict[str, Any] = {}
         if self.layouts.replicas is not None:

@@ -122,8 +122,7 @@ class UnitBlock:
                                                          strict=True)])
 
     def clipped(self, end: int) -> UnitBlock:
-        """Return a copy of the block. The matmuls of the copy compute no row at or after row `end`.
-        """
+        """Return a copy of the block whose matmuls compute no row at or after row `end`."""
         left = end - self.rows.start
         return UnitBlock(self.rows, [
             unit._replace(computed=min(unit.computed, left - start))
@@ -131,9 +130,7 @@ class UnitBlock:
 
 
 def units_of(counts: list[int], limit: int, rule: RowRule) -> list[Unit]:
-    """Create units for all experts that have rows. Experts are combined into units of up to `limit`
-    rows if one joint matmul is faster.
-    """
+    """Create the units, combining experts with few rows into units of up to `limit` rows."""
     # Joining saves time only for 16-bit products, see `RowRule`.
     if not rule.narrow:
         return [Unit(expert, 1, rows, rows) for expert, rows in enumerate(counts) if rows]

@@ -267,9 +267,7 @@ def _gemm_of_torch() -> int | None:
 
 
 def why_one_by_one() -> str | None:
-    """Return the reason why this machine multiplies float32 experts one after another, or None if
-    they are multiplied in parallel.
-    """
+    """Return why this machine multiplies float32 experts one after another, or None."""
     return build.why_not("products.c") or (
         None if side_by_side() else "torch multiplies by another library than MKL")
 

@@ -52,9 +52,7 @@ def bounded_registers(most: int, chip: Chip | None = None) -> dict[str, int]:
 
 
 def pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """Return the tensor as a contiguous tensor. If `tensor` is None, return a placeholder tensor
-    for the unused pointer argument.
-    """
+    """Return the contiguous tensor, or a placeholder for an unused pointer argument."""
     return stand_in if tensor is None else tensor.contiguous()
 
 
@@ -78,9 +76,7 @@ def activate(x, ACT: tl.constexpr):
 
 @triton.jit
 def activation_grad(x, ACT: tl.constexpr):
-    """Compute `act'(x)` in float32. For NaN, the derivative is the same as in torch: 1 for relu,
-    and NaN for the other activation functions.
-    """
+    """Compute `act'(x)` in float32. As in torch, it is 1 at NaN for relu, and otherwise NaN."""
     if ACT == "gelu":
         y = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(
             -0.5 * x * x)

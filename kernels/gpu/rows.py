@@ -191,9 +191,7 @@ def write_kernel(x, record, pages, host, length, size, slots, BLOCK: tl.constexp
 
 @triton.jit
 def read_kernel(out, record, pages, host, enough, length, size, slots, BLOCK: tl.constexpr):
-    """Copy block j of run i from its slot to `out`. If the run has no slot, `out` is not changed.
-    If `enough` is false, the kernel writes NaN.
-    """
+    """Copy block j of run i from its slot, if any, to `out`. Write NaN if `enough` is false."""
     # Runs and blocks share one grid axis, because the other axes are limited to 65,535.
     blocks = tl.cdiv(size, BLOCK)
     run = tl.program_id(0) // blocks

@@ -82,9 +82,7 @@ def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS:
 
 @triton.jit
 def load_kernel(ids, load, number, experts, K: tl.constexpr, BLOCK: tl.constexpr):
-    """For each choice n, add 1 to `load[n % K, ids[n]]`. Atomic additions of integers give the same
-    result in any order.
-    """
+    """For each choice n, add 1 to `load[n % K, ids[n]]`, in any order."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = expert_of(ids, n, number, experts)
     tl.atomic_add(load + (n % K) * experts + mine, 1, mask=mine >= 0)

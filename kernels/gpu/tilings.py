@@ -172,9 +172,7 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
 
 
 def router_tokens(columns: int, values: int) -> int:
-    """Return the number of tokens in one tile of the router's kernels. A tile contains `values`
-    values in total, and `columns` values per token.
-    """
+    """Return the number of tokens in a tile of `values` values, with `columns` values per token."""
     return max(1, min(128, values // columns))
 
 

@@ -252,9 +252,7 @@ def summary(source: Source) -> dict[str, Any]:
 
 
 def _settings(values: Mapping[str, Any]) -> Any:
-    """Return the model or run settings that a checkpoint contains. In a plain checkpoint, `extra`
-    contains the settings.
-    """
+    """Return the settings in a checkpoint, which are in `extra` of a plain checkpoint."""
     extra = values.get("extra")
     candidates = [values.get(name) for name in ("settings", "model", "config")]
     if isinstance(extra, Mapping):
@@ -292,9 +290,7 @@ def _name(dtype: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert settings to JSON values. Namespaces become mappings. Objects that cannot be
-    represented in JSON are converted to strings.
-    """
+    """Convert settings to JSON values. Objects without a JSON form are converted to strings."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     if isinstance(value, Mapping):

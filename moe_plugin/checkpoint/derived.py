@@ -123,9 +123,7 @@ def interleaved(parts: Sequence[Derived], axis: int) -> Derived:
 
 
 def stacked(parts: Sequence[Derived]) -> Derived:
-    """Stack tensors of equal shape along a new axis 0, as `torch.stack` does. The result has the
-    key of the first tensor.
-    """
+    """Stack tensors of equal shape along a new axis 0, under the key of the first tensor."""
     return joined([_with_axis(tensor) for tensor in parts], 0)
 
 

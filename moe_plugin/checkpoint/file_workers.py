@@ -81,9 +81,7 @@ AT_ONCE = 2
 
 
 class Stopped(Exception):
-    """Raised in a worker thread to stop writing a file that is no longer needed, because another
-    worker or the caller has failed.
-    """
+    """Raised in a worker to stop writing a file, because a worker or the caller has failed."""
 
 
 def usable_cores() -> int:

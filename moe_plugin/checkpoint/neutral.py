@@ -156,9 +156,7 @@ class DecoderSettings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DecoderSettings:
-        """Build settings from a dict that `to_dict` returned. Raise `CheckpointError` if entries
-        are missing or unknown.
-        """
+        """Build settings from a dict of `to_dict`. Raise `CheckpointError` for other entries."""
         known = {setting.name for setting in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise CheckpointError(f"unknown model setting {unknown[0]!r}; known settings: "
@@ -227,9 +225,7 @@ class NeutralModel:
 
     @property
     def group_scores(self) -> int | None:
-        """Return the number of expert scores that are added to obtain the score of a group, or None
-        if there are no groups.
-        """
+        """Return how many expert scores are added to a group's score, or None without groups."""
         s = self.settings
         return None if not s.groups else s.group_scores or max(1, s.top_k // s.group_top_k)
 

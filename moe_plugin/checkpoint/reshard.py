@@ -268,9 +268,7 @@ def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, An
 
 
 def columns_of(source: Source) -> dict[str, dict[str, Any]]:
-    """Return all tensors and other values of a source as columns, that is, as one dict of values by
-    name for each field.
-    """
+    """Return all tensors and other values of a source as columns (dicts by name), by field."""
     whole: dict[str, dict[str, Any]] = {MODEL: {}}
     for field, name in source.entries:
         whole.setdefault(field, {})[name] = source.tensor((field, name))

@@ -251,9 +251,7 @@ def _moved(move: Resharding, value: Tensor) -> Tensor:
 
 
 def _wrapped_like(old: Tensor, value: Tensor) -> Tensor:
-    """If `old` is a parameter, return `value` as a parameter with the same `requires_grad`.
-    Otherwise, return `value` unchanged.
-    """
+    """Return `value` as a parameter like `old`, or unchanged if `old` is not a parameter."""
     new = nn.Parameter(value) if isinstance(old, nn.Parameter) else value
     return new.requires_grad_(old.requires_grad)
 

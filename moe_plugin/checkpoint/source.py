@@ -221,9 +221,7 @@ class Source(ABC):
         return ()
 
     def unsealed(self) -> Sequence[Path]:
-        """Return the files that contain tensors but have no checksum. If such a file is damaged,
-        the damage is not detected.
-        """
+        """Return the files with tensors but without a checksum, whose damage is not detected."""
         return [path for path in self.files() if checksums.seal_of(path) is None]
 
     def close(self) -> None:

@@ -313,9 +313,7 @@ def _blocks(order: Iterable[tuple[int, Derived]],
 
 
 def _in_memory() -> Callable[[Tensor], Derived]:
-    """Return a function that wraps tensors in memory as `Derived` tensors. For the same tensor, the
-    function always returns the same `Derived`.
-    """
+    """Return a function that wraps tensors in memory as `Derived`, always the same for a tensor."""
     known: dict[int, Derived] = {}
 
     def stored(tensor: Tensor) -> Derived:

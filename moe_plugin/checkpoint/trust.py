@@ -27,9 +27,7 @@ _LEGACY = 4  # number of pickles ahead of the tensors in a `torch.save` file tha
 
 
 class UntrustedFile(ValueError):
-    """Raised if a file contains classes that are not allowed. Unpickling such classes could run
-    code that is stored in the file.
-    """
+    """Raised for a file with classes that are not allowed, whose unpickling could run code."""
 
     def __init__(self, what: str, classes: Iterable[str]) -> None:
         super().__init__(

@@ -54,9 +54,7 @@ class Collectives:
         return NATIVE
 
     def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
-        """Concatenate the tensors `x` [n, ...] of all ranks to a tensor [size * n, ...]. `x` must
-        have the same shape on all ranks.
-        """
+        """Concatenate the equally shaped tensors `x` [n, ...] of all ranks to [size * n, ...]."""
         return comm.all_gather(x)
 
     def reduce_scatter(self, comm: Comm, x: Tensor) -> Tensor:
@@ -74,8 +72,7 @@ class Collectives:
         return comm.start_all_reduce(x)
 
     def part(self, ranks: Sequence[int]) -> Collectives:
-        """Return the collectives for the subgroup that consists of `ranks` (indices in this group).
-        """
+        """Return the collectives of the subgroup of `ranks` (indices in this group)."""
         return self
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float | None:
@@ -168,9 +165,7 @@ class Comm(RankGroup):
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return the tensors `x` [n, ...] of all ranks, concatenated to a new tensor [size * n,
-        ...]. `x` must have the same shape on all ranks.
-        """
+        """Concatenate the equally shaped tensors `x` [n, ...] of all ranks to [size * n, ...]."""
 
     @abstractmethod
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -286,9 +281,7 @@ class Comm(RankGroup):
         return self.counters.bytes
 
     def with_tag(self, tag: int) -> Comm:
-        """Return a view of this group that can be used in another thread. Messages with different
-        tags are never matched with each other.
-        """
+        """Return a view of this group for another thread, with separately matched messages."""
         view = copy.copy(self)
         view.tag = tag
         return view

@@ -55,9 +55,7 @@ def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, PackedLayout]:
 
 
 def unpack(packed: Tensor, layout: PackedLayout) -> list[Tensor]:
-    """Split packed rows, uint8 [R, B], into tensors [R, ...]. The function is the inverse of `pack`
-    and accepts any number of rows.
-    """
+    """Split packed rows, uint8 [R, B] with any R, into tensors [R, ...]: the inverse of `pack`."""
     columns = packed.split([size for _, _, size in layout.parts], dim=1)
     return [
         _from_bytes(column, dtype, shape)
@@ -123,9 +121,7 @@ def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]],
 
 
 def ring(ranks: Sequence[int], rank: int) -> list[int]:
-    """Return `ranks` in cyclic order, starting with the rank that follows `rank`. As a result,
-    every rank starts with a different peer.
-    """
+    """Return `ranks` in cyclic order from the rank after `rank`, which spreads the load."""
     start = ranks.index(rank) + 1 if rank in ranks else 0
     return list(ranks[start:]) + list(ranks[:start])
 
@@ -204,9 +200,7 @@ def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
 
 
 def sum_of(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors of one dtype, added in order. The sum of 16-bit values is computed
-    in float32 and rounded once.
-    """
+    """Return the sum of tensors of one dtype, in order; 16-bit values are summed in float32."""
     first, dtype = parts[0], parts[0].dtype
     if len(parts) == 2:
         return first + parts[1]  # an operation in 16 bits computes in float32 and rounds once
@@ -217,9 +211,7 @@ def sum_of(parts: Sequence[Tensor]) -> Tensor:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which values of several ranks are summed: float32 for bfloat16 and
-    float16, otherwise `dtype`.
-    """
+    """Return the dtype of sums over ranks: float32 for 16-bit dtypes, otherwise `dtype`."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 

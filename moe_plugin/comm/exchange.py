@@ -132,9 +132,7 @@ def several_nodes(comm: Comm) -> str | None:
 
 
 class ExchangeRegistry(Registry[Exchange]):
-    """A registry of all-to-all algorithms by name. A plain function is wrapped in an `Exchange`
-    object when it is registered.
-    """
+    """A registry of all-to-all algorithms, which wraps plain functions as `Exchange` objects."""
 
     def register(self, name: str, *, direct: bool = False, rounds: int = 1,
                  lacks: Callable[[Comm], str | None] = _nothing,
@@ -178,9 +176,7 @@ class ExchangeRegistry(Registry[Exchange]):
         return checked
 
     def candidates(self, comm: Comm) -> list[str]:
-        """Return the names of the algorithms that `auto` may choose in a prepared group. Algorithms
-        with the fewest rounds come first.
-        """
+        """Return the algorithms that `auto` may choose in a prepared group, by number of rounds."""
         entries = [entry for entry in self if entry.offered and entry.value.tried(comm)]
         entries.sort(key=lambda entry: (entry.value.rounds, entry.name != "linear"))
         return [entry.name for entry in entries]

@@ -66,9 +66,7 @@ def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] |
 
 
 class _Pair(torch.autograd.Function):
-    """An autograd function that runs one collective in the forward pass and another in the backward
-    pass; see `with_backward`.
-    """
+    """Autograd function that runs one collective forward and one backward; see `with_backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:

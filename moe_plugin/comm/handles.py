@@ -119,15 +119,12 @@ class Series:
             self.posted[number] = start(self.comm, algorithm, x, *splits)
 
     def take(self, number: int) -> Tensor:
-        """Wait for the exchange with index `number`, and return the received rows. Call this method
-        at most once per exchange.
-        """
+        """Wait for the exchange `number`, once at most, and return the received rows."""
         return self.posted.pop(number).wait()
 
 
 class _Expected:
-    """A direct exchange whose receives have been posted and whose sends have not been posted yet.
-    """
+    """A direct exchange whose receives have been posted, but not yet its sends."""
 
     def __init__(self, comm: Comm, name: str, like: Tensor, recv: Sequence[int]) -> None:
         self.comm, self.name = comm.with_tag(comm.state.next_tag()), name

@@ -150,8 +150,7 @@ class Placement:
 
     @property
     def token_shards(self) -> int:
-        """Number of ranks that divide the tokens of one slice of an expert among themselves, S/r.
-        """
+        """Number of ranks that divide the tokens of a slice of an expert among themselves, S/r."""
         return self.shards // (self.copies or self.shards)
 
     def check(self) -> None:

@@ -1,6 +1,4 @@
-"""Redistribution of a tensor from one layout over ranks to another, as planned by
-`planner.resharding`.
-"""
+"""Redistribution of a tensor over ranks, as planned by `planner.resharding`."""
 
 from __future__ import annotations
 
@@ -114,9 +112,7 @@ class TensorMove(ABC):
         return made
 
     def part(self, hop: Hop) -> Tensor:
-        """Return the contiguous part that this rank sends in a hop. The part is either the rank's
-        own data or data received in an earlier hop.
-        """
+        """Return the contiguous part to send in a hop, this rank's own or one received before."""
         if hop.depth:
             return self.buffers[_key(hop)]
         if hop.slice not in self._flat:
@@ -160,9 +156,7 @@ class _Posted(TensorMove):
 
 
 class _InRounds(TensorMove):
-    """A move on backends other than gloo. For each depth of the relay trees, all ranks of the group
-    exchange one round of messages.
-    """
+    """A move on backends other than gloo, in one round of messages per depth of the relay trees."""
 
     def begin(self) -> None:
         pass

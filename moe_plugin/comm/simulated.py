@@ -70,9 +70,7 @@ class MessageClock(Protocol):
 
 
 class _Board:
-    """An object through which the threads of one group exchange values. Each rank posts a value and
-    then reads the values of all ranks.
-    """
+    """Exchanges values of a group's threads: each rank posts one, and then reads all."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.slots: list[Any] = [None] * size
@@ -118,9 +116,7 @@ class SimulatedComm(Comm):
         return torch.cat(self._meet("all_gather", x.detach(), sent))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum the tensors `x` [size * n, ...] over ranks and return this rank's part [n, ...] of
-        the sum; see `Comm.reduce_scatter`.
-        """
+        """Return this rank's part [n, ...] of the sum over ranks; see `Comm.reduce_scatter`."""
         length = piece_lengths(x.shape[0], self.size, None, "reduce_scatter")[0]
         pieces = list(x.detach().split(length)) if length else [x.detach()] * self.size
         posted = self._meet("reduce_scatter", pieces, self._count(enumerate(pieces)))

@@ -1,5 +1,4 @@
-"""The state shared by a group of ranks (`GroupState`), and a rank's traffic counters (`Counters`).
-"""
+"""The state shared by a group of ranks (`GroupState`), and traffic counters (`Counters`)."""
 
 from __future__ import annotations
 
@@ -86,9 +85,7 @@ class TrafficMeter:
         self._before = self.sent()  # excludes traffic sent while counting was stopped
 
     def sent(self) -> Counters:
-        """Return the traffic counted since the meter was created. `exchanges` contains only
-        algorithms that ran since the meter was created.
-        """
+        """Return the traffic since the meter was created, with the algorithms that ran."""
         now, before, exchanges = self._counters, self._before, {}
         for name, count in now.exchanges.items():
             if count > before.exchanges.get(name, 0):

@@ -79,9 +79,7 @@ def shards_of(length: int, ranks: int) -> list[int]:
 
 
 def round_s(schedule: Schedule) -> float:
-    """Return the fixed time of a round in seconds, which is the cost of the round's slowest
-    message, but at least `ROUND_S`.
-    """
+    """Return the fixed time of a round: its slowest message, but at least `ROUND_S` seconds."""
     return max(schedule.message_s, ROUND_S)
 
 
@@ -96,8 +94,7 @@ def chunks_for(schedule: Schedule, size: int) -> int:
 
 
 def predicted_s(schedule: Schedule, size: int) -> float:
-    """Return the predicted time in seconds for a tensor of `size` bytes; see the module docstring.
-    """
+    """Return the predicted seconds for a tensor of `size` bytes; see the module docstring."""
     chunks = chunks_for(schedule, size)
     rounds = chunks + LAG * max(schedule.depth - 1, 0)
     return rounds * (schedule.seconds(size) / chunks + round_s(schedule))
@@ -140,9 +137,7 @@ def _messages(by_peer: dict[int, list[Span]]) -> tuple[Message, ...]:
 
 
 def _joined(spans: list[Span]) -> tuple[Span, ...]:
-    """Return the spans in ascending order. Adjacent spans are merged. The sender and the receiver
-    of a message compute the same spans.
-    """
+    """Merge adjacent spans in ascending order, identically on both ends of a message."""
     joined: list[Span] = []
     for start, stop in sorted(spans):
         if joined and joined[-1][1] == start:
@@ -333,9 +328,7 @@ class _Run:
             self._leaving.pop(number)()
 
     def _meet(self, number: int) -> None:
-        """Run a round on backends other than gloo by exchanging all messages of the round. Every
-        rank must call this method.
-        """
+        """Exchange a round's messages on backends other than gloo. All ranks must call this."""
         buffers = self._buffers(self.rounds[number].recvs)
         self.comm.send_receive(self._sends(number), self._addressed(number, buffers))
         self._unpack(number, buffers)

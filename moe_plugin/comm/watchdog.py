@@ -346,9 +346,7 @@ class Watchdog:
         self._thread.join(self.interval_s + 5)
 
     def report(self) -> str:
-        """Describe in one sentence which ranks have not sent a heartbeat for three intervals, and
-        which ranks have completed fewer exchanges.
-        """
+        """State which ranks sent no heartbeat for three intervals or completed fewer exchanges."""
         beats = self._read()
         if beats is None:
             return "watchdog: the store does not answer, so the missing ranks are not known"

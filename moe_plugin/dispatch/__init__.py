@@ -1,5 +1,4 @@
-"""Dispatchers, which send the rows of tokens to the experts and return the outputs of the experts.
-"""
+"""Dispatchers, which send the rows of tokens to the experts and return the outputs."""
 
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.base import (

@@ -118,9 +118,7 @@ def _longest(comm: Comm, ids_TK: Tensor) -> int:
 
 
 def _all_ids(comm: Comm, ids_TK: Tensor, experts: int) -> Tensor:
-    """Gather the expert ids of all ranks, int64 [A, K]. Between nodes, the ids are sent as int16 if
-    all expert ids fit in int16.
-    """
+    """Gather the expert ids of all ranks, int64 [A, K], between nodes as int16 if they fit."""
     if not comm.by_nodes or experts > torch.iinfo(torch.int16).max:
         return comm.all_gather(ids_TK)
     packed, layout = pack([ids_TK.to(torch.int16)])
@@ -151,9 +149,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Autograd function that gathers the tokens and gate weights of all ranks. The tensors of each
-    rank are padded to `longest` tokens.
-    """
+    """Autograd function that gathers all ranks' tokens and weights, padded to `longest` tokens."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None, comm: Comm,

@@ -49,9 +49,7 @@ class Overlap:
 
     @property
     def pieces(self) -> int:
-        """Number of pieces per call. Both the forward and the backward pass can combine the pieces
-        into groups of equal size.
-        """
+        """Number of pieces per call, which both passes can combine into groups of equal size."""
         return math.lcm(self.forward, self.backward or self.forward)
 
 

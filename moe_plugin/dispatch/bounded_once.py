@@ -374,8 +374,7 @@ class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
 
     def read_pairs(self, piece: OncePiece, arrived: Arrived, slots: int, rows: int,
                    anchor: Tensor | None) -> None:
-        """See `BoundedOnceDispatcher`. The pairs are also forwarded to the ranks of their experts.
-        """
+        """See `BoundedOnceDispatcher`. The pairs are forwarded to their experts' ranks, too."""
         place, comm = self.placement, self.placement.comm
         shard_RK = arrived.shards()
         choices = shard_RK.shape[1]

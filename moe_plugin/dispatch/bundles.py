@@ -165,9 +165,7 @@ class Pairs:
 
 
 class _Travel(torch.autograd.Function):
-    """Autograd function that sends codes and weights in a single exchange. The backward pass sends
-    the gradients of the weights back.
-    """
+    """Autograd function that sends codes and weights together, and the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, weights_TK: Tensor, anchor: Tensor | None, pairs: Pairs,
@@ -228,9 +226,7 @@ class Arrived:
         return cls(code_Q >> 1, choice_Q, weights_N.view(rows, choices))
 
     def shards(self) -> Tensor:
-        """Return the expert shard of each routing choice of the received rows, int64 [R, K], or -1
-        if a row has fewer choices.
-        """
+        """Return the expert shard of each choice of the received rows, int64 [R, K], or -1."""
         choices = self.weights_RK.numel()  # one more element absorbs the padding
         shard_N = torch.full((choices + 1,), -1, dtype=torch.int64, device=self.shard_Q.device)
         shard_N.index_copy_(0, self.choice_Q, self.shard_Q)

@@ -156,8 +156,7 @@ def _sum(lengths: Sequence[list[int]]) -> list[int]:
 
 
 def _by_rank(parts: Sequence[Tensor], lengths: Sequence[list[int]]) -> Tensor:
-    """Merge pieces into one buffer. The rows of each piece and of the buffer are ordered by rank.
-    """
+    """Merge pieces, whose rows are ordered by rank, into one buffer in the same order."""
     if len(parts) == 1:
         return parts[0].contiguous()
     split = [part.split(length) for part, length in zip(parts, lengths, strict=True)]
@@ -180,9 +179,7 @@ def by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
 
 
 class _Send(torch.autograd.Function):
-    """Autograd function that sends the rows of a piece and returns a scalar token. The backward
-    pass waits for the gradients of the rows.
-    """
+    """Autograd function that sends a piece's rows. Backward waits for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, exchange: PipelinedExchange, number: int, rows: Tensor,
@@ -199,9 +196,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """Autograd function that receives the rows of a piece, given its scalar token. The backward
-    pass sends the gradients of the rows.
-    """
+    """Autograd function that receives a piece's rows, given its token. Backward sends gradients."""
 
     @staticmethod
     def forward(ctx: Any, exchange: PipelinedExchange, number: int, token: Tensor) -> Tensor:
@@ -315,8 +310,7 @@ class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
 
     @property
     def sharers(self) -> int:
-        """Number of ranks that have the same tokens and divide the tokens' rows among themselves.
-        """
+        """Number of ranks that have the same tokens and divide their rows among themselves."""
         return 1
 
     def own_part(self, rows_ND: Tensor) -> Tensor:

@@ -114,8 +114,7 @@ class Forwarding:
     anchor: Tensor | None
 
     def there(self, rows_RD: Tensor) -> Tensor:
-        """Send the rows to the ranks of their experts, and return the rows that this rank receives.
-        """
+        """Send the rows to the ranks of their experts, and return the received rows."""
         rows_ND = gather_rows(rows_RD, self.source_N, self.position_RK)
         return self._exchange(rows_ND, self.sizes.send, self.sizes.recv)
 
@@ -212,8 +211,7 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
 
     @property
     def maps_rows(self) -> bool:
-        """See `ExchangeDispatcher`. False if the rows of borrowed experts are computed separately.
-        """
+        """See `ExchangeDispatcher`. False if rows of borrowed experts are computed separately."""
         return self.planner is None
 
     def plan(self, kept: KeptRouting) -> OncePlan:

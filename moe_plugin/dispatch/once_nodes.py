@@ -71,8 +71,7 @@ class OnceToNodesDispatcher(OnceDispatcher):
 
     def read_pairs(self, plan: OncePlan, number: int, arrived: Arrived,
                    anchor: Tensor | None) -> None:
-        """See `OnceDispatcher`. In addition, the pairs are forwarded to the ranks of their experts.
-        """
+        """See `OnceDispatcher`. The pairs are also forwarded to the ranks of their experts."""
         place, sizes = self.placement, plan.agreed.inner[number]
         shard_RK = arrived.shards()
         rank_RK = torch.div(shard_RK, plan.width, rounding_mode="floor")

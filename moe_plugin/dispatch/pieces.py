@@ -83,9 +83,7 @@ def _divided(rows: int, shares: list[int]) -> list[int]:
 
 
 def _window(number: int, items: int, index: int) -> list[int]:
-    """Return the cumulative shares of item `index` in each piece when `items` items are divided
-    among `number` pieces.
-    """
+    """Return the cumulative shares of item `index` in each of `number` pieces of `items` items."""
     return [min(max(piece * items - number * index, 0), number) for piece in range(number + 1)]
 
 

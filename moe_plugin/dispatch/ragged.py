@@ -166,9 +166,7 @@ def _sorted(place: Placement, ids_TK: Tensor, routing: Routing) -> tuple[Tensor,
 
 @dispatchers.register("ragged")
 class RaggedDispatcher(ExchangeDispatcher[ExchangePlan]):
-    """A dispatcher that sends exactly the routed rows, sorted by expert, in an uneven all-to-all.
-    Sources: FastMoE, MegaBlocks.
-    """
+    """Sends exactly the routed rows by expert in an uneven all-to-all (FastMoE, MegaBlocks)."""
 
     traits = DispatchTraits(supports_pieces=True, piece_axes=tuple(PIECE_AXES), spills=True,
                             sends_once=True)
@@ -179,8 +177,7 @@ class RaggedDispatcher(ExchangeDispatcher[ExchangePlan]):
 
     @property
     def maps_rows(self) -> bool:
-        """See `ExchangeDispatcher`. False if the rows of borrowed experts are computed separately.
-        """
+        """See `ExchangeDispatcher`. False if rows of borrowed experts are computed separately."""
         return self.planner is None
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:

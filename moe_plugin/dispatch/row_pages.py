@@ -176,9 +176,7 @@ class Kept:
             x_RD.reshape(-1), lengths_L.sum() * x_RD.shape[1])
 
     def rows(self) -> Tensor:
-        """Return the stored rows in a buffer of the original shape. The padding rows of the
-        returned buffer contain arbitrary values.
-        """
+        """Return the stored rows in a buffer of the original shape, with arbitrary padding rows."""
         x_N = read_pages(self.record_M, self.pages.pages_SP, self.pages.host_SP,
                          math.prod(self.shape), self.enough)
         return x_N.view(self.shape)

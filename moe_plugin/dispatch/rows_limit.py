@@ -81,9 +81,7 @@ def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
 
 
 def needed_of(limits: Sequence[Limit], device: torch.device) -> Tensor:
-    """Return a copy of the `needed` attribute of N limits, int64 [N]. For a limit that has not been
-    used yet, the returned element is 0.
-    """
+    """Return a copy of the `needed` attribute of N limits, int64 [N], 0 for unused limits."""
     own_N = torch.zeros(len(limits), dtype=torch.int64, device=device)
     for index, limit in enumerate(limits):
         if (needed := limit.needed) is not None:

@@ -116,8 +116,7 @@ def spilled(ids_TK: Tensor, place: Placement,
 
 
 class _Tables:
-    """The row counts of a plan, indexed by source rank, target rank and the target's local expert.
-    """
+    """The row counts of a plan by source rank, target rank and the target's local expert."""
 
     def __init__(self, spill: SpillPlan) -> None:
         self.spill, self.width = spill, spill.most_guests

@@ -1,6 +1,4 @@
-"""Expert parameters and the computation of experts. Parameters are stored in the same form for all
-parallel layouts.
-"""
+"""Expert parameters, stored in the same form for all layouts, and their computation."""
 
 from moe_plugin.experts.base import (
     CustomExperts,

@@ -33,9 +33,7 @@ _IN_FULL = re.compile(rf"(?<![^.])experts\.((?:base_layer\.)*)({'|'.join(FORMER)
 
 
 def current_name(name: str) -> str:
-    """If a tensor name contains a former parameter name, replace it with the current parameter
-    name.
-    """
+    """Replace a former parameter name in a tensor name with the current parameter name."""
     return _IN_FULL.sub(lambda found: f"experts.{found[1]}{FORMER[found[2]]}", name)
 
 
@@ -92,15 +90,12 @@ def mark_experts(module: nn.Module, ranks: int | None = None) -> None:
 
 
 def expert_ranks(parameter: Tensor) -> int:
-    """Return the expert-parallel size stored on an expert parameter, or 1 for any other parameter.
-    """
+    """Return the expert-parallel size stored on an expert parameter, or otherwise 1."""
     return getattr(parameter, "expert_ranks", 1)
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Return whether a parameter belongs to an expert. The result is also correct for fairseq's
-    fp32 copies of parameters.
-    """
+    """Return whether a parameter (or fairseq's fp32 copy of it) belongs to an expert."""
     return getattr(parameter, "expert", False)
 
 
@@ -181,9 +176,7 @@ class Experts(nn.Module):
         return next(self.parameters(), None) if frozen is None else frozen
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """Return the stored parameters by name. The first dimension of each parameter indexes the
-        experts.
-        """
+        """Return the stored parameters by name. Their first dimension indexes the experts."""
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 
     def compute_parameters(self, tensors: dict[str, Tensor] | None = None,
@@ -231,9 +224,7 @@ class Experts(nn.Module):
         """
 
     def taken_counts(self) -> dict[str, int]:
-        """Return the counters that the expert store has collected since the last call, and reset
-        them.
-        """
+        """Return the expert store's counters since the last call, and reset them."""
         return {}
 
     def mark(self) -> None:

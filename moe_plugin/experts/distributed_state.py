@@ -203,9 +203,7 @@ def hook(layer: Any) -> None:
 
 
 def follow(layer: Any) -> None:
-    """For a layer that already has the state dict hooks, also convert the experts in state dicts of
-    optimizers.
-    """
+    """For a layer that already has the hooks, also convert experts in optimizers' state dicts."""
     _LAYERS.add(layer)
     if layer.comm.size > 1 and not hasattr(Optimizer.state_dict, "gives_experts"):
         Optimizer.state_dict = _giving(Optimizer.state_dict)  # type: ignore[method-assign]
@@ -284,9 +282,7 @@ def _plain(value: Any) -> Any:
 
 
 def placed_parameters() -> dict[int, tuple[str, Placement]]:
-    """Return the name and placement of each expert parameter whose layer spreads its experts over
-    several ranks, by the parameter's id.
-    """
+    """Return name and placement of each expert parameter spread over ranks, by its id."""
     return {id(parameter): (name, layer.placement)
             for layer in list(_LAYERS) if layer.placement.comm.size > 1
             for name, parameter in layer.experts.named_parameters()}

@@ -168,9 +168,7 @@ class FFNExperts(Experts):
         return self.w_in_LDF.dtype
 
     def forward(self, work: ExpertRows | ParameterRequest) -> Any:
-        """See `Experts`. If experts are split into shards, the result is this shard's contribution
-        to the output.
-        """
+        """See `Experts`. With shards of experts, the result is this shard's contribution."""
         if isinstance(work, ParameterRequest):
             return self.local_parameters()
         strategy = work.strategy or self.compute
@@ -186,9 +184,7 @@ class FFNExperts(Experts):
         return strategy(work.x, work.rows, parameters)
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """See `Experts`. The names are those keys of `SHARD_AXIS` for which this type of expert has
-        parameters.
-        """
+        """See `Experts`. The names are the keys of `SHARD_AXIS` that this type of expert has."""
         parameters = {}
         for name in SHARD_AXIS:
             if (value := getattr(self, name)) is not None:
@@ -232,9 +228,7 @@ class FFNExperts(Experts):
         self.adapters = ranks
 
     def _drawn_a(self, seed: int, shape: tuple[int, int]) -> Tensor:
-        """Draw this rank's slice of `a` uniformly between -1 / sqrt(inputs) and 1 / sqrt(inputs),
-        as `peft` does.
-        """
+        """Draw this rank's slice of `a` uniformly within 1 / sqrt(inputs) of 0, as `peft` does."""
         place, drawn = self.placement, []
         for expert in range(place.first_expert, place.first_expert + place.local):
             whole = torch.empty(shape, dtype=torch.float32)
@@ -244,9 +238,7 @@ class FFNExperts(Experts):
         return torch.stack(drawn)
 
     def _shards(self) -> Comm | None:
-        """Return the group of ranks that store shards of the same experts, or None if experts are
-        not sharded.
-        """
+        """Return the group of ranks that store shards of the same experts, or None."""
         place = self.placement
         return place.comm.contiguous_subgroup(place.shards) if place.shards > 1 else None
 
@@ -267,9 +259,7 @@ class FFNExperts(Experts):
         return with_factors(tensors, self.weights_of(), ranks, self.placement.first_expert, shards)
 
     def main_grad_weights(self) -> dict[str, Tensor]:
-        """Return the weights whose gradients are added to the host's `main_grad`, by parameter
-        name.
-        """
+        """Return by name the weights whose gradients are added to the host's `main_grad`."""
         if not (self.adds_to_main_grad and torch.is_grad_enabled()):
             return {}
         return {

@@ -78,9 +78,7 @@ def to_matrices(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def from_matrices(matrices: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Split matrices into weights with the shapes of `like`. This function is the inverse of
-    `to_matrices`.
-    """
+    """Split matrices into weights with the shapes of `like`, the inverse of `to_matrices`."""
     # rows of the matrix are outputs, which are the last axis of a weight
     widths = [part.shape[2] for part in like]
     split = [matrix.split(widths) for matrix in matrices]
@@ -126,8 +124,7 @@ def _forms_of(module: nn.Module) -> Iterator[tuple[str, MatrixForm]]:
 
 
 def of_transformers(module: nn.Module) -> bool:
-    """Return whether a module's class has the transformers decorator `use_experts_implementation`.
-    """
+    """Return whether a module's class is decorated with `use_experts_implementation`."""
     return hasattr(module, "is_concatenated")
 
 

@@ -60,9 +60,7 @@ class OverwriteCheck:
         self.begin(experts)
 
     def begin(self, experts: nn.Module) -> None:
-        """Set the current values of the experts as the baseline from which the next comparison
-        measures changes.
-        """
+        """Set the current values of the experts as the baseline of the next comparison."""
         self._before_N = _sample(experts.parameters())
         self._built_N: Tensor | None = None  # `_before_N` before the first call
         self._shared_N: Tensor | None = None
@@ -208,9 +206,7 @@ def _tells_apart(router: nn.Module | None) -> bool:
 
 
 def _drifted(before_RN: Tensor, now_RN: Tensor, part_R: Tensor) -> tuple[int, int] | None:
-    """Return two ranks that store the same experts but no longer have equal values, or None if all
-    values are equal.
-    """
+    """Return two ranks whose replicas of the same experts differ, or None if all are equal."""
     first_R = (part_R[:, None] == part_R).int().argmax(1)
     drift_R = (now_RN - now_RN[first_R]).norm(dim=1) > 1e-4 * now_RN.norm(dim=1)
     drifted = (drift_R & (before_RN == before_RN[first_R]).all(1)).nonzero().flatten().tolist()
@@ -293,9 +289,7 @@ class DDPCheck:
         self.passed = self._wrapped = False
 
     def compare_replicas(self, world: Comm | None) -> None:
-        """Also compare shared parameters and replicas over the ranks in `world` (see
-        `OverwriteCheck`).
-        """
+        """Also compare shared parameters and replicas over `world` (see `OverwriteCheck`)."""
         if self.overwrites is not None:
             self.overwrites.world = world
 
@@ -363,9 +357,7 @@ def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:
 
 
 def _refuse_hooks(ddp: DistributedDataParallel) -> None:
-    """Raise an error for a communication hook that might not divide gradients by the number of
-    ranks.
-    """
+    """Refuse a communication hook that might not divide gradients by the number of ranks."""
     # private in torch (>= 2.0); without it nothing is checked
     for hook, _ in getattr(ddp, "_comm_hooks", []):
         name = getattr(hook, "__name__", type(hook).__name__)

@@ -93,8 +93,7 @@ class SharedExpert(nn.Module):
 
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> SharedExpert | None:
-        """Build the shared expert, or return None if the settings do not specify a shared expert.
-        """
+        """Build the shared expert, or return None if the settings specify none."""
         return cls(config, **where) if config.experts.shared_hidden_dim else None
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None) -> Tensor:

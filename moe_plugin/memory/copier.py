@@ -97,9 +97,7 @@ class Ticket:
             torch.cuda.current_stream(self.copier.device).wait_event(self.event)
 
     def synchronize(self) -> None:
-        """Block the host until the job is complete. Call this method before the host overwrites the
-        source of a job or reads the copied data.
-        """
+        """Block the host until the job is complete. Needed before its data is read or changed."""
         self.wait()
         if self.event is not None:
             self.event.synchronize()
@@ -202,9 +200,7 @@ class Copier:
         return ticket
 
     def close(self) -> None:
-        """Finish all jobs that have been started, and stop the thread. If another copy is started
-        later, a new thread is created.
-        """
+        """Finish all started jobs and stop the thread. A later copy starts a new thread."""
         # a forked child must not wait for its parent's thread
         if self._thread is not None and self._pid == os.getpid():
             self._thread.shutdown()
@@ -218,9 +214,7 @@ class Copier:
         return self._thread
 
     def settle_device(self) -> None:
-        """If a GPU device has no index, replace it with the caller's current GPU. The background
-        thread may have a different current GPU.
-        """
+        """Give a GPU device without an index the caller's current one, for other threads."""
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
 

@@ -24,9 +24,7 @@ from moe_plugin.utils.regular_files import make_folder, read_at, write_remedy
 
 
 class TierError(OSError):
-    """Error that is raised if a tier cannot store or read a tensor. The error message names the
-    size, the location and a remedy.
-    """
+    """A tier cannot store or read a tensor. The message names size, location and remedy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +112,7 @@ class Tier(ABC):
         return copier.start_call(read, sum(held.nbytes for _, held in wanted))
 
     def take(self, held: Sequence[TierTensor]) -> list[Tensor]:
-        """Move stored tensors to memory and free their space. If this method raises `TierError`,
-        all tensors remain stored in the tier.
-        """
+        """Move stored tensors to memory and free their space, unless `TierError` is raised."""
         made = [torch.empty(stored.shape, dtype=stored.dtype) for stored in held]
         for stored, target in zip(held, made, strict=True):
             self.read_into(stored, target)

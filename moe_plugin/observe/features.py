@@ -85,9 +85,7 @@ class DropWarning(RunFeature):
 
 
 class DropCount:
-    """A counter of all choices and of the dropped choices, stored on the device. The counts
-    accumulate until `take` is called.
-    """
+    """A counter on the device of all choices and of dropped choices since the last `take`."""
 
     def __init__(self) -> None:
         self._counts_2: torch.Tensor | None = None  # int64: chosen, dropped

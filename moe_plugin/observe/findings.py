@@ -101,9 +101,7 @@ def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> 
 
 
 def _for_host(remedy: str, host: str) -> str:
-    """Replace the flags in a remedy with the equivalent flags of the given host. If the host has no
-    flags, use the settings instead.
-    """
+    """Replace the flags in a remedy with the host's flags, or with settings if it has none."""
     every = "; ".join(f"{name}: {weight}" for name, weight in _BALANCE_WEIGHTS.items())
     remedy = remedy.replace(BALANCE_WEIGHT, _BALANCE_WEIGHTS.get(host, every))
     if host not in OWN_LOOPS:
@@ -114,9 +112,7 @@ def _for_host(remedy: str, host: str) -> str:
 
 
 def too_few(run: RunRecord) -> str:
-    """Return the reason why a run has too few records for the rules about layers, or an empty
-    string if there are enough records.
-    """
+    """Return why a run has too few records for rules about layers, or an empty string."""
     layers = run.layers or _of_the_log(run)
     most = max(map(len, layers.values()), default=0)
     if most >= RECENT:
@@ -138,9 +134,7 @@ def _of_layers(rule: LayerRule, run: RunRecord, past: bool) -> Iterator[Finding]
 
 
 def _of_the_log(run: RunRecord) -> dict[str, list[LayerRecord]]:
-    """For a run without layer statistics, build records from fairseq's log, which contains only
-    means over all layers.
-    """
+    """Build records of means over all layers from fairseq's log, if there are no others."""
     name = "the mean of all layers"
     records = [LayerRecord(step=r.step, layer=name, drop_fraction=share) for r in run.steps
                if (share := r.dropped()) is not None]

@@ -88,9 +88,7 @@ def episodes(records: Sequence[LayerRecord], rule: LayerRule, *,
 
 def _groups(records: Sequence[LayerRecord], suspect: Callable[[LayerRecord], Any]
             ) -> Iterator[int]:
-    """Yield the start index of each group of `RECENT` consecutive records that contains at least
-    one suspect record.
-    """
+    """Yield the start of each group of `RECENT` consecutive records with a suspect record."""
     begin, last = 0, len(records) - RECENT
     for at, record in enumerate(records):
         if suspect(record):
@@ -162,9 +160,7 @@ class LayerRule:
 
 
 def _where(found: Found, past: bool) -> str:
-    """Return a string that lists the affected layers. If only some steps are affected, the string
-    also lists the range of these steps.
-    """
+    """Return the affected layers, and the range of steps if only some steps are affected."""
     return named([_steps(name, stretches, past) for name, stretches in found.items()])
 
 
@@ -177,9 +173,7 @@ def _steps(name: str, stretches: Sequence[Episode], past: bool) -> str:
 
 
 def _at(found: Found, past: bool) -> tuple[str, Episode]:
-    """Return a string with the name and steps of the most affected layer, and the worst episode of
-    this layer.
-    """
+    """Return the name and the steps of the most affected layer's worst episode."""
     name, worst = max(((name, e) for name, stretches in found.items() for e in stretches),
                       key=lambda item: item[1].value)
     return _steps(name, [worst], past), worst

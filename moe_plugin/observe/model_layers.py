@@ -1,6 +1,4 @@
-"""Functions that collect the statistics of every MoE layer of a model, and the settings that the
-user has changed.
-"""
+"""Collect the statistics of a model's MoE layers, and the settings the user has changed."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ def _is_switch(text: str, known: tuple[str, str]) -> bool:
 
 
 def differing(settings: Mapping[str, object]) -> dict[str, tuple[str, str]]:
-    """Return the settings of this package that differ from their defaults. The keys are dotted
-    paths, and the values are pairs (value, default).
-    """
+    """Return the settings that differ from their defaults, as {path: (value, default)}."""
     defaults = {**flatten(to_dict(from_dict({}))), **flatten(to_dict(run_from_dict({})))}
     return {path: (str(value), shown(defaults[path])) for path, value in settings.items()
             if path in defaults and comparable(value) != comparable(defaults[path])}

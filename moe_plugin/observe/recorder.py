@@ -46,9 +46,7 @@ class _Copies:
         self.on_device = on_device
 
     def vector(self) -> Tensor:
-        """Return all counters as one float64 vector [10], in the order of `CopyCounters` and
-        `OnDevice`.
-        """
+        """Return all counters as float64 [10], in the order of `CopyCounters` and `OnDevice`."""
         now = dataclasses.astuple(self.copier.counters)
         grown = [after - before for after, before in zip(now, self._before, strict=True)]
         self._before = now
@@ -100,9 +98,7 @@ class StatsRecorder:
         marked_here(self)
 
     def add(self, layer: str, stats: LayerStats) -> None:
-        """Add the statistics of one forward pass of a layer. This neither copies data to the host
-        nor communicates with other ranks.
-        """
+        """Add a forward pass's statistics without copies to the host or communication."""
         if layer not in self._layers:
             self._layers[layer] = StatsSums()
         self._layers[layer].add(stats)
@@ -275,9 +271,7 @@ def marked_here(marked: Marked) -> None:
 
 
 def marks() -> list[Callable[[], None]]:
-    """Call `mark` of each registered object of this thread and return the results. Call this
-    function before a step that may be repeated.
-    """
+    """Return the `mark` of each registered object of this thread, before a step that may repeat."""
     return [recorder.mark() for recorder in _of_this_thread()]
 
 
@@ -311,9 +305,7 @@ def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def _rows_sent(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """For layers that send rows, return the number of rows per token and the fraction of rows
-    saved.
-    """
+    """Return the rows per token and the fraction of saved rows of layers that send rows."""
     if not rows:
         return {}
     sent, between, tokens = (sum(row[key] for row in rows) for key in (

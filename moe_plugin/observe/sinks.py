@@ -84,9 +84,7 @@ class HealthLog:
         self._look(record.step)
 
     def add_timeline(self, row: Mapping[str, Any]) -> None:
-        """Add a timeline, and log new findings. The timeline is passed in the form in which it is
-        written to the file.
-        """
+        """Add a timeline, in the form in which it is written, and log new findings."""
         step, rank, spans = timeline(row)
         self.run.timelines = {(step, rank): spans}
         self._look(step)
@@ -107,9 +105,7 @@ class HealthLog:
 
 
 def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
-    """Join two records. The result has the step of the first record and the last decision of each
-    kind.
-    """
+    """Join two records, with the first step and the last decision of each kind."""
     last: dict[bool, DecisionRecord] = {}
     for made in (*first.decisions, *second.decisions):
         if made.event == "explore" or made.event in DECIDED:
@@ -118,9 +114,7 @@ def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
 
 
 def _shortened(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the fastest sequence of consecutive records, without their losses, followed by the
-    most recent records.
-    """
+    """Return the fastest consecutive records, without losses, and the most recent records."""
     stretches = [steps[i:i + MEMORY] for i in range(0, len(steps) - 3 * MEMORY + 1, MEMORY // 2)]
     fastest = max(stretches, key=lambda some: statistics.median(r.tokens_per_s or 0 for r in some))
     return [*(replace(r, loss=None, not_finite=None) for r in fastest), *steps[-2 * MEMORY:]]

@@ -65,9 +65,7 @@ class StepTimeline:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Return a context manager for a whole training step. The timeline is recorded only in the
-        configured step.
-        """
+        """Return a context manager for a training step, which records the configured step."""
         if self.path is None or not self.step or step != self.step:
             yield
             return
@@ -113,9 +111,7 @@ def _marked(name: str, layer: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Pass:
-    """The forward pass of a layer. The autograd nodes of the pass have sequence numbers in the
-    range [first, after).
-    """
+    """A layer's forward pass, whose autograd nodes have numbers in [first, after)."""
 
     name: str
     begin: float
@@ -169,9 +165,7 @@ def _on_host(event: Any) -> bool:
 
 
 def _row(event: Any, passes: Sequence[_Pass]) -> _Row | None:
-    """Convert a profiler event to a span, or return None if the timeline does not show this type of
-    event.
-    """
+    """Convert a profiler event to a span, or return None if it is not shown."""
     name, begin, end = event.name, event.time_range.start, event.time_range.end
     if not _on_host(event):
         if name.startswith((MARK, *EXCHANGES)):

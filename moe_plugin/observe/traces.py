@@ -201,9 +201,7 @@ def _checked(steps: list[list[Tensor]], experts: int, path: Path) -> list[list[T
 
 def trace_of(config: ObserveConfig, layers: Mapping[str, nn.Module],
              rank: int) -> RoutingTrace | None:
-    """Create the trace object for `observe.trace` and `observe.replay`. Return None if both
-    settings are unset.
-    """
+    """Create the trace of `observe.trace` and `observe.replay`, or None without both."""
     if not config.trace and not config.replay:
         return None
     return RoutingTrace(layers, rank, write=config.trace, steps=config.trace_steps,
@@ -237,9 +235,7 @@ class _Replay:
     passes: int = 0  # the number of passes in the current step
 
     def __call__(self, call: RoutingCall) -> Tensor | None:
-        """Return the chosen experts for this pass, or None if this is not a training pass or must
-        not be counted.
-        """
+        """Return this pass's chosen experts, or None if it is not counted or not training."""
         if self.router.training and inside_backward():
             raise RuntimeError(
                 "a forward pass was recomputed, but its routing was not recorded. With "

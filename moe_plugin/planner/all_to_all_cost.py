@@ -58,17 +58,13 @@ class Phase:
             max(bandwidth) if self.parallel_links else sum(bandwidth))
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the time of the phase in seconds, including memory copies and the fixed cost per
-        phase.
-        """
+        """Return the seconds of the phase, including memory copies and its fixed cost."""
         return self.copied * cluster.copy_s + cluster.phase_s + overlapped_s(
             self.wire_s(cluster), cluster.machine_s(*self.machine))
 
 
 def overlapped_s(wire: float, machine: float) -> float:
-    """Return the total time in seconds of two activities that overlap but sometimes wait for each
-    other.
-    """
+    """Return the seconds of two activities that overlap but sometimes wait for each other."""
     less, more = sorted((wire, machine))
     return more * (1 + (less / more) ** SHARPNESS) ** (1 / SHARPNESS) if less else more
 
@@ -121,9 +117,7 @@ CostModel = Callable[[Cluster, float], Cost]  # arguments: cluster and bytes per
 #
 # s (W-P) a_inter + (P-1) a_intra + max(s (W-P) S/W b_inter, (P-1) S/W b_intra)
 def linear_cost(cluster: Cluster, size: float) -> Cost:
-    """Return the cost of an exchange in which every rank sends its `size` bytes directly to all
-    other ranks.
-    """
+    """Return the cost of an exchange in which each rank sends directly to all others."""
     n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
     inter, intra = w - p, p - 1
     card = busiest(cluster, lambda here: w - here)
@@ -177,9 +171,7 @@ def two_d_cost(cluster: Cluster, size: float) -> Cost:
 
 
 def _messages(cluster: Cluster, here: int) -> int:
-    """Return the number of messages that a rank in a node of `here` ranks sends to other nodes in
-    the 2DH algorithm.
-    """
+    """Return how many messages a rank in a node of `here` ranks sends to other nodes in 2DH."""
     return sum(-(-there // here) * nodes for there, nodes in cluster.sizes.items()) - 1
 
 
@@ -188,8 +180,7 @@ COSTS: dict[str, CostModel] = {"linear": linear_cost, "2dh": two_d_cost, "leader
 
 
 def distinct(cluster: Cluster) -> tuple[str, ...]:
-    """Return `linear` and all algorithms whose cost on the cluster differs from that of `linear`.
-    """
+    """Return `linear` and all algorithms whose cost differs from it on the cluster."""
     # the comparison holds for any exchange size, so an arbitrary one is used
     size = 2.0**20
     base = COSTS["linear"](cluster, size)

@@ -1,6 +1,4 @@
-"""`LayoutChoice`, the description of a layer's parallel layout, which is used by the settings, the
-planner and the tuner.
-"""
+"""`LayoutChoice`, a layer's parallel layout in the settings, the planner and the tuner."""
 
 from __future__ import annotations
 
@@ -141,9 +139,7 @@ class LayoutChoice:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayoutChoice:
-        """Return the layout with the given fields, which have the same form as in the result of
-        `as_dict`.
-        """
+        """Return the layout with the given fields, in the form of the result of `as_dict`."""
         return cls(**values)
 
 
@@ -180,9 +176,7 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
                   algorithms: Iterable[str] = ("linear",), kernels: Iterable[str] = ("auto",),
                   backward_degrees: Iterable[int] = (0,), sends: Iterable[str] = ("rows",)
                   ) -> Iterator[LayoutChoice]:
-    """Yield every useful layout for `ranks` ranks that can be built from the given values of each
-    field.
-    """
+    """Yield every useful layout for `ranks` ranks, given the values of each field."""
     values = {
         "kernel": kernels, "r": legal_r(experts, ranks), "algorithm": algorithms,
         "d": degrees, "d_backward": backward_degrees, "send": sends

@@ -55,8 +55,7 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """Number of bytes of memory that a plan may use. The fraction `HEAD_ROOM` is not included.
-        """
+        """Number of bytes that a plan may use, which is all but the fraction `HEAD_ROOM`."""
         return (1 - HEAD_ROOM) * self.memory_bytes
 
     def matmul_s(self, rows: float, flops: float, traffic: float = 0.0) -> float:
@@ -93,9 +92,7 @@ MAX_RANKS, MAX_SECONDS = 1 << 20, 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link. A network link on which a message takes `alpha_s` seconds plus `beta_s` seconds per
-    byte.
-    """
+    """A link on which a message takes `alpha_s` seconds plus `beta_s` seconds per byte."""
 
     alpha_s: float = 0.0
     beta_s: float = 0.0
@@ -107,9 +104,7 @@ class Link:
                                  "repeat the calibration or correct the file")
 
     def seconds(self, messages: float, size: float) -> float:
-        """Predict the time in seconds to send several messages one after the other, with `size`
-        bytes in total.
-        """
+        """Return the seconds to send messages one after another, of `size` bytes in total."""
         return messages * self.alpha_s + size * self.beta_s
 
 
@@ -178,21 +173,16 @@ class Cluster:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Mapping from a number of ranks per node to the number of nodes that have this many ranks.
-        """
+        """Mapping from a number of ranks per node to the number of nodes of this size."""
         return {self.ranks_per_node: self.nodes}
 
     @property
     def between(self) -> float:
-        """Fraction of the bytes that leave the node if every rank sends the same number of bytes to
-        every rank.
-        """
+        """Fraction of bytes that leave the node if each rank sends equally to every rank."""
         return 1 - 1 / self.nodes
 
     def resized(self, nodes: int, ranks_per_node: int | None = None) -> Cluster:
-        """Return a cluster with the same links, but with a different number of nodes and of ranks
-        per node.
-        """
+        """Return a cluster with these links and other numbers of nodes and ranks per node."""
         links = {f.name: getattr(self, f.name) for f in dataclasses.fields(Cluster)}
         return Cluster(**links | {"nodes": nodes,
                                   "ranks_per_node": ranks_per_node or self.ranks_per_node})

@@ -70,9 +70,7 @@ class Timeline:
         return sum(s.task.seconds for s in self.spans if resource in s.task.resources)
 
     def phases(self) -> dict[str, float]:
-        """For each phase, return the sum of the durations of its tasks in seconds. Overlapping
-        times are counted several times.
-        """
+        """Return the sum of the seconds of each phase's tasks, counting overlaps repeatedly."""
         total: dict[str, float] = {}
         for span in self.spans:
             phase = span.task.phase or span.task.name
@@ -96,9 +94,7 @@ class Timeline:
 
     @property
     def hidden(self) -> float:
-        """Time in seconds saved by overlap: the sum of all task durations minus the time at which
-        the last task ends.
-        """
+        """Seconds saved by overlap: all durations minus the end of the last task."""
         return sum(s.task.seconds for s in self.spans) - self.seconds
 
 
@@ -299,7 +295,5 @@ def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) ->
 
 
 def choose_run(shape: ParmShape, cluster: Cluster, pieces: int = 1) -> str:
-    """Return `s1` or `s2`, whichever `run_s` predicts to be faster, or `s1` if both are equally
-    fast.
-    """
+    """Return `s1` or `s2`, whichever `run_s` predicts to be faster, or `s1` if equal."""
     return min(("s1", "s2"), key=lambda s: run_s(shape, cluster, s, pieces))

@@ -118,9 +118,7 @@ def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
 
 
 def _linear(m: Measurement, cluster: Cluster, first: bool) -> tuple[np.ndarray, float]:
-    """For the linearized time of an exchange, return the coefficients of the constants in `LINKS`,
-    and the measured time minus the CPU time.
-    """
+    """Return the linearized time's coefficients of `LINKS`, and the measured minus the CPU time."""
     row, rest, cluster = np.zeros(len(LINKS)), m.seconds, cluster.resized(m.nodes, m.ranks_per_node)
     for phase in _phases(m, cluster):
         machine = cluster.machine_s(*phase.machine)
@@ -192,9 +190,7 @@ def _feasible(a: np.ndarray, b: np.ndarray, x: np.ndarray, free: np.ndarray) -> 
 
 
 def _with_values(cluster: Cluster, values: dict[str, float]) -> Cluster:
-    """Return a copy of the cluster in which the constants named by `values`, such as
-    "inter.alpha_s", are replaced.
-    """
+    """Return a copy of the cluster with new values of constants such as "inter.alpha_s"."""
     links = {
         name: {
             key.split(".")[1]: float(value) for key, value in values.items()

@@ -164,8 +164,7 @@ class _Sizes:
 
 
 def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCosts:
-    """Return the costs of moving rows and lending experts. The costs cover both the forward and the
-    backward pass."""
+    """Return the costs of moving rows and lending experts in both passes."""
     link, sharing = cluster.intra, 1.0
     if cluster.nodes > 1:
         link = cluster.inter
@@ -228,8 +227,7 @@ def _sizes(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutCh
 
 @dataclass(frozen=True)
 class _Work:
-    """Computation of the experts in one pass. passes: factor by which the time is multiplied, 1 for
-    forward and 2 for backward."""
+    """Computation of the experts in a pass. passes: factor of the time, 2 for backward."""
 
     shape: LayerShape
     sizes: _Sizes

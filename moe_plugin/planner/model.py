@@ -145,9 +145,7 @@ class ModelShape:
                              f"{self.groups}. Correct the model file")
 
     def in_host(self, host: str) -> ModelShape:
-        """Return a copy with the placement of MoE layers and the sharding of the optimizer that a
-        host framework uses.
-        """
+        """Return a copy with a host framework's placement of MoE layers and optimizer state."""
         megatron = host == "megatron"
         return dataclasses.replace(self, moe_first=megatron, sharded_optimizer=megatron)
 
@@ -174,9 +172,7 @@ class ModelShape:
                 for first in range(0, pp * size, size)]
 
     def fullest(self, pp: int) -> tuple[int, int]:
-        """Return the number of layers and the number of MoE layers of the stage with the most MoE
-        layers.
-        """
+        """Return the numbers of layers and MoE layers of the stage with the most MoE layers."""
         return max((self.moe_before(layers.stop) - self.moe_before(layers.start), len(layers))
                    for layers in self.stages(pp))[::-1]
 
@@ -194,9 +190,7 @@ class ModelShape:
         return attention + dense + self.vocab * self.model_dim + of_tokens
 
     def parameter_bytes(self) -> dict[str, int]:
-        """Return the number of bytes per parameter for weights, for gradients and for the optimizer
-        state.
-        """
+        """Return the bytes per parameter of weights, gradients and the optimizer state."""
         gradient = min(GRADIENT_BYTES, self.state_bytes)
         return {"parameters": self.element_bytes, "gradients": gradient,
                 STATE: self.state_bytes - gradient}
@@ -208,8 +202,7 @@ class ModelShape:
 
     @property
     def row_dim(self) -> int:
-        """Width of the rows that are sent to the experts, and of the experts' inputs and outputs.
-        """
+        """Width of the rows that are sent, and of the experts' inputs and outputs."""
         return self.latent_dim or self.model_dim
 
     @property
@@ -291,9 +284,7 @@ class ModelPlan:
         return self.groups()["experts"].shape(cluster)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert the plan to a dictionary of plain values. The dictionary also contains
-        `expert_dp`.
-        """
+        """Convert the plan to a dictionary of plain values that includes `expert_dp`."""
         return {**dataclasses.asdict(self), "expert_dp": self.expert_dp}
 
     @property

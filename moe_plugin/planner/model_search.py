@@ -107,9 +107,7 @@ def _scale_row(shape: LayerShape, cluster: Cluster, device: Device) -> ScaleRow:
 
 
 def scale_text(rows: Sequence[ScaleRow]) -> str:
-    """Format a table of predicted times. The table also contains the speed-up of each adaptation
-    over the plain layer (`plain_s`).
-    """
+    """Format a table of predicted times and of speed-ups over the plain layer (`plain_s`)."""
     lines = [f"{'ranks':>6}{'static':>11}{'plain':>10}{'r alone':>9}{'d alone':>9}"
              f"{'all':>9}{'static/all':>11}  layout"]
     for row in rows:
@@ -181,9 +179,7 @@ def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[Mode
 
 def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, pp: int,
                    group: int) -> Iterator[ModelPlan]:
-    """Yield the plans that are possible with the given tensor-parallel size, pipeline-parallel size
-    and size of expert groups.
-    """
+    """Yield the possible plans for given sizes of TP, PP and groups of experts."""
     dp, etp = cluster.ranks // (tp * pp), max(1, group // model.experts)
     if model.experts % group and group % model.experts:
         return
@@ -287,8 +283,6 @@ def value_of(plan: ModelPlan, axis: str) -> int | str:
 
 
 def _rank(cost: PlanCost, device: Device) -> tuple:
-    """Return a sort key: plans that fit in memory come first, sorted by time, followed by all other
-    plans, sorted by memory use.
-    """
+    """Return a sort key: by time for plans that fit in memory, then by memory for others."""
     over = cost.memory_bytes > device.usable_bytes
     return over, cost.memory_bytes if over else 0.0, _order(cost)

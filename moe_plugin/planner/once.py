@@ -28,9 +28,7 @@ from moe_plugin.planner.cluster import Cluster
 # the ranks of a node use their network cards together.
 @dataclass(frozen=True)
 class GroupShape:
-    """A group of `size` ranks. The indices of neighboring ranks differ by `stride`, so that the
-    ranks are consecutive if `stride` is 1.
-    """
+    """A group of `size` ranks whose neighbouring ranks are `stride` apart."""
 
     size: int
     stride: int = 1
@@ -65,9 +63,7 @@ def all_to_all_s(cluster: Cluster, group: GroupShape, algorithm: str, size: floa
 
 
 def _ring_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
-    """Predict the time in seconds of the n - 1 steps of a ring, in which every rank forwards
-    `piece` bytes per step.
-    """
+    """Return the seconds of a ring's n - 1 steps, each of `piece` bytes per rank."""
     if group.size == 1:
         return 0.0
     shape = group.shape(cluster)
@@ -152,9 +148,7 @@ class Limits:
     chosen: int = 1
 
     def targets(self, choices: float, targets: int, each: float = 1.0) -> float:
-        """Return `expected_targets` under these restrictions. All targets must have the same number
-        of experts.
-        """
+        """Return `expected_targets` under these restrictions for equally large targets."""
         inside, rest = divmod(self.groups, targets)
         if not rest:  # each target contains several groups, and some of these groups are chosen
             return targets * sum(
@@ -250,9 +244,7 @@ def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
 
 def exchange_s(cluster: Cluster, choice: LayoutChoice, rows: OnceRows, tokens: float,
                row_bytes: float) -> float:
-    """Predict the time in seconds to send `tokens` tokens of each rank to their experts, or to send
-    the results back.
-    """
+    """Return the seconds to send `tokens` tokens of each rank, or to return the results."""
     group, pairs = GroupShape(cluster.ranks), tokens * rows.pairs * PAIR_BYTES / 2
     flat = min(cluster.nodes, cluster.ranks_per_node) == 1
     if choice.send == "ranks" or flat:

@@ -130,9 +130,7 @@ def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: i
 
 def _stage(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,
            layer_s: float) -> dict[str, float]:
-    """Return the time in seconds of the forward and backward passes of one micro-batch on the stage
-    with the most MoE layers.
-    """
+    """Return the seconds of a micro-batch on the stage with the most MoE layers."""
     layers, moe = model.fullest(plan.pp)
     tokens = plan.micro_batch * model.sequence
     dense = dense_layer_s(model, cluster, device, tokens, plan.tp)
@@ -225,9 +223,7 @@ ACTIVATIONS = "activations, some recomputed"
 
 
 def activation_bytes(cost: PlanCost, memory: float) -> int:
-    """Return how many of `memory` bytes are available for activations on the rank with the highest
-    memory use.
-    """
+    """Return how many of `memory` bytes the fullest rank has for activations."""
     return int(memory - sum(_of_parameters(cost).values()))
 
 
@@ -269,9 +265,7 @@ def _again_s(made: SwapPlan) -> float:
 
 
 def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[SwapPlan]:
-    """For each pipeline stage, return a plan that keeps or recomputes activations. Stages with the
-    same types of layers share a plan.
-    """
+    """Plan each stage's activations, kept or recomputed, once per sequence of layer types."""
     rows = [tuple(map(model.has_experts, layers)) for layers in model.stages(cost.plan.pp)]
     plans = {row: plan_activations(_blocks(model, cost, row), room) for row in dict.fromkeys(rows)}
     return [plans[row] for row in rows]

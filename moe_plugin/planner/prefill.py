@@ -61,9 +61,7 @@ class Kernel:
         return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
 
     def seconds(self, experts: float, rows: float) -> float:
-        """Return the computation time in seconds of `experts` experts with `rows` rows each,
-        including kernel launches.
-        """
+        """Return the seconds of `experts` experts with `rows` rows each, with launches."""
         launches = experts if self.each else 1
         return launches * self.launch_s + experts * self.expert_s(rows)
 
@@ -234,7 +232,6 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
 
 def table(loads: Sequence[PrefillLoad],
           profile: Profile) -> list[tuple[PrefillLoad, PrefillChoice]]:
-    """For each load, return the fastest division of rows into pieces, either by expert or by row.
-    """
+    """Return each load's fastest division of rows into pieces, by expert or by row."""
     return [(load, min((choices(load, profile, cut)[0] for cut in CUTS),
                        key=lambda choice: (choice.seconds, choice.pieces))) for load in loads]

@@ -50,9 +50,7 @@ class ReplicaMap:
         return {expert: tuple(slots[expert]) for expert in sorted(slots)}
 
     def rank_loads(self, loads: Loads) -> list[float]:
-        """Return the load of each rank, assuming that the load of an expert is divided equally
-        among its replicas.
-        """
+        """Return each rank's load if an expert's load is divided equally among replicas."""
         copies = {expert: len(slots) for expert, slots in self.physical.items()}
         slot_loads = [loads[expert] / copies[expert] for expert in self.logical]
         return [sum(slot_loads[i:i + self.slots]) for i in range(0, len(slot_loads), self.slots)]
@@ -62,9 +60,7 @@ class ReplicaMap:
         return tuple(sorted({slot // self.slots for slot in self.physical[expert]}))
 
     def incoming(self, before: ReplicaMap) -> list[tuple[int, ...]]:
-        """For each rank, return the experts whose weights it must receive when the placement
-        changes from `before` to this placement.
-        """
+        """Return the experts that each rank must receive when this placement follows `before`."""
         def experts(placed: ReplicaMap, rank: int) -> set[int]:
             return set(placed.logical[rank * placed.slots:(rank + 1) * placed.slots])
 
@@ -196,9 +192,7 @@ def host_replicas(loads: Loads, ranks: int, guests: int,
 
 
 def hosting(hosted: Sequence[Collection[int]], local: int, guests: int) -> ReplicaMap:
-    """Return the placement in which each rank stores its own `local` experts and the replicas
-    listed in `hosted`.
-    """
+    """Return the placement of `local` own experts per rank and the replicas in `hosted`."""
     slots: list[int] = []
     for rank, guest in enumerate(hosted):
         stored = range(rank * local, (rank + 1) * local)

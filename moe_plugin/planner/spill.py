@@ -59,9 +59,7 @@ def round_shares(shares: Sequence[float], total: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Loan:
-    """An expert that its owner lends to other ranks for one call. helpers: the ranks that borrow
-    the expert, in ascending order.
-    """
+    """An expert lent for one call. helpers: the borrowing ranks, in ascending order."""
 
     expert: int
     owner: int
@@ -192,9 +190,7 @@ class _Draft:
             self.shares = round_shares(speeds, total)
 
     def loads(self) -> Sequence[float]:
-        """Return the time that each rank needs to compute its rows. The unit is the time of one row
-        on a rank of speed 1.
-        """
+        """Return each rank's compute time in units of one row on a rank of speed 1."""
         if self.speeds is None:
             return self.rows
         return [rows / speed for rows, speed in zip(self.rows, self.speeds, strict=True)]
@@ -371,8 +367,6 @@ def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
 @lru_cache(maxsize=8)  # many choices share a spread, because they differ in other fields
 def spread_of(row: tuple[int, ...], ranks: int, costs: SpillCosts, policy: str,
               guests: int) -> Spread | None:
-    """Return the load of the busiest rank if every rank sends `row[v]` rows to each expert v, or
-    None if no row is spilled.
-    """
+    """Return the busiest rank's load if each rank sends `row[v]` rows to expert v, or None."""
     plan = plan_spill([row] * ranks, costs, policy, guests)
     return None if plan is None else plan.spread()

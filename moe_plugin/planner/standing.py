@@ -89,9 +89,7 @@ def _wired(loads: Loads, holders: Mapping[int, frozenset[int]], speeds: Sequence
 
 
 def _busiest(shares: Shares, loads: Loads, speeds: Sequence[float]) -> float:
-    """Return the time that the busiest rank needs to compute its rows. The unit is the time of one
-    row on a rank of speed 1.
-    """
+    """Return the busiest rank's compute time in units of one row on a rank of speed 1."""
     rows, local = [0.0] * len(speeds), _local(loads, speeds)
     for expert, load in enumerate(loads):
         for rank, share in shares.get(expert, {expert // local: 1.0}).items():
@@ -135,9 +133,7 @@ class StandingReplicas:
         self._calls = self._steps = 0
 
     def plan(self, counts_WV: Counts) -> SpillPlan | None:
-        """Return the plan of a call, or None if every rank computes exactly the rows of the experts
-        that it owns.
-        """
+        """Return a call's plan, or None if each rank computes all rows of its own experts."""
         if not self.shares:
             return None
         amounts = {}

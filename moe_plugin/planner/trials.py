@@ -74,13 +74,11 @@ class PairedComparison(NamedTuple):
         return cls(middle, half * (1 + FEW_ROUNDS / rounds), rounds)
 
     def faster(self, gain: float) -> bool:
-        """Return whether the first candidate certainly saves at least the fraction `gain` of the
-        second candidate's time."""
+        """Return whether the first candidate certainly saves the fraction `gain` of the time."""
         return self.middle + self.spread < math.log1p(-gain)
 
     def not_faster(self, gain: float) -> bool:
-        """Return whether the first candidate certainly saves less than the fraction `gain` of the
-        second candidate's time."""
+        """Return whether the first candidate certainly saves less than the fraction `gain`."""
         return self.middle - self.spread >= math.log1p(-gain)
 
 
@@ -304,8 +302,7 @@ class Contest(Generic[Choice]):
             self._factors[choice] = [factors[choice]]
 
     def contradicts(self) -> bool:
-        """Return whether, in the latest round, a candidate was faster than the current candidate by
-        more than the required gain."""
+        """Return whether another candidate won the latest round by more than the gain."""
         times = self.rounds[-1] if self.rounds else {}
         current_s = times.get(self.current)
         return current_s is not None and any(
@@ -391,8 +388,7 @@ class Steady:
         return {key: min(step[key] for step in self.steps if key in step) for key in keys}
 
     def contradicts(self, numbers: Mapping[Hashable, float]) -> bool:
-        """Return whether a later step was so fast that the earlier steps must have been disturbed.
-        """
+        """Return whether a later step was so fast that earlier steps must have been disturbed."""
         known = self.best()
         known_s = sum(known[key] for key in numbers if key in known)
         return sum(numbers[key] for key in numbers if key in known) < BUSY * known_s

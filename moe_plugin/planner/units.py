@@ -51,9 +51,7 @@ def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 def _make_writable(schema: Any) -> None:
-    """Make a schema and its nested schemas writable. Schemas of frozen dataclasses are read-only by
-    default.
-    """
+    """Make schemas of frozen dataclasses, which are read-only by default, writable."""
     from omegaconf import DictConfig, OmegaConf
 
     OmegaConf.set_readonly(schema, False)

@@ -127,9 +127,7 @@ def ramanujan(prime: int, columns: int) -> Assignment:
 
 
 def repetition(groups: int, copies: int) -> Assignment:
-    """Assign files by fractional repetition (DETOX, DRACO): all workers of a group process the same
-    file.
-    """
+    """Assign files by fractional repetition (DETOX, DRACO): one file per group of workers."""
     _check_odd(copies)
     if groups < 1:
         raise ValueError(f"groups={groups} must be >= 1")
@@ -209,9 +207,7 @@ class _Worst:
             self._grow(self.masks[first], first, 1, True)
 
     def _grow(self, votes: int, last: int, size: int, one_class: bool) -> None:
-        """Try every set that extends the given set. one_class: whether all workers of the set
-        belong to the same class.
-        """
+        """Try every extension of a set. one_class: whether its workers share a class."""
         spoiled = ((votes + self.offset) & self.high).bit_count()
         if spoiled > self.best[size]:
             self.best[size] = spoiled

@@ -229,9 +229,7 @@ class RoutingCall:
         return self.routed.weights_TK
 
     def _weights_of_some(self, ids_TK: Tensor) -> Tensor:
-        """Return the weights of choices when some choices may be -1. The kernel cannot exclude
-        choices of -1 from the sum of the scores.
-        """
+        """Return the weights if choices may be -1, which the kernel cannot exclude from the sum."""
         # The weights are divided only after the choices of -1 were set to 0.
         divides, self.divides, self.leaves_none = self.divides, False, False
         self.choose(ids_TK.clamp(min=0))
@@ -344,9 +342,7 @@ class RoutingCall:
         return self.total(self.own_load_KE.sum(0).to(self.logits_TE.dtype))
 
     def first_load_E(self) -> Tensor:
-        """For each expert, return how often it is the first choice of a token of the group, [E] in
-        the dtype of the scores.
-        """
+        """Return how often each expert is a token's first choice, [E] in the scores' dtype."""
         return self.total(self.own_load_KE[0].to(self.logits_TE.dtype))
 
     def real(self, values: Tensor) -> Tensor:

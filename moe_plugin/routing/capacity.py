@@ -64,9 +64,7 @@ class CapacityLimit:
         self.never = not self.normalize and self.keeps_all(True) and self.keeps_all(False)
 
     def __call__(self, routing: Routing, training: bool) -> KeptRouting:
-        """Return the routing after dropping the choices that exceed the capacity; see `capacity`,
-        `limit_on_device`, `slots` and `drop`.
-        """
+        """Return the routing without choices above the capacity; see `capacity` and `drop`."""
         if not self.normalize and self.keeps_all(training):
             return KeptRouting(routing, None, None, routing)
         # Without slots nothing on the host depends on the number, so that the host of a GPU does
@@ -158,9 +156,7 @@ class _Rule:
         return fixed_slots(tokens, experts, top_k, self.factor)
 
     def slots_on_device(self, tokens: Tensor, experts: int, top_k: int) -> Tensor:
-        """Compute the same number as `slots`, but from an int64 scalar tensor. The arithmetic is in
-        float64, as on the host.
-        """
+        """Compute `slots` from an int64 scalar tensor, in float64 as on the host."""
         if self.fraction:
             return (tokens.double() * self.fraction).ceil().long()
         assert self.factor is not None
@@ -238,9 +234,7 @@ def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm
 
 
 def _load_unknown(rule: _Rule, routing: Routing, comm: Comm) -> bool:
-    """Return whether a single rank would have to wait for the device to obtain the load that
-    determines the number of slots.
-    """
+    """Return whether a single rank would wait for the device for the load that sets the slots."""
     return (rule.follows_load and comm.size == 1 and not _on_host(routing)
             and (exporting() or not torch.compiler.is_compiling()))
 

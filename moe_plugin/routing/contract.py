@@ -290,9 +290,7 @@ def needs_of(router: nn.Module) -> frozenset[str]:
 
 
 def balances_by_itself(router: nn.Module) -> bool:
-    """Return whether a router balances the load without a balance loss. Modules that do not derive
-    from `RouterModule` are assumed to do so.
-    """
+    """Return whether a router balances the load without a loss, as is assumed of other modules."""
     return router.balances if isinstance(router, RouterModule) else True
 
 

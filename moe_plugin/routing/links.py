@@ -170,9 +170,7 @@ def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None =
 
 
 def penalties(shares_E: Tensor, blend: float) -> Tensor:
-    """Return the penalties [E] for fractions c, `q = blend * (1 / c) / mean(1 / c) + 1 - blend`.
-    The mean of all penalties is 1.
-    """
+    """Return the penalties [E], `blend * (1 / c) / mean(1 / c) + 1 - blend`, of mean 1."""
     inverse_E = 1 / shares_E
     return blend * inverse_E / inverse_E.mean() + 1 - blend
 

@@ -220,9 +220,7 @@ def noisy_load(x: RoutingCall) -> Tensor:
 @losses.register("z")
 @declares(balances=False)
 def router_z(x: RoutingCall) -> Tensor:
-    """The mean squared logsumexp of the logits, `mean_s logsumexp_e(logits(s,e))^2`. Source: ST-MoE
-    (Zoph et al., 2022), equation 5.
-    """
+    """The mean of `logsumexp_e(logits(s,e))^2` over tokens s (ST-MoE, Zoph et al., 2022, eq. 5)."""
     return x.squared_z() / x.count
 
 

@@ -326,8 +326,7 @@ def _check_widths(layers: Sequence[LinkableLayer]) -> None:
 
 
 def has_own_gate(layer: LinkableLayer) -> bool:
-    """Return whether a layer chooses its own experts. Otherwise, the previous block chooses them.
-    """
+    """Return whether a layer chooses its own experts, which otherwise the previous block does."""
     return layer.link is None or layer.link.inbox is None
 
 
@@ -377,9 +376,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Return the output of a block unchanged. In the backward pass, the decision receives the
-    gradients stored by the next block.
-    """
+    """Return a block's output. Backward adds the next block's gradients to the decision."""
 
     @staticmethod
     def forward(ctx: Any, pending: PendingRouting, y_TD: Tensor, *values: Tensor) -> Tensor:

@@ -155,9 +155,7 @@ def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostCo
 
 
 def has_balance_loss(weights: Mapping[str, float]) -> bool:
-    """Return whether any of the given losses increases when the load is uneven. The losses are
-    given as a mapping from name to weight.
-    """
+    """Return whether any loss, given as name and weight, increases when the load is uneven."""
     for name, weight in weights.items():
         if weight > 0 and getattr(losses.find(name), "balances", True):
             return True

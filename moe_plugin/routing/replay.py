@@ -225,8 +225,7 @@ class _Tape:
         self._moves: list[Any] = []  # moves of generators; absent after the tape was loaded
 
     def begin(self, position: int | None) -> None:
-        """Start recording if the position is None. Otherwise, start replaying from this position.
-        """
+        """Start recording if the position is None, or start replaying from it."""
         if position is None:
             self.ids, self.calls, self._moves = [], [], []
         elif len(self.calls) != len(self.ids):
@@ -337,9 +336,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def routing_replay() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two empty contexts to use as `context_fn` of `torch.utils.checkpoint`. Routing is
-    replayed even without these contexts.
-    """
+    """Return two empty contexts for torch's `context_fn`. Routing is replayed without them."""
     return nullcontext(), nullcontext()
 
 

@@ -173,9 +173,7 @@ class _WeightTransfer:
         self._others: Callable[[], Tensor] | None = None
 
     def pass_on(self) -> None:
-        """Send the parts that this rank has received from the owners to the other borrowers. Only
-        the first call sends anything.
-        """
+        """Send the parts received from the owners to the other borrowers, on the first call."""
         if not self.shared or self._others is not None:
             return
         rank, ranks = self.place.comm.rank, range(self.place.comm.size)

@@ -69,9 +69,7 @@ class Tuner(Generic[Bucket, Choice]):
         self._unread: deque[TunerDecision] = deque(maxlen=LOG_LENGTH)
 
     def choose(self, bucket: Bucket, calls: int = 1) -> Choice:
-        """Return the candidate to use in this call. calls: number of calls since `choose` was last
-        called, including this call.
-        """
+        """Return the candidate for this call. calls: number of calls since the last `choose`."""
         entry = self._entry(bucket)
         self.calls, entry.calls = self.calls + calls, entry.calls + calls
         entry.checks.calls, entry.untimed = entry.checks.calls + calls, entry.untimed + calls
@@ -93,9 +91,7 @@ class Tuner(Generic[Bucket, Choice]):
         return choice
 
     def known(self, bucket: Bucket) -> bool:
-        """Return true if the choice was decided by trials, was stored by an earlier run, or is the
-        only candidate.
-        """
+        """Return true if the choice is from trials, from an earlier run, or the only candidate."""
         entry = self._entry(bucket)
         if self.memory is not None and not entry.known and not entry.asked:
             entry.asked = True

@@ -62,9 +62,7 @@ Bucket = tuple[int, int]  # logarithms of rows and of imbalance
 
 @dataclass(frozen=True)
 class Dimension:
-    """A field of `LayoutChoice` that is tuned. values: function that returns the possible values of
-    this field.
-    """
+    """A tuned field of `LayoutChoice`. values: function that returns its possible values."""
 
     name: str
     values: Callable[[LayoutTuner], Sequence[Any]]

@@ -166,9 +166,7 @@ class PredictedLayout:
                 f"saved by sending once: {100 * (1 - sent / rows.pairs):.0f} %")
 
     def _best(self, tokens: int, visits: Visits | None) -> tuple[LayoutChoice, float, float]:
-        """Return the best layout, its predicted time, and the predicted time of the configured
-        layout, both in seconds.
-        """
+        """Return the best layout, and its and the configured layout's predicted seconds."""
         fixed, layouts = self.layouts.fixed, self.layouts
         values: dict[str, Sequence[Any]] = {
                   "r": layouts.legal(), "algorithm": [fixed.algorithm], "kernel": [fixed.kernel],
@@ -206,9 +204,7 @@ def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
 
 
 def _with_sizes(kept: KeptRouting, sizes: SentSizes, dispatcher: Dispatcher) -> KeptRouting:
-    """Add to the routing the row counts that are already known, so that the dispatcher does not
-    exchange them again.
-    """
+    """Add the known row counts to the routing, so that they are not exchanged again."""
     while isinstance(dispatcher, WrappedDispatcher):
         dispatcher = dispatcher.inner
     routing = dataclasses.replace(kept.routing,

@@ -1,6 +1,4 @@
-"""Replicas of heavily loaded experts in a training layer. The replicas are placed once for several
-steps (`planner.standing`).
-"""
+"""Replicas of busy experts in training, placed once for several steps (`planner.standing`)."""
 
 from __future__ import annotations
 

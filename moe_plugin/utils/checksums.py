@@ -38,9 +38,7 @@ _JSON_END = re.compile(r', "crc32": "([0-9a-f]{8})"\}\s*')
 
 
 class DamagedFile(ValueError):
-    """Raised if a file does not contain the data that was originally written. The message contains
-    the reason, but not the name of the file.
-    """
+    """A file's data is not as written. The message has the reason, but not the file's name."""
 
 
 class _SummingStream:
@@ -95,9 +93,7 @@ def trailer(crc: int) -> bytes:
 
 
 def _digits_in_header(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Return the position and the value of the checksum in the header of a safetensors file, or
-    None if the header does not contain a checksum.
-    """
+    """Return the checksum in a safetensors file's header and its position, or None."""
     with open(path, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = stream.read(length) if length <= _HEADER_BYTES else b""
@@ -224,9 +220,7 @@ _CHECKED: list[Path] = []  # files that another function has verified
 
 @contextmanager
 def verified(paths: Iterable[Path]) -> Iterator[None]:
-    """Inside the block, treat the given files as verified, so that `FirstRead` does not verify them
-    again.
-    """
+    """Inside the block, treat the files as verified, so that `FirstRead` skips them."""
     own_paths = list(paths)
     _CHECKED.extend(own_paths)
     try:

@@ -1,6 +1,4 @@
-"""Utilities for processor names, device transfers, pinned memory, cache folders and child
-processes.
-"""
+"""Utilities: processor names, transfers, pinned memory, caches and child processes."""
 
 from __future__ import annotations
 
@@ -56,8 +54,7 @@ def device_name(device: torch.device) -> str:
 
 
 def to_device(numbers: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
-    """Copy integers from the host to an int64 tensor on a device. The host does not wait for a GPU.
-    """
+    """Copy integers to an int64 tensor on a device without waiting for a GPU."""
     table = torch.as_tensor(numbers, dtype=torch.int64)
     if device.type in ("cpu", "meta"):
         return table.to(device)
@@ -71,24 +68,18 @@ def to_device(numbers: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
 
 
 def capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph is currently capturing the kernels that this thread launches on
-    the device.
-    """
+    """Return whether a CUDA graph captures this thread's kernels on the device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def inside_backward() -> bool:
-    """Return whether this code runs inside a backward pass, which means that it recomputes a
-    forward pass.
-    """
+    """Return whether this runs in a backward pass, which then recomputes a forward pass."""
     # The autograd engine sets this id during a backward pass; it is -1 outside (torch >= 2.0).
     return torch._C._current_graph_task_id() != -1
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Make the host wait until a GPU has finished all queued work, for example before measuring
-    time.
-    """
+    """Wait until a GPU has finished its queued work, for example before measuring time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -116,9 +107,7 @@ def start_to_host(x: Tensor) -> Callable[[], Tensor]:
 
 
 def record_event(device: torch.device, timing: bool = True) -> torch.cuda.Event:
-    """Record an event on the current stream of the given GPU, which need not be torch's current
-    device.
-    """
+    """Record an event on the given GPU's current stream, also if it is not torch's device."""
     event = torch.cuda.Event(enable_timing=timing)
     event.record(torch.cuda.current_stream(device))
     return event
@@ -231,9 +220,7 @@ def _is_private(folder: Path) -> bool:
 
 @functools.cache
 def fresh_cache() -> Path:
-    """Create a new folder to which no other user can write, and which is deleted when this process
-    ends.
-    """
+    """Create a folder that only this user can write to, until this process ends."""
     folder = tempfile.mkdtemp(prefix="moe-plugin-")
     owner = os.getpid()
 
@@ -260,9 +247,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def call_libc(name: str, *args: int) -> None:
-    """Call a function of the C library. If it does not return 0, raise an `OSError` with the
-    reason.
-    """
+    """Call a function of the C library, and raise an `OSError` unless it returns 0."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args):
         number = ctypes.get_errno()

@@ -121,17 +121,13 @@ def _likeness(one: str, other: str) -> float:
 
 
 def did_you_mean(near: Iterable[str]) -> str:
-    """Return a question that suggests similar names, followed by the start of the remedy, or an
-    empty string if there are no similar names.
-    """
+    """Return a question with similar names and the start of a remedy, or an empty string."""
     return f"did you mean {' or '.join(near)}? If not, " if near else ""
 
 
 @functools.cache
 def warn_once(where: str, text: str) -> None:
-    """Log a warning, unless this process has logged the same warning before. where: name of the
-    logger.
-    """
+    """Log a warning once in this process. where: name of the logger."""
     logging.getLogger(where).warning("moe-plugin: %s", text)
 
 
@@ -146,9 +142,7 @@ def flag_names(words: Iterable[str]) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` with short error messages. If a flag is misspelled, the message suggests
-    a known flag.
-    """
+    """An `ArgumentParser` with short errors, which suggest a known flag for misspelled ones."""
 
     given: Sequence[str] = ()
 
@@ -179,9 +173,7 @@ class Parser(argparse.ArgumentParser):
         return [name for name in flag_names(self.given) if name not in known]
 
     def remedies(self, message: str) -> list[str]:
-        """Return suggestions of known flags or choices that are similar to the unknown ones in an
-        error message.
-        """
+        """Return suggestions of known flags or choices for unknown ones in an error message."""
         known = self.flags()
         wrong = {name: similar_names(name, known) for name in self.unknown()}
         if match := _CHOICE.match(message):
@@ -213,9 +205,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Silent:
-    """A progress bar that does not print anything. The class has the same methods as tqdm, as far
-    as this package uses them.
-    """
+    """A silent progress bar with those methods of tqdm that this package uses."""
 
     def update(self, *_: object) -> None:
         pass

@@ -43,9 +43,7 @@ class KnownLine:
     text: str
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return False for the known line, so that the logger drops it. `Logger.addFilter` expects
-        this method.
-        """
+        """Return False for the known line, which `Logger.addFilter` then drops."""
         return re.match(self.text, record.getMessage()) is None
 
 

@@ -24,9 +24,7 @@ _Path = str | os.PathLike[str]
 
 
 def _kind(path: _Path, follow: bool) -> str:
-    """Return the type of a path, such as "folder" or "pipe", or an empty string for a regular or
-    missing file.
-    """
+    """Return a path's type ("folder", "pipe"), or "" for a regular or missing file."""
     try:
         mode = os.stat(path, follow_symlinks=follow).st_mode
     except (OSError, ValueError):
@@ -67,8 +65,7 @@ def check_output(path: _Path) -> Path:
 
 
 def half_of(path: Path) -> Path:
-    """Return the temporary path to which a file is written before it is renamed to its final path.
-    """
+    """Return the temporary path of a file, which is renamed to its final path."""
     return path.with_name(path.name + ".new")
 
 
@@ -156,9 +153,7 @@ def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None
 
 
 def make_folder(path: _Path) -> Path:
-    """Create a folder, including its parents, if it does not exist, and return its path. Raises a
-    `ValueError` if the folder cannot be created.
-    """
+    """Create a folder and its parents if necessary, and return it. Errors are `ValueError`."""
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -202,9 +197,7 @@ def open_append(path: _Path) -> BinaryIO:
 
 
 def refuse_output(path: Path, error: OSError) -> NoReturn:
-    """Raise a `ValueError` that contains the path of a file that cannot be written, the reason and
-    a remedy.
-    """
+    """Raise a `ValueError` with the file that cannot be written, the reason and a remedy."""
     raise ValueError(f"{path} cannot be written ({error.strerror}); "
                      f"{write_remedy(error, path.parent)}") from error
 

@@ -118,18 +118,14 @@ class RunFeature:
     replaced = False
 
     def begin(self) -> None:
-        """Prepare for the first training step. At this point, the optimizer exists, and a
-        checkpoint has been loaded.
-        """
+        """Prepare for the first step, after the optimizer exists and a checkpoint is loaded."""
 
     def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
         """Return a context manager in which the whole training step runs."""
         return nullcontext()
 
     def batches(self, own: list[Any]) -> list[Any]:
-        """Return the micro-batches that this rank computes in the training step. By default, these
-        are the rank's own micro-batches.
-        """
+        """Return the micro-batches of this rank in the step, by default its own ones."""
         return own
 
     def before_passes(self) -> Callable[[], None] | None:
@@ -145,17 +141,13 @@ class RunFeature:
         """Called after all forward and backward passes. May raise `StepRepeat`."""
 
     def after_backward(self, gradients: StepGradients) -> None:
-        """Called with the complete gradients, before any parameter is changed. May raise
-        `SkipStep`.
-        """
+        """Called with complete gradients before a parameter changes. May raise `SkipStep`."""
 
     def after_step(self, facts: StepFacts) -> None:
         """Called at the end of a training step."""
 
     def after_log(self, facts: StepFacts) -> None:
-        """Called if the host framework reports additional information about the step (`dropped` or
-        `logged`).
-        """
+        """Called if the host reports more about the step (`dropped` or `logged`)."""
 
     def after_evaluation(self, number: int, dropped: float | None = None) -> None:
         """Called at the end of a validation.

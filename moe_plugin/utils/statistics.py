@@ -131,9 +131,7 @@ statistics: Registry[Statistic] = Registry("statistic", check=_check)
 
 
 def add(statistic: Statistic) -> Statistic:
-    """Add a statistic to the table. Layers that were built earlier do not call its `measure`
-    function.
-    """
+    """Add a statistic to the table. Earlier layers do not call its `measure` function."""
     return statistics.register(statistic.name)(statistic)
 
 
@@ -152,9 +150,7 @@ def _max_over_mean(record: Mapping[str, Any]) -> float:
 
 
 def _saved_rows(r: Any) -> float | None:
-    """Return the fraction of the kept choices for which no separate row was sent, or None if no row
-    was saved.
-    """
+    """Return the fraction of kept choices without an own sent row, or None if all have one."""
     kept = r.choices * (1 - (r.drop_fraction or 0.0))
     return 1 - r.rows_sent / kept if r.rows_sent and r.rows_sent < kept else None
 

@@ -117,9 +117,7 @@ class NativePasses:
 
 
 def passes(x: Tensor, activation: str) -> NativePasses | None:
-    """Return the compiled passes for experts with the input `x`. If torch's operations must be
-    used, return None; see `why_not`.
-    """
+    """Return the compiled passes for experts with the input `x`, or None; see `why_not`."""
     return compiled_passes(activation, x.dtype) if x.dtype in DTYPES and readable(x) else None
 
 
@@ -219,9 +217,7 @@ def why_not_sums() -> str | None:
 
 
 def sum_of_rows(rows_RD: Tensor, position_TK: Tensor) -> Tensor | None:
-    """Compute the unweighted sums of `kernels.rows.sum_rows` for bfloat16 rows, or return None if
-    torch must compute them.
-    """
+    """Compute `kernels.rows.sum_rows` without weights for bfloat16 rows, or return None."""
     fit = (rows_RD.dtype == torch.bfloat16 and readable(rows_RD) and rows_RD.is_contiguous()
            and readable(position_TK) and position_TK.is_contiguous() and position_TK.shape[1] > 1)
     if not fit or (compiled := compiled_sums()) is None:

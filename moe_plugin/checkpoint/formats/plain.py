@@ -211,9 +211,7 @@ def to_neutral(source: Source) -> Source:
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view of a framework-independent source in the plain format. The tensors of a plain
-    checkpoint may have any names.
-    """
+    """Return a view of a framework-independent source in the plain format."""
     extra = {name: source.values[name] for name in ("step", *_NEUTRAL) if name in source.values}
     values, optimizer = {**source.values, "extra": extra}, source.values.get("optimizer")
     if optimizer is not None:  # a neutral source has a single group

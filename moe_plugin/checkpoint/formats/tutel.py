@@ -92,9 +92,7 @@ def rank_files(path: Path) -> list[Path]:
 
 
 def _matching(pattern: str) -> dict[int, Path]:
-    """Return all files that match a pattern, keyed by rank. If the files have several values of
-    `{size}`, the value with the most files is used.
-    """
+    """Return the files that match a pattern by rank, for the `{size}` with the most files."""
     folder = Path(pattern.split("{")[0] + "_").parent
     escaped = re.escape(pattern).replace(r"\{rank\}", r"(?P<rank>\d+)")
     expression = re.compile(escaped.replace(r"\{size\}", r"(?P<size>\d+)"))
@@ -228,9 +226,7 @@ def _keep_outside(source: Source, missing: str, known: Iterable[str]) -> Others:
 
 
 def _split(name: str, layers: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Split a tensor name into the prefix of the MoE layer and the rest of the name. For tensors
-    outside of MoE layers, the prefix is None.
-    """
+    """Split a tensor name into its MoE layer's prefix (None outside of MoE layers) and the rest."""
     for prefix in layers:
         if name.startswith((prefix + "experts.", prefix + "gates.", prefix + "router.")):
             return prefix, name.removeprefix(prefix)

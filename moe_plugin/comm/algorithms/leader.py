@@ -97,8 +97,7 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
 
 def _counts(comm: Comm, node: Sequence[int], send: list[int], recv: list[int],
             even: bool) -> _Node | None:
-    """Return the row counts of all ranks of the node if this rank is a leader, and None otherwise.
-    """
+    """Return the row counts of all ranks of the node on a leader, and None otherwise."""
     leads = comm.rank == node[0]
     if even:
         return _Node(dict.fromkeys(node, send), dict.fromkeys(node, recv)) if leads else None

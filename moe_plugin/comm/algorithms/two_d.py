@@ -51,9 +51,7 @@ def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 @algorithms.register("native", direct=True, tried=lambda comm: comm.receive_first)
 def native(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """An all-to-all in which every rank sends its rows directly to every other rank, always using
-    the backend's own all-to-all.
-    """
+    """An all-to-all that sends rows directly to each rank, with the backend's own all-to-all."""
     return comm.all_to_all(x, send, recv)
 
 
@@ -139,8 +137,7 @@ def _plan(comm: Comm, topology: Topology, send: list[int], even: bool) -> _Plan:
 
 
 def _inside(comm: Comm, x: Tensor, send: list[int], plan: _Plan) -> Tensor:
-    """Run phase 1. Return the received rows, ordered by (collected destination, rank of this node).
-    """
+    """Run phase 1 and return the received rows, by (collected destination, rank of node)."""
     node = list(plan.served)
     grouped = reorder(x, send, [d for rank in node for d in plan.served[rank]])
     out_lengths = [sum(send[d] for d in plan.served[rank]) for rank in node]

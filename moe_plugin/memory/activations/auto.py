@@ -153,8 +153,7 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
 
 
 def _policies(settings: OffloadConfig, places: Sequence[int], total: int) -> str | list[str]:
-    """Return the policies of the layers with indices `places`, or a single policy for all layers.
-    """
+    """Return the policies of the layers at `places`, or one policy for all layers."""
     names = settings.each_layer()
     if len(names) == 1:
         return settings.activations
@@ -313,8 +312,7 @@ class AutoActivations(Activations):
             self._in_flight)
 
     def _check_peak(self) -> None:
-        """If a step exceeded the memory limit, log the excess and plan again with a safety margin.
-        """
+        """If a step exceeded the memory limit, log it and plan again with a safety margin."""
         peak = int(self.comm.agree_max([float(self.ledger.peak)])[0])
         if peak <= self.limit:
             return

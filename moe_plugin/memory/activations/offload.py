@@ -247,8 +247,7 @@ class Activations(RunFeature):
         return OnDevice(self._step_peak, *(counts[policy] for policy in POLICIES))
 
     def release(self) -> None:
-        """Restore the original `forward` methods of the blocks, and stop the thread of the copier.
-        """
+        """Restore the blocks' original `forward` methods, and stop the copier's thread."""
         for block, forward in zip(self.blocks, self._forwards, strict=True):
             if getattr(forward, "__self__", None) is block:  # the method of its class
                 del block.forward

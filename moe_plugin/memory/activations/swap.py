@@ -233,9 +233,7 @@ class Swapper:
                 storage.leave()
 
     def started(self, number: int, storage: SwappedStorage) -> None:
-        """Record that a copy to the tier has started in the pass with index `number`. `number` must
-        not decrease between calls.
-        """
+        """Record that a copy to the tier has started in pass `number`, which must not decrease."""
         self._leaving.append((number, ref(storage)))
 
     def forget(self) -> None:

@@ -323,9 +323,7 @@ class ExpertCache:
         return self._free.pop(0)
 
     def _leave(self, key: Key) -> None:
-        """Evict an expert. If a copy into the expert's slot is still running, the next copy starts
-        only after it has ended.
-        """
+        """Evict an expert. The next copy into its slot waits for a copy that is still running."""
         self._ticket.pop(key, None)
         early = self._early.pop(key, None)
         if early is not None:

@@ -1,6 +1,4 @@
-"""Storage of one layer's experts in a file. The file is either an existing safetensors file or an
-unnamed file created by this module.
-"""
+"""Storage of a layer's experts in a safetensors file or in an unnamed file of this module."""
 
 from __future__ import annotations
 

@@ -97,9 +97,7 @@ class HostWeights:
 
     @property
     def version(self) -> object:
-        """An object that changes whenever a parameter changes, computed from the version counters
-        and memory addresses of all parameters.
-        """
+        """An object that changes with any parameter, from version counters and memory addresses."""
         return [(value._version, value.data_ptr()) for value in self.parameters.values()
                 if value is not None]
 

@@ -119,8 +119,7 @@ class StoredExperts(Experts):
 
     @torch.no_grad()
     def compute(self, work: ExpertRows) -> Tensor:
-        """Compute outputs without gradients, for a few experts at a time if the cache is too small.
-        """
+        """Compute outputs without gradients, with a few experts at a time if the cache is small."""
         counts = counts_of(work.rows)
         active = [expert for expert, rows in enumerate(counts) if rows]
         room = self.store.room(len(active))
@@ -159,9 +158,7 @@ class StoredExperts(Experts):
 
     @contextmanager
     def fetched(self, experts: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Yield copies [A, ...] of the parameters of A experts on the device, by parameter name, so
-        that their gradients can be computed.
-        """
+        """Yield copies [A, ...] on the device of A experts' parameters by name, for gradients."""
         with self.store.use(experts) as slots:
             index_A = to_device(slots, self._probe.device)
             yield {name: buffer.index_select(0, index_A)
@@ -329,9 +326,7 @@ def _expert(value: Any, expert: int) -> Tensor:
 
 
 class Refetched(torch.autograd.Function):
-    """Autograd function that computes the rows of the experts. The backward pass loads the experts'
-    parameters again and recomputes the rows.
-    """
+    """Autograd function of the experts' rows, which backward loads and computes again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates_TK: Tensor | None, experts: StoredExperts,

@@ -94,9 +94,7 @@ class StateInFiles:
         self.load({(i, _MAIN): values[id(p)] for i, p in self._mains.items()})
 
     def mains(self) -> dict[int, Tensor]:
-        """Return copies of the stored parameters, by the `id()` of the parameter. This method must
-        not be called while a copy is in progress.
-        """
+        """Copy the stored parameters, by the parameter's `id()`. No copy may be in progress."""
         held = self._tensors() if self._mains else {}
         return {id(p): held[i, _MAIN] for i, p in self._mains.items()}
 
@@ -138,8 +136,7 @@ class StateInFiles:
             self._ticket = None
 
     def leave(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start writing the optimizer's current state to files, and remove the state from memory.
-        """
+        """Start writing the optimizer's state to files, and remove the state from memory."""
         state = self._current_state()
         if not state:
             return

@@ -22,8 +22,7 @@ _may = ContextVar("weights_may_stream", default=False)
 
 @contextmanager
 def weights_may_stream() -> Iterator[None]:
-    """Return a context manager in which a host framework may build a model with streamed weights.
-    """
+    """Allow a host framework to build a model with streamed weights inside the context."""
     before = _may.set(True)
     try:
         yield
@@ -60,9 +59,7 @@ def check_tier(tier: Tier, device: torch.device) -> None:
 
 
 def reduction(gradients: Callable[[nn.Module], object] | None) -> Callable[[nn.Module], object]:
-    """Return the function that reduces gradients. Raises `ValueError` if there are several ranks
-    and no function was passed.
-    """
+    """Return the function that reduces gradients, which several ranks need (`ValueError`)."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if gradients is None and ranks > 1:
         raise ValueError(

@@ -48,9 +48,7 @@ def parse_step(line: str, length: str | None) -> StepRecord | None:
 
 
 def parse_argument(line: str) -> tuple[str, str] | None:
-    """If the line lists an argument of Megatron, return the argument's name and value. For any
-    other line, return None.
-    """
+    """Return the name and value if the line lists an argument of Megatron, or None."""
     found = _ARGUMENT.search(line)
     return found and (found[1].replace("_", "-"), found[2].strip())
 

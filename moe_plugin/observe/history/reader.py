@@ -42,9 +42,7 @@ WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's
 
 @dataclass(frozen=True)
 class _BadLine:
-    """Raised for a log line that cannot be parsed. record: whether the line looks like a record
-    rather than other text.
-    """
+    """Raised for a line that cannot be parsed. record: whether it looks like a record."""
 
     number: int
     why: str
@@ -84,9 +82,7 @@ class _Source:
 
     @property
     def host(self) -> str | None:
-        """The host framework that wrote this training log, or None if the file is not a training
-        log.
-        """
+        """The host framework that wrote this log, or None if it is not a training log."""
         kinds = {kind for kind, _ in self.steps} - {"training"}
         if trainer_state.KIND in kinds:
             return "transformers"
@@ -144,9 +140,7 @@ def _sources(folder: Path) -> list[_Source]:
 
 
 def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
-    """If all files belong to one run, yield this run. If the files belong to several runs, yield
-    one run for each subfolder.
-    """
+    """Yield the run of all files, or one run per subfolder if there are several runs."""
     sources = _without_copies(sources)
     several = [kind for kind in ([s for s in sources if s.host], [s for s in sources if s.layers])
                if len({s.path.parent for s in kind}) > 1]
@@ -162,9 +156,7 @@ def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
 
 
 def _without_copies(sources: list[_Source]) -> list[_Source]:
-    """If this package has written a log of a run, leave out the log that Megatron itself printed
-    for the same run.
-    """
+    """Leave out the log that Megatron printed for a run of which we have our own log."""
     own = [s.path.parent for s in sources if any(kind == "iteration" for kind, _ in s.steps)
            or s.settings and s.writer == "megatron"]
 
@@ -247,9 +239,7 @@ def _line(source: _Source, text: str, number: int) -> _BadLine | None:
 
 
 def _json_line(source: _Source, text: str) -> None:
-    """Parse one JSON line of a file, and add the result to the file's `_Source`. The keys of the
-    JSON object determine the type of the record.
-    """
+    """Parse a JSON line of a file by the keys of its object, and add it to the file's `_Source`."""
     row = json.loads(text)
     if "layer" in row and "step" in row and "load" in row:
         source.layers.append(json_lines.layer_record(row))
@@ -316,9 +306,7 @@ def _run(folder: Path, sources: list[_Source]) -> RunRecord:
 
 
 def _copies(sources: list[_Source]) -> dict[str, list[CopyRecord]]:
-    """Combine the records of all pipeline stages by adding the counters of copiers with the same
-    name.
-    """
+    """Combine the records of all pipeline stages by adding counters of the same name."""
     found: dict[str, list[CopyRecord]] = {}
     for copier, step in sorted({key for source in sources for key in source.copies}):
         parts = [s.copies[copier, step] for s in sources if (copier, step) in s.copies]

@@ -1,6 +1,4 @@
-"""The records of a run as plain values. This module does not import torch, so reports can be
-created on any machine.
-"""
+"""The records of a run as plain values. Reports need no torch."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ class ResizeRecord:
 
 
 def resize_record(row: Mapping[str, Any]) -> ResizeRecord:
-    """Convert a row written by `ResizeRecord.as_row` to a record. Raise `ValueError` for any other
-    row.
-    """
+    """Convert a row of `ResizeRecord.as_row` to a record. Otherwise, raise `ValueError`."""
     try:
         given = row[KEY]
         return ResizeRecord(
@@ -171,9 +167,7 @@ class LayerRecord:
 
     @property
     def hit_rate(self) -> float | None:
-        """The fraction of required experts that were already on the device. None if all experts are
-        always on the device.
-        """
+        """The fraction of required experts that were on the device, or None without a store."""
         asked = self.store.get("hits", 0.0) + self.store.get("misses", 0.0)
         return self.store.get("hits", 0.0) / asked if asked else None
 

@@ -20,9 +20,7 @@ _KNOWN = {"loss", "eval_loss", "learning_rate", "grad_norm", "step", "epoch"}
 
 
 def latest(paths: Iterable[Path]) -> Iterator[Path]:
-    """Yield the given paths, but skip trainer states whose records also appear in a later
-    checkpoint of the same run.
-    """
+    """Yield the paths, without trainer states whose records a later checkpoint repeats."""
     found: dict[Path, Path] = {}
     for path in paths:
         if path.name != FILE:

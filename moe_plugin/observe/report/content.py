@@ -233,9 +233,7 @@ def exchange(run: RunRecord) -> list[Figure]:
 
 
 def copies(run: RunRecord) -> list[Figure]:
-    """Return the charts of copies to and from the device, and of the time that computation waits
-    for them.
-    """
+    """Return the charts of copies to and from the device, and of the time spent waiting."""
 
     def of(field: str, records: Iterable[CopyRecord], name: str,
            value: Callable[[float], float | None] = float) -> Line | None:

@@ -234,9 +234,7 @@ def _heat_map(f: HeatMap, top: float) -> Drawing:
 
 
 def _cells(f: HeatMap, top: float) -> Markup:
-    """Draw the cells of a heat map with one SVG path per colour. Adjacent cells of the same colour
-    in a row are drawn as a single stroke.
-    """
+    """Draw a heat map with one SVG path per colour, and adjacent equal cells as a single stroke."""
     strokes: dict[int, list[str]] = {}
     for y, row in enumerate(f.values):
         x = 0

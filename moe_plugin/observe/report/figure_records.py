@@ -146,9 +146,7 @@ class ReportSection:
 
 
 def settled(section: ReportSection) -> ReportSection:
-    """Replace the constant curves of a section with a table. Charts that contain only constant
-    curves are removed.
-    """
+    """Replace the charts of a section that contain only constant curves with a table."""
     constant = [f for f in section.figures if isinstance(f, LineChart) and f.constants]
     if not constant:
         return section
@@ -161,9 +159,7 @@ def settled(section: ReportSection) -> ReportSection:
 
 
 def _distinct(curves: Sequence[Line]) -> list[tuple[str, float]]:
-    """Return a pair (name, value) for each curve, or a single pair if all curves have the same
-    value. All curves must be constant.
-    """
+    """Return (name, value) for each constant curve, or one pair if all values are equal."""
     if len({curve.y[0] for curve in curves}) > 1:
         return [(curve.name, curve.y[0]) for curve in curves]
     return [("all" if len(curves) > 1 else curves[0].name, curves[0].y[0])]
@@ -218,9 +214,7 @@ def heat_map(id: str, title: str, about: str, row: str, cells: Mapping[str, Sequ
 
 
 def stretches(steps: int, columns: int) -> list[tuple[int, int]]:
-    """Divide the steps evenly into at most `columns` columns. Return the start and end index of
-    each column.
-    """
+    """Divide the steps evenly into up to `columns` columns. Return their start and end."""
     count = min(columns, steps)
     return list(pairwise(i * steps // count for i in range(count + 1)))
 
@@ -259,9 +253,7 @@ def mean_known(values: Sequence[float]) -> float:
 
 def chart(id: str, title: str, about: str, lines: Sequence[Line | None], *, unit: str = "",
           floor: float | None = 0.0) -> list[LineChart]:
-    """Return a list with one chart that contains all known curves. The list is empty if there are
-    only reference curves.
-    """
+    """Return a list with a chart of all known curves, or an empty one without such curves."""
     known = tuple(curve for curve in lines if curve is not None)
     measured = any(not curve.dashed for curve in known)
     return [LineChart(id, title, about, known, unit, floor)] if measured else []

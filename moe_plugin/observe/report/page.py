@@ -129,9 +129,7 @@ def _facts(runs: Sequence[RunRecord]) -> Figure:
 
 
 def _against(first: RunRecord, run: RunRecord) -> dict[str, str]:
-    """Compare a run with the first run: the ratio of their speeds, and the largest difference
-    between losses at the same step.
-    """
+    """Compare a run with the first run: speed, and the largest difference of losses."""
     if run is first:
         return {}
     found, speeds = {}, (_speed(first), _speed(run))
@@ -253,9 +251,7 @@ def render(run: RunRecord, place: Path | None = None) -> str:
 
 
 def render_comparison(runs: Sequence[RunRecord], place: Path | None = None) -> str:
-    """Return the HTML page of several runs as a string. place: the folder in which the page will be
-    stored, as in `render`.
-    """
+    """Return the HTML page of several runs. place: the folder of the page, as in `render`."""
     runs = named_apart(runs)
     title = " and ".join(run.name for run in runs)
     return _page(runs, title, f"Comparison of {len(runs)} training runs", comparison(runs), place,

@@ -68,9 +68,7 @@ def baselines(network: Network, collective: str) -> list[Program]:
 
 def _slowest(network: Network, collective: str, trees: Sequence[RankTree],
              routes: Routes) -> Fraction:
-    """Return the time in seconds for which the busiest wire is in use, per GB of the collective's
-    result.
-    """
+    """Return the seconds for which the busiest wire is in use, per GB of the result."""
     pairs: Counter[tuple[int, int]] = Counter()
     unit = min(tree.share for tree in trees)  # all shares are whole multiples of this unit
     for tree in trees:
@@ -166,9 +164,7 @@ def _rings(ranks: int) -> Iterator[list[RankTree]]:
 
 
 def _around(rings: Sequence[Sequence[int]]) -> list[RankTree]:
-    """Convert rings to trees. Within a ring, partial sums and gathered data are sent in the same
-    direction.
-    """
+    """Convert rings to trees, which sum and gather in the same direction of the ring."""
     ranks, trees = len(rings[0]), []
     for ring in rings:
         edges = [(ring[i], ring[(i + 1) % ranks]) for i in range(ranks)]
@@ -256,9 +252,7 @@ def _double_trees(ranks: int, collective: str) -> Iterator[list[RankTree]]:
 
 
 def _parent(at: int, ranks: int) -> int:
-    """Return the parent of a position in the binary tree whose root is position 0 and whose leaves
-    are the odd positions.
-    """
+    """Return a position's parent in the binary tree with root 0 and odd leaves."""
     bit = at & -at
     up = (at ^ bit) | (bit << 1)
     return up if up < ranks else at ^ bit

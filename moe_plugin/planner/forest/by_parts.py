@@ -43,9 +43,7 @@ class Parts:
 
 
 def find_parts(graph: Graph) -> Parts | None:
-    """Return the smallest identical parts that are connected by switches, or None if the graph has
-    no such parts.
-    """
+    """Return the smallest identical parts connected by switches, or None without parts."""
     neighbours: dict[int, set[int]] = {v: set() for v in range(graph.nodes)}
     for source, target in graph.capacity:
         neighbours[source].add(target)
@@ -61,9 +59,7 @@ def find_parts(graph: Graph) -> Parts | None:
 
 
 def _turned(graph: Graph, neighbours: Mapping[int, set[int]], size: int) -> tuple[int, ...] | None:
-    """Return the rotation that maps rank i to rank i + size, or None if it does not map every wire
-    to a wire of equal capacity.
-    """
+    """Return the rotation of ranks by `size`, or None if it changes a wire's capacity."""
     turned = {v: (v + size) % graph.ranks for v in range(graph.ranks)}
     left = list(range(graph.ranks, graph.nodes))
     while left:
@@ -162,9 +158,7 @@ def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
 
 
 def _ways(counted: Graph, parts: Parts, place: int) -> list[Path]:
-    """Return the paths from a rank of part 0 to the switches between the parts. A path passes
-    through at most one other switch.
-    """
+    """Return paths from a rank of part 0 to the switches between parts, over one switch at most."""
     neighbours: dict[int, list[int]] = defaultdict(list)
     for source, target in counted.capacity:
         neighbours[source].append(target)
@@ -179,9 +173,7 @@ def _ways(counted: Graph, parts: Parts, place: int) -> list[Path]:
 
 @dataclass(frozen=True)
 class NetworkPart:
-    """Part 0 as a separate graph. members: for each node of part 0, the index of the node in the
-    whole graph.
-    """
+    """Part 0 as a separate graph. members: for each of its nodes, the index in the whole graph."""
 
     graph: Graph
     members: tuple[int, ...]
@@ -244,9 +236,7 @@ def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | N
 
 
 class _Assembly:
-    """Joins paths between parts and trees within parts, so that they form trees of the whole
-    network.
-    """
+    """Joins paths between parts and trees within parts to trees of the whole network."""
 
     def __init__(self, names: Sequence[str], parts: Parts, lanes: Sequence[list[list[Lane]]],
                  inner: Sequence[Sequence[Inner]], k: int) -> None:
@@ -326,9 +316,7 @@ class _Assembly:
 
     def _named(self, part: int, paths: Sequence[tuple[Path, int]], first: int,
                weight: int) -> Paths:
-        """Return the paths within a part that `weight` copies of a tree use, starting with copy
-        number `first`.
-        """
+        """Return the paths within a part of `weight` copies of a tree, starting at copy `first`."""
         named_paths, at = [], 0
         for path, count in paths:
             some = min(at + count, first + weight) - max(at, first)

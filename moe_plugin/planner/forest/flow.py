@@ -135,8 +135,7 @@ class Partial:
     blocked: set[Arc] = field(default_factory=set)
 
     def split(self, weight: int) -> Partial:
-        """Reduce the weight of this tree to `weight`, and return a copy with the remaining
-        weight."""
+        """Reduce this tree's weight to `weight`, and return a copy with the rest."""
         rest = Partial(self.root, self.weight - weight, list(self.nodes), list(self.edges),
                        set(self.blocked))
         self.weight = weight
@@ -217,9 +216,7 @@ class _Packing:
         tree.edges.append(edge)
 
     def _room(self, source: int, target: int, most: int) -> int:
-        """Return how many trees may use an edge. If more than `most` trees may use the edge, any
-        number >= `most` may be returned.
-        """
+        """Return how many trees may use an edge, or any number >= `most` if at least `most` may."""
         if self._flows is None:
             more = [(self._ranks, v) for v in range(self._ranks)]
             for index, tree in enumerate(self._waiting):

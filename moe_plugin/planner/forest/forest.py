@@ -60,9 +60,7 @@ class Shares:
 
 
 def best_shares(graph: Graph) -> Shares:
-    """Return the highest possible rate, and the share of each root. All roots have equal shares,
-    unless unequal shares allow a higher rate.
-    """
+    """Return the highest rate and each root's share, equal unless unequal shares are faster."""
     parts = tuple(frozenset([rank]) for rank in range(graph.ranks))
     while True:
         rate = _bound(graph, parts)
@@ -99,9 +97,7 @@ class _Search:
         self._roots = [self._rate] * graph.ranks
 
     def run(self) -> list[Fraction] | tuple[frozenset[int], ...]:
-        """Return shares that sum to the rate. If no such shares exist, return disjoint sets of
-        nodes that prove a lower bound on the time.
-        """
+        """Return shares that sum to the rate, or disjoint sets of nodes that prove a bound."""
         ranks = range(self._graph.ranks)
         for rank in ranks:
             self._lower(rank, self._rate // self._graph.ranks)
@@ -118,9 +114,7 @@ class _Search:
         return [Fraction(share, self._unit) for share in self._roots]
 
     def _lower(self, rank: int, least: int) -> frozenset[int]:
-        """Reduce the share of a rank as far as possible. Return the set of nodes that prevents a
-        smaller share, or an empty set.
-        """
+        """Reduce a rank's share as far as possible, and return the nodes that prevent less."""
         value, side = self._flows.cut(self._graph.nodes, rank, self._inside + self._roots)
         spare = value - self._rate
         self._roots[rank] = max(min(self._roots[rank], least), self._roots[rank] - spare)
@@ -130,9 +124,7 @@ class _Search:
 
 
 def _merged(sets: Sequence[frozenset[int]], ranks: int) -> tuple[frozenset[int], ...]:
-    """Merge sets of nodes that have a rank in common. Switches that belong to several of the merged
-    sets are then removed.
-    """
+    """Merge sets of nodes with a common rank, without switches of several merged sets."""
     parts: list[frozenset[int]] = []
     for each in sets:
         apart = [part for part in parts if not _share(part, each, ranks)]
@@ -280,9 +272,7 @@ class Naming:
         self._known = {}
 
     def tree(self, root: int, weight: int, edges: Sequence[tuple[int, int]]) -> Tree:
-        """Return a tree in which each edge has physical paths. The capacity of these paths is then
-        no longer available to other trees.
-        """
+        """Return a tree with physical paths for each edge, and take these paths' capacity."""
         return Tree(root, weight, tuple(
             Edge(*edge, self._paths(edge, weight)) for edge in _by_depth(root, edges)))
 

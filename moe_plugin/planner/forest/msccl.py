@@ -125,9 +125,7 @@ class _Compiler:
             self._add(program.moves[index])
 
     def _offsets(self) -> list[int]:
-        """Return the offset of each piece of the data, in chunks. The pieces that belong to the
-        same root are stored consecutively.
-        """
+        """Return the offset of each piece in chunks, with the pieces of a root in sequence."""
         free = {root: root * self.shard for root in self.program.roots}
         if self.program.collective == "all_reduce":
             free = dict.fromkeys(free, 0)

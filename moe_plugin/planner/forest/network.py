@@ -1,6 +1,4 @@
-"""Networks: directed graphs of ranks and switches that are connected by wires with exact
-bandwidths.
-"""
+"""Networks: directed graphs of ranks and switches, and wires with exact bandwidths."""
 
 from __future__ import annotations
 
@@ -94,9 +92,7 @@ class Network:
                     if w.source in inside and w.target not in inside), Fraction(0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert the network to plain values that `from_dict` accepts. Bandwidths are converted to
-        strings such as "25/2".
-        """
+        """Convert the network to plain values for `from_dict`, with bandwidths such as "25/2"."""
         return {"name": self.name, "ranks": list(self.ranks), "switches": list(self.switches),
                 "one_way": [[w.source, w.target, str(w.bandwidth), w.alpha_s] for w in self.wires]}
 

@@ -52,9 +52,7 @@ class Graph:
 
     @classmethod
     def of(cls, network: Network) -> Graph:
-        """Convert a network to a graph. The unit of capacity is chosen so that all bandwidths are
-        integers.
-        """
+        """Convert a network to a graph with integer capacities."""
         index = {name: i for i, name in enumerate(network.nodes)}
         scale = lcm(*(wire.bandwidth.denominator for wire in network.wires))
         return cls(len(network.ranks), len(index), {
@@ -105,9 +103,7 @@ def optimum(graph: Graph) -> Optimum:
 
 def _slower(graph: Graph, flows: Flows, ratio: Fraction, done: set[int],
             rank: int) -> Optimum | None:
-    """Return a cut that separates `rank` from other ranks and limits the rate further, or None if
-    there is no such cut.
-    """
+    """Return a cut between `rank` and other ranks that limits the rate further, or None."""
     p, q = ratio.as_integer_ratio()
     need = q * graph.ranks
     inside = [capacity * p for capacity in graph.capacity.values()]
@@ -175,8 +171,7 @@ def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
 
 
 def _balanced(graph: Graph) -> Graph:
-    """Subtract a flow so that each node has the same total capacity of incoming and outgoing arcs.
-    """
+    """Subtract a flow so that each node has equal incoming and outgoing capacity."""
     surplus: dict[int, int] = defaultdict(int)
     for (source, target), count in graph.capacity.items():
         surplus[source] += count
@@ -268,16 +263,12 @@ class Splitting:
         return [(u, t, count) for (u, t), count in pairs.items()]
 
     def _near(self, node: int, without: int) -> set[int]:
-        """Return the nodes that can be reached over at most two arcs without passing through
-        `without`.
-        """
+        """Return the nodes that at most two arcs reach without passing through `without`."""
         first = self._out[node] - {without}
         return first.union(*(self._out[n] for n in first)) - {node} if first else set()
 
     def _replace(self, switch: int, pairs: Sequence[Pair]) -> None:
-        """Replace as much capacity of these pairs as possible. If not all pairs can be replaced,
-        continue with each half of the pairs.
-        """
+        """Replace as much of these pairs' capacity as possible, halving the pairs as necessary."""
         pairs = [(u, t, min(count, self._left(u, switch, t))) for u, t, count in pairs]
         if not any(count for _, _, count in pairs):
             return
@@ -328,9 +319,7 @@ class Splitting:
 
 
 def take(pool: list[tuple[Path, int]], count: int) -> Path:
-    """Remove `count` units from the last path of a pool, and return this path. The path must have a
-    multiplicity of at least `count`.
-    """
+    """Remove `count` units, at most all of them, from a pool's last path, and return this path."""
     path, left = pool.pop()
     if left > count:
         pool.append((path, left - count))
@@ -347,9 +336,7 @@ def _without_loops(path: Path) -> Path:
 
 
 def _shares(count: int, offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Distribute `count` units among the offsets as evenly as possible. Offsets that receive an
-    extra unit are spread evenly.
-    """
+    """Distribute `count` units among the offsets, and spread the extra units evenly."""
     if not offsets:
         return []
     base, more = divmod(count, len(offsets))

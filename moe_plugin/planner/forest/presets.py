@@ -33,9 +33,7 @@ JOINING_LINKS = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (3, 3))  # GCD numbers 
 
 @dataclass
 class Builder:
-    """A network that is being built: a list of nodes, and the bandwidth between each pair of
-    connected nodes.
-    """
+    """A network that is being built: nodes, and the bandwidth of each connected pair."""
 
     ranks: list[str] = field(default_factory=list)
     switches: list[str] = field(default_factory=list)
@@ -52,9 +50,7 @@ class Builder:
         return name
 
     def link(self, a: str, b: str, bandwidth: Fraction | int) -> None:
-        """Add a wire of `bandwidth` GB/s in each direction between two nodes. If the two nodes are
-        already connected, the bandwidths are added.
-        """
+        """Add a wire of `bandwidth` GB/s in each direction, or add it to an existing wire."""
         for ends in ((a, b), (b, a)):
             self.wires[ends] = self.wires.get(ends, Fraction(0)) + bandwidth
 
@@ -104,9 +100,7 @@ def mesh(b: Builder, scale: Fraction, *sizes: int, wraps: bool = False) -> None:
 
 
 def hypercube(b: Builder, scale: Fraction, dimensions: int) -> None:
-    """Build a hypercube of `2 ** dimensions` ranks. Ranks are linked if their indices differ in
-    exactly one bit.
-    """
+    """Build a hypercube of `2 ** dimensions` ranks, with links between neighbours."""
     mesh(b, scale, *(2,) * dimensions)
 
 

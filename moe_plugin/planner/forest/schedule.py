@@ -1,5 +1,4 @@
-"""The schedule of a collective: trees over the wires of a network, and a lower bound on the time.
-"""
+"""A collective's schedule: trees over a network's wires, and a lower bound on the time."""
 
 from __future__ import annotations
 
@@ -137,9 +136,7 @@ class Schedule:
 
     @cached_property
     def message_s(self) -> float:
-        """Fixed time of a message in seconds: the largest sum of `alpha_s` along any path in the
-        schedule.
-        """
+        """Fixed seconds of a message: the largest sum of `alpha_s` along a path."""
         alphas = {wire.ends: wire.alpha_s for wire in self.network.wires}
         paths = {path for edge in _edges(self) for path, _ in edge.paths}
         return max((sum(alphas[hop] for hop in zip(path, path[1:])) for path in paths), default=0.0)
@@ -149,27 +146,21 @@ class Schedule:
         return float(self.phases * self.inverse_rate / len(self.network.ranks)) * size / 1e9
 
     def seconds(self, size: float) -> float:
-        """Return the time in seconds for a result of `size` bytes, without the fixed time of
-        messages.
-        """
+        """Return the seconds for a result of `size` bytes, without fixed times of messages."""
         if len(self.network.ranks) == 1:
             return 0.0
         return float(self.phases / (self.weight * self.unit)) * size / 1e9
 
     @property
     def algorithmic_bandwidth(self) -> Fraction:
-        """Bandwidth of the schedule, in GB of the collective's result per second. Raises a
-        `ValueError` for a single rank.
-        """
+        """Bandwidth in GB of the result per second. Raises a `ValueError` for a single rank."""
         if len(self.network.ranks) == 1:
             raise ValueError(f"network {short(self.network.name)} has only 1 rank and moves no "
                              "data, so it has no bandwidth. Use at least 2 ranks")
         return self.weight * self.unit / self.phases
 
     def to_json(self) -> str:
-        """Convert the schedule to JSON. Fractions are written as strings "p/q", and each path is
-        written only once.
-        """
+        """Convert the schedule to JSON, with fractions as "p/q" and each path only once."""
         table: dict[tuple[str, ...], int] = {}
         trees = [[t.root, t.weight, t.inward, [
             [e.source, e.target, [[table.setdefault(path, len(table)), count]
@@ -256,9 +247,7 @@ def _decode(values: dict[str, Any], where: str) -> Schedule:
 
 
 def _check_cut(schedule: Schedule) -> None:
-    """Check that the schedule's cut proves the bound. With `overlap`, check that its parts prove
-    the bound.
-    """
+    """Check that the schedule's cut, or its parts with `overlap`, prove the bound."""
     network = schedule.network
     if len(network.ranks) == 1:
         return
@@ -334,9 +323,7 @@ def _edges(schedule: Schedule) -> Iterator[Edge]:
 
 
 def _loads(schedule: Schedule) -> Iterator[Counter[tuple[str, str]]]:
-    """For each group of trees that run at the same time, yield the total multiplicity of the paths
-    on each wire.
-    """
+    """Yield how often paths use each wire, for each group of simultaneous trees."""
     together = [(True, False)] if schedule.overlap else [(True,), (False,)]
     for kinds in together:
         by_paths: Counter[Paths] = Counter(

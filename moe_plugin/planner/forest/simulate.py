@@ -65,9 +65,7 @@ class Program:
     moves: tuple[ShareMove, ...]
 
     def loads(self) -> dict[tuple[str, str], Fraction]:
-        """For each wire, return the fraction of the collective's result that is sent over this
-        wire.
-        """
+        """Return the fraction of the collective's result that each wire transfers."""
         loads: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
         for move in self.moves:
             for route, share in move.routes:
@@ -105,9 +103,7 @@ class Simulated:
 
 
 def program_of(schedule: Schedule) -> Program:
-    """Convert a schedule to a program. The program has one piece per tree or, for all_reduce, one
-    piece per pair of trees.
-    """
+    """Convert a schedule to a program with one piece per tree (or pair, for all_reduce)."""
     first = [t for t in schedule.trees if t.inward] or list(schedule.trees)
     second = [t for t in schedule.trees if not t.inward] if first[0].inward else []
     moves = _moves(first) + _moves(second)
@@ -210,9 +206,7 @@ def run(program: Program, size: float, chunks: int = 64) -> Simulated:
 
 
 def starts(program: Program) -> tuple[list[int], int]:
-    """For each move, return how many wires the first chunk has passed before the move starts, and
-    return the depth of the program.
-    """
+    """Return how many wires the first chunk passes before each move, and the program's depth."""
     arrived: dict[tuple[int, int], int] = defaultdict(int)
     waves = []
     for move in program.moves:

@@ -70,9 +70,7 @@ class TopologyTable:
     classes: Mapping[tuple[str, str], str]
 
     def links(self, a: str, b: str) -> int:
-        """Return the number of NVLinks between two GPUs. Return 0 if the GPUs are connected only by
-        PCIe.
-        """
+        """Return the number of NVLinks between two GPUs, or 0 if only PCIe connects them."""
         connection = self.classes[a, b]
         return int(connection[2:]) if connection.startswith("NV") else 0
 

@@ -228,9 +228,7 @@ class _Proof:
             self.backward_s.append(self.backward_s[-1] + b.backward_s)
 
     def run(self) -> None:
-        """Visit all combinations of decisions that may lead to a shorter step. At most `MOST_NODES`
-        nodes are visited.
-        """
+        """Visit combinations that may shorten the step, at most `MOST_NODES` nodes."""
         if self._can_improve(_Prefix()):
             self._visit(_Prefix())
 
@@ -331,16 +329,12 @@ def _rate(size: int, seconds: float) -> float:
 
 
 def _product(rate: float, seconds: float) -> float:
-    """Return `rate * seconds`, a number of bytes, or infinity if the rate is infinite, even if
-    `seconds` is 0.
-    """
+    """Return `rate * seconds` bytes, or infinity for an infinite rate, even with 0 seconds."""
     return math.inf if rate == math.inf else rate * max(0.0, seconds)
 
 
 def _recomputed(blocks: list[tuple[int, float]], budget: float) -> float:
-    """Return the largest number of bytes that can be saved by recomputing blocks, or parts of
-    blocks, within a time budget.
-    """
+    """Return the most bytes that recomputing (parts of) blocks saves within a time budget."""
     saved = 0.0
     for size, seconds in sorted(blocks, key=lambda b: b[1] / b[0] if b[0] else math.inf):
         part = min(1.0, budget / seconds) if seconds else 1.0

@@ -69,9 +69,7 @@ class SwapBlock:
 
 
 def blocks_of(profile: ModelProfile) -> list[SwapBlock]:
-    """Convert the blocks of a profile to `SwapBlock` objects. Copy times are computed from the
-    bandwidths in the profile.
-    """
+    """Convert a profile's blocks to `SwapBlock` objects with copy times."""
     return [SwapBlock(name=b.name, forward_s=b.forward_s, backward_s=b.backward_s,
                       activation_bytes=b.activation_bytes, kept_bytes=b.kept_bytes,
                       workspace_bytes=b.workspace_bytes,
@@ -127,9 +125,7 @@ class SwapProblem:
         return sum(b.forward_s + b.backward_s for b in self.blocks)
 
     def waits(self, decisions: Decisions) -> Waits | None:
-        """Return where a step with the given decisions must wait, or None if the decisions do not
-        fit in memory even with waiting.
-        """
+        """Return where a step with these decisions must wait, or None if it never fits."""
         size = len(self.blocks)
         slack, forward, backward = [0] * size, [-1] * size, [-1] * size
         start, started = [-1] * size, [-1] * size
@@ -171,9 +167,7 @@ class SwapProblem:
         return turn
 
     def seconds(self, decisions: Decisions) -> float:
-        """Return the time in seconds of the training step with the given decisions, or inf if the
-        step does not fit in memory.
-        """
+        """Return the seconds of the step with these decisions, or inf if it does not fit."""
         waits = self.waits(decisions)
         if waits is None:
             return math.inf
@@ -260,8 +254,7 @@ class SwapProblem:
 
 
 def least_bytes(blocks: Sequence[SwapBlock]) -> int:
-    """Return the smallest number of bytes for which some combination of decisions fits in memory.
-    """
+    """Return the fewest bytes in which some combination of decisions fits."""
     held = most = 0
     for block in blocks:
         most = max(most, held + block.activation_bytes + block.workspace_bytes)

@@ -205,9 +205,7 @@ def _check(model: ExpertModel, number: int, active: Pass) -> None:
 
 
 class _Writer:
-    """Writes the steps of a schedule for several consecutive passes. MoE layers are numbered
-    consecutively over all passes.
-    """
+    """Writes a schedule's steps for several passes. MoE layers are numbered over all passes."""
 
     def __init__(self, design: str, model: ExpertModel) -> None:
         self.design, self.model = design, model
@@ -231,9 +229,7 @@ class _Writer:
             self._compute(label, len(experts), copies)
 
     def _copy(self, label: str, experts: list[int], decided: str) -> list[OffloadStep]:
-        """Add steps that copy the active experts into the buffers of the layer two positions
-        earlier.
-        """
+        """Add steps that copy active experts into the buffers of two layers before."""
         after = (decided, *self.computed[-1:])
         copies = [OffloadStep(f"copy {label} expert {e}", "in", self.model.copy_s(1), after,
                               takes=self.model.expert_bytes, block=label) for e in experts]
@@ -241,9 +237,7 @@ class _Writer:
         return copies
 
     def _copy_all(self, label: str) -> list[OffloadStep]:
-        """Add a step that copies all experts of a layer into the buffers of the layer two positions
-        earlier.
-        """
+        """Add a step that copies a layer's experts into the buffers of two layers before."""
         after = tuple(self.computed[-2:-1])
         count = self.model.experts
         copy = OffloadStep(f"copy {label}", "in", self.model.copy_s(count), after,

@@ -215,9 +215,7 @@ class Outcome:
         return {span.task.name: span.start for span in self.timeline.spans}
 
     def trace(self) -> dict[str, Any]:
-        """Return the timeline as a trace for Chrome and Perfetto. The trace includes a counter of
-        the bytes in use.
-        """
+        """Return the timeline as a trace for Chrome and Perfetto, with the bytes in use."""
         trace = self.timeline.trace(STREAMS)
         trace["traceEvents"] += [{"name": "memory", "ph": "C", "pid": 0, "ts": 1e6 * at,
                                   "args": {"bytes": size}} for at, size in self.memory]
@@ -302,9 +300,7 @@ def _changes(steps: tuple[OffloadStep, ...],
 
 
 def _stalls(timeline: Timeline) -> dict[str, float]:
-    """For each compute step that has to wait, return the time in seconds for which the compute
-    stream is idle before the step.
-    """
+    """Return the seconds for which the compute stream idles before each step that waits."""
     stalls, end = {}, 0.0
     for span in timeline.spans:
         if span.task.resource == "compute":

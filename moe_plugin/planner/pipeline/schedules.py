@@ -185,9 +185,7 @@ class Pipeline:
         return f"{kind} {stage} {batch}.{part}" if self.slices else f"{kind} {stage} {batch}"
 
     def _neighbour(self, stage: int, kind: str, step: int = 1) -> int | None:
-        """Return the stage that uses the result of a pass (step 1), or the stage that sent the
-        input of a pass (step -1).
-        """
+        """Return the stage that uses a pass's result (step 1) or sent its input (step -1)."""
         neighbour = stage + (step if kind == "forward" else -step)
         return neighbour if 0 <= neighbour < self.stages else None
 
@@ -198,9 +196,7 @@ class Pipeline:
                     self._of(seconds, stage, part) - late, after, kind)
 
     def _tasks(self, stage: int, each: Pass, mode: str) -> Iterator[Task]:
-        """Yield the tasks of a pass: the computation, the transfer and the delayed gradients of
-        weights.
-        """
+        """Yield a pass's computation, transfer and delayed gradients of weights."""
         kind, batch, part = each
         late = self._of(self.delayed_s, stage, part) if kind == "backward" else 0.0
         source, target = self._neighbour(stage, kind, -1), self._neighbour(stage, kind)
@@ -238,9 +234,7 @@ class Pipeline:
                 yield following
 
     def _paired(self) -> list[list[Task]]:
-        """For each stage, return the tasks of its passes and of the transfers between this stage
-        and the next.
-        """
+        """Return each stage's tasks and transfers between this stage and the next."""
         waits: dict[Transfer, tuple[str, ...]] = defaultdict(tuple)
         programs: list[list[Task | Transfer]] = [[] for _ in range(self.stages)]
         for stage, steps in enumerate(programs):

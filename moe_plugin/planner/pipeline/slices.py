@@ -219,9 +219,7 @@ class SliceTimes:
     context: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     def __call__(self, length: int, context: int) -> float:
-        """Return the time in seconds, >= 0, of a slice of `length` tokens that follows `context`
-        tokens.
-        """
+        """Return the seconds >= 0 of a slice of `length` tokens after `context` tokens."""
         seconds = self._base(length)
         if context:
             a0, a1, a2, a3 = self.context
@@ -322,9 +320,7 @@ class SliceProfile:
 
     @property
     def granularity(self) -> int:
-        """Number of tokens of which all slice lengths in the search are multiples, chosen large
-        enough for a fast search.
-        """
+        """Number of tokens that divides all slice lengths, large enough for a fast search."""
         pieces = self.length // self.multiple
         return self.multiple * min(n for n in range(1, pieces + 1)
                                    if pieces % n == 0 and pieces // n <= MOST_MEASURED_PIECES)

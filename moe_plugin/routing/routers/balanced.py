@@ -88,9 +88,7 @@ def _finite(value_TE: Tensor) -> Tensor:
 
 
 def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
-    """Return prices [E] for which the demand is about the same for all experts. The demand is a
-    softmax with a decreasing temperature.
-    """
+    """Return prices [E] of about equal demand, a softmax with a decreasing temperature."""
     price_E = value_NE.new_zeros(value_NE.shape[1])
     for heat in COOLING:
         for _ in range(ROUNDS):

@@ -208,9 +208,7 @@ class Router(BuffersKeepDtype, RouterModule):
             return self.route(x_TD, call)
 
     def route(self, x_TD: Tensor, call: RoutingCall) -> Routing:
-        """Call the four hooks in order. x_TD: tokens after jitter and dropout. Padding tokens are
-        0.
-        """
+        """Call the four hooks. x_TD: tokens after jitter and dropout, 0 for padding."""
         call.logits_TE = self.scores(x_TD, call)
         choices = self.num_experts if self.any_number else call.k
         select = self.select if self.forced is None else self._forced

@@ -50,8 +50,7 @@ class GroupLimitedRouter(Router):
         return self.config.group_top_k
 
     def counted_scores(self, k: int) -> int:
-        """Return how many of a group's highest scores are summed to obtain the score of the group.
-        """
+        """Return how many of a group's highest scores are added to its own score."""
         return self.config.group_scores or max(1, k // self.chosen_groups)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:

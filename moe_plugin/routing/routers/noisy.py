@@ -49,9 +49,7 @@ class NoisyTopKRouter(Router):
         keep_init(self.noise_ED)
 
     def reset_parameters(self) -> None:
-        """Initialize W with the Xavier distribution and V with zeros. Initially, the noise has a
-        standard deviation of log 2.
-        """
+        """Initialize W by Xavier and V with zeros, which is noise of standard deviation log 2."""
         super().reset_parameters()
         nn.init.zeros_(self.noise_ED)
 
@@ -215,9 +213,7 @@ class SparseMixerRouter(Router):
         return torch.cat(weights, 1)
 
     def _near(self, logits_TE: Tensor, left_TE: Tensor) -> Tensor:
-        """Return the logits of the remaining experts that are close to the best remaining expert,
-        and -inf for all other experts.
-        """
+        """Return the logits of the remaining experts close to the best of them, otherwise -inf."""
         # Detached, because the set of close experts has no gradient.
         best_T1 = left_TE.detach().amax(1, keepdim=True)
         size_TE = torch.maximum(logits_TE.detach().abs(), best_T1)

@@ -45,9 +45,7 @@ class TopKRouter(Router):
         self.second_expert_policy = self.second_expert_policy or self.config.second_expert_policy
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k best experts. With the policy "sampling", the second expert is drawn at
-        random. See `Router.select`.
-        """
+        """Choose the k best experts, or draw the second ("sampling"). See `Router.select`."""
         policy = self.second_expert_policy
         if not self.training or policy == "all":
             return call.choose()
@@ -84,9 +82,7 @@ class TopKRouter(Router):
 
 
 def _drawn(logits_TE: Tensor) -> Tensor:
-    """Return the best expert and a second expert, [T, 2]. The second expert is drawn from a softmax
-    over all experts except the best expert.
-    """
+    """Return the best expert and one drawn from a softmax over all others, [T, 2]."""
     first_T1 = top_k_stable(logits_TE, 1)
     # The argmax of logits plus Gumbel noise is distributed like a draw from their softmax.
     gumbel_TE = -torch.empty_like(logits_TE).exponential_().log()
@@ -180,9 +176,7 @@ class CosineRouter(TopKRouter):
 
 
 def _directions(y_TP: Tensor) -> Tensor:
-    """Return `y / |y|`. Each row has length 1. Rows that are not longer than `SHORT` are replaced
-    by zeros and have no gradient.
-    """
+    """Return `y / |y|`, or zeros without a gradient for rows no longer than `SHORT`."""
     squared_T1 = y_TP.square().sum(1, keepdim=True)
     # Dividing by infinity gives zeros, and a gradient of zero instead of NaN.
     return y_TP / squared_T1.masked_fill(squared_T1 <= SHORT**2, math.inf).sqrt()

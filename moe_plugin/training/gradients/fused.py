@@ -67,9 +67,7 @@ def apex(name: str) -> FusedPart:
 
 @functools.cache
 def imported(module: str, name: str, extension: str) -> FusedPart:
-    """Import `module.name`. The compiled module `extension` must be importable. The imported object
-    is cached for the lifetime of the process.
-    """
+    """Import and cache `module.name` if the compiled module `extension` can be imported."""
     try:
         importlib.import_module(extension)
         value = getattr(importlib.import_module(module), name)

@@ -1,6 +1,4 @@
-"""Compute norms of many tensors at once, and scale many tensors at once. apex is used if it
-supports the tensors, otherwise torch.
-"""
+"""Compute norms of many tensors, and scale many tensors, at once, with apex if possible."""
 
 from __future__ import annotations
 

@@ -156,9 +156,7 @@ class ExpertMuon(torch.optim.Optimizer):
         return {**super().__getstate__(), "_given": self._given}  # options for new groups of a copy
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. Missing options are set to the defaults of Muon or AdamW; see
-        `torch.optim.Optimizer`.
-        """
+        """Add a group with defaults of Muon or AdamW; see `torch.optim.Optimizer`."""
         param_group.setdefault("muon", True)
         defaults = self._given
         if not param_group["muon"]:

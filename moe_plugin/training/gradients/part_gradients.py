@@ -123,9 +123,7 @@ def _norms(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run `torch._amp_foreach_non_finite_check_and_unscale_`. If any rank has a non-finite
-    gradient, all ranks report it.
-    """
+    """Run torch's unscaling, after which all ranks report any rank's non-finite gradient."""
     gradients, found_inf = args[:2]
     _apart(function, args, kwargs)
     groups = {x.comm.name: x.comm for x in gradients if isinstance(x, PartGradient)}

@@ -62,9 +62,7 @@ class OuterNesterov:
     @torch.no_grad()
     def step(self, weights: Sequence[Tensor], momenta: Sequence[Tensor],
              changes: Sequence[Tensor]) -> None:
-        """Update the weights theta and the momentum buffer b in place. `changes` contains `Delta`.
-        The values of `changes` are overwritten.
-        """
+        """Update the weights theta and the momentum b in place, and overwrite `changes`."""
         for theta, b, delta in zip(weights, momenta, changes, strict=True):
             b.mul_(self.momentum).add_(delta)
             theta.add_(delta.add_(b, alpha=self.momentum), alpha=-self.lr)
@@ -372,9 +370,7 @@ class PeerSteps(RunFeature):
         self._follow()
 
     def after_step(self, facts: StepFacts) -> None:
-        """Average the weights if `every` steps have been completed since the last averaging round.
-        All peers must call this method.
-        """
+        """Average the weights every `every` steps. All peers must call this method."""
         if facts.made and self.peer is not None:
             self.peer.stepped()
             self._follow()

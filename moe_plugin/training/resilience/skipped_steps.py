@@ -1,6 +1,4 @@
-"""Skip steps with non-finite numbers, and repeat steps whose rows exceed a buffer
-(`dispatch.name: bounded`).
-"""
+"""Skips steps with non-finite numbers, and repeats steps whose rows exceed a buffer."""
 
 from __future__ import annotations
 
@@ -59,9 +57,7 @@ class FiniteSteps(RunFeature):
         raise SkipStep(text)
 
     def take_unscaled(self) -> int:
-        """Return the number of steps skipped since the previous call, excluding those that were
-        skipped in order to reduce a loss scale.
-        """
+        """Return the steps skipped since the last call for other reasons than the loss scale."""
         taken, self._unscaled = self._unscaled, 0
         return taken
 

@@ -268,9 +268,7 @@ class _Recorder:
         self.sums.append(checksum(x))
 
     def _before(self, name: str) -> Callable[..., None]:
-        """Return a hook for experts that records the gradients of the rows before these gradients
-        are sent to other ranks.
-        """
+        """Return a hook for experts that records the rows' gradients before they are sent."""
         def hook(module: nn.Module, args: tuple[ExpertRows]) -> None:
             self._backward(f"the gradient of rows of {name!r}", args[0].x)
 

@@ -52,9 +52,7 @@ def majority(copies: Sequence[Tensor]) -> tuple[int, list[int]]:
 
 
 def coordinate_median(x_FN: Tensor) -> Tensor:
-    """Return the median of a tensor [F, N] over axis 0, [N]. If F is even, the median is the mean
-    of the two middle values.
-    """
+    """Return the median of [F, N] over axis 0, [N], the mean of two values if F is even."""
     sorted_FN = x_FN.sort(dim=0).values
     middle = x_FN.shape[0] // 2
     if x_FN.shape[0] % 2:
@@ -219,9 +217,7 @@ def shared_first(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter]
 
 
 def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return all gradients as one vector [N], whose dtype is the widest dtype of the gradients.
-    Missing gradients are treated as zero.
-    """
+    """Return all gradients as a vector [N] of the widest dtype, with 0 for missing gradients."""
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1)
                       for p, g in zip(parameters, gradients, strict=True)])
 
@@ -229,9 +225,7 @@ def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
 @torch.no_grad()
 def set_gradients(parameters: Sequence[nn.Parameter], gradient_N: Tensor,
                   gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
-    """Copy a vector that `flat_gradients` returned to the gradients of the parameters. Each
-    gradient has the same dtype as its parameter.
-    """
+    """Copy a vector of `flat_gradients` to the parameters' gradients, in their dtypes."""
     parts = gradient_N.split([p.numel() for p in parameters])
     for parameter, part_N in zip(parameters, parts, strict=True):
         gradient = gradient_of(parameter)
@@ -324,9 +318,7 @@ class VotedGradients:
         return flat_gradients(self.parameters, gradients)
 
     def rows_overflowed(self) -> bool:
-        """Return true if a vote decides that rows did not fit into a buffer; see
-        `Ballots.rows_needed`. Collective.
-        """
+        """Vote on whether rows did not fit; see `Ballots.rows_needed`. Collective."""
         return settle(self._limits, self.ballots.rows_needed(self._limits,
                                                              torch.stack(self._needed)))
 

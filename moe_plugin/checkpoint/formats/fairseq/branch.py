@@ -170,9 +170,7 @@ def _columns(state: State, model: State, model_only: bool) -> dict[str, dict[str
 
 
 def _why_unassignable(state: State, model: State, path: str) -> str:
-    """Return the reason why the optimizer state in a file cannot be assigned to parameters, or an
-    empty string if it can be assigned.
-    """
+    """Return why a file's optimizer state cannot be assigned to parameters, or an empty string."""
     optimizer = state.get(_OPTIMIZER) or {}
     # -1: fairscale's optimizer state is in another file
     if optimizer == -1 or "param_id_map" in optimizer:
@@ -277,9 +275,7 @@ def _state_of_file(source: Source, rank: int | None, local: int) -> dict[str, An
 
 
 def _name_in_file(name: str, rank: int | None, local: int) -> str | None:
-    """Return the name of a parameter in the file of a rank or in the shared file, or None if this
-    file does not contain the parameter.
-    """
+    """Return a parameter's name in a rank's file or the shared file, or None if it is absent."""
     expert = expert_of(name)
     if expert is None or rank is None:
         return name if expert is None and rank is None else None

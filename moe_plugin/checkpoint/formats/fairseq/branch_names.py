@@ -108,9 +108,7 @@ def to_branch(source: Source) -> View:
 
 
 def our_order(source: Source) -> list[str]:
-    """Return the parameter names of a branch checkpoint, converted to the names and the order of
-    models with this package's layers.
-    """
+    """Return a branch checkpoint's parameter names as names of this package, in its order."""
     table = _table(source.layers)
     return _ordered(dict.fromkeys(table.neutral_name(name) for _, name in source.entries),
                     _our_place)

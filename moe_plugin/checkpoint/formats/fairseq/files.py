@@ -68,9 +68,7 @@ def has_rank(filename: str) -> bool:
 
 
 def rank_files(filename: str, end: str = "") -> dict[int, str]:
-    """Return the files of all ranks, given a file name with or without a rank suffix. `end` is the
-    suffix that follows `.pt`.
-    """
+    """Return the files of all ranks, given a name with or without a rank. `end` follows `.pt`."""
     paths = glob.glob(f"{glob.escape(without_rank(filename).removesuffix('.pt'))}-rank-*.pt{end}")
     return {int(number): path for path in sorted(paths)
             for number in RANK_SUFFIX.findall(path.removesuffix(end))}

@@ -48,9 +48,7 @@ RENAMED = {"cuda_graph_scope": "cuda_graph_modules"}  # 0.18 and newer accept bo
 
 
 def by_layer(tensors: Mapping[str, Derived]) -> Iterator[Derived]:
-    """Yield the tensors of a checkpoint. Each key consists of a field and a name with the layer
-    index.
-    """
+    """Yield a checkpoint's tensors. A key is a field and a name with the layer index."""
     for stored, tensor in tensors.items():
         field, name = split_field(stored)
         if is_stacked(name):
@@ -187,9 +185,7 @@ def refuse_other_optimizers(source: Source) -> None:
 
 
 def optimizer_parts(state: Any) -> list[dict[Any, Any]]:
-    """Return the list of optimizers in the common state. The common state contains either one
-    optimizer or a chain of several optimizers.
-    """
+    """Return the optimizers in the common state, which stores one or a chain of several."""
     if not isinstance(state, dict) or not state:
         return []
     if all(isinstance(key, int) for key in state):
@@ -242,9 +238,7 @@ def fitted(state: Any, wanted: Any) -> Any:
 
 
 def group_value(group: Mapping[str, Any], key: str) -> Any:
-    """Return a value of a parameter group, or None if it is missing. The value may be stored under
-    Megatron's key or under NeMo's key.
-    """
+    """Return a group's value, stored under Megatron's or NeMo's key, or None if it is missing."""
     return group.get(key, group.get(f"pre_{key}"))
 
 

@@ -46,9 +46,7 @@ GATES = ("w_gate_LDF", "b_gate_LF")
 
 
 def _table(gated: Mapping[str, bool]) -> NameTable:
-    """Build the table of expert names. `gated` states, for the name prefix of each MoE layer,
-    whether the experts have gates.
-    """
+    """Build the table of expert names, given which MoE layers (name prefixes) have gates."""
     return NameTable(
         NameRule(f"{prefix}experts.experts.{theirs}",
              tuple(f"{prefix}experts.{name}" for name in ours if has_gates or name not in GATES),
@@ -57,9 +55,7 @@ def _table(gated: Mapping[str, bool]) -> NameTable:
 
 
 def to_native(source: Source) -> Source:
-    """Return a view of a `megatron` source in which the experts have the names and layout of
-    Megatron's own experts.
-    """
+    """Return a view of a `megatron` source with the names and layout of Megatron's own experts."""
     names = _table({prefix: (MODEL, f"{prefix}experts.w_gate_LDF") in source.entries
                     for prefix in source.layers})
     kept = source.values.get("megatron")
@@ -73,9 +69,7 @@ def to_native(source: Source) -> Source:
 
 
 def to_ours(source: Source) -> Source:
-    """Return a view of a `megatron_native` source in which the experts have the names and layout of
-    this package's experts.
-    """
+    """Return a view of a `megatron_native` source with names and layout of our experts."""
     names = _table({prefix: _gated(source, prefix) for prefix in source.layers})
     ordered = _experts_first(source, [f"experts.experts.{theirs}" for theirs in PAIRS])
     tensors = map(ordered.tensor, ordered.entries)

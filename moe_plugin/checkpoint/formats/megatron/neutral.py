@@ -121,9 +121,7 @@ def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
 
 
 def _groups(settings: Mapping[str, Any], score: str) -> dict[str, Any]:
-    """Return the framework-independent settings of group-limited routing, or an empty dict if
-    routing is not limited to groups.
-    """
+    """Return the neutral settings of group-limited routing, or {} for routing without groups."""
     groups, chosen = (int(settings.get(f"moe_router_{name}") or 0)
                       for name in ("num_groups", "group_topk"))
     if not groups or not chosen or not settings.get("num_experts"):
@@ -138,9 +136,7 @@ def _groups(settings: Mapping[str, Any], score: str) -> dict[str, Any]:
 
 
 def from_decoder(model: DecoderSettings) -> dict[str, Any]:
-    """Convert the settings to Megatron's names. Settings that can be computed from the shapes of
-    tensors are left out.
-    """
+    """Convert the settings to Megatron's names, without those that follow from tensor shapes."""
     s = model
     if s.groups:
         s = replace(s, group_scores=s.group_scores or max(1, s.top_k // s.group_top_k))
@@ -284,9 +280,7 @@ def _kv_heads(source: Source, heads: int) -> int:
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view of a framework-independent source that uses the names of a Megatron GPT model
-    with this package's experts.
-    """
+    """Return a view of a neutral source with the names of a Megatron GPT model with our experts."""
     source = _with_fitting_biases(source)
     model = DecoderSettings.from_dict(source.values["model"])
     known = from_decoder(model)

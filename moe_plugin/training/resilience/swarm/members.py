@@ -1,6 +1,4 @@
-"""The peers of a swarm, and the stage that each peer computes. Peers may be added, may be lost, and
-may move to another stage.
-"""
+"""The peers of a swarm, which may come, fail and move, and the stage that each computes."""
 
 from __future__ import annotations
 
@@ -81,9 +79,7 @@ class SwarmMembers:
             return [self._of[stage][address].bandwidth for address in sorted(self._of[stage])]
 
     def place(self, member: Member) -> int:
-        """Return the stage that a new peer should compute. A new peer is assigned to the stage with
-        the lowest throughput.
-        """
+        """Return the stage with the lowest throughput, which a new peer should compute."""
         return min(range(len(self._of)), key=self._throughput)
 
     def serve(self, member: Member, stage: int) -> None:
@@ -107,9 +103,7 @@ class SwarmMembers:
             return self._of[stage].pop(address, None)
 
     def choose(self, stage: int, number: int, size: float, but: set[Address]) -> Address | None:
-        """Choose the peer that runs a task of a micro-batch; see `Wiring.choose`. Return None if no
-        other peer is left.
-        """
+        """Choose the peer of a micro-batch's task; see `Wiring.choose`. None if none is left."""
         with self._changed:
             wiring = self._wirings[stage]
             left_out = frozenset(but & wiring.peers)

@@ -91,9 +91,7 @@ class Access:
                              "must not be empty; leave secret out, or use a long random string")
 
     def proof(self, side: bytes, nonces: bytes) -> bytes:
-        """Compute a proof from the random numbers of both sides. Only a side that knows the secret
-        can compute this proof.
-        """
+        """Compute a proof from both sides' random numbers, which requires the secret."""
         return hmac.digest((self.secret or "").encode(), side + nonces, "sha256")
 
 
@@ -134,9 +132,7 @@ class Connection:
                 raise
 
     def _prove(self, side: bytes) -> None:
-        """Exchange random numbers with the other side, and then prove to each other that both sides
-        know the secret.
-        """
+        """Exchange random numbers, and prove to each other that both sides know the secret."""
         other, nonce = b"client" if side == b"server" else b"server", os.urandom(32)
         self._socket.settimeout(PATIENCE_S)
         self._socket.sendall(nonce)
@@ -318,9 +314,7 @@ def _is_local(host: str) -> bool:
 
 def _serve(opened: socket.socket, answer: Callable[[Message], Message | None],
            access: Access) -> str:
-    """Answer requests until the connection is closed. Return the reason why the connection was
-    closed, or an empty string.
-    """
+    """Answer requests until the connection closes, and return the reason or an empty string."""
     try:
         connection = Connection(opened, None, access, serves=True)
         while True:

@@ -172,9 +172,7 @@ class ServedStage:
         return x.grad, float(sum(loss.detach() for loss in losses)), logged
 
     def count(self, micro_batch: int) -> None:
-        """Accumulate the gradients of a backward pass. Called after the trainer has used the answer
-        of this backward pass.
-        """
+        """Accumulate a backward pass's gradients, after the trainer has used the answer."""
         with self._lock:
             if micro_batch in self._pending:
                 self._sum += self._pending.pop(micro_batch)

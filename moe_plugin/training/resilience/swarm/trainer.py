@@ -325,9 +325,7 @@ class Swarm:
                     if stage in stages and address not in members[stage]]
 
     def _redo(self, stages: Sequence[int], again: Callable[[int], object]) -> None:
-        """Recompute the gradients of lost peers. If more peers are lost in the meantime, continue
-        until no gradients are missing.
-        """
+        """Recompute the gradients of lost peers until no gradients are missing."""
         while lost := self._missing(stages, self.members.stages):
             stage, number = lost[0]
             values = self._taken[stage, number][1]
