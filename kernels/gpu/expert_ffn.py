@@ -24,9 +24,7 @@ from moe_plugin.kernels.activations import first_derivative_only
 from moe_plugin.kernels.block_products import ROUNDED, products_for
 from moe_plugin.kernels.choices import tokens_of_rows
 from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
-from moe_plugin.kernels.expert_matmul import (
-    expert_bias_grad,
-)
+from moe_plugin.kernels.expert_matmul import expert_bias_grad
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rounded import RoundedCall, rounded_call

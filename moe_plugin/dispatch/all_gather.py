@@ -31,12 +31,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.comm.by_nodes import (
-    Wanted,
-    gather_by_nodes,
-    reduce_scatter_by_nodes,
-    wanted_rows,
-)
+from moe_plugin.comm.by_nodes import Wanted, gather_by_nodes, reduce_scatter_by_nodes, wanted_rows
 from moe_plugin.comm.chunks import pack, unpack
 from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, Sent, dispatchers
 from moe_plugin.dispatch.rows import TokenPlan, rows_of_this_rank, with_weights

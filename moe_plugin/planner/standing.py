@@ -21,14 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_plugin.planner.replicas import Loads, ReplicaMap, host_placed, host_replicas, hosting
-from moe_plugin.planner.spill import (
-    Counts,
-    SpillCosts,
-    SpillPlan,
-    plan_spill,
-    round_shares,
-    saves,
-)
+from moe_plugin.planner.spill import Counts, SpillCosts, SpillPlan, plan_spill, round_shares, saves
 
 TASKS = 32  # number of parts into which a rank's share of all rows is divided
 SLACK = 0.02  # of the busiest rank's time; a smaller gain does not justify a replica

@@ -41,14 +41,7 @@ from moe_plugin.checkpoint.formats.fairseq.entries import PARAMETERS, trained_na
 from moe_plugin.checkpoint.formats.fairseq.entries import STATE as _STATE
 from moe_plugin.checkpoint.formats.fairseq.format import read_file, state_by_index
 from moe_plugin.checkpoint.reshard import GROUPS, column_source, columns_of
-from moe_plugin.checkpoint.source import (
-    MODEL,
-    MODEL_ONLY,
-    CheckpointError,
-    Derived,
-    Source,
-    View,
-)
+from moe_plugin.checkpoint.source import MODEL, MODEL_ONLY, CheckpointError, Derived, Source, View
 
 _GATE = "gate.wg.weight"
 _SHARED = re.compile(r"-shared(?=\.pt$)")

@@ -25,12 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from moe_plugin.checkpoint.formats.base import (
-    CheckpointSizes,
-    Format,
-    WriteProgress,
-    formats,
-)
+from moe_plugin.checkpoint.formats.base import CheckpointSizes, Format, WriteProgress, formats
 from moe_plugin.checkpoint.formats.megatron import common, neutral
 from moe_plugin.checkpoint.formats.megatron.common import NATIVE, OURS
 from moe_plugin.checkpoint.name_table import NameRule, NameTable
