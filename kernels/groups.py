@@ -55,8 +55,7 @@ def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
         record_M: the slot of each run, int64 [M], where length <= M * P.
         pages_SP, host_SP: floating-point buffers on the device and in host memory.
         length: number of elements to return.
-        enough: bool scalar tensor on the device. If `enough` is False, all returned elements are
-            NaN.
+        enough: bool scalar tensor on the device. If False, all returned elements are NaN.
     """
     device_slot_M, host_slot_M = _slots(record_M, pages_SP, host_SP)
     x_MP = pages_SP.index_select(0, device_slot_M)
@@ -76,8 +75,7 @@ def _slots(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> tuple[Tensor,
 
 @op
 def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
-    """Reorder equal chunks of dimension 0 from the order [outer, inner] to the order [inner,
-    outer].
+    """Reorder equal chunks of dimension 0 from order [outer, inner] to order [inner, outer].
 
     In 2DH (Tutel), the chunks are ordered by destination rank (node, local). The chunks are
     reordered to (local, node), so that each rank sends one contiguous chunk to each rank of its

@@ -1,5 +1,4 @@
-"""Matmuls and row-wise functions whose output for a row does not depend, bit for bit, on the other
-rows.
+"""Matmuls and functions whose output for a row does not depend on other rows, bit for bit.
 
 The order in which a math library sums the products of a matmul depends on the number of rows. Math
 libraries also process the last elements of a tensor differently from elements that fill a whole
@@ -95,8 +94,7 @@ def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
 
     Args:
         x_RI: rows [R, I] that are multiplied.
-        w_IO: weights [I, O], with the same floating-point dtype as the rows. Under autocast, both
-            operands are cast.
+        w_IO: weights [I, O] in the dtype of the rows. Autocast casts both operands.
     Raises:
         ValueError: If this machine's library sums the rows of a block in different orders, or if
             torch.func or torch.export transforms the call.

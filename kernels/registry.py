@@ -12,8 +12,7 @@ from moe_plugin.utils.registry import Registry
 
 
 class Op:
-    """An operation with a torch reference and optional faster implementations. The reference is
-    also used on CPUs.
+    """An operation with a torch reference, also used on CPUs, and optional faster ones.
 
     `add(name, why_not)` registers an implementation. The function `why_not(*args)` returns None if
     the implementation supports these arguments, and otherwise the reason why it does not. A call

@@ -1,5 +1,4 @@
-"""Compute the scores, the k best experts, their weights and all balance statistics in one pass over
-the logits.
+"""Compute scores, the k best experts, weights and balance statistics in one pass over logits.
 
 The pass reads only the logits [T, E] and writes no other tensor of this size. If two experts have
 equal scores, the expert with the lower index is chosen first.
@@ -69,8 +68,7 @@ def _sorts(scores_TE: Tensor, k: int) -> bool:
 
 
 def group_members(groups_TG: Tensor, groups: int, experts: int) -> Tensor:
-    """Return a bool tensor [T, E] whose entry [t, e] is True if expert e belongs to one of the
-    groups of token t.
+    """Return a bool tensor [T, E], True at [t, e] if expert e is in one of token t's groups.
 
     groups_TG: int64 [T, G], the indices of G groups for each token.
     """
@@ -131,8 +129,7 @@ class Routed:
 
 def route_by_steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor | None, rule: Rule,
                    chosen_TK: Tensor | None = None, bias_E: Tensor | None = None) -> Routed:
-    """A reference implementation of `route` in separate torch operations, differentiated by
-    autograd.
+    """A reference implementation of `route` in torch operations, differentiated by autograd.
 
     s_TE: scores computed from the logits.
     p_TE: the scores divided by their sum.

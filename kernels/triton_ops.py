@@ -93,8 +93,7 @@ def product_why_not(*args: Any) -> str | None:
 
 @functools.cache
 def no_products(device: torch.device) -> str | None:
-    """Return the reason why the installed Triton cannot run any matmul on this GPU, or None if it
-    can.
+    """Return the reason why the installed Triton cannot run matmuls on this GPU, or None.
 
     Cached per device.
     """

@@ -54,8 +54,7 @@ class _Sum:
 
 @dataclass
 class GradSums:
-    """Sums of the weight gradients of all calls in one forward pass. Create one object per forward
-    pass.
+    """Sums of the weight gradients of all calls in one forward pass, one object per pass.
 
     A single backward pass must include all of these calls. If a backward pass is aborted, its
     partial sums remain in this object. The next backward pass over the same graph (`retain_graph`)
@@ -129,8 +128,7 @@ class GradSums:
 
 
 def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
-    """Allocate the gradient of a weight. The axes of the gradient have the same order in memory as
-    those of the weight.
+    """Allocate the gradient of a weight, with the weight's order of axes in memory.
 
     With a different order, autograd would make a slow copy.
     """
@@ -260,8 +258,7 @@ def redirect_grad(parameter: nn.Parameter) -> Tensor:
 
 
 class LaterGrads:
-    """Weight gradients that backward passes postpone. The postponed gradients are computed when
-    `compute` is called.
+    """Weight gradients that backward passes postpone until `compute` is called.
 
     Until then, the gradients of the rows, for which other ranks wait, can be computed and sent.
     """
@@ -275,8 +272,7 @@ class LaterGrads:
 
     @staticmethod
     def cut_off(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[bool, ...]]:
-        """Detach the weights of a call from the graph, and return for each weight whether it needs
-        a gradient.
+        """Detach a call's weights from the graph, and return whether each needs a gradient.
 
         Autograd ignores detached weights, so the hooks of these weights do not run before the
         gradients exist.

@@ -185,8 +185,7 @@ class Workspace:
     are supported.
 
     Args:
-        pool: memory pool that the workspace uses. By default, all modules share the pool of the
-            process.
+        pool: memory pool of the workspace. By default, modules share the process's pool.
     """
 
     def __init__(self, pool: MemoryPool | None = None) -> None:
@@ -231,8 +230,7 @@ class Workspace:
 
 def scratch(purpose: str, shape: tuple[int, ...], like: Tensor,
             dtype: torch.dtype | None = None) -> Tensor:
-    """Return an uninitialized CPU tensor from the pool of the process. The tensor may be used only
-    during one operation.
+    """Return an uninitialized CPU tensor from the process's pool, for use in one operation.
 
     Use this function in operations that are not part of a module. The tensor `like` determines the
     device, and also the dtype if `dtype` is None.

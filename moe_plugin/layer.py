@@ -55,10 +55,8 @@ class LayerState(HasFinishStep, LinkableLayer):
         config: the settings after `auto` values have been replaced with concrete values.
         comm: the expert-parallel group.
         placement: describes which ranks store each expert.
-        token_entry: checks the input tokens, flattens them to one axis, and restores the input's
-            shape in the output.
-        experts: the module that contains the parameters of this rank's experts, or an adapter that
-            wraps it.
+        token_entry: checks and flattens input tokens, and restores the shape in the output.
+        experts: the module with this rank's experts, or an adapter that wraps it.
         routed_experts: selects the layout of a call and computes the experts.
         has_own_router: whether the caller passed a router module.
         route: function that chooses the experts of each token. With `router.pre_gate` or
@@ -123,8 +121,7 @@ class LayerState(HasFinishStep, LinkableLayer):
         return {**self.routed_experts.state(), distributed_state.FLOAT32: float32_state(self)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Load the extra state returned by `get_extra_state`. The state of the layout tuner may be
-        missing.
+        """Load the state of `get_extra_state`, in which the layout tuner may be missing.
 
         Raises:
             ValueError: the checkpoint contains the experts of a different rank.
@@ -163,8 +160,7 @@ class GivenParts:
     Attributes:
         config: the complete settings, including settings passed as keyword arguments.
         comm: the expert-parallel group.
-        router: the router module that the caller passed. None if the router is built from the
-            settings.
+        router: the router module that the caller passed, or None to build it from settings.
         experts: the function `factory(global_index) -> module` that the caller passed. None if the
             experts are built from the settings.
     """
@@ -211,8 +207,7 @@ def _check_given(comm: Any, router: Any, experts: Any) -> None:
 
 
 class MoELayer(LayerState):
-    """A Mixture-of-Experts feed-forward layer whose experts are spread over the ranks of a process
-    group.
+    """A Mixture-of-Experts feed-forward layer with experts spread over a group's ranks.
 
     Each expert parameter has the attribute `expert = True`. After the backward pass, the gradient
     of an expert parameter is the sum over the tokens of all ranks in `comm`. The gradient of any
@@ -276,8 +271,7 @@ class MoELayer(LayerState):
         """Compute the layer's output for each token, from the routed experts and the shared expert.
 
         Args:
-            x: the tokens of this rank, [..., D]. Each rank may have a different number of tokens,
-                including zero.
+            x: this rank's tokens, [..., D]. Ranks may have different numbers, also zero.
             token_mask: bool [...], True for tokens that are not padding. Padding tokens are not
                 routed, and their output is zero. By default no token is padding.
             info: additional information about the tokens, such as token ids, if the router requires

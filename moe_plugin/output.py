@@ -28,8 +28,7 @@ _Key = tuple[str, str]
 @as_pytree("layout", "decisions", "router", "collectives")
 @dataclass(frozen=True)
 class LayerStats:
-    """Statistics of one forward pass on this rank. Tensors are copied to the host only in
-    `as_dict`.
+    """Statistics of a forward pass on this rank. Only `as_dict` copies tensors to the host.
 
     Attributes:
         load_KE: int64 [K, E]. Entry [k, e] is the number of tokens whose k-th choice was expert e,
@@ -62,8 +61,7 @@ class LayerStats:
         store: counters of the store for experts outside the device (`StoreCounters`), and the
             number of bytes of cached experts as `resident_bytes`. Empty if all experts are stored
             on the device.
-        self_balanced: whether the router balances the load without a balance loss
-            (`RouterModule.balances`).
+        self_balanced: whether the router balances without a loss (`RouterModule.balances`).
         more: values of the registered statistics that define a `measure` function, by name.
     """
 
@@ -89,8 +87,7 @@ class LayerStats:
     more: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the statistics as plain numbers, with the names defined in
-        `moe_plugin/utils/statistics.py`.
+        """Return the statistics as numbers, named as in `moe_plugin/utils/statistics.py`.
 
         The host waits for the device.
         """
@@ -109,8 +106,7 @@ class StatsSums:
         device: float64 sums and maxima of statistics that are tensors.
         host: sums and maxima of statistics that are known on the host.
         counts: for each statistic, the number of calls that reported a value.
-        names: for statistics with the reduction `names`, the number of calls that reported each
-            name.
+        names: for the reduction `names`, the number of calls that reported each name.
         lists: pairs (statistic, value) for statistics with the reduction `list`.
     """
 
@@ -194,8 +190,7 @@ class StatsSums:
                 for at, length in lengths.items()}
 
     def vector(self, rank: int = 0, ranks: int = 1) -> Tensor:
-        """Return the sums of this rank as a float64 vector. The caller sums the vectors of all
-        ranks.
+        """Return this rank's sums as a float64 vector, which the caller sums over ranks.
 
         Each rank writes its maximum to a separate element, so that a single sum over ranks reduces
         both sums and maxima.
@@ -284,8 +279,7 @@ class MoEOutput:
 
     Attributes:
         output: a tensor with the shape and dtype of the input.
-        losses: the unweighted, differentiable losses by name. `weighted_loss` computes their
-            weighted sum.
+        losses: unweighted, differentiable losses by name, which `weighted_loss` sums.
         stats: the statistics of the call.
     """
 

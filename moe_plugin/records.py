@@ -155,8 +155,7 @@ class RowPlan:
         source_R, position_TK: mappings from rows to choices and from choices to rows, as described
             in `kernels.rows`. Rows are sorted by expert.
         weights_TK: [T, K], differentiable gate weights. None if all weights are 1.
-        counts: the number of rows of each expert, including empty slots if the number of slots is
-            fixed.
+        counts: each expert's rows, including empty slots for a fixed number of slots.
         complete: True if every choice has a row and no slot is empty. False if this is not certain.
     """
 
@@ -184,8 +183,7 @@ class ExpertRows:
             contains the weighted sum of each token's rows, [T, D].
         parameters: the `FFNParameters` to use, such as parameters gathered from other ranks.
             Defaults to the stored parameters.
-        strategy: a `kernels.expert_ffn.Strategy` that computes the experts. Defaults to the
-            configured strategy.
+        strategy: a `kernels.expert_ffn.Strategy`. Defaults to the configured strategy.
         started: a function that experts in host memory or on disk call after their weights have
             arrived and before they compute. The function can fetch the next weights, so that this
             transfer overlaps with the computation.
@@ -263,8 +261,7 @@ class TokenInfo:
         return self._each(lambda x: x.reshape(-1))
 
     def piece(self, pieces: int, index: int) -> "TokenInfo":
-        """Divide the flattened tensors into `pieces` equal parts, and return the part with the
-        given index.
+        """Divide the flattened tensors into `pieces` equal parts, and return one of them.
 
         The last part is padded with zeros.
         """
@@ -278,8 +275,7 @@ class TokenInfo:
 
 @dataclass(frozen=True)
 class CountedChoices:
-    """Choices of experts and their load. The load is counted once and then used for losses,
-    statistics and dispatch.
+    """Choices of experts and their load, counted once for losses, statistics and dispatch.
 
     Attributes:
         ids_TK: the choices. The index -1 means that no expert is chosen.
@@ -351,8 +347,7 @@ class KeptRouting:
         before: the routing including the dropped choices.
         slots_TK: int64 [T, K], the index of the slot that each choice occupies in its expert. -1
             for dropped choices. None if no capacity is set.
-        capacity: the number of slots per expert and source rank. Equal on all ranks. None if no
-            capacity is set.
+        capacity: slots per expert and source rank, equal on all ranks, or None.
         any_load: True if the capacity is large enough for any load. With `any_load`, no choice is
             dropped, and the host does not need to know the load.
     """
@@ -366,8 +361,7 @@ class KeptRouting:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of one call that this rank routes, after validation. The tokens are flattened to a
-    single dimension.
+    """A call's tokens that this rank routes, validated and flattened to one dimension.
 
     Attributes:
         x_TD: the tokens, [T, D].
@@ -385,8 +379,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """The inputs of dispatch and combine in one call. Each dispatcher adds further fields in a
-    subclass.
+    """The inputs of dispatch and combine in a call. Dispatchers add fields in subclasses.
 
     All ranks have already exchanged the sizes in the plan, so reading it never makes the host wait
     for a device.

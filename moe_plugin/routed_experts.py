@@ -108,8 +108,7 @@ class RoutedExperts:
         layouts: all layouts that can be selected.
         prefill: divides the rows of evaluation calls into pieces. None without `parallel.prefill`.
         fixed: the layout from the settings.
-        fixed_slots: whether the dispatcher sends a fixed number of slots, and therefore requires a
-            capacity.
+        fixed_slots: whether the dispatcher has a fixed number of slots (a capacity).
         load_comm: the group of ranks that process different tokens and must agree on a capacity.
         tuner: selects the layout if `parallel.mode` is `auto` or `predicted`, otherwise None.
         self_balanced: whether the router balances the load without a loss. Set by the layer.
@@ -165,17 +164,14 @@ class RoutedExperts:
     @hidden_from_policies
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *,
                  training: bool = True) -> Tensor:
-        """Compute the weighted sum of the outputs of each token's experts, for tokens that are
-        already routed.
+        """Compute the weighted sum of the experts' outputs for tokens that are already routed.
 
         Args:
             x_TD: the tokens of this rank, [T, D]. T may be zero, and may differ between ranks.
-            ids_TK: int64 [T, K], the global indices of the experts. The index -1 means that no
-                expert is chosen.
+            ids_TK: int64 [T, K], the global indices of the experts, or -1 for no expert.
             weights_TK: floating-point tensor [T, K], the weight of each expert. The weight must be
                 0 where the index is -1.
-            training: whether the call is part of training. Layouts are tuned only in training
-                calls.
+            training: whether the call is part of training, in which layouts are tuned.
         Returns: the outputs, [T, D], in the dtype of `x_TD`.
         Raises:
             ValueError: `ids_TK` contains the index of an expert that does not exist.
@@ -203,8 +199,7 @@ class RoutedExperts:
 
         Args:
             kept: the routing after the capacity has been applied.
-            choice: the layout that the caller requests. Defaults to the layout from the tuner or
-                the settings.
+            choice: the requested layout. Defaults to the layout of the tuner or settings.
             training: whether the call is part of training.
         Returns: the layout and the routing. If the ranks had to exchange row counts to select the
             layout, the returned routing contains these counts.
@@ -261,8 +256,7 @@ class RoutedExperts:
         return dispatcher.combine(sent, plan), plan.rows
 
     def start_sizes(self, routing: Routing, training: bool) -> Any:
-        """Start to exchange the row counts of the next call between ranks
-        (`Dispatcher.start_sizes`).
+        """Start exchanging the next call's row counts between ranks (`Dispatcher.start_sizes`).
 
         The exchange assumes that the next call uses the current layout; otherwise, the next call
         exchanges its row counts again. Returns None if no exchange was started.
@@ -365,8 +359,7 @@ class RoutedExperts:
                 "ep_rank": place.comm.rank, **optional}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load the state returned by `state`. The states of the tuner and of the expert replicas
-        may be missing.
+        """Load the state of `state`, in which the tuner and the replicas may be missing.
 
         Raises:
             ValueError: the checkpoint contains the experts of a different rank.

@@ -56,8 +56,7 @@ class Unit(NamedTuple):
 
 @dataclass
 class UnitBlock:
-    """A group of units. All operations are applied to one block before the first operation of the
-    next block starts.
+    """A group of units. Operations on a block are completed before the next block starts.
 
     Attributes:
         rows: slice that selects the block's rows among all rows.
@@ -91,8 +90,7 @@ class UnitBlock:
         self.reach = self.size if self.exact else reach
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Split x [N, W] into one view per unit: [M, W], or [B, M, W] if the unit has several
-        experts.
+        """Split x [N, W] into one view per unit: [M, W], or [B, M, W] for several experts.
 
         All views are created in one call, because creating a single view takes as long as one of a
         small expert's operations.
@@ -113,8 +111,7 @@ class UnitBlock:
 
         Args:
             x: rows of one block or of all blocks.
-            first: index in `x` of the block's first row. x must contain at least `reach` rows from
-                this index on.
+            first: index in `x` of the block's first row, from which x has at least `reach` rows.
             own: views that were returned by `split`.
         """
         return tuple([part if unit.computed == size else x.narrow(0, first + start, unit.computed)
@@ -157,8 +154,7 @@ def _unit(first: int, experts: int, most: int, rule: RowRule) -> Unit:
 
 
 def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[UnitBlock]:
-    """Group experts into blocks of at most `limit` rows. An expert with more than `limit` rows has
-    a separate block.
+    """Group experts into blocks of at most `limit` rows. Larger experts have separate blocks.
 
     counts: number of rows of each expert. Experts without rows are skipped.
     """
@@ -258,8 +254,7 @@ class BlockRows:
             blocks: the blocks.
             memory: tensor with the rows. The tensor may have additional rows at its end. The
                 matmuls of the last expert may compute additional rows, which are written there.
-            whole: True if the memory contains the rows of all blocks, False if it is reused for
-                each block.
+            whole: True if the memory has the rows of all blocks, False if blocks share it.
             by_row: whether the operands or outputs of row-wise matmuls are in this memory. If
                 `by_row` is False, `of_units` is empty.
         """
@@ -288,8 +283,7 @@ class BlockRows:
 
 
 class GatheredRows:
-    """The rows of tokens, gathered into a buffer one block at a time. This class has the interface
-    of `BlockRows`.
+    """The rows of tokens, gathered one block at a time, with the interface of `BlockRows`.
 
     Args:
         blocks: the blocks.
@@ -313,8 +307,7 @@ class GatheredRows:
 
 
 class WeightedRows:
-    """The rows of tokens, multiplied by one factor per row. The rows are computed one block at a
-    time.
+    """The rows of tokens, multiplied by one factor per row, computed one block at a time.
 
     Args:
         blocks: the blocks.

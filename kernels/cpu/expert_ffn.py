@@ -1,5 +1,4 @@
-"""The strategy `fused` for CPUs, which implements gather, matmuls, activation and combine as one
-autograd function.
+"""The strategy `fused` for CPUs: gather, matmuls, activation and combine in one autograd function.
 
 All operations are applied to one block of experts before the next block starts, so that the rows of
 the block stay in the cache (see `blocks`). The rows of a block are gathered into a buffer, and each

@@ -63,8 +63,7 @@ def take_kernel(x, source, weights, out, rows, width, K: tl.constexpr, WEIGHTED:
 @triton.jit
 def sum_kernel(rows_ptr, position, weights, out, tokens, width, K: tl.constexpr,
                WEIGHTED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Compute `out[t] = sum_j weights[t, j] * rows[position[t, j]]`. The sum is computed in
-    float32, in the order of j.
+    """Compute `out[t] = sum_j weights[t, j] * rows[position[t, j]]` in float32, in this order.
 
     Choices that have no row are skipped.
     """

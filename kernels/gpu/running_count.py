@@ -1,5 +1,4 @@
-"""The operations `running_count`, `sorted_choices` and `choice_load` in Triton. The kernels process
-the choices in blocks.
+"""`running_count`, `sorted_choices` and `choice_load` in Triton, which process blocks of choices.
 
 Each choice is compared only with the earlier choices in its block, so that no tensor of size [N, E]
 is needed.
@@ -41,8 +40,7 @@ def histogram_kernel(ids, counts, number, experts, BLOCK: tl.constexpr):
 @triton.jit
 def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS: tl.constexpr,
                 SORTED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """Compute `ranks[n]`, the number of choices before choice n that have the same id, or -1 if the
-    id is -1.
+    """Compute `ranks[n]`, the number of earlier choices with the id of choice n, or -1 for id -1.
 
     If SORTED is true, `ranks[n]` is the row of choice n, and `source[row] = n`, or -1 beyond the
     last row.

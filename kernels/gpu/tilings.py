@@ -141,13 +141,10 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
     Args:
         chip: properties of the GPU.
         dtype: dtype of the operands.
-        rows_each: average number of rows per expert. With few rows per expert, a large tile would
-            be mostly empty.
-        results: number of output tiles that a program accumulates at the same time (2 for the gate
-            and up matrices).
+        rows_each: average number of rows per expert. A large tile of few rows is mostly empty.
+        results: number of output tiles accumulated at a time (2 for the gate and up matrices).
         extra: whether the kernel reads additional tiles before it stores the output.
-        precision: see `experts.precision`. Float32 matmuls that use the matrix units
-            have larger tiles.
+        precision: see `experts.precision`. Float32 on the matrix units uses larger tiles.
         gathers: whether the rows are gathered. A flat loop is 2 to 13 % faster for rows that are
             not gathered and 5 to 40 % slower for gathered rows (measured on an H100).
         odd: True if a width is not a multiple of 16 bytes.

@@ -1,5 +1,4 @@
-"""Weight and bias gradients of grouped rows in Triton, computed as `rows^T @ grad_rows` for each
-group.
+"""Weight and bias gradients of grouped rows in Triton, computed as `rows^T @ grad_rows`.
 
 The tiles of all matrices form one list. As many programs are launched as can run at once. Together
 they process all tiles in the list. If most of the rows belong to one group, the sum over this

@@ -59,8 +59,7 @@ class Conversion:
         force: whether to replace an existing folder at `target` that this conversion did not write.
         advance: function that is called with the number of bytes that were just verified, reused or
             written. Several threads call this function.
-        kept: names of the files that an interrupted conversion completed and this conversion
-            reuses.
+        kept: files that an interrupted conversion completed and this conversion reuses.
     """
 
     source: Source

@@ -1,5 +1,4 @@
-"""Rules that convert the tensor names of a format to framework-independent ("neutral") names and
-back.
+"""Rules that convert a format's tensor names to framework-independent ("neutral") ones and back.
 
 In the names of a rule, {n} stands for a layer index and {e} for an expert index. If a format stores
 each expert in a separate tensor, the framework-independent tensor contains all experts along axis
@@ -87,8 +86,7 @@ Others = Callable[[Derived], Derived]
 
 @dataclass(frozen=True)
 class NameRule:
-    """A rule that maps one tensor of a format to the framework-independent tensors that it
-    contains.
+    """A rule that maps a tensor of a format to the neutral tensors that it contains.
 
     Attributes:
         theirs: name of the tensor in the format.
@@ -96,8 +94,7 @@ class NameRule:
             the format's tensor.
         swap: whether the last two axes of the format's tensor are swapped relative to the
             framework-independent tensors.
-        axis: axis of the format's tensor along which the framework-independent tensors are
-            concatenated.
+        axis: axis of the format's tensor along which neutral tensors are concatenated.
         shares: relative sizes of the framework-independent tensors along `axis`, or an empty tuple
             if all sizes are equal.
         groups: number of consecutive groups along `axis`. Each group contains a slice of every
@@ -208,8 +205,7 @@ class NameTable:
                 converts the tensor or raises an error.
             experts: number of experts in a layer, or 0 if it must be determined from the tensors.
         Raises:
-            CheckpointError: If an expert is missing, or if an expert's tensor has a wrong number of
-                axes.
+            CheckpointError: If an expert is missing or its tensor has a wrong number of axes.
         """
         single: dict[Key, tuple[NameRule, dict[int, Derived]]] = {}
         for one in tensors:
@@ -232,8 +228,7 @@ class NameTable:
             yield _checked(whole, name)
 
     def theirs(self, source: Source, others: Others) -> Iterator[Derived]:
-        """Convert the framework-independent tensors of a source to tensors of the format and yield
-        them.
+        """Convert the neutral tensors of a source to tensors of the format and yield them.
 
         Tensors that contain a single expert are yielded last, one expert after another.
 
@@ -285,8 +280,7 @@ def same_parts(theirs: str, ours: str, names: Any) -> Iterator[NameRule]:
 
     Args:
         theirs, ours: prefixes of all names of the format, and of all framework-independent names.
-        names: mapping from the names of the format to framework-independent names, both without
-            prefixes.
+        names: mapping from the format's names to neutral names, both without prefixes.
     """
     return (NameRule(theirs + name, (ours + neutral,)) for name, neutral in names.items())
 

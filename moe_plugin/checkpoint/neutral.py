@@ -1,5 +1,4 @@
-"""Framework-independent names, shapes and settings of decoder models. In the code, they are called
-"neutral".
+"""Framework-independent ("neutral") names, shapes and settings of decoder models.
 
 To convert between all formats, each format needs only one conversion to these names and one
 conversion from them. Letters in shapes: D is the width of the model, V the size of the vocabulary,
@@ -88,21 +87,16 @@ class DecoderSettings:
         heads: number of query heads of attention.
         kv_heads: number of key and value heads of attention.
         norm: type of the norms, "layernorm" or "rmsnorm". Both use `norm_eps`.
-        pre_norm: whether norms are applied before attention and MLP (True) or after the residual
-            addition (False).
-        activation: activation function of MLPs and experts; a value of the setting
-            `experts.activation`.
+        pre_norm: whether norms precede attention and MLP (True) or follow the residual (False).
+        activation: activation of MLPs and experts; a value of `experts.activation`.
         gated: whether MLPs and experts compute `act(x @ w_gate) * (x @ w_in)`.
         gate_clamp, linear_offset: see the settings `experts.clamp` and `experts.linear_offset`.
-        weights_first: whether inputs (True) or outputs (False) of the experts are multiplied by the
-            routing weights.
-        positions: type of the position encoding: "rotary" (with `rotary_base`), "learned",
-            "sinusoidal" or "none".
+        weights_first: whether routing weights multiply experts' inputs (True) or outputs.
+        positions: position encoding: "rotary" (`rotary_base`), "learned", "sinusoidal" or "none".
         rotary_part: fraction of each head's width that is rotated. The rotated dimensions are the
             first dimensions of each head.
         tied: whether the embedding matrix is also used as the output matrix.
-        embed_scale: factor by which token embeddings are multiplied. Position embeddings are not
-            multiplied.
+        embed_scale: factor of token embeddings, but not of position embeddings.
         top_k: number of experts per token, or 0 if the model has no MoE layers.
         router: score function of the router: "softmax", "sigmoid" or "sparsemixer". The router
             "sparsemixer" uses `mixer_eps`, which is also a setting of this package. If
@@ -168,8 +162,7 @@ class DecoderSettings:
 
 
 class NeutralModel:
-    """A summary of a framework-independent source, computed from its settings and the shapes of its
-    tensors.
+    """A summary of a neutral source, computed from its settings and tensor shapes.
 
     Attributes:
         width: width of the model (D).
@@ -232,15 +225,13 @@ class NeutralModel:
 
 def unfit(model: DecoderSettings, checks: Iterable[tuple[str, bool, str]], held: Container[str],
           extra: Container[str]) -> list[str]:
-    """Return the settings of a model that a format does not support, with the values that it
-    allows.
+    """Return a model's settings that a format does not support, and the values it allows.
 
     Args:
         model: settings of the model.
         checks: a tuple for each checked setting: its name, whether its value is allowed, and a
             description of the allowed values.
-        held: names of the settings that the format can represent. All other settings must have
-            their default values.
+        held: settings that the format can represent. All others must have their defaults.
         extra: keys of `model.extra` that the format supports.
     """
     values = vars(model)

@@ -1,5 +1,4 @@
-"""Change the number of expert-parallel ranks between two training steps without saving a
-checkpoint.
+"""Change the number of expert-parallel ranks between two steps without a checkpoint.
 
 Experts and their optimizer state are sent point to point, from the ranks that currently store them
 to the ranks that will store them. `planner.resharding` plans these transfers. No rank gathers all
@@ -37,8 +36,7 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
                            world: Comm | None = None,
                            copies: MutableMapping[Tensor, Tensor] | None = None
                            ) -> dict[Tensor, nn.Parameter]:
-    """Redistribute the experts of all `MoELayer`s in a model over a different expert-parallel
-    group.
+    """Redistribute the experts of a model's `MoELayer`s over another expert-parallel group.
 
     Call this function between `optimizer.step()` and the next forward pass, because it discards the
     gradients of experts. The layers remain the same objects, and so do all parameters except those
@@ -87,16 +85,14 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
 
 
 def check_sizes(model: nn.Module, sizes: Mapping[int, int], world: int) -> None:
-    """Raise `ValueError` if the experts cannot be divided among expert-parallel groups of one of
-    these sizes.
+    """Raise `ValueError` if experts cannot be divided among groups of one of these sizes.
 
     The error message names the setting, its value, the allowed values and a remedy. See
     `change_expert_parallel`.
 
     Args:
         model: the model.
-        sizes: mapping from a training step to the size that expert-parallel groups have from this
-            step on.
+        sizes: mapping from a training step to the group size from this step on.
         world: number of data-parallel ranks.
     """
     for step, size in sizes.items():

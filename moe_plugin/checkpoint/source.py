@@ -45,8 +45,7 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
-    """A context manager that converts errors from reading untrusted or damaged files to
-    `CheckpointError`.
+    """Convert errors from reading untrusted or damaged files to `CheckpointError` in a block.
 
     what: beginning of the error message, with the file and the problem.
     """
@@ -108,8 +107,7 @@ def check_window(window: Window | None, shape: Sequence[int]) -> Window:
     omits are selected completely.
 
     Raises:
-        ValueError: If the window has more axes than the tensor, has a step other than 1, or exceeds
-            the tensor.
+        ValueError: If the window has too many axes or another step, or exceeds the tensor.
     """
     given = window or ()
     if len(given) > len(shape):
@@ -150,8 +148,7 @@ def window_shape(window: Window) -> tuple[int, ...]:
 
 
 class Source(ABC):
-    """A checkpoint that is open for reading. Several threads may read from a source at the same
-    time.
+    """A checkpoint that is open for reading, by several threads at the same time.
 
     Attributes:
         format: name of the format, as registered in `moe_plugin.checkpoint.formats.base`.
@@ -204,8 +201,7 @@ class Source(ABC):
         return Derived(key, self.entries[key], lambda window: self.read(key, window))
 
     def decoded(self, dtype: torch.dtype) -> Source:
-        """Return a view of this source that contains dequantized weights instead of quantized
-        weights.
+        """Return a view of this source with dequantized instead of quantized weights.
 
         When a quantized weight is read, it is converted directly to `dtype`. All other tensors are
         unchanged.
@@ -239,8 +235,7 @@ class Derived:
     """A lazy tensor: a key, a shape, a data type, and a function that reads any window of it.
 
     Attributes:
-        read: function that returns the values of a window. The window must have a start and a stop
-            for every axis.
+        read: function that returns a window's values, with a start and stop for every axis.
     """
 
     key: Key
@@ -258,8 +253,7 @@ class DerivedSource(Source):
     Args:
         derived: all tensors of the source.
         format, values, layers: attributes of the source, as described in `Source`.
-        description, paths, unsealed: return values of the methods `describe`, `files` and
-            `unsealed`.
+        description, paths, unsealed: results of `describe`, `files` and `unsealed`.
     Raises:
         CheckpointError: If two tensors have the same key.
     """

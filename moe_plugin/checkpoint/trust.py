@@ -171,8 +171,7 @@ class Unpickler(pickle.Unpickler):
         allowed: names of the allowed classes, in the form `module.name`.
         what: description of the file for error messages.
     Raises:
-        UntrustedFile: If the pickle refers to a class that is not allowed. This error is raised by
-            the method `load`.
+        UntrustedFile: If the pickle refers to other classes. Raised by the method `load`.
     """
 
     def __init__(self, stream: Any, allowed: Iterable[str], what: str) -> None:

@@ -44,8 +44,7 @@ class Collectives:
 
     @classmethod
     def make(cls, comm: Comm, network: FindNetwork, cluster: Cluster | None) -> Collectives:
-        """Create the collectives for a group for which `prepare` has been called. All ranks must
-        call this method.
+        """Create the collectives of a group after `prepare`. All ranks must call this method.
 
         network: function that returns a description of the network between the ranks of the group.
         cluster: optional. Cluster description from which the fastest collectives are predicted. By
@@ -76,8 +75,7 @@ class Collectives:
         return self
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float | None:
-        """Predict the time of a collective in seconds. `kind` is all_gather, reduce_scatter or
-        all_reduce.
+        """Predict the seconds of a collective: all_gather, reduce_scatter or all_reduce.
 
         size: size in bytes of the whole tensor, over all ranks.
 
@@ -244,8 +242,7 @@ class Comm(RankGroup):
         return view.with_collectives(self.collectives.part(ranks[self.rank // size]))
 
     def strided_subgroup(self, stride: int) -> Comm:
-        """Return the subgroup of all ranks whose index differs from this rank's by a multiple of
-        `stride`.
+        """Return the subgroup of all ranks at a multiple of `stride` from this rank.
 
         `stride` must divide the size of this group. The first call with a given stride is
         collective.

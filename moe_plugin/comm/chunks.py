@@ -91,8 +91,7 @@ def reorder(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
 
 
 def stride_copy(x: Tensor, outer: int, inner: int) -> Tensor:
-    """Reorder `outer * inner` pieces of equal length from outer-major to inner-major order with a
-    single strided copy.
+    """Reorder `outer * inner` equal pieces from outer-major to inner-major order in one copy.
 
     On a GPU, a Triton kernel makes the copy.
 
@@ -106,8 +105,7 @@ def stride_copy(x: Tensor, outer: int, inner: int) -> Tensor:
 
 def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]],
                     recvs: Iterable[tuple[int, Tensor]]) -> None:
-    """Send and receive the pairs (peer, tensor [n, ...]) with `comm.send_receive`. Empty tensors
-    are skipped.
+    """Send and receive pairs (peer, tensor [n, ...]), except empty tensors.
 
     Pieces that a rank sends to itself are copied without communication.
     """
@@ -169,8 +167,7 @@ def receive_first(comm: Comm, x: Tensor, send: Sequence[int] | None,
 
 
 def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
-    """Sum the tensors [size * n, ...] of all ranks by sending messages around a ring, and return
-    this rank's part [n, ...].
+    """Sum the tensors [size * n, ...] of all ranks around a ring; return this rank's part [n, ...].
 
     Each rank sends (size - 1)/size of the bytes of `x`. Gloo's own reduce-scatter sums the whole
     tensor `x` on every rank and sends twice as many bytes. Part j is summed in the order of the

@@ -1,5 +1,4 @@
-"""The base class `Exchange` of all-to-all algorithms, and a registry with the requirements and the
-cost of each algorithm.
+"""`Exchange`, the base class of all-to-all algorithms, and the registry of algorithms.
 
 To add an algorithm, write a file that registers it. `auto`, the planner and the log then use the
 new algorithm automatically.
@@ -138,8 +137,7 @@ class ExchangeRegistry(Registry[Exchange]):
                  lacks: Callable[[Comm], str | None] = _nothing,
                  tried: Callable[[Comm], bool] = _everywhere, cost: CostModel | None = None,
                  **options: Any) -> Callable[[Algorithm], Algorithm]:
-        """Register an algorithm, which is either an `Exchange` object or a function
-        `(comm, x, send, recv) -> rows`.
+        """Register an `Exchange` object or a function `(comm, x, send, recv) -> rows`.
 
         The decorator returns the decorated object unchanged, whereas `get` returns an `Exchange`
         object. If the decorated object is an `Exchange`, then `direct`, `rounds`, `lacks` and
@@ -147,8 +145,7 @@ class ExchangeRegistry(Registry[Exchange]):
 
         Args:
             name: registered name of the algorithm.
-            direct: see `Exchange`. `direct` is a boolean here, because calls are counted under
-                `name`.
+            direct: see `Exchange`. A boolean here, because calls are counted under `name`.
             rounds: see `Exchange`.
             lacks: see `Exchange`.
             tried: see `Exchange`.

@@ -38,8 +38,7 @@ class _Planned:
 @collective_kinds.register("forest")
 @dataclass(frozen=True)
 class Forest(Collectives):
-    """Collectives that send data along throughput-optimal trees, which are planned for the group's
-    network (ForestColl).
+    """Collectives along throughput-optimal trees, planned for the group's network (ForestColl).
 
     Attributes:
         network: network whose node i is rank i of the group.

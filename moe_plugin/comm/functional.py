@@ -54,8 +54,7 @@ def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] |
         algorithm: all-to-all algorithm to use.
         send: optional. Lengths of the pieces sent to each rank; see `Comm.all_to_all`.
         recv: optional. Lengths of the pieces received from each rank; see `Comm.all_to_all`.
-        anchor: optional. Parameter that keeps the all-to-all in the autograd graph; see the module
-            docstring.
+        anchor: optional. Parameter that keeps the exchange in the graph; see the module.
     Returns:
         The received pieces in rank order, [sum(recv), ...]. In a group with one rank, `x` itself is
         returned.
@@ -89,8 +88,7 @@ def with_backward(x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
         comm: the group.
         forward: name of the collective to run: `all_gather`, `reduce_scatter`, `all_reduce` or
             `own_part`. `own_part` returns this rank's part (1/size) along dimension 0.
-        backward: name of the collective that computes the gradient: any name that `forward`
-            accepts, or `identity`.
+        backward: collective that computes the gradient: any name of `forward`, or `identity`.
     """
     if comm.size == 1:
         return x

@@ -33,8 +33,7 @@ class Handle:
     result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Wait for the exchange, and return the received rows [sum(recv), ...]. This method may be
-        called several times.
+        """Wait for the exchange, any number of times, and return the rows [sum(recv), ...].
 
         Raises:
             CommError: If the exchange failed.
@@ -46,8 +45,7 @@ class Handle:
 
 def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None = None,
           recv: Sequence[int] | None = None) -> Handle:
-    """Start an all-to-all that does not support autograd. All ranks must start their exchanges in
-    the same order.
+    """Start an all-to-all without autograd. All ranks must start exchanges in the same order.
 
     Args:
         comm: the group.

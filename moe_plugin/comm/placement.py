@@ -40,8 +40,7 @@ class HostContext:
             the number is unknown.
         training: True if the layer may be trained. If `training` is False, warnings that concern
             only training are omitted.
-        agreed: additional values by name, such as settings of the run, that must be equal on all
-            ranks of the layer.
+        agreed: more values by name, such as run settings, that must be equal on all ranks.
     """
 
     layer_number: int | None = None

@@ -43,8 +43,7 @@ class Resharding:
         self.kept = [piece for piece in self.slices if comm.rank in piece.keepers]
 
     def start(self, x: Tensor | None, dtype: torch.dtype) -> TensorMove:
-        """Start a move. This rank sends the parts that it stores, and posts receives for those that
-        it needs.
+        """Start a move: send the parts that this rank stores, and post receives for others.
 
         Args:
             x: this rank's part of the tensor in the source layout, or None if it stores no part.

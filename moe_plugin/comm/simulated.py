@@ -210,8 +210,7 @@ class SimulatedComm(Comm):
 def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: float = 60.0,
                   traffic: Traffic | None = None, topology: Topology | None = None,
                   clock: MessageClock | None = None) -> list[Result]:
-    """Run `fn(comm)` on `size` ranks, with one thread per rank, and return the values returned by
-    `fn` in rank order.
+    """Run `fn(comm)` on `size` ranks, one thread each, and return the values by rank.
 
     If a rank fails, the function stops all other ranks and raises the first error. All threads
     share torch's global random generator, so ranks that must draw the same random numbers need

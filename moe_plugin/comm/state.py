@@ -117,15 +117,13 @@ class GroupState:
         timeout_watch: object that watches NCCL collectives, or None unless the process group's
             timeout is longer than the layer's timeout.
         connected: on NCCL, True if all ranks have participated in a collective since `prepare`.
-        started: descriptions of the most recent collectives, if collectives may fail after their
-            calls have returned.
+        started: the most recent collectives, if they may fail after their calls have returned.
         last_tag: tag of the exchange that was most recently started in the background. All ranks
             must request tags in the same order.
         abandoned: tensors and work objects of messages that no code waits for after an error. The
             backend may still use these objects. Each element is a pair: the time until which the
             objects are kept alive, and the objects.
-        hosts: see `Comm.hosts`. `hosts` is None before its first use, or if the group itself
-            accepts CPU tensors.
+        hosts: see `Comm.hosts`. None before its first use, or if the group accepts CPU tensors.
         subgroups: mapping from the ranks of a subgroup to the subgroup, for subgroups that contain
             this rank. Creating a subgroup is collective and requires additional connections.
         groups_made: mapping from each set of ranks to the number of groups created for it. The

@@ -372,8 +372,7 @@ def _widening(x: Tensor) -> int:
 
 
 def default_comm(timeout_s: float = 1800.0) -> Comm:
-    """Return the `Comm` of the default torch.distributed group. If there is no default group,
-    return a group with one rank.
+    """Return the `Comm` of the default torch.distributed group, or a group of one rank.
 
     Raises:
         ValueError: If a launcher started several processes but the default group is not

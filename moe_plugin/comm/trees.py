@@ -1,5 +1,4 @@
-"""All-gather, reduce-scatter and all-reduce that send data along the trees of a schedule, using
-messages within a group.
+"""All-gather, reduce-scatter and all-reduce along the trees of a schedule, by messages.
 
 The data of all ranks is treated as a single vector of elements. Each root's shard is split among
 the trees of this root in proportion to their weights. Each tree's part is then split into C chunks.
@@ -50,8 +49,7 @@ class Message:
 
     Attributes:
         peer: the rank at the other end of the message.
-        spans: ranges of elements of the whole tensor that the message contains, in the order in
-            which they are sent.
+        spans: ranges of the whole tensor's elements in the message, in the order of sending.
     """
 
     peer: int
@@ -101,8 +99,7 @@ def predicted_s(schedule: Schedule, size: int) -> float:
 
 
 def rounds_of(schedule: Schedule, rank: int, shards: Sequence[int], chunks: int) -> list[Round]:
-    """Return the messages that a rank sends and receives in each round. All ranks have the same
-    number of rounds.
+    """Return a rank's messages in each round. All ranks have the same number of rounds.
 
     Args:
         schedule: schedule of an all-gather (from the roots) or of a reduce-scatter (to the roots).

@@ -79,8 +79,7 @@ def says_why() -> Iterator[None]:
 
 
 def abort_job(error: BaseException) -> None:
-    """Stop all other ranks from waiting for this rank. The groups of this rank can no longer be
-    used.
+    """Stop other ranks from waiting for this rank, whose groups can no longer be used.
 
     A job with a single process is not affected. On NCCL, a rank that waits in a kernel notices the
     abort when its host next waits for row counts, or when its own timeout expires.

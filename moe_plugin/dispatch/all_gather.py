@@ -1,5 +1,4 @@
-"""The dispatcher `all_gather`. Every rank receives all tokens and computes the rows of its own
-experts.
+"""The dispatcher `all_gather`. Every rank receives all tokens and computes its experts' rows.
 
 First, the expert ids are gathered, so that all sizes are known. After the ids, the tokens and gate
 weights are gathered in a single exchange. Finally, a reduce-scatter sums the outputs of all ranks.
@@ -102,8 +101,7 @@ class AllGatherDispatcher(Dispatcher[GatheredPlan]):
 
 
 def _longest(comm: Comm, ids_TK: Tensor) -> int:
-    """Return the largest number of tokens on any rank. The ranks exchange their numbers of tokens
-    on the host.
+    """Return the largest number of tokens on any rank, exchanged on the host.
 
     With collectives in two steps between nodes, `agree_max` needs fewer rounds than an all-reduce.
     """

@@ -61,8 +61,7 @@ class DispatchTraits:
         fixed_slots: True if the dispatcher sends C slots per expert and source rank, including
             empty slots. A dispatcher with fixed slots requires a capacity. Other dispatchers send
             only the rows to which tokens were routed.
-        supports_pieces: True if rows can be split into pieces (`Overlap`), so that exchanges
-            overlap with matmuls.
+        supports_pieces: True if rows can be split (`Overlap`) to overlap exchanges with matmuls.
         piece_axes: axes along which rows can be split into pieces (`dispatch.pieces`).
         shares_tokens: True if all ranks of the group have the same tokens.
         splits_slots: True if ranks that have the same tokens (`Placement.replicas`) divide the
@@ -121,8 +120,7 @@ class DispatchContext:
 
 
 class Dispatcher(ABC, Generic[PlanT]):
-    """Base class of dispatchers. A dispatcher sends tokens to the ranks of their experts and
-    returns the outputs.
+    """Base class of dispatchers, which send tokens to their experts and return the outputs.
 
     Attributes:
         reads_anchor: True if `dispatch` uses its `anchor` argument. The anchor is needed if there

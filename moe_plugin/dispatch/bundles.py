@@ -45,8 +45,7 @@ def first_of_each(key_TK: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bundles:
-    """The routing choices of all tokens, grouped by target. All tensors are on the device, and the
-    host does not read them.
+    """The routing choices of all tokens by target. The host does not read these tensors.
 
     Attributes:
         target_TK: int64 [T, K], the next rank that receives each choice, or -1 without a target.
@@ -72,8 +71,7 @@ class Bundles:
         """Group the routing choices by target.
 
         Args:
-            target_TK: int64 [T, K], the rank to which each choice is sent next, or -1 if a choice
-                has no target.
+            target_TK: int64 [T, K], the rank to which each choice is sent next, or -1.
             ranks: number of ranks, W.
         """
         order_N, pairs_W = sort_by_expert(target_TK, ranks)
@@ -97,8 +95,7 @@ class Bundles:
         return slot_sources(position_N.view(self.target_TK.shape), rows)
 
     def pieces(self, share_WC: Tensor) -> Tensor:
-        """Return the index of the piece that contains each choice's row, int64 [T, K]
-        (`dispatch.pieces`).
+        """Return the piece that contains each choice's row, int64 [T, K] (`dispatch.pieces`).
 
         Args:
             share_WC: int64 [W, C], cumulative shares that divide each rank's rows into pieces.
@@ -197,8 +194,7 @@ class Arrived:
 
     Attributes:
         shard_Q: int64 [Q], the expert shard of each pair. -1 for padding.
-        choice_Q: int64 [Q], the index of each pair among the R*K choices of all received rows. R*K
-            for padding.
+        choice_Q: int64 [Q], each pair's index among received rows' R*K choices, R*K for padding.
         weights_RK: [R, K], the gate weights. They require gradients. If a row has fewer than K
             choices, the remaining weights are 0.
     """

@@ -68,8 +68,7 @@ class PipelinedExchange:
         Args:
             number: index of the piece.
             rows_ND: [N, D], the rows of the piece.
-            anchor: parameter that connects the exchange to the autograd graph (`comm.functional`).
-                Optional.
+            anchor: optional. Parameter that connects the exchange to the autograd graph.
         """
         return _Send.apply(self, number, rows_ND, anchor)
 
@@ -211,15 +210,13 @@ class _Receive(torch.autograd.Function):
 
 
 class SentPieces(Sent):
-    """Rows that are sent in several pieces. The outputs of a piece are sent back while the next
-    piece is computed.
+    """Rows that are sent in pieces. A piece's outputs return while the next is computed.
 
     Args:
         arriving: iterator that yields the rows for the experts, one piece at a time (`Sent`).
         anchor: anchor that was passed to `Dispatcher.dispatch`.
         plan: the plan of the call.
-        mapped: True if the experts write their outputs in arrival order of the rows
-            (`Piece.results`).
+        mapped: True if experts write outputs in the rows' arrival order (`Piece.results`).
         back: exchange that sends the outputs back.
     """
 

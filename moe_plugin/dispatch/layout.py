@@ -55,8 +55,7 @@ class LayerLayout:
         choice: `LayoutChoice` that describes the layout.
         dispatcher: dispatcher that sends rows and returns outputs.
         experts: this rank's experts, without any adapters that wrap them.
-        strategy: function that computes the experts' rows. If `strategy` is None, the configured
-            strategy is used.
+        strategy: function that computes rows, or None for the configured strategy.
         gather: group of ranks whose parameters are gathered before the experts are computed, or
             None if no parameters are gathered.
         gathered_shards: number of consecutive ranks in `gather` with shards of the same expert.

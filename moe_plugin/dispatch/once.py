@@ -1,5 +1,4 @@
-"""A dispatcher that sends a token's row only once to each rank, or to each node, that has experts
-of the token.
+"""A dispatcher that sends a token's row once to each rank, or node, with its experts.
 
 For a token with k experts, `ragged` sends k rows, even if several of these experts are on the same
 rank.

@@ -218,12 +218,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class ExchangePlan(DispatchPlan):
-    """The plan of an exchange. The plan describes the rows of each token and the pieces that are
-    sent.
+    """The plan of an exchange, with the rows of each token and the pieces that are sent.
 
     Attributes:
-        source_N: int64 [N], the routing choice to which each row belongs (`kernels.rows`). Rows are
-            ordered by piece.
+        source_N: int64 [N], each row's routing choice (`kernels.rows`). Rows are in pieces' order.
         position_TK: int64 [T, K*r], the row of each routing choice, or -1 if a choice has no row.
         weights_TK: [T, K*r], the gate weights, which require gradients. `weights_TK` is None if
             outputs are multiplied by the gate weights before they are sent back.

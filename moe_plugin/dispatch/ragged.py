@@ -91,8 +91,7 @@ class SentSizes:
     """A pending exchange of the row counts of one call.
 
     Attributes:
-        owner: dispatcher that started the exchange. Only a dispatcher with the same placement can
-            use the row counts.
+        owner: dispatcher that started the exchange. Row counts require its placement.
         order_N: int64 [N], the indices of the routing choices, sorted by expert (`sort_by_expert`).
         most_tokens: largest number of tokens on any rank. The `rows` method sets `most_tokens` if
             the exchange includes the numbers of tokens.

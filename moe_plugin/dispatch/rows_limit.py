@@ -73,8 +73,7 @@ def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
         limits: limits of the layers on this rank. May be empty.
         comm: group of all ranks of the model, including replicas and pipeline stages.
     Raises:
-        RowsOverflow: If a limit was exceeded and its steps are not repeated. All ranks raise this
-            error.
+        RowsOverflow: On all ranks, if a limit is exceeded and its steps are not repeated.
     """
     own_N = needed_of(limits, comm.device)
     return settle(limits, torch.cat([comm.all_reduce(most_of(limits, own_N), "max"), own_N]))
@@ -105,8 +104,7 @@ def most_of(limits: Sequence[Limit], needs: Tensor) -> Tensor:
 
 
 def settle(limits: Sequence[Limit], needs: Tensor) -> bool:
-    """Raise or reset the limits as the last step of `overflowed`. The host waits once for the
-    device.
+    """Raise or reset the limits, after `overflowed`. The host waits once for the device.
 
     Args:
         limits: limits on this rank.
@@ -155,8 +153,7 @@ class RowsLimit(Limit):
         least: minimum value of the limit, which is set after an overflow. Initially 0.
         stashes: True if the rows needed in the backward pass are stored in pages without padding
             (`dispatch.row_pages`).
-        needed: limit that would have been sufficient; see `Limit`. All ranks of the group have the
-            same limit.
+        needed: limit that would have been sufficient, equal on all ranks; see `Limit`.
     """
 
     remedy = ("a rank had {needed} rows for another rank, more than dispatch.max_rows_factor "
@@ -190,8 +187,7 @@ class RowsLimit(Limit):
             ids_TK: [T, k], the choices on this rank. Only the shape of `ids_TK` is used.
             place: the ranks that store each expert.
         Raises:
-            CommError: If T is still unknown when the call is compiled by `torch.compile` or
-                captured in a CUDA graph.
+            CommError: If T is unknown in `torch.compile` or when a CUDA graph is captured.
         """
         choices, tokens = self.choices, self.tokens
         if choices is None:
@@ -206,8 +202,7 @@ class RowsLimit(Limit):
         return max(1, bound, self.least), max(1, tokens, self.least)
 
     def record(self, most: Tensor, slots: int) -> Tensor:
-        """Update `needed`. The method returns a bool scalar on the device that is True if the rows
-        exceeded the limit.
+        """Update `needed`. Return a bool scalar on the device: whether rows exceeded the limit.
 
         Args:
             most: int64 scalar, the largest number of rows that any rank sends to a single rank.

@@ -72,8 +72,7 @@ def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
 
 def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tuple[
         Tensor, list[list[int]], SpillPlan | None]:
-    """Return the routing choices sorted by expert, the row counts by source and expert, and the
-    plan.
+    """Return the choices sorted by expert, row counts by source and expert, and the plan.
 
     The plan is None if every rank computes only the rows of its own experts.
     """

@@ -38,8 +38,7 @@ def current_name(name: str) -> str:
 
 
 def with_current_names(column: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a mapping with `current_name` applied to each key. The order of the keys is
-    preserved.
+    """Return a copy of a mapping with `current_name` applied to each key, in order.
 
     Raises:
         ValueError: If the mapping contains a parameter under both its former and its current name.
@@ -121,8 +120,7 @@ class Experts(nn.Module):
         reduced: whether `gradients.sync.reduce_experts` was called for these experts.
             `reduce_experts` also sets the attribute `reduced` of each parameter on which it
             registers hooks.
-        adapters: the ranks of the low-rank adapters on these experts (`experts.lora`). None
-            without adapters.
+        adapters: the ranks of low-rank adapters on these experts (`experts.lora`), or None.
         later: object that postpones the computation of weight gradients until the host requests it
             after the backward pass. If `later` is None, weight gradients are computed in the
             backward pass.
@@ -162,8 +160,7 @@ class Experts(nn.Module):
 
     @property
     def anchor(self) -> Tensor | None:
-        """A parameter that connects the exchanges between ranks to the autograd graph (see
-        `comm.functional`).
+        """A parameter that connects exchanges to the autograd graph (see `comm.functional`).
 
         The anchor is a trainable parameter, unless all parameters are frozen. None if there are no
         parameters.
@@ -184,23 +181,19 @@ class Experts(nn.Module):
         """Return the parameters in the form that compute strategies use.
 
         Args:
-            tensors: parameters in the form of `local_parameters`. Defaults to the stored
-                parameters.
-            first_shard: the index of the first expert shard in `tensors`. Defaults to the first
-                shard of this rank.
+            tensors: parameters as in `local_parameters`. Defaults to the stored parameters.
+            first_shard: the index of the first shard in `tensors`. Defaults to this rank's first.
         """
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 
     def gathered_parameters(self, local: dict[str, Tensor] | None, comm: Comm, shards: int,
                             first_shard: int) -> FFNParameters:
-        """Gather the parameters of several ranks, and return them in the form that compute
-        strategies use.
+        """Gather several ranks' parameters in the form that compute strategies use.
 
         Collective over `comm`.
 
         Args:
-            local: parameters of this rank in the form of `local_parameters`. Defaults to the stored
-                parameters.
+            local: this rank's parameters as in `local_parameters`. Defaults to the stored ones.
             comm: the group of ranks whose parameters are gathered.
             shards: number of consecutive ranks that store shards of the same expert.
             first_shard: the index of the first expert shard in the gathered parameters.
@@ -211,16 +204,14 @@ class Experts(nn.Module):
         """Start to load the experts that a call will need, without waiting until they are loaded.
 
         Args:
-            ids_TK: int64 tensor of global expert indices. The index -1 means that no expert is
-                chosen.
+            ids_TK: int64 tensor of global expert indices, or -1 for no expert.
         """
 
     def use_layer(self, number: int | None) -> None:
         """Set the index of the MoE layer that contains these experts, counted from 0.
 
         Args:
-            number: the layer index, or None if the host does not know it
-                (`HostContext.numbered_later`).
+            number: the layer index, or None if unknown (`HostContext.numbered_later`).
         """
 
     def taken_counts(self) -> dict[str, int]:

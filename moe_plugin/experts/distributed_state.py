@@ -67,15 +67,13 @@ def window_of(name: str, sizes: Sequence[int], place: Placement, *,
     """Return the position of a rank's local tensor within the tensor of all experts.
 
     Args:
-        name: the name of the tensor. The last component of the name is a parameter name
-            (`PART_AXIS`).
+        name: the tensor's name, whose last component is a parameter name (`PART_AXIS`).
         sizes: the shape of this rank's local tensor.
         of_parameter: whether the tensor has the same dimensions as the parameter. For other
             tensors, such as factored optimizer states, the position is known only if experts are
             not sharded.
     Raises:
-        ValueError: If the first dimension does not index experts, or if experts are split along an
-            unknown dimension.
+        ValueError: If dimension 0 does not index experts, or shards have an unknown dimension.
     """
     cut = place.shards > 1
     axis = PART_AXIS.get(name.rpartition(".")[2]) if cut and of_parameter else None
@@ -101,8 +99,7 @@ def window_in(name: str, shape: Sequence[int], place: Placement, *,
         shape: the shape of the full tensor.
         of_parameter: whether the tensor has the same dimensions as the parameter.
     Raises:
-        ValueError: If the first dimension does not index experts, or if experts are split along an
-            unknown dimension.
+        ValueError: If dimension 0 does not index experts, or shards have an unknown dimension.
     """
     sizes = list(shape)
     if not sizes or sizes[0] != place.experts:

@@ -275,8 +275,7 @@ class FFNExperts(Experts):
             tensors: parameters in the form of `local_parameters`. The weights may belong to experts
                 of other ranks, to more experts than this rank stores, or to several consecutive
                 shards. Defaults to the stored parameters.
-            first_shard: the index of the first shard in `tensors`. Defaults to the shard of this
-                rank.
+            first_shard: the index of the first shard in `tensors`. Defaults to this rank's.
         """
         redirected, rounded, borrowed = {}, None, tensors is not None
         if tensors is None and self.adds_to_main_grad:
@@ -309,8 +308,7 @@ class FFNExperts(Experts):
 
 @expert_kinds.register("gated_ffn")
 class GatedFFNExperts(FFNExperts):
-    """Experts that each compute `(act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out +
-    bias_out`.
+    """Experts that compute `(act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out + bias_out`.
 
     With the silu activation, a gated expert is a SwiGLU layer (Shazeer 2020). `experts.clamp`
     limits both factors of the product, and `experts.linear_offset` is added to the second factor
@@ -347,12 +345,10 @@ def _check_shards(config: MoEConfig, shards: int) -> None:
 
 def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
                       axes: Mapping[str, int | None] = _USED_AXIS) -> dict[str, Tensor]:
-    """Gather the parameters of several ranks in a single all-gather. The backward pass is a single
-    reduce-scatter.
+    """Gather several ranks' parameters in one all-gather (backward: one reduce-scatter).
 
     Args:
-        local: the parameters of this rank, by name. The first dimension of each parameter indexes
-            the experts.
+        local: this rank's parameters by name. Their first dimension indexes the experts.
         shards: number of consecutive ranks that store shards of the same expert. Shards of an
             expert are concatenated along the dimension given by `axes`.
         axes: the dimension of each parameter along which experts are split, or None if every shard

@@ -1,5 +1,4 @@
-"""Access to the weights of experts as separate matrices, for optimizers such as Muon (Jordan et al.
-2024).
+"""Experts' weights as separate matrices, for optimizers such as Muon (Jordan et al. 2024).
 
 Muon needs the complete matrix of each expert. A matrix has the shape [out, in], as in
 `torch.nn.Linear`. The gate and up weights of a gated expert form a single matrix whose first rows
@@ -40,8 +39,7 @@ class MatrixPart:
 
     Attributes:
         stack: an object shared by all weight tensors that form the same matrices.
-        number: the index of this weight tensor among the `stack.parts` tensors, in the order of the
-            matrix rows.
+        number: the index of this weight among `stack.parts`, in the order of matrix rows.
     """
 
     stack: Stack

@@ -182,8 +182,7 @@ def _warn(comm: Comm, text: str, *values: object) -> None:
 
 
 def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor:
-    """Return the pairs of ranks whose experts are equal now and were trained after `before_RN` was
-    sampled.
+    """Return pairs of ranks whose experts are equal now, but were trained since `before_RN`.
 
     Weight decay alone changes the weights of an expert without tokens, and moves every large value
     towards zero. Therefore an expert counts as trained only if the magnitude of a large value has
@@ -214,8 +213,7 @@ def _drifted(before_RN: Tensor, now_RN: Tensor, part_R: Tensor) -> tuple[int, in
 
 
 def _sample(parameters: Iterable[Tensor]) -> Tensor:
-    """Return a float32 sample of `VALUES` values, with the same number of values from each
-    parameter.
+    """Return a float32 sample of `VALUES` values, equally many of each parameter.
 
     If there are fewer values, the sample is padded with zeros. Parameters without storage and
     sharded parameters are skipped.
@@ -257,8 +255,7 @@ _TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
 class DDPCheck:
-    """A check in the forward pass that raises a `ValueError` if other code treats experts as
-    replicas of each other.
+    """Raises a `ValueError` in the forward pass if other code treats experts as replicas.
 
     The check detects torch's DDP and FSDP, DeepSpeed, other code that overwrites experts
     (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. Once the check has
@@ -329,8 +326,7 @@ class DDPCheck:
 
 
 def _refuse_new(experts: nn.Module) -> None:
-    """Raise an error if a trainable parameter does not have the hooks registered by
-    `reduce_experts`.
+    """Refuse a trainable parameter without the hooks registered by `reduce_experts`.
 
     Without these hooks, the parameter would be trained with the gradient of only one rank.
     """

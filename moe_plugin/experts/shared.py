@@ -18,8 +18,7 @@ from moe_plugin.utils.tensors import fill_, is_sharded
 
 
 class DrawnLinear(nn.Linear):
-    """A linear layer that is initialized to the same values no matter how its parameters are
-    sharded.
+    """A linear layer with the same initial values for every sharding of its parameters.
 
     Args:
         std: optional. The standard deviation of the initial weights. If `std` is given, biases are
@@ -122,14 +121,12 @@ class SharedExpert(nn.Module):
 
 
 class OverlappedWork:
-    """Work of a call that does not need the routed experts' outputs, and can therefore overlap with
-    the exchange.
+    """Work of a call that is independent of experts' outputs and overlaps with the exchange.
 
     Args:
         shared: the layer's shared expert, or None.
         tokens: the tokens of the call.
-        more: another function to run during the exchange, passed by the caller of the layer, or
-            None.
+        more: another function of the layer's caller to run during the exchange, or None.
     """
 
     def __init__(self, shared: SharedExpert | None, tokens: Tokens,

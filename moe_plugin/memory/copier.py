@@ -135,8 +135,7 @@ class Copier:
         self._pid = os.getpid()
 
     def start(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Ticket:
-        """Start copying. The targets and sources must not change before the caller has waited for
-        the returned ticket.
+        """Start copying. Targets and sources must not change before the returned ticket ends.
 
         Args:
             copies: pairs (target, source) of tensors with equal shapes. The pairs are copied in

@@ -321,8 +321,7 @@ class TierBuffer:
 
 
 def tier_of(device: torch.device | str, folder: str | os.PathLike[str] | None = None) -> Tier:
-    """Return a tier for the tensors of a device. The tier is in host memory for a GPU, and in files
-    for a CPU.
+    """Return a tier for a device's tensors: host memory for a GPU, and files for a CPU.
 
     folder: folder on disk for the files. Defaults to the system's folder for temporary files.
     """
@@ -341,8 +340,7 @@ def write_values(file: int, offset: int, x: Tensor) -> None:
 
 
 def read_values(held: TierTensor, target: Tensor, name: str) -> None:
-    """Read a tensor from a file into `target`. `target` must have the same shape, but may have any
-    dtype and any device.
+    """Read a tensor from a file into `target` of equal shape, and any dtype and device.
 
     name: name of the file or folder, for use in the error message.
     Raises:

@@ -38,8 +38,7 @@ _EVALUATION = "--model-overrides \"{'moe_capacity_factor': 'none'}\" to drop not
 
 
 class DropWarning(RunFeature):
-    """A run feature that warns once if the fraction of choices dropped because of the expert
-    capacity exceeds `WARN_ABOVE`.
+    """A run feature that warns once if more choices than `WARN_ABOVE` are dropped for capacity.
 
     Training and validation are checked separately, because experts may have fewer slots in
     validation (`dispatch.eval_token_fraction`, `dispatch.eval_capacity_factor`).
@@ -133,12 +132,10 @@ class LayerRecords(RunFeature):
 
     Args:
         config: the `observe` settings.
-        layers: the layers by name. The caller must pass the statistics of these layers to
-            `recorder`. See `listen`.
+        layers: the layers by name, whose statistics the caller passes on. See `listen`.
         comm: the ranks over which statistics are summed. Rank 0 writes the files.
         host: the name of the host framework, which is shown in the report.
-        rank: the rank that identifies this process in timelines and traces. Defaults to the rank
-            within `comm`.
+        rank: this process's rank in timelines and traces. Defaults to the rank in `comm`.
         has_log: whether the host writes a training log that the report can read. If not, the loss
             and the throughput are written together with the layer records.
     """

@@ -68,8 +68,7 @@ class Finding:
         remedy: the flags or settings that the user should change.
         layers: the names of the affected layers. Empty if the finding applies to the whole run.
         past: whether the problem has disappeared.
-        steps: the first and the last affected step. None if the finding does not apply to
-            particular steps.
+        steps: the first and last affected step, or None without particular steps.
     """
 
     rule: str
@@ -82,13 +81,11 @@ class Finding:
 
 
 def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> list[Finding]:
-    """Apply all rules to a run. Findings are ordered by severity, and findings about past problems
-    come last.
+    """Apply all rules to a run, ordered by severity, with past problems last.
 
     Args:
         skip: the names of rules that are not applied.
-        past: whether to include past problems, from which the layers have recovered. Defaults to
-            True.
+        past: whether to include past problems, from which layers have recovered.
     """
     skipped = set(skip)
     results = [finding for name, rule in RULES.items() if name not in skipped for finding in (

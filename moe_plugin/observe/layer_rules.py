@@ -143,8 +143,7 @@ class LayerRule:
     lasted: float = LASTED
 
     def look(self, layers: Mapping[str, Sequence[LayerRecord]], past: bool) -> tuple[Found, Found]:
-        """Apply the rule to all layers, and return the current episodes and the past episodes by
-        layer.
+        """Apply the rule to all layers, and return current and past episodes by layer.
 
         past: whether to also search for past episodes.
         """

@@ -25,8 +25,7 @@ ON, OFF = "on", "off"  # the values of a flag that is a switch
 
 def chosen(words: Iterable[str], known: Mapping[str, tuple[str, str]],
            several: Collection[str] = ()) -> dict[str, tuple[str, str]]:
-    """Return the settings in a command and in its `--moe-config` file that differ from their
-    defaults.
+    """Return the settings of a command and its `--moe-config` that differ from defaults.
 
     Args:
         words: the command-line arguments.

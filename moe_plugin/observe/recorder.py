@@ -65,8 +65,7 @@ def _copy_record(sums: Tensor, ranks: int) -> dict[str, Any]:
 
 
 class StatsRecorder:
-    """Write the statistics of MoE layers to files, with one record per layer every
-    `config.interval` steps.
+    """Write MoE layers' statistics, one record per layer every `config.interval` steps.
 
     Args:
         config: the `observe` settings, which contain the interval and the names of the files. Only
@@ -75,8 +74,7 @@ class StatsRecorder:
             All ranks must have the same layers and must call `step` the same number of times.
             Defaults to a group that contains only this rank.
         skip: the names of rules to skip because the host logs its own warning.
-        host: the name of the host framework for the report, one of `pytorch`, `fairseq` and
-            `megatron`.
+        host: the host framework for the report: `pytorch`, `fairseq` or `megatron`.
     Raises:
         ValueError: If a file cannot be written, or if TensorBoard or Weights & Biases is configured
             but not installed.
@@ -122,8 +120,7 @@ class StatsRecorder:
         return list(found)
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that restores the current statistics and discards the results of later
-        calls of `add`.
+        """Return a function that restores these statistics and discards later calls of `add`.
 
         The returned function may be called several times, until the next record is written.
         """
@@ -136,16 +133,14 @@ class StatsRecorder:
 
     def watch(self, name: str, copier: Copier,
               on_device: Callable[[], OnDevice] = OnDevice) -> None:
-        """From now on, record the activity of a copier that moves data such as activations or
-        weights.
+        """From now on, record the activity of a copier of data such as activations.
 
         All ranks must watch copiers with the same names.
 
         Args:
             name: a name for the copied data.
             copier: the copier.
-            on_device: a function that returns how much device memory is in use, called once per
-                record.
+            on_device: function that returns the device memory in use, called once per record.
         """
         self._copiers[name] = _Copies(copier, on_device)
 
@@ -159,8 +154,7 @@ class StatsRecorder:
         return self.flush(step) if (step + 1) % self.config.interval == 0 else {}
 
     def flush(self, step: int) -> dict[str, float]:
-        """Sum the statistics since the previous record over all ranks, and write them to the files.
-        Collective.
+        """Write the statistics since the last record, summed over all ranks. Collective.
 
         Returns: Metrics for the host's log, or an empty dict if there are no statistics.
         """
@@ -171,8 +165,7 @@ class StatsRecorder:
         return summary(records)
 
     def training(self, step: int, **numbers: float | None) -> None:
-        """Write metrics of the training loop to the files, and check them for problems. Only rank 0
-        writes these metrics.
+        """Write metrics of the training loop, on rank 0 alone, and check them for problems.
 
         numbers: the metrics by name. The supported names are loss (in nats per token),
             tokens_per_s, grad_norm, learning_rate and not_finite (the number of skipped steps since

@@ -157,8 +157,7 @@ _LOGS: WeakKeyDictionary[ExpertCache, StoreLog] = WeakKeyDictionary()  # layers 
 
 
 def watch_store(layer: MoELayer, name: Callable[[], str]) -> None:
-    """Watch the calls of a layer whose experts are loaded from a store, and log warnings. Only rank
-    0 logs these warnings.
+    """Watch a layer with stored experts, and log warnings on rank 0 alone.
 
     name: a function that returns the layer's name for log messages.
     """
@@ -314,8 +313,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Log the numeric fields of records to a run in a Weights & Biases project, under the names
-    that `points` returns.
+    """Logs records' numbers to a Weights & Biases project, under the names of `points`.
 
     All plots use the training step as the horizontal axis, so the records of one step may be
     written separately. The package `wandb` sends data in the background and reads environment

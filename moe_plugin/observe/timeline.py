@@ -49,8 +49,7 @@ class StepTimeline:
     Args:
         config: the `observe` settings. `timeline` is the number of the step to record. `jsonl` is
             the file to which the timeline is appended.
-        layers: the layers by name. The timeline shows the forward and backward passes of these
-            layers.
+        layers: the layers by name whose forward and backward passes the timeline shows.
         comm: the ranks of the run. Only rank 0 records the timeline. If `comm` is omitted, this
             rank records the timeline.
         rank: the rank that is stored in the record of the timeline.

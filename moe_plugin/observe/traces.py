@@ -1,5 +1,4 @@
-"""Write, read and replay routing traces, which contain the chosen experts of each token in each
-step.
+"""Write, read and replay routing traces: the experts of each token in each step.
 
 The file format is that of `--moe-routing-trace-path` in Megatron 0.19 and later. Each rank writes
 one trace file. The file of rank 0 is named `router_trace_rank0.jsonl`. A trace file contains one
@@ -48,14 +47,12 @@ def trace_path(folder: str, rank: int) -> Path:
 
 
 def read_trace(path: str | Path) -> dict[Key, list[list[Tensor]]]:
-    """Read the chosen experts from the trace file of one rank. The layers in the returned dict are
-    ordered as in the model.
+    """Read the chosen experts from one rank's trace file, by layer in the model's order.
 
     Returns: For each layer, a list of steps. Each step is a list of passes, and each pass is an
         int64 tensor [T, K] on the CPU.
     Raises:
-        ValueError: If the file cannot be read or is not a trace. The error message contains the
-            line number.
+        ValueError: If the file is unreadable or no trace. The message has the line number.
     """
     found: dict[Key, dict[int, list[Tensor]]] = {}
     check_input(path, "routing trace", "write one with observe.trace")
@@ -91,8 +88,7 @@ def read_traces(folder: str | Path) -> list[dict[Key, list[list[Tensor]]]]:
 
 
 class RoutingTrace:
-    """During training, write the chosen experts to a trace, or replay the choices of an earlier
-    trace.
+    """In training, write the chosen experts to a trace, or replay an earlier trace.
 
     Recomputed passes and repeated steps are counted only once. Passes during which torch.compile
     traces the model are not written.
@@ -168,8 +164,7 @@ class RoutingTrace:
             made: whether the optimizer has applied the step to the model. If False, the records of
                 the step are discarded.
         Raises:
-            ValueError: If the layers made fewer passes in this step than the replayed trace
-                contains.
+            ValueError: If the layers made fewer passes in this step than the replayed trace.
         """
         records, self.records = self.records, []
         first, self.ended = not self.ended, self.ended + made

@@ -1,5 +1,4 @@
-"""Closed-form cost models that predict the number of messages, the number of bytes and the time of
-all-to-all algorithms.
+"""Closed-form cost models of all-to-all algorithms: messages, bytes and time.
 
 In the formulas, a cluster has N nodes of P ranks each, and thus W = N P ranks. Each rank sends S
 bytes, divided equally among W ranks. Each card sends the messages of s = P / min(nics, P) ranks,
@@ -41,8 +40,7 @@ class Phase:
         machine: sums over all ranks of three values: `k ** WAKES`, number of messages, and number
             of bytes. In `k ** WAKES`, k is the number of messages that a rank sends and receives.
         copied: number of bytes that memory copies read and write on the busiest rank.
-        parallel_links: whether links within nodes and links between nodes transfer data at the same
-            time.
+        parallel_links: whether links within and between nodes transfer data simultaneously.
     """
 
     inter: tuple[float, float]

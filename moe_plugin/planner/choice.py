@@ -29,8 +29,7 @@ class LayoutChoice:
             must be 0 or 1.
         d: overlap degree in the forward pass. The rows are split into d pieces, and one piece is
             sent while another is computed. With d = 1, sending does not overlap with computing.
-        d_backward: overlap degree in the backward pass. 0 means the same overlap degree as in the
-            forward pass.
+        d_backward: overlap degree in the backward pass, or 0 for that of the forward pass.
         algorithm: registered name of the all-to-all algorithm.
         kernel: registered name of the strategy that computes the experts.
         piece_axis: how rows are divided into pieces: by `rows`, by `experts` or by `peers`.
@@ -155,8 +154,7 @@ def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
     On a single rank, the only possible value is 1.
 
     Args:
-        shards: number S of ranks that share an expert. Defaults to `ranks / experts`, but at least
-            1.
+        shards: number S of ranks that share an expert. Defaults to max(1, ranks / experts).
 
     Raises:
         ValueError: If `experts` is not a divisor or a multiple of `ranks`.
@@ -185,8 +183,7 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
 
 
 def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[LayoutChoice]:
-    """Yield every useful layout that can be built from `values`, a mapping from field names to
-    lists of values.
+    """Yield the useful layouts of `values`, a mapping from field names to lists of values.
 
 
     Layouts without an all-to-all (r = 0, gathered tokens, or a single rank) have no exchange that

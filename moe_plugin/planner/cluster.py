@@ -29,8 +29,7 @@ class Device:
             efficiency is `n / (n + half_rows)`.
         memory_bytes_s: memory bandwidth, in bytes per second.
         launch_s: fixed time of each operation, in seconds.
-        memory_bytes: memory of one rank, in bytes. Plans leave the fraction `HEAD_ROOM` of this
-            memory free.
+        memory_bytes: memory of one rank in bytes, of which `HEAD_ROOM` remains free.
         fit_error: mean relative error between the fitted model and the measurements, or None if the
             values come from a data sheet.
     """
@@ -62,8 +61,7 @@ class Device:
         """Predict the time in seconds of a matmul, including one launch, with the roofline model.
 
         Args:
-            rows: number of rows of the matmul, which determines how efficiently the device
-                computes.
+            rows: number of rows of the matmul, which determines the device's efficiency.
             flops: number of floating-point operations of the matmul.
             traffic: number of bytes that the matmul reads and writes. Defaults to 0.
         """
@@ -114,20 +112,16 @@ class Cluster:
 
     Attributes:
         name: name of the cluster.
-        nodes, ranks_per_node: number of nodes and number of ranks per node, called N and P in the
-            formulas.
-        nics: number of network cards per node. Each network card is shared by the same number of
-            ranks.
+        nodes, ranks_per_node: numbers of nodes (N) and of ranks per node (P).
+        nics: number of network cards per node, each shared by equally many ranks.
         intra: link between two ranks of the same node.
         inter: link from a network card to other nodes.
         copy_s: time in seconds to read or write one byte in a memory copy.
         phase_s: fixed time of each phase, in seconds, for propagation delay and synchronization.
         host: CPU cost of each message and of each byte, if a single machine emulates the cluster.
             Otherwise zero. See `planner.all_to_all_cost`.
-        wake_s: CPU time in seconds to wake up a rank, if a single machine emulates the cluster.
-            Otherwise 0.
-        fit_error: mean relative error between the fitted model and the measurements, or None if
-            nothing was measured.
+        wake_s: CPU time in seconds to wake up a rank of an emulated cluster, otherwise 0.
+        fit_error: mean relative error of the model, or None if nothing was measured.
     """
 
     name: str = "cluster"
@@ -203,8 +197,7 @@ class Cluster:
         only part of a single node.
 
         Raises:
-            ValueError: If the number of ranks is larger than one node and not a multiple of the
-                node size.
+            ValueError: If the ranks exceed one node and do not fill whole nodes.
         """
         if ranks < 1:
             raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")

@@ -25,8 +25,7 @@ class Task:
         resource: name of the resource that the task occupies for `seconds`.
         seconds: duration of the task, in seconds.
         after: names of the tasks that must end before this task starts.
-        phase: name under which the duration of the task is reported. Defaults to the name of the
-            task.
+        phase: name under which the duration is reported. Defaults to the task's name.
         also: names of other resources that the task occupies at the same time.
     """
 

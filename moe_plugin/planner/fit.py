@@ -22,13 +22,11 @@ class Measurement:
     """One measured exchange.
 
     Attributes:
-        nodes, ranks_per_node: number of nodes and number of ranks per node in the measured
-            exchange.
+        nodes, ranks_per_node: numbers of nodes and of ranks per node.
         algorithm: all-to-all algorithm.
         size: number of bytes that each rank sends.
         seconds: measured time.
-        machine_s: CPU time in seconds on an emulated cluster, divided by the number of cores. None
-            otherwise.
+        machine_s: an emulated cluster's CPU seconds divided by its cores, otherwise None.
     """
 
     nodes: int
@@ -49,8 +47,7 @@ class Fit:
 
 
 def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = False) -> Fit:
-    """Fit non-negative constants to measurements. The fit minimizes the sum of squared relative
-    errors.
+    """Fit non-negative constants to measurements with least squared relative errors.
 
     Args:
         measurements: measured exchanges. To distinguish the links, the fit needs measurements of at
@@ -147,8 +144,7 @@ def relative_errors(cluster: Cluster, measurements: Iterable[Measurement]) -> It
 
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the x >= 0 that minimizes `|a x - b|`. The method is the active-set method of Lawson
-    and Hanson (1974).
+    """Return the x >= 0 that minimizes `|a x - b|` (active sets, Lawson and Hanson 1974).
 
     Args:
         a: float64 matrix of shape [rows, columns].

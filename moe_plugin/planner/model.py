@@ -22,8 +22,7 @@ class MeasuredNetwork:
     """Constants of a network, measured between real ranks.
 
     Attributes:
-        about: properties of the ranks. A measurement can be reused on other ranks with the same
-            properties.
+        about: properties of the ranks, for which a measurement is valid.
         cluster: cluster whose constants were fitted to measured all-to-alls. The fitted cluster has
             the same number of ranks as the measurement.
     """
@@ -37,8 +36,7 @@ class Processor:
     """Compute speed of real ranks, measured while all ranks compute at the same time.
 
     Attributes:
-        about: properties of the ranks. A measurement can be reused on other ranks with the same
-            properties.
+        about: properties of the ranks, for which a measurement is valid.
         device: device whose constants were fitted to measured matmuls.
     """
 
@@ -58,8 +56,7 @@ def load(kind: type[Record], path: str | Path) -> Record:
     """Read a record of the given type from a measurement file.
 
     Raises:
-        ValueError: If the file cannot be read, or if it does not contain a record of the given
-            type.
+        ValueError: If the file cannot be read or has no record of this type.
     """
     return load_record(kind, path, "file of measurements", "measure again with --fresh")
 
@@ -91,8 +88,7 @@ class ModelShape:
             each group corresponds to a node. `group_top_k` then limits the number of ranks and
             nodes to which a token is sent. With `groups=1`, a token may select any experts.
         capacity_factor: capacity factor of the experts, or None if no token is dropped.
-        skew: number of rows on the busiest rank divided by the mean number of rows per rank. At
-            least 1.
+        skew: rows on the busiest rank divided by the mean rows per rank. At least 1.
         element_bytes: number of bytes per element of weights and activations.
         state_bytes: number of bytes per parameter for the gradient and the optimizer state, not
             counting the weight itself. An fp32 gradient takes 4 bytes, an fp32 master weight 4

@@ -1,5 +1,4 @@
-"""Exact branch-and-bound search for the fastest parallelization plans, and the cost of a static
-reference layer.
+"""Branch-and-bound search for the fastest parallelization plans, and a static layer's cost.
 
 The search varies the sizes TP, EP, ETP, DP and PP, the size of the micro-batches, and the layout of
 MoE layers (r, d, the all-to-all algorithm and `send`).
@@ -54,8 +53,7 @@ class ScaleRow:
     Attributes:
         ranks: number of ranks.
         static_s: time of the static layer in seconds.
-        plain_s: time in seconds with sparse dispatch, the largest possible r, d = 1 and the
-            algorithm `linear`.
+        plain_s: seconds with sparse dispatch, the largest r, d = 1 and `linear`.
         r_alone_s: time in seconds as in `plain_s`, but with the best r.
         d_alone_s: time in seconds as in `plain_s`, but with the best d.
         all_s: time in seconds with the best r, the best d and the best all-to-all algorithm.

@@ -1,5 +1,4 @@
-"""Predict the traffic and the time of sending each token once per rank or once per node, and the
-time of ring collectives.
+"""Traffic and time of sending tokens once per rank or node, and time of ring collectives.
 
 Assume that each of a token's k choices is one of W targets, and that all targets are equally likely
 and independent. On average, the token is then sent to `W (1 - (1 - 1/W)^k)` different targets

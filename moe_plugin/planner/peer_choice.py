@@ -37,8 +37,7 @@ class Throughput:
 
 @dataclass(order=True)
 class _Entry:
-    """A heap entry for one peer. Entries are sorted by the predicted time at which the peer becomes
-    idle.
+    """A peer in the heap, which is sorted by when the peer is predicted to be idle.
 
     Attributes:
         busy_until: predicted time at which the peer will have finished its tasks.
@@ -135,8 +134,7 @@ class Wiring:
 
 
 def butterfly_weights(bandwidths: Sequence[float]) -> list[float]:
-    """For a butterfly all-reduce of n peers, return the fraction w_i of the vector that each peer i
-    sums.
+    """Return the fraction w_i of the vector that each of n peers sums in a butterfly.
 
     For given bandwidths b_i, the fractions minimize the maximum of `(1 + (n - 2) w_i) / b_i`. All
     fractions are >= 0 and their sum is 1. In a time T, peer i can sum the fraction

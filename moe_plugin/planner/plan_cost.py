@@ -37,8 +37,7 @@ class PlanCost:
     Attributes:
         plan: the plan.
         time: for each component of a training step, its time in seconds.
-        memory: for each component of the memory, its size in bytes on the rank with the highest
-            memory use.
+        memory: bytes of each memory component on the rank with the highest memory use.
         layer: predicted cost of one MoE layer.
         activations: for each layer of the model, whether to keep or to recompute its activations.
             `activations` is empty if all layers keep their activations.
@@ -116,8 +115,7 @@ def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict
 
 def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: int,
                   tp: int) -> dict[str, float]:
-    """Return the time in seconds of the forward and backward passes of one dense layer on `tp`
-    ranks.
+    """Return the seconds of a dense layer's forward and backward passes on `tp` ranks.
 
     The time includes tensor-parallel communication, which consists of two all-reduces per pass.
     """
@@ -272,8 +270,7 @@ def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[SwapPlan]:
 
 
 def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> list[SwapBlock]:
-    """Return the layers of a stage as blocks. The activations of a block are those of all
-    micro-batches in flight.
+    """Return a stage's layers as blocks with the activations of all micro-batches in flight.
 
     Args:
         experts: for each layer of the stage, whether the layer is an MoE layer.

@@ -69,8 +69,7 @@ class ReplicaMap:
 
 
 def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
-    """Return the number of replicas of each expert. Every expert has at least one replica, and the
-    numbers sum to `slots`.
+    """Return each expert's number of replicas, at least 1, which sum to `slots`.
 
 
     The greedy method is optimal: no other numbers of replicas give a smaller maximum load per slot.
@@ -96,8 +95,7 @@ def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
 
 
 def pack(loads: Loads, packs: int) -> list[list[int]]:
-    """Divide items into packs. All packs have the same number of items, and the maximum load of a
-    pack is kept small.
+    """Divide items into equally large packs, and keep the largest load of a pack small.
 
     Returns: For each pack, its items in ascending order.
 
@@ -132,8 +130,7 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
             same node. If `groups` is not a multiple of `nodes`, both are ignored. Defaults to 1.
 
     Raises:
-        ValueError: If a number is out of bounds or not divisible as required. The message contains
-            the bound.
+        ValueError: If a number is out of its bounds, which the message contains.
     """
     experts = len(loads)
     if min(loads, default=0) < 0:

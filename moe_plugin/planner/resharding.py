@@ -37,8 +37,7 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis of the tensor
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A layout of a tensor, which assigns to each device the box of the tensor that the device
-    stores.
+    """A layout of a tensor: the box of the tensor that each device stores.
 
     Attributes:
         shape: shape of the tensor.
@@ -249,8 +248,7 @@ class SliceOrder:
     """Result of `best_order`.
 
     Attributes:
-        steps: pairs (slice, sending node) for the slices that leave a node, in the order of
-            sending.
+        steps: pairs (slice, sending node) of slices that leave a node, in order.
         seconds: arrival time of the last slice. The unit is the time of one element on one link."""
 
     steps: tuple[tuple[int, int], ...]

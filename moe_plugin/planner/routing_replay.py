@@ -151,8 +151,7 @@ def _counts(of_ranks: Sequence[Any], experts: int, ranks: int) -> list[list[int]
 
 
 def simulate(calls: Calls, costs: SpillCosts, guests: int, replan: int) -> list[PolicyTimes]:
-    """Predict the times of all calls for each policy. The first policy is `never`. Calls without
-    rows are skipped.
+    """Predict the times of calls with rows for each policy, of which the first is `never`.
 
     Args:
         calls: for every call, the number of rows by source rank and expert (see `calls_of`).

@@ -133,8 +133,7 @@ class Contest(Generic[Choice]):
         cold: candidates whose first time is ignored, because their first call takes longer.
 
     Attributes:
-        rounds: for each round, from oldest to newest, the times of the candidates, except ignored
-            times.
+        rounds: the candidates' times in each round from the oldest, without ignored ones.
         behind: candidates that were excluded because they are much slower.
         failed: candidates that could not run.
     """
@@ -184,8 +183,7 @@ class Contest(Generic[Choice]):
 
         Args:
             check: whether the round contains all candidates that have not been excluded.
-            every: whether the round also contains candidates that were excluded because they are
-                much slower.
+            every: whether the round also contains candidates that are much slower.
         """
         if every:
             self.behind.clear()

@@ -78,8 +78,7 @@ def mols(load: int, copies: int) -> Assignment:
 
     Args:
         load: number l of files per worker. Must be prime.
-        copies: number r of workers per file. The number of workers per file must be odd and at most
-            l - 1.
+        copies: number r of workers per file, which must be odd and at most l - 1.
 
     Raises:
         ValueError: If the value of `load` or `copies` is not allowed.
@@ -103,8 +102,7 @@ def ramanujan(prime: int, columns: int) -> Assignment:
 
     Args:
         prime: length s of the cycle, which must be a prime number.
-        columns: the number m. The number m must be either an odd number less than s, or a multiple
-            of s if s is odd.
+        columns: the number m: an odd number less than s, or a multiple of an odd s.
 
     Raises:
         ValueError: If the value of `prime` or `columns` is not allowed.
@@ -153,8 +151,7 @@ def assign(name: str, workers: int, copies: int) -> Assignment:
         copies: number r of workers per file. Must be odd.
 
     Raises:
-        ValueError: If there is no assignment with these numbers. The message contains the condition
-            that is not met.
+        ValueError: If there is no such assignment. The message has the condition.
     """
     _check_odd(copies)
     load, left = divmod(workers, copies)
@@ -180,8 +177,7 @@ def _check_odd(copies: int) -> None:
 
 
 class _Worst:
-    """An exhaustive search that computes c(q) for all q up to a maximum. The attribute `best`
-    contains c(q) for each q.
+    """An exhaustive search of c(q) for all q up to a maximum, stored in `best`.
 
     The search extends sets of workers in ascending order. The votes of a set are stored in a single
     integer that has one digit per file. Two rules shorten the search. First, a set is not extended
@@ -220,8 +216,7 @@ class _Worst:
             self._grow(votes + self.masks[worker], worker, size + 1, False)
 
     def _reachable(self, assignment: Assignment) -> list[list[int]]:
-        """For each last worker and each number v, return the files that are processed by at least v
-        later workers.
+        """Return, by last worker and number v, the files of at least v later workers.
 
         Each file is encoded as the highest bit of its digit.
         """

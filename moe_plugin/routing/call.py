@@ -60,12 +60,10 @@ def check_range(values: Tensor, first: int, last: int, message: str) -> None:
 
 
 class TakesTokenIds:
-    """Base class for the MoE layers of a host framework that receive token ids from
-    `hand_token_ids`.
+    """Base class of a host's MoE layers that receive token ids from `hand_token_ids`.
 
     Attributes:
-        needs: names of the token information that the layer's router needs; see
-            `RouterModule.needs`.
+        needs: token information that the layer's router needs; see `RouterModule.needs`.
         tokens_BT: int64 [B, T], the token ids for the next call, or None if none were passed.
     """
 
@@ -79,8 +77,7 @@ def hand_token_ids(model: nn.Module, *names: str) -> None:
     The hook runs before each forward pass of the model.
 
     Args:
-        model: model that receives token ids as its first positional argument or as a keyword
-            argument.
+        model: model whose first positional or a keyword argument is token ids.
         names: names of the keyword arguments that may contain the token ids. If several of the
             named arguments are passed, the argument that comes first in `names` is used.
     """
@@ -127,8 +124,7 @@ class RoutingCall:
         mask_T: bool, True for tokens that are not padding. `mask_T` is None if all tokens are real.
         k: number of experts per token.
         info: additional information about the tokens.
-        noise: standard deviation of the noise in the logits, already divided by E, or 0 without
-            noise.
+        noise: standard deviation of the logits' noise, divided by E, or 0 without noise.
         score: function that converts logits to scores.
         divides: True if the weights are divided by `max(sum over the choices + added, least)`.
         one_pass: True if a single kernel computes the choices, weights and sums. If `one_pass` is
@@ -189,8 +185,7 @@ class RoutingCall:
 
     def choose(self, chosen_TK: Tensor | None = None, *, bias_E: Tensor | None = None,
                groups: int = 0, take: int = 1, best: int = 1) -> Tensor:
-        """Choose the k best experts of each token, or use given choices. The method also sets
-        `routed`.
+        """Choose each token's k best experts, or use given choices, and set `routed`.
 
         Args:
             chosen_TK: int64, choices without -1 to use instead of the k best experts. Optional.
@@ -283,8 +278,7 @@ class RoutingCall:
 
     @property
     def margin_TE(self) -> Tensor | None:
-        """For each expert, `(clean logit - k-th largest noisy logit of the other experts) /
-        (deviation of the noise)`.
+        """`(clean logit - k-th largest noisy logit of the others) / (deviation of the noise)`.
 
         The margin is None if the deviation of the noise is not learned. If k = E, the margin is
         infinite, because every expert is always chosen.

@@ -38,20 +38,17 @@ from moe_plugin.utils.machine import exporting
 
 
 class CapacityLimit:
-    """A module that drops the routing choices for which an expert has no free slot. All ranks use
-    the same limit.
+    """Drops routing choices for which an expert has no free slot, by one limit for all ranks.
 
     Args:
         config: configuration of the layer.
         comm: group of ranks over which the capacity is determined.
         makes_slots: True if the dispatcher sends slots, including empty slots. If `makes_slots` is
             True, all ranks must agree on the number of slots.
-        own: True if each rank computes the limit from its own tokens; see
-            `HostContext.own_capacity`.
+        own: True if ranks limit their own tokens; see `HostContext.own_capacity`.
 
     Attributes:
-        never: True if choices are never dropped and weights are never changed, neither in training
-            nor in evaluation.
+        never: True if no choice is dropped and no weight changed, also in evaluation.
     """
 
     def __init__(self, config: MoEConfig, comm: Comm, makes_slots: bool = True,
@@ -103,8 +100,7 @@ class CapacityLimit:
         return made if limit is None else limit
 
     def _checked(self, routing: Routing, training: bool) -> Routing:
-        """Check that all ranks have the same number of tokens, as `dispatch.equal_tokens` promises,
-        and return the routing.
+        """Return the routing after checking that ranks have equally many tokens, as promised.
 
         Under a compiler, the check must be an operation in the graph. As plain Python code, the
         check would run only once.
@@ -188,8 +184,7 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
         routing: choices and weights of the tokens on this rank.
         experts: number of experts, E.
         comm: group of ranks over which the capacity is determined.
-        training: True if the layer is in training mode. If `training` is False, the settings for
-            evaluation apply.
+        training: True in training mode, False to use the settings for evaluation.
     """
     rule = _Rule.of(config, training)
     if rule.factor is None and not rule.fraction:
@@ -302,8 +297,7 @@ def _agree(routing: Routing, experts: int, comm: Comm) -> tuple[int, int]:
 
 
 def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
-    """Return the slot of each routing choice within its expert, int64 [T, K], or -1 for a choice
-    without an expert.
+    """Return each choice's slot within its expert, int64 [T, K], or -1 without an expert.
 
     The first choices of all tokens get the first slots, followed by all second choices, and so on.
     Within the j-th choices, tokens get slots in sequence order. If `prioritized` is true, tokens

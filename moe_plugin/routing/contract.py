@@ -67,8 +67,7 @@ class BuffersKeepDtype(nn.Module):
     well. Subclasses must not create buffers on the meta device.
 
     Attributes:
-        keeps_parameters: if True, parameters whose dtype has fewer bits than float32 are also
-            converted to float32.
+        keeps_parameters: if True, parameters below float32 are also converted to float32.
     """
 
     keeps_parameters: bool = False
@@ -152,8 +151,7 @@ class RouterModule(HasFinishStep, nn.Module):
 
         Args:
             x_TD: tokens [T, D] of any floating-point dtype.
-            mask_T: bool [T], True for tokens that are not padding. Optional. By default, all tokens
-                are real.
+            mask_T: optional. bool [T], True for real tokens. Defaults to all tokens.
             top_k: number of experts per token for this call. Defaults to the configured number.
             info: additional information about the tokens; see `needs`.
         """
@@ -246,8 +244,7 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
         """Count the step.
 
         Raises:
-            ValueError: If the schedule contains fractions of the run but its number of steps is
-                unknown.
+            ValueError: If a schedule uses fractions of a run of unknown length.
         """
         self._follow_buffer()
         self._go_to(self.steps + 1)
@@ -368,8 +365,7 @@ def router_counts(model: nn.Module) -> list[str]:
 
 
 def watch_ddp() -> None:
-    """Exclude the counts of routers from the buffers synchronized by all DDP wrappers that are
-    created afterwards.
+    """Exclude routers' counts from the buffers that later DDP wrappers synchronize.
 
     Before each forward pass, DDP overwrites the buffers of every rank with the buffers of rank 0.
     This would discard the counts of earlier micro-batches. The routers in a DDP wrapper use the

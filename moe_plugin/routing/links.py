@@ -101,8 +101,7 @@ def _solve(costs: tuple[tuple[float, ...], ...]) -> LinkShares:
 
 
 def _scales(inverse_WW: Matrix, other_W: Matrix, most: float) -> Matrix:
-    """Return the factors u_i of the rows, [W], for which `sum_j min(most, u_i other_j) inverse_ij`
-    is 1.
+    """Return the rows' factors u_i, [W], with `sum_j min(most, u_i other_j) inverse_ij` = 1.
 
     The method is Sinkhorn scaling with an upper bound on each entry: rows and columns are scaled
     alternately. The scaling converges to the feasible shares that are closest to `inverse_WW` in
@@ -153,8 +152,7 @@ def target_shares(beta_WW: Tensor) -> Tensor:
 
 
 def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None = None) -> Tensor:
-    """Return the fraction `c_e` of a rank's choices that each expert should receive, float64 [E].
-    The fractions sum to 1.
+    """Return the fraction `c_e` of a rank's choices for each expert, float64 [E], of sum 1.
 
     Args:
         beta_WW: see `target_shares`.
@@ -265,8 +263,7 @@ def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
 
 
 def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: float) -> Tensor:
-    """Choose k experts per token, one after another, with a preference for experts on nodes that
-    already receive the token.
+    """Choose a token's k experts in turn, and prefer nodes that already receive the token.
 
     For the next choice, the preferred nodes are the token's own node and the nodes of the experts
     chosen so far. If an expert is entirely on preferred nodes, `bias` is added to its score.

@@ -144,8 +144,7 @@ class NextBlockRouting:
         following: the next block in the model. The `router` of the next block is the pre-gate, or
             predicts the routing. `following` is None for the last block.
         inbox: mailbox for decisions of the previous block, or None if the layer's own gate decides.
-        outbox: mailbox for decisions for the next block, or None if this block does not decide for
-            the next block.
+        outbox: mailbox for the next block's decisions, or None without decisions for it.
     """
 
     def __init__(self, layer: LinkableLayer, following: LinkableLayer | None,
@@ -279,8 +278,7 @@ def link(model: nn.Module) -> int:
 
     Returns: The number of layers with a pre-gate, that is, the number of linked layers minus one.
     Raises:
-        ValueError: If only some layers set `router.pre_gate`, or if neighboring layers differ in
-            width.
+        ValueError: If only some layers set `router.pre_gate`, or if neighbors' widths differ.
     """
     layers = [module for module in model.modules() if isinstance(module, LinkableLayer)]
     asked = [bool(layer.config.router.pre_gate) for layer in layers]
@@ -354,8 +352,7 @@ def _with_values(routing: Routing, values: Sequence[Tensor]) -> Routing:
 
 
 class _Receive(torch.autograd.Function):
-    """Return the tensors of a decision as leaves of the graph, and store their gradients in
-    `PendingRouting`.
+    """Return a decision's tensors as leaves, and store their gradients in `PendingRouting`.
 
     The block's input is an argument of this function. As a result, the backward pass of `_Receive`
     runs before the backward pass of the previous block.

@@ -190,8 +190,7 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
 
 def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: HostContext,
                  **where: Any) -> nn.Module:
-    """Return the router of a layer, which is the `router` argument, or the configured router if the
-    argument is None.
+    """Return a layer's router: the argument `router`, or the configured router for None.
 
     If the router is not part of this package, the routings it returns are checked in each call
     (`RoutingCheck`). If neither the router nor a loss keeps the experts balanced, a warning is

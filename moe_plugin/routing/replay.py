@@ -1,5 +1,4 @@
-"""Recording of the routing in a layer's first pass, so that the recomputation of activations uses
-the same routing.
+"""Recording of a layer's first routing, which the recomputation of activations replays.
 
 With activation checkpointing, a layer runs twice: once in the forward pass, and again during the
 backward pass. If the second pass sent a token to a different expert, for example because of noise
@@ -298,8 +297,7 @@ class _Use:
 
 
 def record_routing() -> AbstractContextManager[_Tape]:
-    """Record the routing of all layers that are called in this context. Use `replay_routing` to
-    replay the recording.
+    """Record the routing of all layers called inside, for a later `replay_routing`.
 
     Recomputations of activations are not recorded. Both attributes of the tape can be saved with
     `torch.save`. `ids` contains the choices of the routers and, if weights depend on noise, also

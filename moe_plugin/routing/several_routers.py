@@ -36,8 +36,7 @@ class SelectionCall:
     Attributes:
         count: number of routers.
         step: number of completed optimizer steps.
-        layer: index of this layer among the MoE layers of its model, counted from 0. None if
-            unknown.
+        layer: index from 0 among the MoE layers of its model, or None if unknown.
         training: True if the layer is in training mode.
         settings: the `router.selection` section of the settings.
     """
@@ -117,8 +116,7 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
             router routes every call.
         comm: group of ranks that store the experts. If the group has more than one rank, creating a
             `RouterSelector` is collective.
-        host: information about the layer from the host framework. All routers are built with this
-            information.
+        host: the host framework's information, with which all routers are built.
         device: device of the buffer that contains the number of steps.
     Attributes:
         layer: index of this layer among the MoE layers of its model, counted from 0. None if

@@ -61,8 +61,7 @@ class BorrowedExperts:
         self._parameters: FFNParameters | None = None
 
     def split(self, work: ExpertRows) -> Iterator[ExpertRows]:
-        """Yield the rows of the rank's own experts, followed by the rows of the borrowed experts,
-        if any.
+        """Yield the rows of the rank's own experts, then the rows of borrowed experts.
 
         If this rank borrows nothing, the rows of its own experts are linked to the weight exchanges
         in the autograd graph, so that backward still runs these exchanges.
@@ -112,8 +111,7 @@ class _SentWithGuests(Sent):
 
 
 class BorrowingDispatcher(WrappedDispatcher):
-    """A dispatcher that sends rows with an inner dispatcher and lends weights if the plan contains
-    loans.
+    """A dispatcher that uses an inner dispatcher and lends weights if the plan has loans.
 
     Args:
         inner: dispatcher that creates a `SpillingPlan` or an `OncePlan`.
@@ -216,8 +214,7 @@ class _WeightTransfer:
 
 def _post(place: Placement, anchor: Tensor | None, rows_N: Tensor, send: list[int],
           recv: list[int]) -> Callable[[], Tensor]:
-    """Start an exchange in the background, and return a function that waits for the received
-    elements and returns them.
+    """Start an exchange in the background, and return a function that returns the elements.
 
     Weights are sent exactly as they are in memory, regardless of the format in which rows are sent.
     """
@@ -272,8 +269,7 @@ def _cut(x_N: Tensor, lengths: list[int]) -> Sequence[Tensor]:
 
 def _as_parameters(flat_N: Tensor, local: Mapping[str, Tensor], numbers: list[int],
                    place: Placement) -> dict[str, Tensor]:
-    """Convert [G * P] elements to the parameters [G, ...] of the given experts or expert shards, by
-    name.
+    """Convert [G * P] elements to parameters [G, ...] of experts or shards, by name.
 
     The output bias of a shard is padded to the whole width, and each shard has its own position
     within this width.

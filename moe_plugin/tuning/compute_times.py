@@ -189,8 +189,7 @@ def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float
 
 
 class ChoiceFiles:
-    """Stores each choice in a separate small file, so that processes do not overwrite each other's
-    choices.
+    """Stores each choice in a separate small file, which other processes do not overwrite.
 
     Args:
         folder: folder for the files. Defaults to the user's cache.
@@ -240,8 +239,7 @@ class ChoiceFiles:
             self._path(key).unlink()
 
     def forget_all(self) -> int:
-        """Remove all files, including those that cannot be read, and return the number of removed
-        files.
+        """Remove all files, also unreadable ones, and return the number of removed files.
 
         Raises: OSError, ValueError: If the files cannot be removed.
         """

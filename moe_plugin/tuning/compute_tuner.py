@@ -1,5 +1,4 @@
-"""Automatic choice of the strategy that computes the experts, for each device and load
-(`compute: auto`).
+"""Choice of the strategy that computes the experts, by device and load (`compute: auto`).
 
 The forward and backward passes of each candidate are timed. Trials use the layer's own weights, and
 random rows that represent the load of the bucket. Trials do not affect the call that starts them:
@@ -93,8 +92,7 @@ class ComputeLoad:
 
 
 def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
-    """Return the names of candidate strategies. If nothing is measured, the first candidate is
-    used.
+    """Return the names of candidates, of which the first is used without measurements.
 
     On a CPU, the candidates are `fused`, which runs one GEMM per expert, and, for few rows, also
     `grouped` and (if all experts have the same number of rows) `batched`. On a GPU, the candidates
@@ -251,8 +249,7 @@ def sample_load(load: ComputeLoad, device: torch.device,
 
 @contextlib.contextmanager
 def _clean(device: torch.device) -> Iterator[None]:
-    """Context manager that runs its block with torch's default thread-local state, as in a new
-    thread.
+    """Run the block with torch's default thread-local state, as in a new thread.
 
     torch runs only the innermost hooks on saved tensors. This context therefore sets hooks that
     disable all outer hooks.
@@ -273,8 +270,7 @@ def _compiled(x: Tensor, counts: RowCounts) -> str:
 
 
 def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
-    """Return the names of the strategies that can compute these rows on this device without a
-    fallback to another strategy.
+    """Return the strategies that compute these rows on this device without a fallback.
 
     If the row counts are known only on the device, strategies that read them on the host are
     excluded.

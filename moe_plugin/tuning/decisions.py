@@ -28,8 +28,7 @@ class TunerSettings:
         patience: number of consecutive calls with drift after which candidates are timed again.
         watch: after a choice is made, one of every `watch` calls is timed.
         allowance, budget: the number of trials is limited to `max(allowance, budget * calls)`.
-        each: whether the limit on trials applies to each bucket separately (True) or to all buckets
-            together (False).
+        each: whether the limit on trials applies to each bucket (True) or to all together.
     """
 
     tries: int | None = 4
@@ -154,10 +153,8 @@ class Trials(Generic[Choice]):
         known: whether a decision has been made.
         contest: comparison of the candidates in this bucket, or None if there have been no trials.
         open: whether more rounds are needed to find the fastest candidate.
-        checking: whether the current round checks an earlier decision. `seen` is the round before
-            the current round.
-        sure, spread: whether the decision is certain, and the spread of the times on which it is
-            based.
+        checking: whether this round checks a decision of the round before it, `seen`.
+        sure, spread: whether the decision is certain, and the spread of its times.
         calls, explored: number of calls so far, and number of trials so far.
         untimed: number of calls since the last timed call.
         timed: whether the call for which `choose` was called most recently is timed.

@@ -52,8 +52,7 @@ class Tuner(Generic[Bucket, Choice]):
             candidate must be first. All ranks must have the same candidates.
         settings: settings that control the trials.
         memory: storage for decisions of earlier runs; see `known`.
-        always: function that returns the candidates that are timed regardless of their predicted
-            times.
+        always: function that returns candidates timed despite their predicted times.
     """
 
     def __init__(self, candidates: Callable[[Bucket], Mapping[Choice, float | None]],
@@ -166,8 +165,7 @@ class Tuner(Generic[Bucket, Choice]):
 
     def _calibrated(self, bucket: Bucket,
                     predicted: dict[Choice, float | None]) -> dict[Choice, float | None]:
-        """Correct predicted times by the prediction error in the nearest bucket with measured
-        times.
+        """Correct predicted times by the error in the nearest bucket with measured times.
 
         For each candidate, the prediction error of this candidate is used if it is known, otherwise
         the median error. Buckets are tuples of integers.

@@ -1,5 +1,4 @@
-"""Tunes the layout of one layer for the current load (`parallel: auto`). The ranks agree on the
-current load.
+"""Tunes a layer's layout for the current load, on which ranks agree (`parallel: auto`).
 
 One small all-reduce computes the maximum of the load, of the imbalance and of the latest measured
 time over all ranks. While trials are pending, this all-reduce runs in every call. After the trials,
@@ -79,8 +78,7 @@ class _Run:
 
 
 class LayoutTuner:
-    """Selects the layout for each call of one layer. All ranks must create one tuner for each
-    layer.
+    """Selects the layout of a layer's calls. All ranks must create one tuner per layer.
 
     Args:
         config: settings of the layer.

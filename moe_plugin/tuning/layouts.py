@@ -106,8 +106,7 @@ class Layouts:
         return legal if self.stash is None else [r for r in legal if r]
 
     def sends(self) -> list[str]:
-        """Return the possible values of `LayoutChoice.send`. The configured value is first in the
-        list.
+        """Return the possible values of `LayoutChoice.send`, the configured value first.
 
         With bounded rows, there is only one value, because all slots are sent, whether they are
         used or not.

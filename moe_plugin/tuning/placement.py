@@ -59,8 +59,7 @@ def agree_on_settings(config: MoEConfig, comm: Comm, agreed: Mapping[str, Any],
         more: additional values, by name, that determine the shapes and dtypes of exchanged data.
 
     Raises:
-        ValueError: If the ranks have different values. This error is raised on all ranks and names
-            the differences.
+        ValueError: On all ranks, if values differ. The message names the differences.
     """
     settings = {name: value for name, value in {**flatten(to_dict(config)), **agreed}.items()
                 if not name.startswith(OWN_SETTINGS)}
@@ -122,8 +121,7 @@ def may_measure(config: MoEConfig) -> bool:
 
 
 def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
-    """Choose values for all settings that the user has not set, for a prepared group. Return the
-    settings.
+    """Return the settings with values for all that the user left open, for a prepared group.
 
     On several nodes, where these choices matter most, the all-to-all algorithm and the layout are
     chosen by measurements during training. On one node, the layout is predicted once, so that runs

@@ -1,5 +1,4 @@
-"""Predicted layouts (`parallel: predicted`), and predicted numbers of pieces for evaluation calls
-(`parallel.prefill`).
+"""Predicted layouts (`parallel: predicted`), and pieces for evaluation (`parallel.prefill`).
 
 The layout is predicted once, for the number of tokens in the layer's first training call. Nothing
 is measured, so runs are bitwise reproducible. After the prediction, the ranks do not communicate
@@ -68,8 +67,7 @@ class PredictedLayout:
 
     Attributes:
         current: layout that the next call will use.
-        settled: whether the layout was predicted or loaded from a checkpoint, so that no more
-            decisions are made.
+        settled: whether the layout is from a prediction or checkpoint, and thus final.
         decisions: decisions that `pop_decisions` has not returned yet.
     """
 
@@ -82,8 +80,7 @@ class PredictedLayout:
         self.decisions: tuple[TunerDecision, ...] = ()
 
     def layout(self, routing: Routing, training: bool) -> tuple[LayerLayout, None]:
-        """Return the layout for this call, and None instead of a timer. Evaluation calls use the
-        current layout.
+        """Return this call's layout, and no timer. Evaluation uses the current layout.
 
         During compilation, the graph cannot depend on a number that other ranks send. The
         configured layout is therefore used until the first call that is not compiled.

@@ -42,8 +42,7 @@ def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
     Args:
         comm: the group.
         config: communication settings.
-        measures: whether measurements may determine settings that the user has not set; see
-            `exchange_name`.
+        measures: whether measurements may fill in settings; see `exchange_name`.
 
     Raises:
         ValueError: If a name is unknown, if a file cannot be read, or if the topology contains
@@ -119,8 +118,7 @@ def read_topology(text: str, size: int, nics: int = 1) -> Topology:
         nics: number of network cards per node. Defaults to 1.
 
     Raises:
-        ValueError: If the file cannot be read, if it contains no list of nodes, or if ranks are
-            missing.
+        ValueError: If the file is unreadable, has no list of nodes, or ranks are missing.
     """
     if text.isdecimal() and len(text) < 10:
         return Topology.uniform(size, int(text), nics)

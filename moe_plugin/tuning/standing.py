@@ -37,8 +37,7 @@ class LayerReplicas:
 
     Attributes:
         standing: object that decides where replicas are placed.
-        speeds: object that measures the speed of this rank, or None if speeds are configured or
-            assumed to be equal.
+        speeds: measures this rank's speed, or None for configured or equal speeds.
     """
 
     def __init__(self, parallel: ParallelConfig, comm: Comm, experts: Experts,
@@ -81,8 +80,7 @@ class LayerReplicas:
 
 
 class MeasuredSpeeds:
-    """The measured speed of each rank's experts in rows per second. Speeds are averaged like the
-    throughput in SWARM.
+    """Each rank's measured rows per second of its experts, averaged as in SWARM.
 
     Only the forward passes of experts are measured, because these passes do not wait for other
     ranks.
@@ -100,8 +98,7 @@ class MeasuredSpeeds:
         experts.register_forward_hook(self._after)
 
     def agreed(self) -> list[float] | None:
-        """Return the speeds of all ranks, or None if no rank has computed any rows. All ranks
-        return the same speeds.
+        """Return all ranks' speeds, equal on all ranks, or None if no rank computed rows.
 
         The mean speed of the other ranks is used for a rank that has not computed any rows. All
         ranks must call this method. On a GPU, the host waits for the device.

@@ -1,5 +1,4 @@
-"""Compute and check CRC-32 checksums of checkpoint files. CRC-32 detects every change that affects
-up to 32 adjacent bits.
+"""CRC-32 checksums of checkpoint files, which detect changes of up to 32 adjacent bits.
 
 A *sealed* file contains its own checksum. The checksum therefore stays with the file when the file
 is moved or copied. Files written by torch contain the checksum in a trailer of 27 bytes. The
@@ -66,8 +65,7 @@ class _SummingStream:
 
 
 def write_sealed(path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:
-    """Write a sealed binary file and flush it to disk. The checksum is computed while the file is
-    being written.
+    """Write a binary file with a checksum, computed meanwhile, and flush it to disk.
 
     Args:
         write: function that receives a stream and writes the data to it.
@@ -137,8 +135,7 @@ def crc_of(path: str | os.PathLike[str], size: int | None = None, digits: int | 
 
     Args:
         path: path of the file.
-        size: optional. Number of bytes to include, from the start of the file. Defaults to the
-            whole file.
+        size: optional. Number of leading bytes to include. Defaults to the whole file.
         digits: optional. Position of a checksum within the file, whose digits are counted as zeros.
     """
     size = os.path.getsize(path) if size is None else size

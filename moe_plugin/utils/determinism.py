@@ -25,8 +25,7 @@ from torch import Tensor
 
 
 def enable() -> None:
-    """Enable torch's strict deterministic mode, and set the cuBLAS workspace that this mode
-    requires.
+    """Enable torch's strict deterministic mode, with the cuBLAS workspace it requires.
 
     Call this function before the first matmul on a GPU.
     """

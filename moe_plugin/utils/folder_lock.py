@@ -282,8 +282,7 @@ def _myself() -> Holder:
 
 
 def _machine() -> str:
-    """Return an identifier of the boot and the process table, which is the same for processes that
-    can see each other.
+    """Return an identifier of boot and process table, equal for mutually visible processes.
 
     Containers have separate process tables. Returns an empty string if the operating system does
     not provide this information.

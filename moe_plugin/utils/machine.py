@@ -85,8 +85,7 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def start_to_host(x: Tensor) -> Callable[[], Tensor]:
-    """Start to copy a tensor from a device to the host, and return a function that waits for the
-    copy.
+    """Start to copy a tensor to the host, and return a function that waits for the copy.
 
     The returned function waits only for work that was queued before `start_to_host` was called, and
     returns the copy.
@@ -114,8 +113,7 @@ def record_event(device: torch.device, timing: bool = True) -> torch.cuda.Event:
 
 
 def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate uninitialized pinned host memory for long-lived data that is accessed by GPU kernels
-    and copies.
+    """Allocate uninitialized pinned memory for long-lived data that GPUs read and copy.
 
     The memory has exactly the requested size, whereas torch would round it up to a power of two.
     The memory is freed once no tensor refers to it and the device has finished all work that was
@@ -178,8 +176,7 @@ def cache_home() -> Path:
 
 
 def user_cache(purpose: str, folder: Path | None = None) -> Path:
-    """Return the folder for all caches that are kept between runs. The folder is created if it does
-    not exist.
+    """Return the folder of all caches kept between runs, and create it if necessary.
 
     The folder belongs to the current user, and no other user may write to it, because compiled
     programs in it are executed. If the folder cannot be created, a folder in the system's temporary
@@ -233,8 +230,7 @@ def fresh_cache() -> Path:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the operating system to kill this process as soon as its parent process ends for any
-    reason.
+    """Ask the system to kill this process as soon as its parent process ends.
 
     More precisely, this process is killed when the parent's thread that started it ends.
 

@@ -46,8 +46,7 @@ REMOVED = {
 
 
 def removed(name: str, *commands: str) -> str:
-    """Return the error message for a name that has been removed from the package, or an empty
-    string for any other name.
+    """Return the error message for a name that was removed from the package, or "".
 
     Args:
         name: name of a flag, setting or command, as written by the user.
@@ -188,8 +187,7 @@ class Parser(argparse.ArgumentParser):
                 for name, meant in list(near.items())[:_UNKNOWN]]
 
     def error(self, message: str) -> NoReturn:
-        """Print the error message and exit with status 2. If the usage text is short, it is printed
-        before the message.
+        """Print the message, after a short usage text, and exit with status 2.
 
         Only the first rank on each node prints the message, because a launcher starts all ranks of
         a node with the same arguments. On different nodes, the arguments may differ. All other

@@ -1,5 +1,4 @@
-"""Known warnings of other libraries that users of this package cannot avoid, and functions that
-hide them.
+"""Known warnings of other libraries that users cannot avoid, and functions to hide them.
 
 A warning is identified by the module that reports it and by the beginning of its message. All other
 warnings, and all errors, are still shown. Nothing is hidden if the user sets warning filters for
@@ -108,8 +107,7 @@ TORCHRUN_LINES = (
 
 
 def hide(known: Iterable[Known], lines: Iterable[KnownLine] = ()) -> None:
-    """Hide known warnings and log lines until the process ends or the filters of `warnings` are
-    reset.
+    """Hide known warnings and log lines until the process ends or filters are reset.
 
     Calling this function again has no further effect.
     """

@@ -33,8 +33,7 @@ def _kind(path: _Path, follow: bool) -> str:
 
 
 def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> None:
-    """Raise a `ValueError` if `path` is not a regular file. Opening a pipe, for example, could
-    block forever.
+    """Raise a `ValueError` unless `path` is a regular file. A pipe could block forever.
 
     Args:
         path: path of the file. If the file is missing, no error is raised until the file is opened.
@@ -85,8 +84,7 @@ def read_at(file: int, values: memoryview, offset: int) -> int:
 
 
 def begin_writing(file: int, offset: int, nbytes: int) -> None:
-    """Start to flush a range of an open file to disk, without removing the range from the page
-    cache.
+    """Start to flush a range of an open file, which stays in the page cache, to disk.
 
     This function calls sync_file_range(2) of Linux, which Python does not provide. Nothing happens
     if the C library does not provide it either.
@@ -114,8 +112,7 @@ def write_regular(path: _Path, content: str | bytes) -> Path:
 
 
 def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
-    """Write a small file and flush it to disk. The file is renamed to its final name when it is
-    complete.
+    """Write a small file, flush it to disk, and rename it when it is complete.
 
     Args:
         path: path of the file.
@@ -163,8 +160,7 @@ def make_folder(path: _Path) -> Path:
 
 
 def output_folder(path: _Path, names: Iterable[str]) -> Path:
-    """Create a folder if it does not exist, and check that files with the given names can be
-    written to it.
+    """Create a folder if necessary, and check that these files can be written to it.
 
     Commands that run for a long time should call this function before they start.
 

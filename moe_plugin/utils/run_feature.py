@@ -36,8 +36,7 @@ class StepInput:
         number: index of the training step, counted from 1.
         batch: function that returns this rank's first micro-batch in a form that can be pickled.
             None if the host framework does not provide batches.
-        loss_of: function that runs the model's forward pass on a batch returned by `batch` and
-            returns the loss.
+        loss_of: function that runs the forward pass on a `batch()` and returns the loss.
         total: number of training steps in the run, or None if it is unknown.
     """
 
@@ -76,18 +75,15 @@ class StepFacts:
 
     Attributes:
         number: number of completed training steps, including this step.
-        made: whether the step counts as a step of the run. If `made` is False, the next step has
-            the same number.
-        skipped: True if the parameters were not changed because a gradient or the loss was not
-            finite.
+        made: whether the step counts. If False, the next step has the same number.
+        skipped: True if parameters did not change for a non-finite gradient or loss.
         tokens: number of tokens in the step, summed over all ranks. None or 0 if the host framework
             does not report this number.
         left: number of training steps that remain after this step, or None if it is unknown.
         loss: mean loss per token, in nats. None if the host framework does not report the loss.
         dropped: fraction of the choices that were dropped in this step because their expert had no
             free slot. None if it is unknown.
-        logged: the host framework's log line for this step as a `StepRecord`, or None if there is
-            no log line.
+        logged: the host framework's log line of this step as a `StepRecord`, or None.
     """
 
     number: int
@@ -129,8 +125,7 @@ class RunFeature:
         return own
 
     def before_passes(self) -> Callable[[], None] | None:
-        """Prepare for the forward and backward passes of a training step, or for the forward passes
-        of an evaluation.
+        """Prepare for the passes of a training step, or the forward passes of an evaluation.
 
         Returns: If this feature may raise `StepRepeat`, a function that restores all state that the
             passes have changed. None otherwise.
@@ -175,8 +170,7 @@ def refuse_unfit(what: str, unfit: Iterable[tuple[str, bool, str]]) -> None:
 
     Args:
         what: the requested flag or setting, including its value.
-        unfit: for each host setting, a tuple of its name, whether it can be combined with the
-            request, and a remedy.
+        unfit: tuples of a host setting's name, whether it fits the request, and a remedy.
     """
     for name, fits, remedy in unfit:
         if not fits:

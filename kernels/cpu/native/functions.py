@@ -96,8 +96,7 @@ class NativePasses:
     def backward(self, grad_NF: Tensor, before_NF: Tensor, up_NF: Tensor | None, after_NF: Tensor,
                  grad_up_NF: Tensor | None, scale_N: Tensor | None, dots_N: Tensor | None,
                  has_slope: bool) -> None:
-        """Convert `grad` from the gradient of the activation function's output to the gradient of
-        its input.
+        """Convert the gradient of the activation's output in `grad` to that of its input.
 
         Args:
             has_slope: True if the forward pass stored `act'(before)` and `after`. If `has_slope` is
@@ -185,8 +184,7 @@ class Scores:
 
 
 def scores_of(x_TD: Tensor, weight_ED: Tensor) -> Scores | None:
-    """Return the compiled matmuls for these tokens and this weight, or None if torch's matmuls must
-    be used.
+    """Return the compiled matmuls for these tokens and this weight, or None to use torch.
 
     If the shapes of the tensors are incompatible, return None, so that torch's matmul raises the
     error.

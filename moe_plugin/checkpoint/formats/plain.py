@@ -109,8 +109,7 @@ def check_part(folder: Path, index: Mapping[str, Any], rank: int) -> bool:
     """Verify the size and the checksum of a rank's part. Return true if the part has a checksum.
 
     Raises:
-        CheckpointError: If the part is missing, truncated or damaged, or belongs to a different
-            rank or checkpoint.
+        CheckpointError: If the part is missing, damaged or of another rank or checkpoint.
     """
     path, seal = _part_of_size(folder, index, rank), index["seals"][rank]
     with refused_if_unreadable(f"checkpoint file {str(path)!r} cannot be read",
@@ -141,8 +140,7 @@ def open_folder(folder: Path, trusted: bool = False) -> Source:
 
     Args:
         folder: the folder.
-        trusted: whether to unpickle arbitrary classes. Unpickling can run code that is stored in
-            the files.
+        trusted: whether to unpickle arbitrary classes, which can run code from the files.
     Raises:
         CheckpointError: If a file is missing or damaged.
     """

@@ -69,12 +69,10 @@ NAMES: dict[str, tuple[str, bool]] = {
 
 
 def rank_files(path: Path) -> list[Path]:
-    """Return the files of all ranks, in rank order. The argument is a pattern, a folder or a single
-    file.
+    """Return the files of all ranks in order, given a pattern, a folder or a single file.
 
     Raises:
-        CheckpointError: If the file of a rank is missing, or if the files in a folder match more
-            than one pattern.
+        CheckpointError: If a rank's file is missing, or if a folder matches several patterns.
     """
     pattern = str(path)
     if "{rank}" not in pattern:
@@ -106,8 +104,7 @@ def _matching(pattern: str) -> dict[int, Path]:
 
 
 def _pattern_of(folder: Path, names: Sequence[str]) -> str:
-    """Return the file name pattern that the files in a folder match, or an empty string if there is
-    none.
+    """Return the pattern that the file names in a folder match, or an empty string.
 
     Raises:
         CheckpointError: If the files match more than one pattern.

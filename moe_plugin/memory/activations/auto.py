@@ -72,16 +72,14 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
             string such as "8GiB". Required if `policy` is "auto".
         tier: tier for swapped activations. Defaults to host memory if the blocks are on a GPU, and
             to files in `folder` if they are on a CPU.
-        folder: folder on disk for swapped activations. Defaults to the system's folder for
-            temporary files.
+        folder: folder for swapped activations. Defaults to the system's temporary folder.
         throttle: maximum bandwidth of the tier in bytes per second. Intended for tests. By default,
             the bandwidth is not limited.
         smallest: smallest size of a storage to swap, in bytes or as a string such as "64KiB".
         names: names of the blocks. Defaults to the indices of the blocks.
         contexts: functions that create additional contexts for recomputation, for example to
             restore the random state of a host framework.
-        comm: group of ranks that have the same blocks. With "auto", all ranks of the group must
-            call this function.
+        comm: ranks that have the same blocks. With "auto", all must call this function.
         profile: output file for the measurements of "auto". Read by `moe-plugin plan --memory`.
 
     Returns: The object that applies the policies. Call `after_step()` of the returned object after
@@ -119,8 +117,7 @@ def _size(text: str) -> int:
 def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm: Comm, *,
                   places: Sequence[int] | None = None, total: int | None = None,
                   contexts: Sequence[Contexts] = ()) -> Activations | None:
-    """Apply the activation settings to the layers of a model. The function returns None if all
-    activations are kept.
+    """Apply activation settings to a model's layers. Return None if everything is kept.
 
     Args:
         settings: the settings.

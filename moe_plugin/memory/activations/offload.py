@@ -173,8 +173,7 @@ class Pass:
 
 
 class Activations(RunFeature):
-    """An object that applies an activation policy to each block of a list. Use `manage` to create
-    objects of this class.
+    """Applies an activation policy to each block of a list. `manage` creates the objects.
 
     Args:
         blocks: modules in forward order.

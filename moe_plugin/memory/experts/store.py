@@ -108,8 +108,7 @@ class FileWeights:
 
     Args:
         file: existing file, or file created by `own_file`.
-        new_file: function that creates an unnamed file. By default, the file has the dtype of the
-            layer.
+        new_file: creates an unnamed file. By default, the file has the layer's dtype.
         draw: function that writes the initial parameters of an expert to `targets`. `draw` is
             called as `draw(expert, targets)`.
     """
@@ -214,8 +213,7 @@ class ExpertStore:
 
     Args:
         weights: object that stores the parameters of the experts.
-        spec: specification of the cache on the device. Layers with equal specifications share a
-            cache.
+        spec: the cache on the device, which layers with equal specifications share.
         first: global index of the first expert stored on this rank.
         local: number of experts on this rank, L.
 
@@ -250,8 +248,7 @@ class ExpertStore:
 
     @contextmanager
     def use(self, experts: Sequence[int]) -> Iterator[list[int]]:
-        """Load at most `room` experts of this rank, and yield the indices of their slots. See
-        `ExpertCache.use`.
+        """Load at most `room` experts, and yield their slots' indices. See `ExpertCache.use`.
 
         Raises:
             TierError: If the experts cannot be read. All other ranks are stopped as well.

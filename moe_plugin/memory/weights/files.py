@@ -1,5 +1,4 @@
-"""Saving and loading of models with streamed weights. A checkpoint has one safetensors file per
-block.
+"""Checkpoints of models with streamed weights, with one safetensors file per block.
 
 Blocks are saved and loaded one at a time.
 """

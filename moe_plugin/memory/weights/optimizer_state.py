@@ -71,8 +71,7 @@ class OptimizerStateBuffer:
 
 
 class StateInFiles:
-    """Optimizer state that is stored in files. For an optimizer step, the state is read into a
-    shared buffer.
+    """Optimizer state in files, read into a shared buffer for an optimizer step.
 
     The files also contain parameters that are not stored anywhere else.
     """

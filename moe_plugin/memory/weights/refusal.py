@@ -31,8 +31,7 @@ def weights_may_stream() -> Iterator[None]:
 
 
 def refuse_streamed_weights(settings: OffloadConfig, host: str) -> None:
-    """Raise `ValueError` if streamed weights are requested and the host framework can only run the
-    model as a whole.
+    """Raise `ValueError` for streamed weights in a host that runs the model only as a whole.
 
     Args:
         settings: offload settings.

@@ -74,8 +74,7 @@ def copy_record(row: Mapping[str, Any]) -> CopyRecord:
 
 
 def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:
-    """Convert a JSON line to a record of the training log and to the brief layer records in the
-    same line.
+    """Convert a JSON line to the training log's record and the line's brief layer records.
 
     Brief layer records do not contain the loads of the experts. Brief layer records are used only
     for layers without any other records.

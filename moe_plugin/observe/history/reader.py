@@ -340,8 +340,7 @@ def _notes(source: _Source) -> list[str]:
 
 
 def _merged_steps(valid: list[StepRecord], train: list[StepRecord]) -> list[StepRecord]:
-    """Return one record per step. Each record includes the validation loss of its step, if there is
-    one.
+    """Return one record per step, with the validation loss of the step, if any.
 
     If a step was repeated, its last record is used.
     """

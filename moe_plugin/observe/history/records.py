@@ -93,8 +93,7 @@ class StepRecord:
     confidence: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def dropped(self, kind: str = "") -> float | None:
-        """Return the fraction of dropped choices from fairseq's training log, or None if the log
-        does not report it.
+        """Return the fraction of choices that fairseq's log reports as dropped, or None.
 
         kind: prefix of the metric names, `valid ` for validation.
         """
@@ -124,8 +123,7 @@ class DecisionRecord:
 # frozen instances take five times as long to create.
 @dataclass(kw_only=True, slots=True)
 class LayerRecord:
-    """The statistics of one MoE layer over one logging interval. See
-    `moe_plugin/utils/statistics.py`.
+    """An MoE layer's statistics in a logging interval. See `moe_plugin/utils/statistics.py`.
 
     more: additional statistics by name. The report plots these statistics, but this class has no
     attributes for them.
@@ -190,8 +188,7 @@ class CopyRecord:
         stalled_s: the total time in seconds that computation spent waiting for copies.
         busy_s: the total time in seconds during which copies were running.
         resident_bytes: the peak number of bytes stored on the device during a step. 0 if unknown.
-        keep, recompute, swap: the number of blocks whose activations are kept, recomputed or
-            swapped to the host.
+        keep, recompute, swap: numbers of blocks by what happens to their activations.
     """
 
     step: int
@@ -212,8 +209,7 @@ COPIES = ("bytes", "waits", "stalled_s", "busy_s", "resident_bytes", "keep", "re
 
 @dataclass(frozen=True)
 class SpanRecord:
-    """One activity (span) in the timeline of a step. Times are in seconds since the start of the
-    step.
+    """An activity (span) in a step's timeline, in seconds since the start of the step.
 
     track: the type of activity, such as `layers` or `exchange`.
     """
@@ -283,8 +279,7 @@ class RunRecord:
 
     @property
     def steps_covered(self) -> tuple[int, int]:
-        """The first and the last step that are covered by records, or (0, -1) if there are no
-        records.
+        """The first and the last step with records, or (0, -1) without records.
 
         A record covers all steps after the previous record.
         """
@@ -302,8 +297,7 @@ class RunRecord:
 
     @property
     def clock(self) -> list[tuple[int, float]]:
-        """The step numbers of the run, and the time in seconds since the start of the run at each
-        step.
+        """The step numbers of the run, and the seconds since its start at each step.
 
         The times are read from the training log if it contains them, and otherwise from the layer
         records.
@@ -325,8 +319,7 @@ class RunRecord:
 
     @property
     def remaining_s(self) -> float | None:
-        """The estimated time in seconds until the end of the run, or None if it cannot be
-        estimated.
+        """The estimated seconds until the end of the run, or None if unknown.
 
         The estimate is based on the speed in the last few records.
         """

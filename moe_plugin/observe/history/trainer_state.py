@@ -38,8 +38,7 @@ def _step_of(path: Path) -> float:
 
 
 def parse(text: bytes) -> tuple[list[tuple[str, StepRecord]], list[tuple[int, str]]]:
-    """Parse a trainer state. Return its training and validation records, and the log entries that
-    could not be read.
+    """Parse a trainer state to training and validation records, and unreadable log entries.
 
     Returns: A list of pairs (type, record), and a list of pairs (index of the entry, reason why the
         entry could not be read).

@@ -15,8 +15,7 @@ _WORDS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "
 
 
 def written(words: Iterable[str], several: Collection[str] = ()) -> dict[str, str]:
-    """Return the settings in a command line by name. In the names of settings, `_` is replaced with
-    `-`.
+    """Return a command line's settings by name, with `-` in place of `_` in names.
 
     The forms `--lr 3e-3`, `--lr=3e-3` and `optimization.lr=3e-3` are supported. A flag without a
     value has an empty string as its value.

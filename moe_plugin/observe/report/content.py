@@ -264,8 +264,7 @@ def copies(run: RunRecord) -> list[Figure]:
 
 
 def layouts(run: RunRecord) -> list[Figure]:
-    """Return figures of the most frequent layouts and algorithms over time, and of the tuners'
-    decisions.
+    """Return figures of frequent layouts and algorithms over time, and tuners' decisions.
 
     Figures are left out if they would show only a single value.
     """

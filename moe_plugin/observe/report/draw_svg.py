@@ -1,5 +1,4 @@
-"""Functions that convert the figures of a report to inputs of the template
-`templates/figures.html`.
+"""Convert the figures of a report to inputs of the template `templates/figures.html`.
 
 A drawing is an inline SVG image that is stretched to the width of the page. Labels have a fixed
 font size and are placed next to the image, so they remain readable on a phone. The colours of
@@ -42,8 +41,7 @@ class Drawing:
         unseen: whether this text is only visible to screen readers because it is long.
         wide: whether the figure spans the whole width of the page.
         style: the CSS class of the plot.
-        shapes: the content of an SVG image of size width x height. Empty if the figure is shown as
-            a table.
+        shapes: the SVG image's content of size width x height, or empty for a table.
         width, height: the size of the image in its own coordinates.
         pixels: the height of the figure on the screen in pixels.
         side, below: the labels of the vertical and horizontal axes.
@@ -261,8 +259,7 @@ def level(value: float, top: float) -> int | None:
 
 
 def top_of(values: Sequence[Sequence[float]]) -> float:
-    """Return the relative load (load divided by mean load, at least 2) that is drawn in the darkest
-    colour.
+    """Return the load relative to the mean, at least 2, of the darkest colour.
 
     This load may be slightly below the maximum, so that isolated spikes do not mask other
     differences.

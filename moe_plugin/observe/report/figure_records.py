@@ -81,8 +81,7 @@ class HeatMap(Figure):
         row: what a row represents, such as `expert`.
         rows: the names of the rows.
         steps: the last step in each column. Each column contains several consecutive steps.
-        values: for each row, a tuple of values with one value per column. NaN if the load is
-            unknown.
+        values: for each row, a tuple with one value per column, NaN if unknown.
     """
 
     row: str
@@ -178,8 +177,7 @@ def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool)
 
 
 def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float, float]]:
-    """Downsample a curve to at most `POINTS` points. Each returned point is a tuple (x, y, mean of
-    the interval).
+    """Downsample a curve to at most `POINTS` points (x, y, mean of the interval).
 
     The first and the last point are always included. In each interval, the lowest point, the
     highest point and the first gap are kept.
@@ -201,8 +199,7 @@ def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float, float
 
 def heat_map(id: str, title: str, about: str, row: str, cells: Mapping[str, Sequence[float]],
              steps: Sequence[int], columns: int) -> HeatMap:
-    """Build a heat map with at most `columns` columns. Each column shows the means over several
-    steps.
+    """Build a heat map with at most `columns` columns, which show means over steps.
 
     cells: for each row, the values of all steps.
     """

@@ -228,8 +228,7 @@ def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> Path:
     """Write a report that compares several runs side by side.
 
     Raises:
-        ValueError: If the comparison is not possible (see `comparison`), or if the file cannot be
-            written.
+        ValueError: If there is no comparison (see `comparison`) or the file is not writable.
     """
     return write_regular(path, render_comparison(runs, Path(path).parent))
 

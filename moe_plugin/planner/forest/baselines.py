@@ -1,5 +1,4 @@
-"""Simulation of the collective algorithms that communication libraries commonly use, for comparison
-with ForestColl.
+"""Simulation of the usual collective algorithms of communication libraries, for comparison.
 
 The algorithms are rings, double binary trees, and recursive halving and doubling. Each algorithm is
 represented by a set of trees over the ranks, like a ForestColl schedule. For example, a ring is
@@ -149,8 +148,7 @@ def _group_sizes(ranks: int) -> list[int]:
 
 
 def _rings(ranks: int) -> Iterator[list[RankTree]]:
-    """Yield sets of rings of three types: a single ring, the two directions of a ring, or several
-    rings.
+    """Yield sets of rings: one ring, the two directions of a ring, or several rings.
 
     A set of several rings contains one ring per rank of a node; each ring leaves the node from a
     different rank.

@@ -31,8 +31,7 @@ class Parts:
     Attributes:
         size: number P of ranks in each part.
         count: number B of parts.
-        turned: for each node, the node to which it is mapped by the rotation that maps each part to
-            the next part.
+        turned: for each node, its image under the rotation of each part to the next.
         between: nodes that do not belong to any part. The rotation maps these nodes to themselves.
     """
 
@@ -103,8 +102,7 @@ class Inner:
 
 
 def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -> list[Tree] | None:
-    """Return k trees for each root, or None if the wires do not have enough capacity for this
-    method.
+    """Return k trees for each root, or None if wires lack capacity for this method.
 
     Args:
         counted: graph whose capacities are numbers of trees.
@@ -206,8 +204,7 @@ class NetworkPart:
 
 
 def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | None:
-    """Return part 0 with its remaining capacities, or None if a wire connects two parts directly,
-    without a switch.
+    """Return part 0 with its remaining capacities, or None if parts share a direct wire.
 
     The graph also contains the switches between the parts, because they can connect ranks of the
     same part.
@@ -296,8 +293,7 @@ class _Assembly:
         return Tree(root, weight, tuple(edge for level in levels for edge in level))
 
     def _inside(self, part: int, place: int, distance: int, first: int, weight: int) -> Levels:
-        """Return the edges within a part for a shard that enters the part at the rank with position
-        `place`.
+        """Return a part's edges for a shard that enters the part at position `place`.
 
         distance: distance of this part from the part that contains the root.
         """

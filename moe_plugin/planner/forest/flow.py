@@ -26,8 +26,7 @@ class Flows:
 
     Args:
         nodes: number of nodes.
-        arcs: list of arcs, each a pair (from, to). All methods expect capacities in the same order
-            as `arcs`.
+        arcs: list of arcs (from, to). Methods expect capacities in the same order.
     """
 
     def __init__(self, nodes: int, arcs: Sequence[tuple[int, int]]) -> None:
@@ -54,8 +53,7 @@ class Demand:
     receive from all roots if this flow equals the sum of the roots' weights.
 
     Args:
-        nodes: number of nodes, not counting the common source node. The ranks are the nodes 0 to
-            len(roots) - 1.
+        nodes: number of nodes without the common source. Ranks are 0 to len(roots) - 1.
         capacities: mapping from arcs (from, to) to capacities.
         roots: for each rank, the amount of data that every other rank must receive from this rank.
     """

@@ -50,8 +50,7 @@ class Shares:
         rate: K, the sum of the shares, in the units of the graph's capacities.
         roots: for each rank, the share of the data that is sent along trees whose root is this
             rank. The shares of all roots sum to K.
-        parts: disjoint sets of nodes. The bandwidths between them prove that no higher rate is
-            possible.
+        parts: disjoint sets of nodes whose bandwidths prove that no rate is higher.
     """
 
     rate: Fraction
@@ -80,8 +79,7 @@ def _bound(graph: Graph, parts: Sequence[frozenset[int]]) -> Fraction:
 
 
 class _Search:
-    """A search for the smallest shares of the roots for a given rate p / q. The search uses only
-    integers.
+    """A search, in integers, for the roots' smallest shares at a rate p / q.
 
     For N ranks, shares are multiples of 1 / (2 q N), so that equal shares are also integers.
     """
@@ -149,8 +147,7 @@ def plan(network: Network, collective: str = "all_gather", trees: int | None = N
         network: the ranks and links on which the collective runs.
         collective: name of the collective, one of `COLLECTIVES`. An all_reduce consists of a
             reduce-scatter followed by an all-gather.
-        trees: number k of trees per root. By default, k is the number of trees that the highest
-            throughput requires.
+        trees: number k of trees per root. Defaults to the number for the highest throughput.
         overlap: whether the reduce-scatter and the all-gather of an all_reduce run at the same time
             and share the bandwidth of the wires. If `overlap` is True, `best_shares` computes the
             optimal share of each root.
@@ -301,8 +298,7 @@ def _by_depth(root: int, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int
 
 
 def _paired(inward: Sequence[Tree], outward: Sequence[Tree]) -> tuple[list[Tree], list[Tree]]:
-    """Split trees so that the inward tree and the outward tree with the same index have the same
-    root and weight.
+    """Split trees so that inward and outward trees with the same index match.
 
     For each root, the inward trees and the outward trees must have the same total weight.
     """

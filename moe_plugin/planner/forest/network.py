@@ -145,8 +145,7 @@ class Network:
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> Network:
-        """Convert a cluster to a network that contains one switch per node, the network cards, and
-        one global switch.
+        """Convert a cluster to a network with a switch per node, its cards, and one global switch.
 
         The link between a rank and its node's switch has the bandwidth of `cluster.intra`. The link
         between a rank and its network card has the bandwidth of `cluster.inter`. Ranks share

@@ -1,5 +1,4 @@
-"""Compute the minimum time of a collective, and replace switches by links between ranks without
-increasing this time.
+"""The minimum time of a collective, and links that replace switches at the same time.
 
 The minimum time is determined by the bottleneck cut of the network. Consider any set S of nodes
 that does not contain all ranks. The shards of all ranks in S must leave S over wires with the total
@@ -70,8 +69,7 @@ class Optimum:
     """The best rate.
 
     Attributes:
-        ratio: minimum time 1/x*, in seconds per unit of data. The graph's scale defines the unit of
-            data.
+        ratio: minimum time 1/x*, in seconds per unit of data, which the scale defines.
         cut: a set of nodes. The bandwidth out of this set proves that no shorter time is possible.
     """
 
@@ -142,8 +140,7 @@ def whole(graph: Graph, per_unit: Fraction) -> Graph:
 
 
 def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
-    """Return the smallest number of trees per unit of capacity that allows each root to have
-    `trees` trees.
+    """Return the fewest trees per unit of capacity with which each root has `trees` trees.
 
     The returned number is at least `ratio * trees`. The number is found by bisection over all
     values at which the capacity of some arc becomes sufficient for one more tree.

@@ -84,8 +84,7 @@ def clusters(b: Builder, scale: Fraction, count: int, size: int) -> None:
 
 
 def mesh(b: Builder, scale: Fraction, *sizes: int, wraps: bool = False) -> None:
-    """Build a grid with any number of dimensions. Ranks are linked to their neighbors in each
-    dimension.
+    """Build a grid of any number of dimensions, with links between neighbors.
 
     wraps: if True, the first and last ranks of each dimension are also linked, so that the grid
     becomes a torus. In a dimension of size 2, the two ranks are always connected by a single link.
@@ -156,8 +155,7 @@ def dragonfly(b: Builder, scale: Fraction, routers: int, hosts: int, links: int)
 
 def switched(b: Builder, scale: Fraction, nodes: int, *, size: int, inner: int,
              outer: int) -> None:
-    """Build nodes that consist of a switch and `size` GPUs. Each GPU is connected to the switch at
-    `inner` GB/s.
+    """Build nodes of a switch and `size` GPUs, each linked to it at `inner` GB/s.
 
     If there are several nodes, each GPU is also connected through a network card at `outer` GB/s to
     a network without bottlenecks.
@@ -173,8 +171,7 @@ def switched(b: Builder, scale: Fraction, nodes: int, *, size: int, inner: int,
 
 
 def mi250(b: Builder, scale: Fraction, nodes: int) -> None:
-    """Build nodes of eight AMD MI250 accelerators, which contain 16 GCDs (graphics compute dies) in
-    total.
+    """Build nodes of eight AMD MI250 accelerators, with 16 graphics compute dies.
 
     Each GCD has seven Infinity Fabric links of 50 GB/s, and a bandwidth of 16 GB/s to other nodes.
     """
@@ -256,8 +253,7 @@ def preset(text: str) -> Network:
     machines, such as `dgx-a100`, all bandwidths are multiplied by the number after `@`.
 
     Raises:
-        ValueError: If the name is unknown, if the numbers are invalid, or if the network is too
-            large.
+        ValueError: If the name or numbers are invalid, or the network is too large.
     """
     match = re.fullmatch(r"([a-z0-9-]+?)(?::([0-9]{1,9}(?:x[0-9]{1,9})*))?"
                          r"(?:@([0-9]{1,9}(?:\.[0-9]{1,9})?))?", text.strip())

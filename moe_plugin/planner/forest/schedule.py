@@ -40,8 +40,7 @@ class Tree:
     Attributes:
         root: rank that is the root of the tree.
         weight: number of trees of weight 1 that this tree represents.
-        edges: edges in the order of the messages: away from the root, or towards the root if the
-            tree is inward.
+        edges: edges in the order of messages: from the root, or to it if inward.
         inward: if True, data is sent from all ranks towards the root and summed on the way.
     """
 
@@ -72,8 +71,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The trees of one collective on one network, with a proof that no schedule of this type is
-    faster.
+    """The trees of a collective on a network, and a proof that no schedule is faster.
 
     A result of M bytes is divided into one piece per outward tree (for reduce_scatter, per inward
     tree). The sizes of the pieces are proportional to the weights of the trees. In an all_gather,
@@ -95,8 +93,7 @@ class Schedule:
             total number of trees of all roots, because roots may have different shares.
         unit: bandwidth in GB/s of a tree of weight 1.
         trees: all trees. For all_reduce, the inward trees precede the outward trees.
-        fixed: whether the user specified k. If `fixed` is True, the schedule may take longer than
-            1/x*.
+        fixed: whether the user specified k, so that the schedule may exceed 1/x*.
         overlap: whether the inward and the outward trees of an all_reduce run at the same time and
             share the bandwidth of the wires.
         parts: with `overlap`, disjoint sets of nodes that prove the bound. Each set contains at

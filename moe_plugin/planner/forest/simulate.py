@@ -119,8 +119,7 @@ def _moves(trees: Sequence[Tree]) -> list[ShareMove]:
 
 
 def verify(program: Program) -> None:
-    """Check a program by simulating, for each copy of a piece, which ranks have contributed to the
-    copy.
+    """Check a program by simulating which ranks contributed to each copy of a piece.
 
     Raises:
         ValueError: If a rank sends data that it does not have, receives or adds data twice, or
@@ -282,8 +281,7 @@ def _by_chunk(program: Program, size: float, chunks: int) -> list[Task]:
 
 
 def _by_wave(program: Program, size: float, chunks: int) -> Iterator[Task]:
-    """Yield the tasks of all waves, in the order of the waves. The tasks of a wave wait only for
-    tasks of earlier waves.
+    """Yield the tasks of all waves in order. Tasks wait only for tasks of earlier waves.
 
     If each wire can transfer its chunks of any wave in one unit of time, wave n ends after at most
     n units of time.

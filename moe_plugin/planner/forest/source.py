@@ -221,8 +221,7 @@ def find_network(text: str, nodes: int | None = None) -> tuple[Network, str]:
     line is empty if no bandwidths were assumed.
 
     Args:
-        text: path of a file or name of a preset. If a file and a preset have the same name, the
-            file is used.
+        text: path of a file, or name of a preset if there is no such file.
         nodes: number of machines. Only allowed for a cluster file or for the output of
             `nvidia-smi`. Defaults to the number in the file, or to 1 if the file does not contain a
             number of machines.

@@ -1,5 +1,4 @@
-"""The problem of choosing which activations to keep, recompute or swap under a memory limit
-(KARMA).
+"""Which activations to keep, recompute or swap under a memory limit (KARMA).
 
 Source: Wahib et al., "Scaling Distributed Deep Learning Workloads beyond the Memory Capacity with
 KARMA", SC 2020.
@@ -88,10 +87,8 @@ class Waits:
     limit. Each list has one entry per block. The entry -1 means that the block does not wait.
 
     Attributes:
-        forward: for each block, the block whose copy from the device must end before the forward
-            pass starts.
-        backward: for each block, the block whose copy from the device must end before the backward
-            pass starts.
+        forward: for each block, the copy from the device that its forward pass awaits.
+        backward: for each block, the copy from the device that its backward pass awaits.
         start: for each swapped block, the block that the backward pass must have reached before the
             copy to the device may start.
         started: for each block, the last copy from the device that must have ended when the
@@ -106,8 +103,7 @@ class Waits:
 
 @dataclass(frozen=True)
 class SwapProblem:
-    """The blocks of a model, in the order of the forward pass, and the memory for their
-    activations.
+    """The blocks of a model in forward order, and the memory for their activations.
 
     Attributes:
         blocks: the blocks.
@@ -155,8 +151,7 @@ class SwapProblem:
         return Waits(forward, backward, start, started)
 
     def _earliest(self, i: int, slack: list[int]) -> int:
-        """Return the earliest point in the backward pass from which the activations of block i fit
-        in memory.
+        """Return the earliest point of backward from which block i's activations fit in memory.
 
         The size of these activations is subtracted from `slack`.
         """

@@ -73,8 +73,7 @@ def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
     chosen.
 
     Args:
-        link_bytes_s: bandwidth, in bytes per second, from the memory that stores the experts to the
-            device.
+        link_bytes_s: bytes per second from the experts' memory to the device.
         tokens: number of sequences, for each of which one token is generated.
 
     Raises:
@@ -128,8 +127,7 @@ def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
         design: name of the design, one of `DESIGNS`.
         model: the layers of the model, and the speeds of the machine.
         passes: for each pass, the active experts of each layer, for example from a recorded trace.
-        limit: maximum number of bytes that may be in use on the device. By default, there is no
-            limit.
+        limit: maximum number of bytes in use on the device. By default, unlimited.
 
     Raises:
         ValueError: If the design is unknown, or if a pass does not have one entry per layer or

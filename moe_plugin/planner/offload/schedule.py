@@ -32,8 +32,7 @@ class BlockProfile:
 
     Attributes:
         name: name of the block. Block names must be unique within a model.
-        forward_s, backward_s: times in seconds of the forward pass and of the backward pass,
-            without recomputation.
+        forward_s, backward_s: seconds of the two passes without recomputation.
         activation_bytes: number of bytes that the forward pass stores for the backward pass,
             including the block's input.
         kept_bytes: size in bytes of the block's input, which remains stored even if the block is
@@ -68,8 +67,7 @@ class BlockProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """The blocks of a model in the order of the forward pass, and properties of the machine on
-    which they were measured.
+    """A model's blocks in forward order, and properties of the machine that measured them.
 
     Attributes:
         blocks: the blocks of the model, at least one.

@@ -45,8 +45,7 @@ class StageProfile:
         memory_bytes: memory limit for activations on each rank in bytes, or 0 for no limit.
         transport: backend that sends data between stages, nccl or gloo. With gloo, two stages that
             exchange data send one after the other.
-        sequence: number of tokens per sequence. Required to compare slices of sequences, otherwise
-            0.
+        sequence: tokens per sequence, required to compare slices, otherwise 0.
         slice_samples: measured forward passes of slices on the slowest stage. Each sample is
             [number of tokens, number of earlier tokens in the sequence, seconds]. At least one
             sample must have 0 earlier tokens. If `batch` is set, each sample starts with an
@@ -213,8 +212,7 @@ def _backward_share(profile: StageProfile) -> float:
 
 
 def groups(profile: StageProfile) -> BatchCut:
-    """Return TeraPipe's division of the batch into groups of samples, and of each group into
-    slices.
+    """Return TeraPipe's division of the batch into groups, and of these into slices.
 
     The groups run one after the other. The times include the forward and backward passes, but not
     the transfers between stages.

@@ -1,5 +1,4 @@
-"""Simulate pipeline schedules: the order of tasks, the time of a step, and the number of stored
-activations.
+"""Simulate pipeline schedules: order of tasks, time of a step, and stored activations.
 
 The supported schedules are 1F1B, eager 1F1B (AlpaComm, arXiv 2211.05322), and TeraPipe's schedule
 with slices of sequences (arXiv 2102.07988). With n stages, stage i begins with n - i forward
@@ -156,8 +155,7 @@ class Pipeline:
             for stage in range(self.stages)))
 
     def peak_activations(self, mode: str = "overlapped", sizes: Sequence[int] = (1,)) -> list[int]:
-        """For each stage, return the maximum number of activations that are stored at the same
-        time.
+        """Return each stage's largest number of activations stored at the same time.
 
         Args:
             mode: sending mode, which is one of `MODES`.

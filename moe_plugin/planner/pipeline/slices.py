@@ -1,5 +1,4 @@
-"""Choose the lengths of the slices of a sequence that pass through pipeline stages (TeraPipe, arXiv
-2102.07988).
+"""Lengths of a sequence's slices in pipeline stages (TeraPipe, arXiv 2102.07988).
 
 With causal attention, a slice of a sequence depends only on earlier slices. The slices of a
 sequence can therefore fill a pipeline just like micro-batches. Let t(l, c) be the time of a slice
@@ -70,8 +69,7 @@ def latency(seconds: Sequence[float], stages: float) -> float:
 
     Args:
         seconds: for each slice, its time on one stage in seconds.
-        stages: number of stages K. For m consecutive sequences, pass `1 + (K - 1) / m` to get the
-            time per sequence.
+        stages: number of stages K, or `1 + (K - 1) / m` for the time per one of m sequences.
     """
     return sum(seconds) + (stages - 1) * max(seconds)
 
@@ -84,8 +82,7 @@ def slice_seconds(times: Times, slices: Sequence[int]) -> tuple[float, ...]:
 
 def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
         gap_s: float = 0.0) -> SliceCut:
-    """Return the division of a sequence into slices that passes through all stages in the shortest
-    time.
+    """Return the division of a sequence into slices that passes all stages fastest.
 
     Args:
         times: function t(l, c) that returns the time in seconds, >= 0, of l tokens that follow c
@@ -241,8 +238,7 @@ def fit(samples: Iterable[Sample]) -> SliceTimes:
     slice was measured several times, the median of its times is used.
 
     Args:
-        samples: measured slices as (length, context, seconds). At least one slice must have no
-            context.
+        samples: slices as (length, context, seconds), at least one without context.
 
     Raises:
         ValueError: If no slice without context was measured, or if a sample is invalid.
@@ -295,8 +291,7 @@ def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceProfile:
-    """Measured times of slices on the slowest pipeline stage, and the times of transfers between
-    stages.
+    """Measured times of slices on the slowest stage, and of transfers between stages.
 
     Attributes:
         length: number of tokens per sequence.

@@ -70,8 +70,7 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
 
 
 def _finite(value_TE: Tensor) -> Tensor:
-    """Replace NaN with 0. Replace infinite scores with numbers that lie one spread (at least 1)
-    beyond the finite scores.
+    """Replace NaN with 0, and infinite scores with one spread (at least 1) beyond finite ones.
 
     If any score exceeds `LARGEST`, all scores are scaled down, which does not change the
     assignment. As a result, sums and differences of scores remain finite.
@@ -98,8 +97,7 @@ def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
 
 
 def auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
-    """Return the expert that owns each token, int64 [N], or -1 without an owner after the last
-    round.
+    """Return each token's owner, int64 [N], or -1 without an owner after the last round.
 
     price_E: initial prices.
     """
@@ -159,8 +157,7 @@ def _fill_up(owner_N: Tensor, each: int, experts: int) -> Tensor:
 
 @routers.register("base")
 class BASERouter(Router):
-    """A router that assigns the same number of tokens to every expert and maximizes the total score
-    `<x, c_e>`.
+    """A router with equally many tokens per expert and the largest total score `<x, c_e>`.
 
     The output of the layer is `a * expert(x) + (1 - a) * x` with `a = sigmoid(<x, c_e>)`. In
     training, each rank distributes its tokens randomly over all ranks. Without this random
@@ -266,8 +263,7 @@ def _scores(call: RoutingCall) -> Tensor:
 
 
 def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
-    """Return the logarithm of the plan, [T, E]. The columns of the plan sum to 1/E, and its row
-    sums converge to 1/S.
+    """Return the plan's logarithm, [T, E]. Columns sum to 1/E, and rows converge to 1/S.
 
     S is the number of real tokens. The computation uses logarithms, so that logits of any magnitude
     are allowed. The number of rounds is fixed, because testing for convergence would make the host

@@ -306,8 +306,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return clean_TE + torch.randn_like(clean_TE) * call.noise
 
     def _disturbed(self, x_TD: Tensor) -> Tensor:
-        """Apply dropout to `x_TD`, and multiply it by random numbers from U[1-j, 1+j], in at least
-        float32.
+        """Apply dropout to `x_TD`, and multiply it by U[1-j, 1+j] in at least float32.
 
         Both operations use the device's default random generator. For the recomputation, an
         activation checkpoint restores the state of the random generator. On ranks with the same

@@ -193,8 +193,7 @@ class SoftmaxBiasRouter(SigmoidBiasRouter):
 
 @routers.register("quantile")
 class QuantileRouter(Router):
-    """A router that chooses the experts with the k largest values of l + b, where l are the logits
-    and b are biases.
+    """A router that chooses the k largest values of l + b, for logits l and biases b.
 
     The weights are the scores of the chosen experts without b. The biases b are computed from
     quantiles of l. Computing b is one step of a dual method that finds a balanced plan.

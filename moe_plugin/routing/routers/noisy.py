@@ -20,8 +20,7 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("noisy_topk")
 class NoisyTopKRouter(Router):
-    """A router that chooses the experts with the k largest values of
-    `H = W x + N(0, 1) * softplus(V x)`.
+    """A router that chooses the k largest values of `H = W x + N(0, 1) * softplus(V x)`.
 
     The weights are a softmax over the chosen experts. Noise is added only in training. V is
     initialized to zero. The `importance` and `noisy_load` losses balance the load. Both losses are

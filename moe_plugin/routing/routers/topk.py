@@ -111,8 +111,7 @@ class GShardRouter(TopKRouter):
 
 @routers.register("switch")
 class SwitchRouter(Router):
-    """A router that chooses the expert with the highest probability. The weight of the expert is
-    its probability.
+    """A router that chooses the expert with the highest probability, which is its weight.
 
     As in the paper, `router.input_jitter` is applied to the input. Source: Switch Transformer
     (Fedus et al., 2021).

@@ -1,5 +1,4 @@
-"""Select the fused implementations that are used on this machine, and give the reason for each
-selection.
+"""Fused implementations for this machine, and the reason for each selection.
 
 apex (github.com/NVIDIA/apex) has kernels only for CUDA devices. A component of apex is used if
 there is a CUDA device and the compiled extension of the component can be imported. Otherwise,
@@ -79,8 +78,7 @@ def imported(module: str, name: str, extension: str) -> FusedPart:
 
 def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,
                  fp16_stats: bool) -> Choice:
-    """Select the implementation of fairseq's `--optimizer adam`. The field `active` is "torch",
-    "apex" or "fairseq".
+    """Select fairseq's `--optimizer adam`; `active` is "torch", "apex" or "fairseq".
 
     Args:
         dtypes: dtypes of the parameters.

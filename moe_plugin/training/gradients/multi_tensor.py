@@ -52,8 +52,7 @@ class SquaredNorm:
         """Add the squares of some of the tensors to the sum.
 
         Args:
-            place: position of these tensors in the order of summation. `add` may be called in any
-                order.
+            place: position in the order of summation. Calls may be in any order.
             tensors: see `squared_norm`.
             copies: see `squared_norm`.
         """

@@ -32,8 +32,7 @@ from moe_plugin.utils.tensors import is_sharded
 def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
                   mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
                   **options: Any) -> None:
-    """Wrap routers in separate FSDP units if their parameters have a different dtype than the rest
-    of the model.
+    """Wrap routers in separate FSDP units if their dtype differs from the model's.
 
     FSDP2 does not support parameters of different dtypes in the same unit. A router with
     `router.fp32` is also wrapped separately if `mp_policy` lowers the precision of the model,
@@ -88,8 +87,7 @@ def muon_groups(model: nn.Module, lr: float, adamw_lr: float, *, weight_decay: f
         adamw_lr: learning rate of AdamW.
         weight_decay: weight decay of matrices, in both Muon and AdamW.
         dense: whether Muon also updates the matrices of `nn.Linear`.
-        adamw: regular expression. AdamW updates all parameters whose name matches this pattern
-            (`re.search`).
+        adamw: regular expression of the names that AdamW updates (`re.search`).
     Returns: The nonempty parameter groups. Each group has a `name` and a boolean `muon`, which
         states whether Muon updates the group.
     Raises:

@@ -57,8 +57,7 @@ class ElasticReplica:
             averaging. If so, its own gradients were not included.
         lost: total number of lost steps.
     Raises:
-        ValueError: If torchft is missing, the lighthouse does not answer, or a number is out of
-            bounds.
+        ValueError: If torchft or the lighthouse is missing, or a number is out of bounds.
     """
 
     def __init__(self, lighthouse: str, replica: int, state: Callable[[], Any],

@@ -45,8 +45,7 @@ class WrongResultError(RuntimeError):
 
     Attributes:
         step: step in which the check failed.
-        ranks: global ranks whose results differ, or all candidates if the faulty twin cannot be
-            determined.
+        ranks: global ranks with different results, or all candidates if it is unknown.
         hosts: host names of the ranks in `ranks`.
         where: description of the first value that differs.
     """
@@ -84,8 +83,7 @@ class TwinCheck(RunFeature):
     Args:
         model: the model. The model must not be compiled, and it must not use reentrant
             checkpointing, which `autograd.grad` does not support. Collective.
-        world: optional. All data-parallel ranks. Defaults to the ranks of the default process
-            group.
+        world: optional. All data-parallel ranks. Defaults to the default group.
         every: number of steps from one check to the next.
         start: function that is called with a list of models, and returns a snapshot of the state
             that the check must not change.
@@ -133,10 +131,8 @@ class TwinCheck(RunFeature):
         Args:
             step: index of the step. The index must be the same on all ranks, and determines whose
                 micro-batch all twins compute.
-            batch: micro-batch of this rank. The batch may consist of tensors in any containers that
-                can be pickled.
-            loss_of: function that runs the forward pass of the model on a batch and returns the
-                loss.
+            batch: this rank's micro-batch: tensors in any containers that can be pickled.
+            loss_of: function that runs the model's forward pass and returns the loss.
         Raises:
             WrongResultError: If results differ. Raised on all ranks.
         """
@@ -195,8 +191,7 @@ class TwinCheck(RunFeature):
 
 def _first_difference(sums: Sequence[Sequence[Any]],
                       places: Sequence[int]) -> tuple[int, list[int]]:
-    """Return the index of the first value that differs between twins, and the ranks whose value is
-    wrong.
+    """Return the first value that differs between twins, and the ranks that are wrong.
 
     A rank's value is wrong if it differs from the majority of the rank's twins. If there is no
     majority, all twins that computed the value are returned.

@@ -65,10 +65,8 @@ class Verdict:
     """The result of a vote.
 
     Attributes:
-        outvoted: workers whose answer differed from the majority for at least one file, in
-            ascending order.
-        undecided: files without a majority. For an undecided file, the first of the most frequent
-            answers is used.
+        outvoted: workers that differed from a majority at least once, in ascending order.
+        undecided: files without a majority, for which a most frequent answer is used.
     """
 
     outvoted: tuple[int, ...]
@@ -99,18 +97,15 @@ class Ballots:
 
     Args:
         assignment: the files that each worker computes. Worker w is rank w of `comm`.
-        comm: group of the ranks that vote with this rank, that is, the ranks with the same index in
-            their workers.
+        comm: this rank and the ranks with the same index in their workers, which vote.
         aggregate: how the winning answers of all files are combined: by `median`, or by `mean` if
             it is certain that every winning answer is correct.
         sharing: optional. The ranks of this worker that compute each file together. Each of these
             ranks processes a part of the file's batches. By default, this rank computes its files
             without other ranks.
-        worker: optional. All ranks of this worker, including ranks of other pipeline stages.
-            Defaults to `sharing`.
+        worker: optional. All ranks of this worker, on all stages. Defaults to `sharing`.
     Raises:
-        ValueError: If the number of ranks is not the number of workers, or if the value of
-            `aggregate` is unknown.
+        ValueError: If ranks are not equal to workers, or `aggregate` is unknown.
     """
 
     def __init__(self, assignment: Assignment, comm: Comm, aggregate: str = "median",
@@ -153,8 +148,7 @@ class Ballots:
 
         Args:
             limits: row limits of the layers.
-            mine_LN: for each file of this rank, the number of rows that each limit would have
-                needed.
+            mine_LN: the rows that each limit would have needed for each of this rank's files.
         """
         most_LK = self.worker.all_reduce(most_of(limits, mine_LN), "max")
         return self.winners(torch.cat([most_LK, mine_LN], dim=1)).amax(0)
@@ -186,8 +180,7 @@ class Ballots:
         return bool(self.most_need(torch.tensor([mine], device=self.comm.device).int()))
 
     def most_need(self, mine: Tensor) -> Tensor:
-        """For each element, return the largest number that is reached or exceeded on a majority of
-        workers. Collective.
+        """Return, by element, the largest number that most workers reach. Collective.
 
         `mine` contains this rank's integers, [N]. The number of a worker is the maximum over its
         ranks.
@@ -251,8 +244,7 @@ class VotedGradients:
             worker (see `gradients.replicas.replica_comm`). Defaults to the ranks of the default
             process group.
         aggregate: see `Ballots`.
-        worker: optional. Expert-parallel group of the layers. By default, every rank stores all
-            experts.
+        worker: optional. The layers' expert-parallel group. Defaults to this rank.
     Raises:
         ValueError: If the number of ranks is not the number of workers, if experts are distributed
             over ranks of several workers, if a router uses loads that ranks report, or if the value
@@ -278,8 +270,7 @@ class VotedGradients:
         return self.ballots.files
 
     def backward(self, loss_of: Callable[[int], Tensor]) -> Verdict:
-        """Compute the files of this rank, vote on the gradients, and set the gradients of all
-        parameters. Collective.
+        """Compute this rank's files, vote on gradients, and set all gradients. Collective.
 
         If a majority of a file's workers reports that rows did not fit into a buffer
         (`dispatch.name: bounded`), all files are computed again, or an error is raised on all

@@ -49,8 +49,7 @@ State = Mapping[str, Any]
 
 
 def _find(path: Path) -> list[str]:
-    """Return the files of a checkpoint: the shared file, followed by the rank files in the order of
-    the ranks.
+    """Return a checkpoint's shared file, followed by the rank files in the order of ranks.
 
     The argument `path` is the folder of the checkpoint, or the name of any of its files. If there
     is no such checkpoint, return an empty list.
@@ -285,8 +284,7 @@ def _one_group(groups: Sequence[State], count: int) -> list[dict[str, Any]]:
     """Return the parameter group of an optimizer, adapted to `count` parameters.
 
     Raises:
-        CheckpointError: If there are several groups, because the group of each parameter is then
-            unknown.
+        CheckpointError: If there are several groups, so that parameters' groups are unknown.
     """
     if len(groups) != 1:
         raise CheckpointError(f"the optimizer has {len(groups)} parameter groups, which cannot "

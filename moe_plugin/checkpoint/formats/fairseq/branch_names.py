@@ -1,5 +1,4 @@
-"""Conversion between the tensor names of fairseq's `moe` branch and the names of fairseq models
-with this package's layers.
+"""Conversion between tensor names of fairseq's `moe` branch and of models with our layers.
 
     PREFIX is decoder.layers.N. or encoder.layers.N.; expert i of E, D width, F inner width
     branch                                          ours

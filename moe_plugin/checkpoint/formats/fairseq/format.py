@@ -73,8 +73,7 @@ class Written:
 
 
 def read_file(path: str, trusted: bool = False) -> dict[str, Any]:
-    """Read a checkpoint file without reading the values of tensors. The checksum of the file is not
-    verified.
+    """Read a checkpoint file without values of tensors and without verifying its checksum.
 
     Raises:
         CheckpointError: If the file is truncated, damaged or not a checkpoint of fairseq.
@@ -195,8 +194,7 @@ def _without_columns(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def state_of_rank(source: Source, rank: int, world: int, ep: int,
                   shards: int | Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return the contents of the file of data-parallel rank `rank`. This function does not read the
-    values of tensors.
+    """Return the contents of data-parallel rank `rank`'s file, without reading values of tensors.
 
     The position in the epoch is converted to the new number of ranks. The new position corresponds
     to the same total number of batches, rounded down.

@@ -126,8 +126,7 @@ def _with_padding(one: Derived) -> Derived:
 
 
 def more_tensors(tensors: Sequence[Derived], tied: bool, sinusoidal: bool) -> Iterator[Derived]:
-    """Yield the tensors of a fairseq file that are not parameters. If the output matrix is tied, it
-    is also yielded.
+    """Yield the tensors of a fairseq file that are not parameters, and a tied output matrix.
 
     Args:
         tensors: the tensors that `fairseq_tensors` yielded.
@@ -268,14 +267,12 @@ def translates(source: Source) -> bool:
 
 
 def upcycle(source: Source, plan: Upcycling, check: Callable[[Namespace], None]) -> View:
-    """Return a lazy view of a dense translation model in which experts replace MLPs. The view has
-    fairseq's format.
+    """Return a lazy view, in fairseq's format, of a translation model with experts as MLPs.
 
     Args:
         source: checkpoint of the dense model.
         plan: number of experts, and the layers that receive experts.
-        check: function of the host framework that raises `ValueError` if no model can be built from
-            the new settings.
+        check: the host's function, which raises `ValueError` if the new settings fit no model.
     Raises:
         CheckpointError: If the model already has MoE layers, if no layer would become an MoE layer,
             or if the settings do not support experts.

@@ -1,5 +1,4 @@
-"""Non-tensor entries of a distributed checkpoint: parameter groups of optimizers, and objects of
-modules.
+"""Entries of a distributed checkpoint that are not tensors: parameter groups, and objects.
 
 Megatron uses one optimizer for shared parameters and another optimizer for expert parameters. The
 parameters of this package's experts always belong to the second optimizer. The parameters of
@@ -134,8 +133,7 @@ def folder_of(path: Path) -> Path:
     of the newest checkpoint.
 
     Raises:
-        CheckpointError: If the file that contains the iteration of the newest checkpoint is
-            damaged.
+        CheckpointError: If the file with the newest checkpoint's iteration is damaged.
     """
     if not (path / LATEST).is_file():
         return path
@@ -194,8 +192,7 @@ def optimizer_parts(state: Any) -> list[dict[Any, Any]]:
 
 
 def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:
-    """Return the entry "optimizer" of the common state, with or without a separate optimizer for
-    experts.
+    """Return the common state's entry "optimizer", with or without one for experts.
 
     Args:
         state: entry "optimizer" of `common.pt`. The entry is either the state of a single
@@ -216,13 +213,11 @@ def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:
 
 
 def fitted(state: Any, wanted: Any) -> Any:
-    """Return the entry "optimizer" of the common state, converted to the current run's optimizers
-    and parameter groups.
+    """Return the common state's entry "optimizer", converted to this run's optimizers and groups.
 
     Args:
         state: entry "optimizer" of the checkpoint.
-        wanted: optimizer state of the current run, which contains all entries of the parameter
-            groups.
+        wanted: the current run's optimizer state, with all entries of its parameter groups.
     """
     parts, targets = optimizer_parts(state), optimizer_parts(wanted)
     if not parts or not targets or [list(map(_identity, _groups(part))) for part in parts] == [
@@ -344,8 +339,7 @@ def expert_objects(layers: Mapping[str, Mapping[str, int]], count: int,
 
 def module_objects(numbers: Iterable[int], moe: Iterable[int], tensors: Iterable[str],
                    stacked: bool) -> Iterable[str]:
-    """Yield the names of the objects that the modules of a GPT model store, except those of
-    experts.
+    """Yield the names of the objects that a GPT model's modules store, except experts.
 
     These objects are empty unless the model uses an 8-bit number format.
 

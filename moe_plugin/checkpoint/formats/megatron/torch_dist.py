@@ -77,8 +77,7 @@ class DistributedFiles:
             is stored in the file.
     Raises:
         CheckpointError: If a file is missing or damaged.
-        UntrustedFile: If `.metadata` contains classes that are not from torch, and `trusted` is
-            False.
+        UntrustedFile: If, without `trusted`, `.metadata` has classes that are not from torch.
     """
 
     def __init__(self, folder: Path, checksums_by_name: Mapping[str, str] | None = None,

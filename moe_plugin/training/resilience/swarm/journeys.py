@@ -66,12 +66,10 @@ class Driver:
         self.resent, self._counting = 0, threading.Lock()
 
     def journey(self, kind: str, step: int, number: int, micro_batch: tuple[Tensor, Any]) -> Driven:
-        """Send a micro-batch (input, target) forward through all stages and, in training, also
-        backward.
+        """Send a micro-batch (input, target) forward through all stages and, in training, back.
 
         Raises:
-            RuntimeError: If no peer of a stage completes a task. The error message states the
-                reasons.
+            RuntimeError: If no peer of a stage completes a task. The message has reasons.
         """
         x, target = micro_batch
         inputs, last = [packed(x, self.run["wire"])], self.stages - 1
@@ -177,8 +175,7 @@ class JoinedTrainer:
         """Process some of the micro-batches of the next step.
 
         Args:
-            micro_batches: all micro-batches of the step, including those that other trainers
-                process.
+            micro_batches: all micro-batches of the step, including other trainers' ones.
         Returns: The result of `Swarm.accumulate`, with `losses`, `logged` and `norm`.
         Raises:
             OSError: If the leading trainer does not answer.

@@ -1,5 +1,4 @@
-"""Messages between a trainer and its peers. A message is a dictionary of plain values and tensors,
-sent over TCP.
+"""Messages of a trainer and its peers: dictionaries of values and tensors over TCP.
 
 Tensors that are passed from one stage to another are sent in one of the formats of `dispatch.wire`.
 The default format is fp8 with one scale per 128 values. For error bounds, see `dispatch.wire`.
@@ -48,8 +47,7 @@ class SwarmStep:
         by: for each micro-batch, the address of the trainer that processed it. For this trainer,
             the address is an empty string.
         resent: number of tasks that were sent more than once.
-        redone: number of backward passes that were repeated because a peer failed and its gradients
-            were lost.
+        redone: backward passes repeated because a failed peer's gradients were lost.
         gone: addresses of peers that were lost.
         moved: for each peer that was moved, a tuple (address, old stage, new stage).
     """

@@ -52,21 +52,18 @@ class Swarm:
 
     Args:
         stages: number of pipeline stages.
-        host, port: address under which peers can reach the trainer. If the port is 0, an arbitrary
-            free port is used.
+        host, port: the trainer's address for peers. Port 0 selects any free port.
         wire: format of the tensors that are sent between stages: `none`, `bf16`, `fp16`, `fp8` or
             `mxfp8`. For error bounds, see `dispatch.wire`.
         dtype: dtype of the tensors between stages after decoding.
-        in_flight: number of micro-batches that are processed at the same time, or 0 for two
-            micro-batches per peer.
+        in_flight: micro-batches processed simultaneously, or 0 for two per peer.
         clip: maximum L2 norm of all gradients together, or None for no clipping.
         timeout_s: time in seconds after which a task without an answer is sent to another peer.
         rebalance_s: interval in seconds at which peers may change their stage. After each interval,
             between two steps, one peer may move to the slowest stage if this would increase the
             throughput of the pipeline enough. None: never.
         seed: random seed of the initial weights and of random numbers during training.
-        target_to_all: whether the modules of all stages receive the target as their second
-            argument.
+        target_to_all: whether all stages' modules have the target as second argument.
         resume: optional. A folder that `save` has written.
         secret: optional. A secret string that peers must know in order to connect. Without a
             secret, any machine that can reach `host` can join.
@@ -77,8 +74,7 @@ class Swarm:
         members: the peers of each stage.
         steps: number of completed steps.
     Raises:
-        ValueError: If an argument is out of bounds, or if the folder `resume` was not written by
-            `save`.
+        ValueError: If an argument is out of bounds, or `resume` is not from `save`.
     """
 
     def __init__(self, stages: int, *, host: str = "127.0.0.1", port: int = 0, wire: str = "fp8",
@@ -126,8 +122,7 @@ class Swarm:
         return result
 
     def accumulate(self, micro_batches: MicroBatches) -> SwarmStep:
-        """Run the forward and backward passes of a step. The gradients stay on the peers until
-        `update` is called.
+        """Run a step's forward and backward passes. Gradients stay on peers until `update`.
 
         If a stage has no peer, or if all of its peers have failed, a `RuntimeError` that states the
         reason is raised.
@@ -198,8 +193,7 @@ class Swarm:
                                      "norm": result.norm} if done else None, result.by)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write all weights and optimizer states to a folder, which stays locked until `close` is
-        called.
+        """Write weights and optimizer states to a folder, which stays locked until `close`.
 
         If the process is killed during saving, the previous files stay valid. If another run uses
         the folder, a `ValueError` is raised.
