@@ -21,8 +21,8 @@ from moe_plugin.kernels.router import Rule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MODULES = {
-    "take_rows": "rows", "sum_rows": "rows", "dot_rows": "rows", "running_count": "running_count",
-    "sorted_choices": "running_count", "choice_load": "running_count", "take_values": "rows",
+    "take_rows": "rows", "sum_rows": "rows", "dot_rows": "rows", "running_count": "rows",
+    "sorted_choices": "rows", "choice_load": "rows", "take_values": "rows",
     "route_top_k": "router", "route_top_k_backward": "router", "transpose_chunks": "rows",
     "quantize_fp8": "fp8", "dequantize_fp8": "fp8", "expert_matmul": "expert_matmul",
     "expert_matmul_act": "expert_matmul", "expert_matmul_act_backward": "expert_matmul",
@@ -193,4 +193,4 @@ def register() -> None:
         can = fp8_product_why_not if name == "expert_matmul_fp8" else special.get(module, why_not)
         kernels.get(name).add("triton", can, on_cpu=False)(_late(name))
     assert {"gelu", "gelu_tanh", "quick_gelu", "relu", "silu",
-            "squared_relu"} == set(ACTIVATIONS), "gpu.common.activate implements other activations"
+            "squared_relu"} == set(ACTIVATIONS), "gpu.tilings.activate implements other activations"

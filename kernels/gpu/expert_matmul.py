@@ -13,14 +13,17 @@ from torch import Tensor
 
 from moe_plugin.kernels.gpu import grouped_gemm as gg
 from moe_plugin.kernels.gpu import weight_grads as wg
-from moe_plugin.kernels.gpu.common import INTERPRETED, bounded_registers, needs_upcast, pointer
 from moe_plugin.kernels.gpu.grouped_gemm import copies_tiles, row_tiles, weight_tiles
 from moe_plugin.kernels.gpu.tilings import (
+    INTERPRETED,
     LEAST_PART,
     WEIGHT_REGISTERS,
     Chip,
     Tiling,
+    bounded_registers,
     chip_of,
+    needs_upcast,
+    pointer,
     product_tiling,
     rows_of_a_part,
     weight_tiling,

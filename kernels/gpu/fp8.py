@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_plugin.kernels.fp8 import BLOCK, LARGEST, SMALLEST_SCALE
-from moe_plugin.kernels.gpu.common import INTERPRETED, bounded_registers, pointer
 from moe_plugin.kernels.gpu.expert_matmul import programs
 from moe_plugin.kernels.gpu.grouped_gemm import (
     load_rows,
@@ -25,7 +24,14 @@ from moe_plugin.kernels.gpu.grouped_gemm import (
     weight_tiles,
     with_bias,
 )
-from moe_plugin.kernels.gpu.tilings import FP8_REGISTERS, FP8_TILING, chip_of
+from moe_plugin.kernels.gpu.tilings import (
+    FP8_REGISTERS,
+    FP8_TILING,
+    INTERPRETED,
+    bounded_registers,
+    chip_of,
+    pointer,
+)
 from moe_plugin.kernels.groups import RowGroups
 
 ROWS = 64 if INTERPRETED else 16

@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_plugin.kernels.gpu.common import INTERPRETED, bounded_registers
 from moe_plugin.kernels.gpu.tilings import (
+    INTERPRETED,
     ROUTER_REGISTERS_BACKWARD,
     ROUTER_VALUES,
     ROUTER_VALUES_BACKWARD,
+    bounded_registers,
     router_tokens,
 )
 from moe_plugin.kernels.router import Rule

@@ -17,7 +17,7 @@ import torch
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import ObserveConfig
-from moe_plugin.observe.history.fairseq_log import skipped_step
+from moe_plugin.observe.history.host_logs import skipped_step
 from moe_plugin.observe.history.records import OWN_LOOPS
 from moe_plugin.observe.recorder import StatsRecorder
 from moe_plugin.observe.timeline import StepTimeline

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moe_plugin.kernels import RowGroups, kernels
 from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.gpu import fp8, rows, running_count
-from moe_plugin.kernels.gpu.common import activate, activation_grad
+from moe_plugin.kernels.gpu import fp8, rows
+from moe_plugin.kernels.gpu.tilings import activate, activation_grad
 from moe_plugin.records import RowCounts
 
 
@@ -112,9 +112,9 @@ def experts_that_do_not_exist() -> None:
 
     torch.zeros = guarded
     try:
-        got = (*running_count.running_count(ids_N, experts),
-               *running_count.sorted_choices(ids_N[:, None], experts),
-               running_count.choice_load(ids_N[:, None], experts))
+        got = (*rows.running_count(ids_N, experts),
+               *rows.sorted_choices(ids_N[:, None], experts),
+               rows.choice_load(ids_N[:, None], experts))
     finally:
         torch.zeros = allocate
     assert made and not any(tensor[-16:].any() for tensor in made)

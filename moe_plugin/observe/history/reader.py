@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
-from moe_plugin.observe.history import fairseq_log, json_lines, megatron_log, trainer_state
+from moe_plugin.observe.history import host_logs, json_lines
 from moe_plugin.observe.history.records import (
     COPIES,
     KEY,
@@ -34,7 +34,7 @@ SCRIPT_BYTES = 1 << 20
 LINE_BYTES = 1 << 24  # longer lines are split
 NATIVE = "native"  # a record of Megatron's own log
 # the kinds of records within an epoch
-INNER = ("train_inner", "iteration", NATIVE, "training", trainer_state.KIND)
+INNER = ("train_inner", "iteration", NATIVE, "training", host_logs.TRAINER)
 WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's training log "
           "(--log-file), what Megatron itself prints, fairseq's log (its standard output, or "
           "--log-file), or trainer_state.json of a Trainer of transformers")
@@ -84,7 +84,7 @@ class _Source:
     def host(self) -> str | None:
         """The host framework that wrote this log, or None if it is not a training log."""
         kinds = {kind for kind, _ in self.steps} - {"training"}
-        if trainer_state.KIND in kinds:
+        if host_logs.TRAINER in kinds:
             return "transformers"
         megatron = kinds <= {"iteration", NATIVE}
         return None if not kinds else "megatron" if megatron else "fairseq"
@@ -128,7 +128,7 @@ def _sources(folder: Path) -> list[_Source]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a directory. Pass a run's folder, which contains "
                          f"{WANTED}")
-    read = [_read(path) for path in trainer_state.latest(candidates(folder))]
+    read = [_read(path) for path in host_logs.latest_states(candidates(folder))]
     sources = [source for source in read if source.any or source.settings]
     if not any(source.any for source in _without_copies(sources)):
         bad = "".join(f" {note}" for source in read for note in _notes(source) if source.bad)
@@ -190,8 +190,8 @@ def _read(path: Path) -> _Source:
             if 4 * start.count(0) > len(start):
                 return source
             stream.seek(0)
-            if path.name == trainer_state.FILE:
-                source.steps, wrong = trainer_state.parse(stream.read(LINE_BYTES))
+            if path.name == host_logs.STATE_FILE:
+                source.steps, wrong = host_logs.parse_state(stream.read(LINE_BYTES))
                 source.bad = [_BadLine(number, why) for number, why in wrong]
                 source.writer = "transformers"
                 return source
@@ -218,20 +218,20 @@ def _line(source: _Source, text: str, number: int) -> _BadLine | None:
     try:
         if text.startswith("{") and not text.startswith("{'"):  # "{'" begins a Python dict
             _json_line(source, text)
-        elif (found := fairseq_log.parse_step(text)) is not None:
+        elif (found := host_logs.parse_step(text)) is not None:
             source.steps.append(found)
             source.done = False  # the run was resumed
-        elif fairseq_log.DONE.search(text):
+        elif host_logs.DONE.search(text):
             source.done = True
-        elif (changed := fairseq_log.parse_changed(text)) is not None:
+        elif (changed := host_logs.parse_changed(text)) is not None:
             source.changed = changed
-        elif argument := megatron_log.parse_argument(text):
+        elif argument := host_logs.parse_argument(text):
             source.arguments.setdefault(*argument)
-        elif printed := megatron_log.parse_step(text, source.arguments.get("seq-length")):
+        elif printed := host_logs.parse_iteration(text, source.arguments.get("seq-length")):
             source.steps.append((NATIVE, printed))
             source.settings = source.arguments
         elif not source.settings:
-            source.settings = fairseq_log.parse_settings(text)
+            source.settings = host_logs.parse_settings(text)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         ours = any(f'"{key}"' in text for key in ("step", "layer", "iteration"))
         return _BadLine(number, str(error), ours or not text.startswith("{"))
@@ -260,7 +260,7 @@ def _json_line(source: _Source, text: str) -> None:
         record, brief = json_lines.step_record(row)
         source.steps.append(("iteration", record))
         source.brief += brief
-    elif (found := fairseq_log.parse_json(row)) is not None:
+    elif (found := host_logs.parse_json(row)) is not None:
         source.steps.append(found)
         source.done = False  # the run was resumed
     elif "settings" in row and "host" in row:

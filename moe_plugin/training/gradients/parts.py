@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.experts.base import is_expert, mark_expert
-from moe_plugin.training.gradients.multi_tensor import local as local_part
+from moe_plugin.training.gradients.fused import local as local_part
 from moe_plugin.training.gradients.replicas import (
     BUCKET_BYTES,
     in_buckets,

@@ -19,7 +19,7 @@ from moe_plugin.experts.optimizers import watch_optimizers
 from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.routing import RouterModule
 from moe_plugin.routing.contract import router_counts
-from moe_plugin.training.gradients import multi_tensor
+from moe_plugin.training.gradients import fused
 from moe_plugin.training.gradients.part_gradients import keep_part_gradients, mark_gradient
 from moe_plugin.training.gradients.replicas import (
     BUCKET_BYTES,
@@ -70,7 +70,7 @@ class PartedClip:
     those of the blocks in a `StreamedTrainer`.
 
     The clipped gradients are bitwise equal to those of `clip_grad_norm_`, except in the case
-    described in `multi_tensor.SquaredNorm`. In each step, call `add` for all gradients, then
+    described in `fused.SquaredNorm`. In each step, call `add` for all gradients, then
     `norm`, and then `scale`.
 
     Args:
@@ -86,7 +86,7 @@ class PartedClip:
     def forget(self) -> None:
         """Discard all added gradients, for example after a failed step."""
         self._dtype = torch.float32
-        self._alike, self._parts = multi_tensor.SquaredNorm(), multi_tensor.SquaredNorm()
+        self._alike, self._parts = fused.SquaredNorm(), fused.SquaredNorm()
 
     @torch.no_grad()
     def add(self, place: int, parameters: Iterable[nn.Parameter]) -> None:
@@ -114,7 +114,7 @@ class PartedClip:
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
         """Multiply gradients in place so that their last computed norm is at most `max_norm`."""
-        multi_tensor.scale_(gradients, self._factor)
+        fused.scale_(gradients, self._factor)
 
 
 def _is_part(parameter: nn.Parameter) -> bool:

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_plugin.training.resilience.swarm.journeys import BEATS, Driven, RoundId
-from moe_plugin.training.resilience.swarm.members import SwarmMembers
+from moe_plugin.training.resilience.swarm.journeys import BEATS, Driven, RoundId, SwarmMembers
 from moe_plugin.training.resilience.swarm.messages import Address, Message
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,15 @@ from typing import Any
 
 import torch
 
-from moe_plugin.training.resilience.swarm.journeys import Driven, Driver, MicroBatches, RoundId
-from moe_plugin.training.resilience.swarm.members import Alarm, Member, SwarmMembers
+from moe_plugin.training.resilience.swarm.journeys import (
+    Alarm,
+    Driven,
+    Driver,
+    Member,
+    MicroBatches,
+    RoundId,
+    SwarmMembers,
+)
 from moe_plugin.training.resilience.swarm.messages import (
     OPEN,
     WIRES,
