@@ -1,5 +1,4 @@
-"""Operations of the MoE layer. Each operation has a reference implementation in torch, and some
-devices have faster implementations.
+"""Operations of the MoE layer, each with a reference in torch and maybe faster ones.
 
 `kernels` is the registry of tensor operations. The Triton implementations of these operations are
 in `gpu/`. `strategies` is the registry of implementations that compute feed-forward experts.

@@ -54,8 +54,7 @@ class Blocks:
         tensor: in NVFP4, one float32 scale per matrix, with the shape of the leading axes ([] for a
             single matrix). In the fp8 formats this field is None.
         width: number N of values along the last axis.
-        block: number of values that share a scale, which is 32 in MXFP8, 16 in NVFP4, and 128 in
-            the blockwise formats.
+        block: number of values that share a scale: 32 in MXFP8, 16 in NVFP4, 128 blockwise.
     """
 
     codes: Tensor

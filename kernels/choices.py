@@ -118,8 +118,7 @@ def sorted_choices(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def slot_index(ids_TK: Tensor, experts: int) -> Tensor:
-    """For each choice, return the index of its slot among the slots of its expert, int64 [T, K].
-    Choices of -1 have the slot -1.
+    """Return each choice's slot within its expert, int64 [T, K], or -1 for a choice of -1.
 
     The slots of an expert are assigned first to first choices, then to second choices, and so on.
     The slot of choice j of token t is the number of choices i < j, of any token, that selected the

@@ -118,8 +118,7 @@ class FFNParameters:
     later: LaterGrads | None = None
 
     def leaving(self, *inputs: Tensor | None) -> LaterGrads | None:
-        """Return the object that collects postponed weight gradients, or None if backward must
-        compute these gradients immediately.
+        """Return the object that collects postponed weight gradients, or None.
 
         Return None if no input requires a gradient. In this case, autograd does not record a call
         from which the weights are detached, and no rank waits for a gradient.

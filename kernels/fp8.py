@@ -30,8 +30,7 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal number: a scale of 0 would giv
 
 @op
 def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Round rows to fp8. Return the codes, e4m3 [R, D], and the scales, float32 [R, ceil(D /
-    block)], where x is approximately codes * scale.
+    """Round rows to fp8: codes, e4m3 [R, D], and scales [R, ceil(D / block)], x ~ codes * scale.
 
     The scale is the largest finite |x| in the block divided by 448, or 1 for a block of zeros. The
     error bound holds if the largest absolute value b of a block is in the range 2^-110 <= b <

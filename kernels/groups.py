@@ -132,8 +132,7 @@ def most_tiles(groups: int, height: int, total: int) -> int:
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """Options that determine how the programs of a kernel process their tiles. The outputs of all
-    schedules are bitwise equal.
+    """How the programs of a kernel process their tiles. Outputs are bitwise equal.
 
     Attributes:
         specialize: whether different warps of a program load operands, multiply, and store outputs.
@@ -153,8 +152,7 @@ SCHEDULES = {"": TileSchedule(), "split": TileSchedule(split=2),
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Groups of rows, with tables of row counts on one device. The tables are created without
-    copying data from the device to the host.
+    """Groups of rows, with tables of row counts made on one device without the host.
 
     Rows after the last group (filler, see `DeviceCounts`) belong to no group.
 

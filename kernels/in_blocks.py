@@ -89,8 +89,7 @@ def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch
 
 
 def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
-    """Compute `x @ w`, [R, O]. First derivatives are supported. The output for a row depends, bit
-    for bit, only on this row and on w.
+    """Compute `x @ w`, [R, O], with first derivatives, bit for bit independent of other rows.
 
     Args:
         x_RI: rows [R, I] that are multiplied.

@@ -196,8 +196,7 @@ def rounded_call(products: RoundedProducts, kept: RoundedWeights | None,
 
     Args:
         products: the matmuls of the format.
-        kept: the module's cache of rounded weights. If `kept` is None, the rounded weights are
-            discarded after the call.
+        kept: the module's cache of rounded weights, or None to discard them after the call.
         parameters: parameters by name. Only an `nn.Parameter` is looked up in `kept`.
         values: the tensors to multiply, by name. Each is a parameter or a cast parameter.
     """

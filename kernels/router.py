@@ -31,8 +31,7 @@ TINY = 512  # number of scores up to which launching an operation takes longer t
 
 @op
 def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
-    """Return the indices of the k largest scores in decreasing order, int64 [T, K]. If scores are
-    equal, the lower index comes first.
+    """Return the k largest scores' indices, int64 [T, K], in order, lower index first.
 
     This function is needed because `torch.topk` does not define the order of equal scores. Like
     this function, `max` and a stable sort return the first of several equal scores. `argmax` also

@@ -116,8 +116,7 @@ def no_products(device: torch.device) -> str | None:
 
 @functools.cache
 def no_schedule(schedule: TileSchedule, device: torch.device) -> str | None:
-    """Return the reason why the installed Triton does not support this schedule on this GPU, or
-    None if the schedule is supported.
+    """Return why the installed Triton does not support this schedule here, or None.
 
     Cached per device.
     """

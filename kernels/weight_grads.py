@@ -139,8 +139,7 @@ def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
 
 
 class WeightGrad:
-    """The gradient of one weight [L, I, O] that backward returns as a tensor. This class has the
-    same interface as `MainGrad`.
+    """A weight's gradient [L, I, O] that backward returns, with the interface of `MainGrad`.
 
     name, memory: see `GradSums.begin`.
     """
@@ -295,8 +294,7 @@ class LaterGrads:
 
     @torch.no_grad()
     def compute(self, weights: Mapping[str, Tensor], hooks: bool = False) -> None:
-        """Compute the postponed gradients in the order of the backward passes, and add each to the
-        `grad` attribute of its weight.
+        """Compute the postponed gradients in order, and add them to the weights' `grad`.
 
         weights: the weights, by the names that are used in `add`.
         hooks: if True, proceed as in a single backward pass: sum the gradients of each weight, and

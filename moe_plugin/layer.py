@@ -178,8 +178,7 @@ def given_parts(config: MoEConfig | int, comm: Comm | None,
     """Check the arguments of `MoELayer` and convert them to `GivenParts`.
 
     Raises:
-        ValueError: an argument has a wrong type, two settings contradict each other, or a setting
-            would have no effect.
+        ValueError: an argument has a wrong type, or a setting is contradictory or useless.
     """
     _check_given(comm, router, experts)
     config = layer_config(config, settings, router=router, experts=experts)
@@ -223,8 +222,7 @@ class MoELayer(LayerState):
         host: information that the host framework provides about this layer.
         router: a router module that replaces the configured router
             (`moe_plugin.routing.RouterModule`), the name of a router, or a dict of router settings.
-        experts: a function `factory(global_index) -> module` that builds custom experts, or a dict
-            of expert settings.
+        experts: a function `factory(global_index) -> module`, or a dict of expert settings.
         dtype: the dtype of the parameters. Defaults to torch's default dtype.
         device: the device of the parameters. Defaults to torch's default device.
     Raises:
@@ -274,8 +272,7 @@ class MoELayer(LayerState):
             x: this rank's tokens, [..., D]. Ranks may have different numbers, also zero.
             token_mask: bool [...], True for tokens that are not padding. Padding tokens are not
                 routed, and their output is zero. By default no token is padding.
-            info: additional information about the tokens, such as token ids, if the router requires
-                it (`router.needs`).
+            info: data about the tokens, such as ids, that the router needs (`router.needs`).
             top_k: number of experts per token in this call. Defaults to the number in the settings.
             choice: the layout of this call. All ranks must pass the same layout. Defaults to the
                 layout chosen by the settings or by the tuner.
@@ -286,8 +283,7 @@ class MoELayer(LayerState):
         statistics.
         Raises:
             ValueError: a tensor has a wrong shape or dtype.
-            CommError: a collective failed or timed out. The message contains the rank, the name of
-                the collective and the sizes.
+            CommError: a collective failed or timed out. The message has rank, name and sizes.
         """
         # here and not by the decorator `hidden_from_policies`, which adds a call to each call
         if not torch.compiler.is_compiling() and dispatch_modes() and has_policy():

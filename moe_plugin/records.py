@@ -181,8 +181,7 @@ class ExpertRows:
         x: the rows [R, D], sorted by expert. If `rows` is a `RowPlan`, x contains tokens [T, D].
         rows: the number of rows of each expert, or a `RowPlan`. With a `RowPlan`, the result
             contains the weighted sum of each token's rows, [T, D].
-        parameters: the `FFNParameters` to use, such as parameters gathered from other ranks.
-            Defaults to the stored parameters.
+        parameters: the `FFNParameters`, such as gathered ones. Defaults to the stored ones.
         strategy: a `kernels.expert_ffn.Strategy`. Defaults to the configured strategy.
         started: a function that experts in host memory or on disk call after their weights have
             arrived and before they compute. The function can fetch the next weights, so that this
@@ -244,8 +243,7 @@ class TokenInfo:
 
     Attributes:
         token_ids_T: int64, the vocabulary index of each token. Required by the router `hash`.
-        sequence_T: int64, for each token, the index of its sequence, from 0 to sequences - 1.
-            Required by the loss `sequence`.
+        sequence_T: int64, each token's sequence, from 0. Required by the loss `sequence`.
         sequences: the number of sequences. This number must be at least 1 if `sequence_T` is used.
         router_index: if several routers are configured, the index of the router to use in this
             call. Must be equal on all ranks. None if `router.selection` selects the router.
@@ -311,8 +309,7 @@ class Routing:
         undropped_TK: int64, the choices before the router itself dropped choices to enforce a
             capacity, as Megatron's router does. -1 for padding tokens. None if the router does not
             apply a capacity.
-        capacity: the number of slots per expert that the router itself enforced. None if the router
-            does not apply a capacity.
+        capacity: the slots per expert that the router itself enforced, or None.
         counted: the load of the choices (`dispatch.rows.known_load`), or None if it is not counted.
         sizes: the exchange of row counts between ranks, if a dispatcher started it one block early,
             as soon as the choices were known. None if no exchange was started. See
@@ -385,7 +382,6 @@ class DispatchPlan:
     for a device.
 
     Attributes:
-        rows: the number of rows that this rank's experts compute. A scalar tensor if this number is
-            known only on the device."""
+        rows: the rows that this rank's experts compute, a tensor if only the device knows."""
 
     rows: int | Tensor

@@ -144,10 +144,8 @@ class RoutedExperts:
         Collective over `comm`.
 
         Args:
-            config: the settings. Only the sizes, `dispatch`, `parallel`, `comm`, `tuner` and
-                `experts.compute` are used.
-            comm: the expert-parallel group. The gradient of an expert is the sum over the tokens of
-                all ranks in this group.
+            config: the settings: sizes, `dispatch`, `parallel`, `comm`, `tuner`, `experts.compute`.
+            comm: the expert-parallel group, over whose tokens an expert's gradient is summed.
             experts: a function `experts(config, placement)` that returns the experts of this rank.
             dtype: the dtype of the parameters. Defaults to torch's default dtype.
             agreed: additional values, by name, that must be equal on all ranks (`HostContext`).
@@ -169,14 +167,12 @@ class RoutedExperts:
         Args:
             x_TD: the tokens of this rank, [T, D]. T may be zero, and may differ between ranks.
             ids_TK: int64 [T, K], the global indices of the experts, or -1 for no expert.
-            weights_TK: floating-point tensor [T, K], the weight of each expert. The weight must be
-                0 where the index is -1.
+            weights_TK: floating-point tensor [T, K], the experts' weights, 0 for index -1.
             training: whether the call is part of training, in which layouts are tuned.
         Returns: the outputs, [T, D], in the dtype of `x_TD`.
         Raises:
             ValueError: `ids_TK` contains the index of an expert that does not exist.
-            CommError: a collective failed or timed out. The message contains the rank, the name of
-                the collective and the sizes.
+            CommError: a collective failed or timed out. The message has rank, name and sizes.
         """
         last = self.placement.experts - 1
         check_range(ids_TK, -1, last, f"ids_TK has experts {{}}..{{}}: must be in 0..{last}, or -1 "

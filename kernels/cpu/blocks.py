@@ -61,8 +61,7 @@ class UnitBlock:
     Attributes:
         rows: slice that selects the block's rows among all rows.
         size: number of rows in the block, N.
-        reach: number of rows from the first row of the block to the last row that its matmuls
-            compute. `reach` is at least N.
+        reach: rows from the block's first row to the last row that its matmuls compute, >= N.
         exact: whether each unit computes only its own rows.
         single: whether every unit consists of a single expert.
     """

@@ -39,8 +39,7 @@ PARTS = 4  # every piece except the last can be cut into this number of equal pa
 
 
 def widened(x_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Convert a CPU tensor in chunks of rows. Yield (span, x[span] in `dtype`) for each chunk. All
-    chunks share the same memory.
+    """Convert a CPU tensor in chunks, and yield (span, x[span] in `dtype`) in shared memory.
 
     x_ND: tensor [N, D] that is converted.
     """

@@ -153,8 +153,7 @@ class _Product:
 
 
 def programs(chip: Chip, tiling: Tiling, work: int, groups: RowGroups) -> int:
-    """Return the number of programs for `work` tiles. As many programs are used as can run at the
-    same time, or fewer if there are few tiles.
+    """Return the number of programs for `work` tiles, at most as many as run at a time.
 
     If other kernels run at the same time, one program is launched per tile. Otherwise, a persistent
     program could not start its tiles while another kernel occupies its multiprocessor, and the

@@ -204,8 +204,7 @@ def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str 
 
 def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,
                    least: int = LEAST_PART) -> int | None:
-    """Return the number of rows per part if the sums over rows in weight gradients are split into
-    parts, or None if they are not split.
+    """Return the rows per part if weight gradients' sums are split into parts, or None.
 
     About `PROGRAMS_OF_A_WAVE` parts are created for each program that the GPU can run concurrently,
     regardless of how the rows are distributed across the experts. The whole GPU is therefore used

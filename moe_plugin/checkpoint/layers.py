@@ -141,8 +141,7 @@ def local_window(name: str, shape: tuple[int, ...], place: Placement) -> tuple[s
 
 @torch.no_grad()
 def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
-    """Copy the weights of an MoE layer in a framework-independent source into an `MoELayer`. Each
-    rank reads only its own experts.
+    """Copy a neutral source's MoE layer into an `MoELayer`. Ranks read only their experts.
 
     Adapters are not changed.
 

@@ -90,15 +90,11 @@ class NameRule:
 
     Attributes:
         theirs: name of the tensor in the format.
-        ours: names of the framework-independent tensors, in the order in which they are stored in
-            the format's tensor.
-        swap: whether the last two axes of the format's tensor are swapped relative to the
-            framework-independent tensors.
+        ours: names of the neutral tensors, in their order in the format's tensor.
+        swap: whether the last two axes are swapped relative to the neutral tensors.
         axis: axis of the format's tensor along which neutral tensors are concatenated.
-        shares: relative sizes of the framework-independent tensors along `axis`, or an empty tuple
-            if all sizes are equal.
-        groups: number of consecutive groups along `axis`. Each group contains a slice of every
-            framework-independent tensor.
+        shares: relative sizes of the neutral tensors along `axis`, or () if all are equal.
+        groups: number of groups along `axis`, each with a slice of every neutral tensor.
         in_turn: whether slices of the framework-independent tensors alternate along `axis`.
         row: whether the format stores the vector as a matrix with one row.
     """

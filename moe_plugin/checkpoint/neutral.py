@@ -93,8 +93,7 @@ class DecoderSettings:
         gate_clamp, linear_offset: see the settings `experts.clamp` and `experts.linear_offset`.
         weights_first: whether routing weights multiply experts' inputs (True) or outputs.
         positions: position encoding: "rotary" (`rotary_base`), "learned", "sinusoidal" or "none".
-        rotary_part: fraction of each head's width that is rotated. The rotated dimensions are the
-            first dimensions of each head.
+        rotary_part: fraction of each head's width, from its start, that is rotated.
         tied: whether the embedding matrix is also used as the output matrix.
         embed_scale: factor of token embeddings, but not of position embeddings.
         top_k: number of experts per token, or 0 if the model has no MoE layers.
@@ -175,8 +174,7 @@ class NeutralModel:
         expert_width, shared_width, dense_width: inner widths of each expert (F), of the shared
             expert (G), and of a dense MLP (F). A width is 0 if the model has no such layer.
         biases: which linear layers of attention have biases: "none", "qkv" or "all".
-        qk_norm: normalization of queries and keys: "none", "head" for each head separately, or
-            "all" for all heads together.
+        qk_norm: norm of queries and keys: "none", "head" (each head separately) or "all".
         shared: type of the shared expert: "none", "plain" or "gated".
         dtype: data type of the embedding matrix.
     Raises:
@@ -229,8 +227,7 @@ def unfit(model: DecoderSettings, checks: Iterable[tuple[str, bool, str]], held:
 
     Args:
         model: settings of the model.
-        checks: a tuple for each checked setting: its name, whether its value is allowed, and a
-            description of the allowed values.
+        checks: name, whether the value is allowed, and the allowed values, for each setting.
         held: settings that the format can represent. All others must have their defaults.
         extra: keys of `model.extra` that the format supports.
     """

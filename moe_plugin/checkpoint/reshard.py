@@ -57,8 +57,7 @@ def merge(states: Sequence[State],
             states in rank 0's state dict. Required if the state dicts contain no extra states, as
             is the case for optimizer states.
     Raises:
-        ValueError: If the number of state dicts is not the size of the group, or if the state dicts
-            are not in rank order.
+        ValueError: If the states are not those of all ranks of the group in rank order.
     """
     layers = moe_layers(states[0]) if layers is None else layers
     for rank, state in enumerate(states):

@@ -73,8 +73,7 @@ class TensorEntry:
     Attributes:
         shape: shape of the tensor with all experts. For expert tensors, axis 0 has the size E.
         dtype: data type in the checkpoint.
-        keeps_float32: whether the tensor must stay in float32 (or a wider type) when `cast`
-            converts it. See `name_table`.
+        keeps_float32: whether `cast` keeps the tensor in float32 or wider. See `name_table`.
     """
 
     shape: tuple[int, ...]
@@ -103,8 +102,7 @@ def full_window(shape: Sequence[int]) -> Window:
 
 
 def check_window(window: Window | None, shape: Sequence[int]) -> Window:
-    """Complete a window, so that it has a start and a stop for every axis. Axes that the window
-    omits are selected completely.
+    """Complete a window with a start and stop for every axis, whole axes if omitted.
 
     Raises:
         ValueError: If the window has too many axes or another step, or exceeds the tensor.
@@ -153,8 +151,7 @@ class Source(ABC):
     Attributes:
         format: name of the format, as registered in `moe_plugin.checkpoint.formats.base`.
         entries: shape and data type of each tensor. Each key consists of a field and a name.
-        values: all values that are not tensors, such as "step", "settings", schedules, random
-            states and parameter groups.
+        values: all values that are not tensors, such as "step", "settings" and schedules.
         layers: properties of each MoE layer, such as `{"num_experts": E}`, by the name prefix of
             the layer. The names of the expert tensors in a layer start with this prefix, followed
             by "experts.".
@@ -170,8 +167,7 @@ class Source(ABC):
 
         Args:
             key: field and name of the tensor.
-            window: one slice per axis. Trailing axes that are not listed are read completely.
-                Defaults to the whole tensor.
+            window: optional. One slice per leading axis; other axes are read completely.
         Raises:
             CheckpointError: If the tensor does not exist, or if a file is damaged.
             ValueError: If the window is not valid for the tensor.
@@ -289,14 +285,12 @@ class DerivedSource(Source):
 
 
 class View(DerivedSource):
-    """A source whose tensors are derived from those of another source. Only the values that are
-    needed are read from the other source.
+    """A source whose tensors are derived from, and read only as needed from, another one.
 
     Args:
         origin: the source from which values are read. Closing the view also closes `origin`.
         derived: all tensors of the view.
-        format, values, layers: attributes of the view. Each of these attributes defaults to the
-            attribute of `origin`. Optional.
+        format, values, layers: optional. Attributes of the view, by default of `origin`.
     """
 
     def __init__(self, origin: Source, derived: Iterable[Derived], *, format: str | None = None,

@@ -82,8 +82,7 @@ def check(file: Any, what: str, cause: BaseException | None = None) -> None:
 
 
 def check_sizes(file: Any, what: str) -> None:
-    """Raise `ValueError` if a zip file in the format of `torch.save` is compressed, or if its
-    members are together larger than the file.
+    """Raise `ValueError` for compressed `torch.save` files, or members larger than the file.
 
     Reading such a file could exhaust the memory. `torch.save` never writes such files.
     """

@@ -106,8 +106,7 @@ def upcycle(source: Source, plan: Upcycling) -> View:
     therefore left out, and a message is logged.
 
     Raises:
-        CheckpointError: If the model already has MoE layers, or if no layer has an MLP that can be
-            converted to experts.
+        CheckpointError: If the model has MoE layers, or no layer's MLP can be converted.
     """
     settings = DecoderSettings.from_dict(source.values["model"])
     refuse_experts(source, settings.top_k)
@@ -239,8 +238,7 @@ def _router(like: Derived, plan: Upcycling, layer: int) -> Derived:
 
 
 def write_new(source: Source, to: Format, target: Path) -> None:
-    """Write a source as a new checkpoint. The source must use the names of the target format. If
-    writing fails, incomplete files are removed.
+    """Write a source, with the target format's names, as a new checkpoint or not at all.
 
     Raises:
         CheckpointError: If the target exists or cannot be written in this format.

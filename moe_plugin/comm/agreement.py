@@ -16,8 +16,7 @@ _DIGEST = 32
 
 
 def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
-    """Check that the settings are equal on all ranks of a group. The check is collective and needs
-    one all-gather of 40 bytes.
+    """Check, in one all-gather of 40 bytes, that settings are equal on all ranks.
 
     The size is fixed, so the check completes even if the ranks pass different settings. If the
     ranks disagree, the settings themselves are also gathered. Simulated ranks share one process and

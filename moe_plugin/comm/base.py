@@ -31,8 +31,7 @@ FindNetwork = Callable[[], tuple[Network, str]]
 
 
 class Collectives:
-    """The backend's own collectives, which gather a layer's data from all ranks or sum it over
-    ranks. Subclasses implement other algorithms.
+    """The backend's own collectives for a layer's data, or other ones in subclasses.
 
     The data consists of expert parameters and their gradients, partial outputs of ranks that share
     the same tokens, and gradients of replicas. The plans and measurements of an algorithm are
@@ -130,8 +129,7 @@ class Comm(RankGroup):
         Args:
             x: contiguous tensor [sum(send), ...] of any dtype.
             send: optional. Lengths of the pieces sent to each rank. Defaults to equal lengths.
-            recv: optional. Lengths of the pieces received from each rank. By default, all pieces
-                have the same length.
+            recv: optional. Lengths of pieces from each rank. By default, all are equally long.
         Returns:
             A new tensor [sum(recv), ...] of the same dtype that contains the pieces in rank order.
         """
@@ -197,8 +195,7 @@ class Comm(RankGroup):
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Comm | None:
-        """Create a `Comm` for some ranks of this group. The method returns the `Comm` on these
-        ranks and None on all other ranks.
+        """Create a `Comm` for some ranks of this group, which is None on other ranks.
 
         The method is collective: all ranks must call it in the same order. The subgroup's topology
         is this group's topology, restricted to the subgroup's ranks.
@@ -206,8 +203,7 @@ class Comm(RankGroup):
 
     @contextmanager
     def error_context(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Convert a failure inside the block to a `CommError`, whose message names the rank, the
-        group, the collective and the sizes.
+        """Convert failures inside to `CommError` with the rank, group, collective and sizes.
 
         describe: function that returns a description of the collective and its sizes. The function
         is called only after a failure. If a collective may fail asynchronously, the function is
@@ -294,8 +290,7 @@ class Comm(RankGroup):
         return view
 
     def agree_max(self, values: Sequence[float]) -> list[float]:
-        """Return the element-wise maximum over ranks of a list of numbers in host memory. All ranks
-        receive the same maxima.
+        """Return the element-wise maximum over ranks of numbers in host memory.
 
         The maximum is computed in log2(size) rounds of messages within the `hosts` group.
         """

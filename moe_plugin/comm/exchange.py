@@ -55,8 +55,7 @@ class Exchange(ABC):
 
     def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
                 recv: Sequence[int] | None) -> Exchange:
-        """Return the exchange to use for one call. All ranks call this method in program order, so
-        the method may call collectives.
+        """Return the exchange for a call. All ranks call this in order, so it may communicate.
 
         The arguments are the same as for the exchange itself. Only the shape and dtype of `x`
         matter.

@@ -92,8 +92,7 @@ class Forest(Collectives):
             return NATIVE
 
     def trees(self, comm: Comm) -> Trees:
-        """Return the trees planned for a group. The first call is collective, and the first rank of
-        the group plans the trees.
+        """Return the trees of a group, which its first rank plans. The first call is collective.
 
         Raises:
             ValueError: On all ranks, if the planner rejects the network.

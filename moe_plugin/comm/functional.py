@@ -80,8 +80,7 @@ class _Pair(torch.autograd.Function):
 
 
 def with_backward(x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
-    """Run a collective whose gradient is computed with a different collective. In a group of one
-    rank, `x` itself is returned.
+    """Run a collective with another one for its gradient, or return `x` on one rank.
 
     Args:
         x: [n, ...].
@@ -154,8 +153,7 @@ def enter(x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None,
     Args:
         x_TD: tokens, which must be equal on all ranks.
         weights_TK: routing weights of the tokens, which must be equal on all ranks.
-        anchor: optional. A parameter that keeps this operation in the autograd graph; see the
-            docstring of `comm.functional`.
+        anchor: optional. Parameter that keeps this in the autograd graph; see `comm.functional`.
         comm: the group.
     """
     return (x_TD, weights_TK) if comm.size == 1 else _Enter.apply(x_TD, weights_TK, anchor, comm)

@@ -61,8 +61,7 @@ class RankGroup(ABC):
     Attributes:
         ranks: global rank of each rank of the group.
         separate: True if ranks are processes, whose settings may differ; see `comm.agreement`.
-        fails_later: True if a collective may fail after its call has returned, so that a later
-            collective raises the error.
+        fails_later: True if a collective may fail only after its call has returned.
     """
 
     separate: bool = False

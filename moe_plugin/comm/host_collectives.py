@@ -17,8 +17,7 @@ def comm_of(group: Any = None, timeout_s: float = 1800.0) -> Comm:
 
     Args:
         group: optional. The process group. Defaults to the group of all ranks.
-        timeout_s: maximum duration of a collective, in seconds. The timeout of the process group
-            itself applies as well.
+        timeout_s: maximum seconds of a collective, in addition to the group's own timeout.
     """
     size = dist.get_world_size(group)
     return LocalComm() if size == 1 else TorchComm(group, timeout_s)

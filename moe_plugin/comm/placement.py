@@ -36,10 +36,8 @@ class HostContext:
         own_capacity: if True, each rank computes its capacity from its own number of tokens, as if
             it were the only rank. If `own_capacity` is False, the capacity is computed from the
             largest number of tokens on any rank that stores the experts.
-        tokens: number of tokens per call on this rank if all ranks have the same number, or None if
-            the number is unknown.
-        training: True if the layer may be trained. If `training` is False, warnings that concern
-            only training are omitted.
+        tokens: tokens per call if all ranks have equally many, or None if unknown.
+        training: True if the layer may be trained, and warnings about training apply.
         agreed: more values by name, such as run settings, that must be equal on all ranks.
     """
 

@@ -86,8 +86,7 @@ class TensorMove(ABC):
         """Wait for the remaining messages, and forward received parts to other ranks."""
 
     def end(self) -> Tensor | None:
-        """Complete the move. This rank waits for the parts that it receives and sends, and relays
-        parts that other ranks need.
+        """Complete the move: wait for parts, and relay parts that other ranks need.
 
         Returns:
             This rank's part of the tensor in the target layout, or None if the rank stores no part

@@ -129,8 +129,7 @@ class SimulatedComm(Comm):
         """Exchange messages; see `Comm.send_receive`. All ranks meet.
 
         Raises:
-            CommError: If an expected message was not sent, a message was not received, or a message
-                has the wrong size or dtype.
+            CommError: If a message is missing, is not received, or has a wrong size or dtype.
         """
         if not all(x.is_contiguous() for _, x in (*sends, *recvs)):
             raise ValueError("send_receive needs contiguous tensors; call contiguous() first")

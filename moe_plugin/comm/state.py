@@ -19,8 +19,7 @@ from moe_plugin.comm.watchdog import TimeoutWatch, Watchdog
 
 @dataclass
 class Counters:
-    """Counters for the traffic from this rank to other ranks. A `Comm`, its views and its
-    contiguous subgroups share the same counters.
+    """Counters of the traffic to other ranks, shared by a `Comm`'s views and subgroups.
 
     Attributes:
         bytes: total number of bytes sent.
@@ -164,8 +163,7 @@ class GroupState:
         self._by_class.clear()
 
     def next_tag(self, count: int = 1) -> int:
-        """Reserve `count` new tags for background exchanges, and return the first reserved tag.
-        Tags range from 1 to `MAX_TAG`.
+        """Reserve `count` tags from 1 to `MAX_TAG` for exchanges, and return the first.
 
         All ranks must request tags in the same order.
         """

@@ -104,8 +104,7 @@ def rounds_of(schedule: Schedule, rank: int, shards: Sequence[int], chunks: int)
     Args:
         schedule: schedule of an all-gather (from the roots) or of a reduce-scatter (to the roots).
         rank: the rank.
-        shards: index of the first element of each rank's shard, followed by the end of the last
-            shard; see `shards_of`.
+        shards: the start of each rank's shard, and the last shard's end; see `shards_of`.
         chunks: number of chunks into which each tree's part of a shard is split.
     """
     deepest = schedule.depth
@@ -171,8 +170,7 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 
 @dataclass
 class Trees:
-    """The schedules of one group, and the rounds for every tensor size used so far. The object is
-    stored in the group's state.
+    """A group's schedules, and the rounds of used tensor sizes, stored in the group's state.
 
     Attributes:
         gather: schedule of the all-gather.

@@ -63,8 +63,7 @@ class AllGatherDispatcher(Dispatcher[GatheredPlan]):
     traits = DispatchTraits(single_layout=True)
 
     def plan(self, kept: KeptRouting) -> GatheredPlan:
-        """See `Dispatcher`. The ranks exchange their numbers of tokens in host memory, and then the
-        expert ids are gathered.
+        """See `Dispatcher`. The ranks exchange numbers of tokens, and then gather expert ids.
 
         The host waits for the device once.
         """

@@ -199,8 +199,7 @@ class BoundedOncePlan(ExchangePlan):
         hop: first exchange, in which this rank sends its tokens.
         starts: first slot of each piece, followed by the total number of slots.
         slots: maximum number of pairs from one rank to another, P.
-        sound: factor by which all outputs are multiplied, which is 1, or NaN if the rows of any
-            rank exceeded the limit.
+        sound: factor of all outputs: 1, or NaN if any rank's rows exceeded the limit.
     """
 
     pieces: tuple[OncePiece, ...]
@@ -291,8 +290,7 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
         return SlotHop(self.placement.comm, ranks, ranks, min(slots, tokens), slots)
 
     def next_target(self, rank_TK: Tensor) -> Tensor:
-        """Return the index of each routing choice's target in the first exchange, int64, or -1 for
-        choices without an expert.
+        """Return each choice's target in the first exchange, int64, or -1 without an expert.
 
         Args:
             rank_TK: int64 [T, K], the rank of each choice's expert, or -1 if it has no expert.

@@ -30,8 +30,7 @@ from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 
 
 def first_of_each(key_TK: Tensor) -> Tensor:
-    """Return a bool tensor [T, K]. Element [t, k] is True if no earlier routing choice of token t
-    has the same key as choice k.
+    """Return bool [T, K], True if no earlier choice of the token has the same key.
 
     Args:
         key_TK: int64 [T, K], the key of each choice. For a key of -1, the element is False.
@@ -50,8 +49,7 @@ class Bundles:
     Attributes:
         target_TK: int64 [T, K], the next rank that receives each choice, or -1 without a target.
         first_TK: bool [T, K], True if the choice is the first choice of its token for this target.
-        order_N: int64 [T*K], the indices of the choices, sorted as their pairs are sent. Choices
-            without a target are at the end.
+        order_N: int64 [T*K], choices in the order of sending, then those without a target.
         first_N: bool [T*K], True if the pair is the first pair of a row.
         row_N: int64 [T*K], the index of each pair's row.
         rows_W: int64 [W], the number of rows sent to each rank.
@@ -243,8 +241,7 @@ class Arrived:
 
 
 def bounded_plan(arrived: Arrived, first_shard: int, local: int, most: int) -> RowPlan:
-    """Return the same index as `Arrived.row_plan`, but in a buffer for `most` pairs and with counts
-    that stay on the device.
+    """Return the index of `Arrived.row_plan` for `most` pairs, with counts on the device.
 
     Args:
         arrived: the received pairs.

@@ -84,8 +84,7 @@ class Agreed:
 
     Attributes:
         first: sizes of the first exchange, in which each rank sends its own tokens.
-        inner: for each piece, sizes of the exchange within the node. If rows are not forwarded,
-            `inner` is an empty list.
+        inner: for each piece, sizes within the node, or [] if rows are not forwarded.
         counts_PL: for each piece, number of rows of each expert on this rank.
     """
 
@@ -263,8 +262,7 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
         return super().dispatch(x_TD, plan, anchor)
 
     def next_rank(self, rank_TK: Tensor) -> Tensor:
-        """Return the rank that receives each routing choice in the first exchange, int64, or -1 for
-        choices without an expert.
+        """Return each choice's rank in the first exchange, int64, or -1 without an expert.
 
         Args:
             rank_TK: int64 [T, K], the rank of each choice's expert, or -1 if it has no expert.

@@ -46,8 +46,7 @@ class PieceShares:
     """A rule that divides the rows of one call into pieces.
 
     Attributes:
-        shares: function that maps the distance between two ranks and a local expert to the
-            cumulative shares of the pieces.
+        shares: function from the distance of ranks and a local expert to pieces' shares.
         pieces: number of pieces.
         local: indices of the pieces whose rows stay on their rank.
     """
@@ -243,8 +242,7 @@ def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tenso
     """Return a plan that sends exactly the routed rows, without padding.
 
     Args:
-        order_N: int64 [N], the indices of the routing choices, sorted by expert shard. Choices
-            without an expert are at the end.
+        order_N: int64 [N], choices sorted by expert shard, then choices without an expert.
         send_WL: row counts, indexed by destination rank and that rank's local expert.
         recv_WL: row counts, indexed by source rank and this rank's local expert.
         ids_TK: int64 [T, K*r], the expert shard of each choice.
@@ -287,8 +285,7 @@ def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: 
         weights_TK: [T, K*r], the gate weight of each choice.
         slots_TK: int64 [T, K*r], the slot of each choice within its expert shard.
         capacity: number of slots per expert shard.
-        number: the number of pieces. If the capacity is smaller than the number of pieces, there
-            are as many pieces as slots.
+        number: the number of pieces, limited to the number of slots.
         sharers: number of ranks that have the same tokens and divide the slots among themselves.
     """
     sharer_slots = -(-capacity // sharers)

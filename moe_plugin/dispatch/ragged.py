@@ -106,8 +106,7 @@ class SentSizes:
     most_tokens: int | None = None
 
     def rows(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the row counts to each rank and from each rank. Both lists are indexed by rank and
-        by the receiver's local expert.
+        """Return row counts to and from each rank, by rank and the receiver's local expert.
 
         The host waits for the row counts, but not for work launched after the exchange.
         """

@@ -41,8 +41,7 @@ class PageRing:
         device: device of the ring.
 
     Attributes:
-        free_S: int64 [slots + 1], the indices of the free pages. The last element receives the
-            writes for invalid pages.
+        free_S: int64 [slots + 1], indices of free pages. The last absorbs invalid writes.
         head: int64 scalar, the total number of pages that `take` has removed.
         tail: int64 scalar, `slots` plus the total number of pages that `give` has returned.
     """

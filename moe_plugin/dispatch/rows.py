@@ -99,8 +99,7 @@ def inverse_permutation(order_R: Tensor) -> Tensor:
 
 def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor | None = None,
                complete: bool = False) -> RowPlan:
-    """Return one row for each (token, expert) pair. The rows are sorted by expert. The host reads
-    the row counts from the device.
+    """Return a row per (token, expert) pair, by expert. The host reads the row counts.
 
     Args:
         ids_TK: int64 [T, K], the expert of each choice. -1 means that the choice has no row.

@@ -29,14 +29,11 @@ class RowsOverflow(RuntimeError):
 
 
 class Limit(ABC):
-    """A limit on the number of rows, or on the memory that stores them. Only the device knows
-    whether the limit was exceeded.
+    """A limit on rows or their memory, of which only the device knows if it is exceeded.
 
     Attributes:
-        remedy: error message. The message names the limit that was exceeded and explains how to
-            raise it. It contains `{needed}`.
-        repeats: True if a step that exceeds the limit is repeated. If `repeats` is False, exceeding
-            the limit raises an error.
+        remedy: message with `{needed}` that names the limit and explains how to raise it.
+        repeats: True to repeat a step that exceeds the limit, False to raise an error.
         needed: int64 scalar on the device, the size that would have been sufficient for all calls
             since the last `forget`. `needed` is 0 if the limit was not exceeded, and None if the
             limit has not been used yet. Calls without gradients are included. A step or an
@@ -151,8 +148,7 @@ class RowsLimit(Limit):
             agreed on the number in the first call with gradients and tokens.
         tokens: largest number of tokens on any rank, T.
         least: minimum value of the limit, which is set after an overflow. Initially 0.
-        stashes: True if the rows needed in the backward pass are stored in pages without padding
-            (`dispatch.row_pages`).
+        stashes: True if backward's rows are stored in pages (`dispatch.row_pages`).
         needed: limit that would have been sufficient, equal on all ranks; see `Limit`.
     """
 

@@ -42,8 +42,7 @@ class SpillingPlan(ExchangePlan):
 
 def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
                   planner: SpillPlanner) -> SpillingPlan:
-    """Return the plan of one call with spilling. The function requires one exchange of counts and
-    one copy from device to host.
+    """Return a call's plan with spilling, after an exchange of counts and a copy to the host.
 
     Args:
         kept: routing of the call.
@@ -87,8 +86,7 @@ def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tu
 
 def spilled(ids_TK: Tensor, place: Placement,
             planner: SpillPlanner) -> tuple[Tensor, int, SpillPlan | None]:
-    """For a dispatcher that sends each token's row only once per rank or node, return the rank and
-    the local expert that compute each choice.
+    """Return the rank and local expert of each choice when rows are sent once.
 
     Collective. The function requires one exchange of counts and one copy from device to host.
 
@@ -132,8 +130,7 @@ class _Tables:
         return stored + guests + [0] * (self.width - len(guests))
 
     def regroup(self, order_N: Tensor, source: int) -> Tensor:
-        """Reorder the routing choices of `source`, int64 [N], which are sorted by expert, so that
-        they are sorted by (target, local expert).
+        """Reorder choices, int64 [N], from the order of experts to (target, local expert).
 
         The rows of an expert are divided into consecutive runs, one for each rank that computes
         rows of the expert, in ascending order of ranks.

@@ -44,8 +44,7 @@ class RowFormat:
     """Functions that convert rows to a wire format and back.
 
     Attributes:
-        encode: function that converts floating-point rows [R, ...] to the tensors that are sent,
-            each of shape [R, ...].
+        encode: function from floating-point rows [R, ...] to the sent tensors, each [R, ...].
         decode: function that converts the sent tensors back to rows [R, ...] of a given `dtype`.
         row_bytes: function that returns the number of bytes sent for a row of n elements.
     """

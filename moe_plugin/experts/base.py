@@ -55,8 +55,7 @@ def use_current_names(state: MutableMapping[str, Any], prefix: str) -> None:
     """Replace former parameter names of one layer's experts in a state dict.
 
     Args:
-        state: the state dict, which is modified in place. If a parameter is present under both
-            names, both entries are kept.
+        state: the state dict, modified in place. Entries under both names are both kept.
         prefix: the prefix of the experts' names, with a trailing dot.
     """
     for former, now in FORMER.items():

@@ -46,8 +46,7 @@ class ExpertWindow:
         shape: the shape of the tensor of all experts. The first dimension indexes the experts.
         offsets: the start index of the local tensor in the full tensor, along each dimension.
         sizes: the shape of the local tensor.
-        shard_axis: the dimension along which each expert is split over several ranks, or None if
-            experts are not sharded.
+        shard_axis: the dimension along which experts are split over ranks, or None.
     """
 
     shape: tuple[int, ...]
@@ -219,8 +218,7 @@ def asked_by_dcp() -> bool:
 
 
 def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Convert a layer's experts in a state dict that was just created. This function is a hook that
-    runs after `state_dict`.
+    """Convert a layer's experts in a new state dict. A hook that runs after `state_dict`.
 
     If DCP requested the state dict, the layer's extra state describes the experts of all ranks, and
     the tuner's state is omitted, because it is valid only for the current number of ranks.

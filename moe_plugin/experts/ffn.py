@@ -110,8 +110,7 @@ class FFNExperts(Experts):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the weights of complete experts, and set the biases to zero. If experts are
-        sharded, each rank keeps its shard.
+        """Initialize complete experts, with zero biases, and keep this rank's shard.
 
         Weights are drawn from a Xavier uniform distribution, or from a normal distribution with
         standard deviation `experts.init_std`. The seed of an expert is a number drawn from torch's

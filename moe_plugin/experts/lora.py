@@ -83,8 +83,7 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
         w_LIO: the weights, [L, I, O].
         adapter: the matrices a and b. b must already include the scale. If `adapter` is None, the
             lengths of the columns of w are returned.
-        shards: the ranks that store the other slices of the dimension I, or None if this rank
-            stores the whole dimension.
+        shards: the ranks with the other slices of the dimension I, or None if it is whole.
     """
     wide = torch.promote_types(w_LIO.dtype, torch.float32)
     squared = torch.linalg.vector_norm(w_LIO, dim=1, dtype=wide).square()
@@ -101,12 +100,10 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
 
 def with_factors(tensors: dict[str, Tensor], weights: Mapping[str, Sequence[Tensor]],
                  ranks: ExpertRanks, first: int, shards: Comm | None) -> dict[str, Tensor]:
-    """Multiply each tensor b by its scale, and replace the DoRA lengths m with the factors by which
-    the columns must be multiplied.
+    """Multiply each b by its scale, and replace DoRA's lengths m with columns' factors.
 
     Args:
-        tensors: the adapter tensors by name. The mapping is modified in place. The tensors listed
-            in `WHOLE` must not be sharded.
+        tensors: the adapter tensors by name, modified in place. Those of `WHOLE` are whole.
         weights: lists of weights, with the keys of `PLACES`.
         ranks: the LoRA ranks and scales of the adapters.
         first: the global index of the first expert.

@@ -33,8 +33,7 @@ _APART = 0.05  # experts with a larger distance, relative to their norms, count 
 
 
 class OverwriteCheck:
-    """A comparison of the experts of all expert-parallel ranks, which runs in training calls 2, 4,
-    7, 13, 25, 61, 121 and 241 of each layer.
+    """Compares experts over all ranks in training calls 2, 4, 7, 13, 25, 61, 121 and 241.
 
     Each comparison uses one all-gather of 4 KiB from each rank (5 KiB the first time), and a
     second all-gather over `world`. The ranks compare changes since the previous comparison, so

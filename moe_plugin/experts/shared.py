@@ -96,8 +96,7 @@ class SharedExpert(nn.Module):
         return cls(config, **where) if config.experts.shared_hidden_dim else None
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None) -> Tensor:
-        """Compute the outputs of the shared expert, [T, D], in the dtype of `x_TD`. For padding
-        tokens, the outputs are zero.
+        """Compute the shared expert's outputs, [T, D], in the tokens' dtype, 0 for padding.
 
         Args:
             x_TD: the tokens, [T, D].
@@ -154,8 +153,7 @@ class OverlappedWork:
 
 def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
                  shared_TD: Tensor | None) -> Tensor:
-    """Add two terms to the routed experts' outputs: the outputs of the shared expert, and the
-    tokens weighted by `passthrough_T`.
+    """Add the shared expert's outputs, and the tokens weighted by `passthrough_T`.
 
     Args:
         y_TD: the outputs of the routed experts, [T, D].
@@ -176,8 +174,7 @@ def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
 
 
 class LatentProjection(nn.Module):
-    """Two linear layers that are shared by all experts: one projects tokens to the latent width,
-    and the other projects back.
+    """Two linear layers of all experts, to the latent width and back.
 
     `down` projects tokens from width D to the smaller width L. Rows are sent and experts compute in
     width L. `up` projects the combined expert outputs of a token from width L back to width D. The

@@ -1,5 +1,4 @@
-"""Background copies between a device and a slower memory tier. Copies run one after another, in the
-order they were started.
+"""Background copies between a device and a slower tier, in the order of their start.
 
 If the device is a GPU, copies run on a separate CUDA stream. Other work, such as reading a file,
 runs in a background thread. If the device is a CPU, all work runs in this background thread. The
@@ -31,8 +30,7 @@ class CopyCounters:
             the time in the background thread is counted.
         throttled_s: total delay of jobs by throttling, in seconds.
         waits: number of times that a caller waited for an unfinished job.
-        stalled_s: total time in seconds during which callers waited. The time during which a CUDA
-            stream waited is not included.
+        stalled_s: seconds during which callers, but not CUDA streams, waited.
     """
 
     copies: int = 0
@@ -79,8 +77,7 @@ class Ticket:
         return self.event is None or self.event.query()
 
     def wait(self) -> None:
-        """Wait until the job is complete. If the device is a GPU, only the current stream waits for
-        the copies, and the host does not wait.
+        """Wait until the job is complete. On a GPU, only the current stream waits.
 
         Raises:
             Exception: If the job failed. Every call of this method raises the job's error.

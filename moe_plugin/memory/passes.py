@@ -1,5 +1,4 @@
-"""The forward and backward passes of a sequence of blocks. Each block is computed for all
-micro-batches before the next block starts.
+"""Passes of a sequence of blocks, each for all micro-batches before the next block.
 
 Only the blocks' inputs are stored. The backward pass of a block starts by repeating the block's
 forward pass.

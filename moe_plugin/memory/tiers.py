@@ -34,8 +34,7 @@ class TierTensor:
     Attributes:
         shape, dtype: shape and dtype of the tensor.
         tensor: the tensor in host memory, or None if the data is stored in a file.
-        file, offset: descriptor of the open file that contains the data, and the offset of the data
-            in the file in bytes.
+        file, offset: descriptor of the open file, and the data's offset in bytes.
     """
 
     shape: tuple[int, ...]

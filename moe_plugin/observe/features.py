@@ -47,8 +47,7 @@ class DropWarning(RunFeature):
         warns: whether this rank logs warnings.
 
     Attributes:
-        validation: counter of the choices dropped in validation. Used only for hosts that do not
-            report dropped choices.
+        validation: counter of dropped choices, for hosts that do not report them.
     """
 
     def __init__(self, warns: bool = True) -> None:
@@ -127,8 +126,7 @@ def listen(layers: Mapping[str, Any], training: Sequence[Callable[[str, LayerSta
 
 
 class LayerRecords(RunFeature):
-    """A run feature that writes records, timelines and findings about the MoE layers, as specified
-    by the `observe` settings.
+    """A run feature that writes records, timelines and findings, as set in `observe`.
 
     Args:
         config: the `observe` settings.

@@ -30,8 +30,7 @@ def ratio_of_same_experts(record: LayerRecord) -> float | None:
 
 
 def concentration(record: LayerRecord) -> float | None:
-    """Return how concentrated the load is: 0 for an even load, 1 if all tokens choose the same `k`
-    experts, or a value in between.
+    """Return the load's concentration: 0 if even, 1 if all tokens choose the same experts.
 
     The concentration is a linear function of the fraction of choices that go to the `k` busiest
     experts. Return None if the load is unknown, or if every token chooses all experts.

@@ -125,12 +125,10 @@ class LayerRule:
         judge: a function that decides whether consecutive records indicate a problem. It receives
             the values of `measure`, and returns the value to report, or None if there is no
             problem.
-        title: a function that returns the title of a finding. If its second argument is True, the
-            title is in the past tense.
+        title: function that returns a finding's title, in the past tense for a second True.
         meaning: how the problem affects the run.
         remedy: the flags or settings that the user should change.
-        lasted: the minimum length of a past problem, as a fraction of the layer's records. Shorter
-            past problems are ignored.
+        lasted: minimum length of a past problem, as a fraction of the layer's records.
     """
 
     name: str

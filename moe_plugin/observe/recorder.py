@@ -1,5 +1,4 @@
-"""Record the statistics (`LayerStats`) of MoE layers. Statistics are summed over all ranks once per
-interval and written to files.
+"""Record MoE layers' statistics (`LayerStats`), once per interval, summed over ranks.
 
     recorder = StatsRecorder(run.observe, comm)
     for step in ...:
@@ -68,16 +67,14 @@ class StatsRecorder:
     """Write MoE layers' statistics, one record per layer every `config.interval` steps.
 
     Args:
-        config: the `observe` settings, which contain the interval and the names of the files. Only
-            rank 0 of `comm` writes files.
+        config: the `observe` settings: interval, and files that rank 0 of `comm` writes.
         comm: the ranks over which statistics are summed, such as the ranks of one pipeline stage.
             All ranks must have the same layers and must call `step` the same number of times.
             Defaults to a group that contains only this rank.
         skip: the names of rules to skip because the host logs its own warning.
         host: the host framework for the report: `pytorch`, `fairseq` or `megatron`.
     Raises:
-        ValueError: If a file cannot be written, or if TensorBoard or Weights & Biases is configured
-            but not installed.
+        ValueError: If a file cannot be written, or TensorBoard or wandb is not installed.
     """
 
     def __init__(self, config: ObserveConfig, comm: Comm | None = None,
@@ -145,8 +142,7 @@ class StatsRecorder:
         self._copiers[name] = _Copies(copier, on_device)
 
     def step(self, step: int) -> dict[str, float]:
-        """End a training step, and write a record at the end of each interval. Every rank must call
-        this method once per step.
+        """End a training step, and write a record after each interval. Collective.
 
         Returns: The result of `flush` at the end of an interval, and an empty dict after every
         other step.

@@ -53,8 +53,7 @@ class HealthLog:
     Args:
         skip: the names of rules to skip because the host logs its own warning.
         unit: what log lines call the number of a record, such as `step`.
-        tell: a function that is called for each logged finding with the arguments (step, rule,
-            title, meaning and remedy).
+        tell: function called for each finding with (step, rule, title, meaning and remedy).
         host: the host framework whose flags are used in remedies. See `RunRecord.host`. If empty,
             the flags of all hosts are used.
     """
@@ -321,8 +320,7 @@ class WandbSink:
     runs in the same process, such as the run of fairseq's `--wandb-project`, are not affected.
 
     Raises:
-        ValueError: If `wandb` is not installed or cannot start, for example because there is no API
-            key or no network connection.
+        ValueError: If `wandb` is missing or cannot start, for example without an API key.
     """
 
     def __init__(self, project: str) -> None:

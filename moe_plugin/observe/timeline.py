@@ -50,8 +50,7 @@ class StepTimeline:
         config: the `observe` settings. `timeline` is the number of the step to record. `jsonl` is
             the file to which the timeline is appended.
         layers: the layers by name whose forward and backward passes the timeline shows.
-        comm: the ranks of the run. Only rank 0 records the timeline. If `comm` is omitted, this
-            rank records the timeline.
+        comm: optional. The ranks, of which rank 0 records. By default, this rank records.
         rank: the rank that is stored in the record of the timeline.
         health: the log to which findings about the timeline are added. Optional.
     """

@@ -98,8 +98,7 @@ class RoutingTrace:
             layer is its attribute `trace_key` if it exists, and otherwise its index.
         write: the folder to which the trace of this run is written. Optional. If the run resumes
             from a checkpoint, the trace of earlier steps is preserved.
-        steps: the number of steps to record, starting with the first step of this run. If 0, all
-            steps of the run are recorded.
+        steps: the number of steps to record from this run's start, or 0 for all steps.
         replay: the folder of a trace to replay. Optional. In pass `m` of step `n`, a layer uses
             record `m` of step `n` of the trace instead of its router's choice (see
             `Router.forced`). After the last step of the trace, the replay restarts from the first
@@ -161,8 +160,7 @@ class RoutingTrace:
 
         Args:
             number: the number of the step, counted from 1.
-            made: whether the optimizer has applied the step to the model. If False, the records of
-                the step are discarded.
+            made: whether the optimizer applied the step. If False, its records are discarded.
         Raises:
             ValueError: If the layers made fewer passes in this step than the replayed trace.
         """

@@ -90,8 +90,7 @@ def cost_of(cluster: Cluster, node: tuple[int, float, int, float], phases: Seque
     """Return the cost of an exchange that consists of the given phases.
 
     Args:
-        node: numbers of messages and bytes that leave a node, followed by the numbers of messages
-            and bytes sent inside a node.
+        node: messages and bytes that leave a node, then messages and bytes inside it.
         phases: the phases of the exchange, in order.
     """
     return Cost(sum(phase.seconds(cluster) for phase in phases), *node, phases=tuple(phases))
@@ -102,8 +101,7 @@ def busiest(cluster: Cluster, of_rank: Callable[[int], float]) -> float:
 
     Args:
         cluster: the cluster on which the exchange runs.
-        of_rank: function that returns the number of messages or bytes per rank, given the number of
-            ranks in the node.
+        of_rank: function from a node's ranks to the messages or bytes of each rank.
     """
     return max(size / min(cluster.nics, size) * of_rank(size) for size in cluster.sizes)
 

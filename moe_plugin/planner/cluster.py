@@ -193,8 +193,7 @@ class Cluster:
         return UnequalCluster(**vars(equal), of_nodes=tuple(sizes))
 
     def with_ranks(self, ranks: int) -> Cluster:
-        """Return a cluster with the same links and `ranks` ranks. The ranks fill whole nodes, or
-        only part of a single node.
+        """Return a cluster of `ranks` ranks, with these links, in whole nodes or a part of one.
 
         Raises:
             ValueError: If the ranks exceed one node and do not fill whole nodes.

@@ -42,8 +42,7 @@ class LayerShape:
         tokens: number T of tokens per rank.
         capacity_factor: factor by which padding increases the number of rows. None: no padding.
         gated: if True, each expert has three weight matrices instead of two.
-        latent_dim: width to which tokens are projected before they are sent to the experts, or 0
-            without a projection.
+        latent_dim: width of tokens when they are sent to experts, or 0 without projection.
         element_bytes: number of bytes per element of activations and parameters.
         skew: rows on the busiest rank divided by the mean rows per rank. At least 1.
         shards: number of ranks that share an expert. Defaults to `ranks / experts`, but at least 1.
@@ -245,8 +244,7 @@ class _Work:
 def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int,
                      links: tuple[str, str], after: str,
                      parameters: tuple[str, ...] = ()) -> list[Task]:
-    """Return the tasks for exchanging rows and computing experts. All pieces are sent to the
-    experts before the first piece is sent back.
+    """Return the tasks of exchanging and computing rows, all sends before returns.
 
     Pieces are sent over `links[0]` and sent back over `links[1]`, in `d` groups."""
     sizes = work.sizes

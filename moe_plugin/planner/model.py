@@ -79,8 +79,7 @@ class ModelShape:
             `in_host`.
         ffn_dim: inner width of dense layers.
         hidden_dim: inner width of an expert. 0 means `ffn_dim`.
-        latent_dim: width of the rows that are sent to the experts, and of the experts' inputs and
-            outputs. 0 means `model_dim`.
+        latent_dim: width of sent rows and of experts' inputs and outputs, or 0: `model_dim`.
         sequence: number of tokens per sequence.
         global_batch: number of sequences per training step.
         groups, group_top_k: number of groups into which consecutive experts are divided, and number

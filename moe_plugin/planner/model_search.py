@@ -195,8 +195,7 @@ def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = S
     """Return the `keep` fastest plans that fit in the device's memory, each with its best layout.
 
     Raises:
-        ValueError: If no plan fits in the device's memory. The message contains the number of bytes
-            that the smallest plan needs.
+        ValueError: If no plan fits in memory. The message has the bytes of the smallest.
     """
     order = sorted(outlines(model, cluster, space), key=lambda p:
                    (lower_bound_s(model, cluster, device, p), p))
@@ -256,8 +255,7 @@ def sends_of(model: ModelShape, cluster: Cluster, space: Space,
 
 def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
                  space: Space = Space()) -> dict[str, PlanCost]:
-    """For each plan setting in `PLAN_AXES` and `LAYOUT_AXES`, return the best plan in which this
-    setting differs from `best`.
+    """Return, for each axis of `PLAN_AXES` and `LAYOUT_AXES`, the best plan that differs.
 
     All other settings may differ as well. A plan that does not fit in the device's memory is
     returned only if no other such plan fits.

@@ -207,8 +207,7 @@ class TokenBytes:
     """Number of bytes that a rank sends for one token in one direction.
 
     Attributes:
-        inside: number of bytes sent to ranks of the same node. With `send=nodes`, these bytes are
-            forwarded inside a node.
+        inside: bytes sent in the same node, which are forwarded bytes for `send=nodes`.
         between: number of bytes sent to other nodes.
     """
 

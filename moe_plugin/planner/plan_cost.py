@@ -95,8 +95,7 @@ def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan
 
 
 def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict[str, float]:
-    """Return the time in seconds of the forward and backward passes, separately for attention,
-    dense layers and the output head.
+    """Return the seconds of both passes of attention, dense layers and output head.
 
     Args:
         model: sizes of the model.
@@ -180,8 +179,7 @@ def layer_activations(model: ModelShape, plan: ModelPlan) -> float:
 
 
 def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str, float]:
-    """Return the size in bytes of each component of the memory on the stage with the most MoE
-    layers. Up to `pp` micro-batches are in flight.
+    """Return the bytes of each memory component on the fullest stage, with `pp` in flight.
 
     Parameters, gradients and optimizer states are listed separately for dense layers and for
     experts. If `ModelShape.sharded_optimizer` is set, the optimizer state is divided among the

@@ -37,8 +37,7 @@ class Kernel:
             rows. Times are interpolated linearly between these points and extrapolated linearly
             beyond them.
         launch_s: time of a kernel launch, in seconds.
-        each: if True, every expert is a separate kernel launch. If `each` is False, one launch
-            computes all experts of a piece.
+        each: whether each expert is a launch, or else one launch computes a piece.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -195,8 +194,7 @@ def bound_s(load: PrefillLoad, pieces: int, compute_s: float) -> float:
 
 def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
             pieces: Sequence[int] = PIECES) -> list[PrefillChoice]:
-    """For each number of pieces, find the fastest kernel and predict the time. The choices are
-    returned from fastest to slowest.
+    """Return each number of pieces with its fastest kernel, from fastest to slowest.
 
     Among equally fast choices, those with fewer pieces come first.
 

@@ -156,8 +156,7 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
 
 def host_replicas(loads: Loads, ranks: int, guests: int,
                   speeds: Sequence[float] | None = None) -> ReplicaMap:
-    """Return a placement in which each expert remains on its own rank and ranks additionally store
-    replicas of other experts.
+    """Return a placement with own experts in place and replicas on additional ranks.
 
     Rank i stores the L experts with the indices `i L` to `(i + 1) L - 1`. As in `place_replicas`,
     each additional replica is given to the expert with the highest load per replica. Replicas are
@@ -168,8 +167,7 @@ def host_replicas(loads: Loads, ranks: int, guests: int,
         loads: load >= 0 of each logical expert, in any unit.
         ranks: number of ranks.
         guests: number of slots per rank for replicas of other experts.
-        speeds: speed of each rank. The load of a rank is divided by its speed. By default, all
-            ranks are equally fast.
+        speeds: speed of each rank, which divides its load. Equal by default.
     """
     local = len(loads) // ranks
     counts = replicate(loads, len(loads) + ranks * guests, ranks)

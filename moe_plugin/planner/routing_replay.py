@@ -1,5 +1,4 @@
-"""Replay a routing trace in the planner's simulation to choose a policy for overloaded experts, for
-example before renting a cluster.
+"""Simulate a routing trace to choose a policy for overloaded experts.
 
 The trace contains the loads of all experts in each forward call of a layer. From these loads, the
 load of the busiest rank is computed for each policy of `parallel.spill`. The predicted time of the
@@ -75,8 +74,7 @@ class PolicyTimes:
         return min(one.balanced / one.seconds for one in self.calls)
 
     def share(self, third: int | None = None) -> float | None:
-        """Return the total throughput of all calls, relative to their throughput under forced
-        balance, or None if there are no calls.
+        """Return the throughput of all calls relative to forced balance, or None.
 
 
         Args:

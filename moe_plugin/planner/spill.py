@@ -334,12 +334,10 @@ def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
     rank borrows more than `guests` experts.
 
     Args:
-        counts_WV: number of rows by source rank and expert. Rank i owns the experts with the
-            indices `i L` to `(i + 1) L - 1`.
+        counts_WV: rows by source rank and expert. Rank i owns experts `i L` to `(i + 1) L - 1`.
         policy: name of the policy, one of `POLICIES`.
         guests: maximum number of experts that a rank may borrow at the same time.
-        speeds: speed of each rank, relative to the device for which `costs` is valid. By default,
-            all ranks have speed 1.
+        speeds: speed of each rank relative to the device of `costs`. Defaults to 1.
     """
     if policy == "never" or len(counts_WV) == 1:
         return None

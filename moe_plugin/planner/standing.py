@@ -150,8 +150,7 @@ class StandingReplicas:
         return self._steps % self.every == 0
 
     def place(self, speeds: Sequence[float] | None = None) -> None:
-        """Choose a placement of replicas from the mean loads since the last placement. If no
-        placement saves time, no expert is replicated.
+        """Place replicas for the mean loads since the last placement, if this saves time.
 
         Args:
             speeds: speed of each rank, in any unit. By default, all ranks are equally fast.

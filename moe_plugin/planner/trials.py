@@ -1,5 +1,4 @@
-"""Choose the fastest of several candidates from noisy times. All tuners share this module, which is
-pure Python and does not measure time.
+"""Choose the fastest candidate from noisy times, for all tuners, without measuring.
 
 Callers report which candidates were tried and how long each candidate took. Candidates are tried in
 rounds, with one call per candidate, so that background noise on the machine affects all candidates
@@ -56,8 +55,7 @@ class PairedComparison(NamedTuple):
 
         Args:
             pairs: for each round, the times of both candidates.
-            smallest: whether to use the comparison of the smallest times if it has a smaller
-                spread. Defaults to True.
+            smallest: whether to compare the smallest times if their spread is smaller.
 
         Returns:
             The comparison. With fewer than two rounds, the spread is infinite.

@@ -132,14 +132,12 @@ class RoutingCall:
         reads_z: True if a configured loss needs the logsumexp of the logits.
         leaves_none: True if every real token has an expert for each of its choices. If
             `leaves_none` is False, some choices may be -1.
-        replays_whole: True if recordings of this router class never contain -1 for a real token,
-            for any number of nodes.
+        replays_whole: True if recordings never contain -1 for a real token, on any nodes.
         comm: group of ranks whose tokens form the batch, or None if this rank has the whole batch.
         clean_TE: logits without noise, or None if no noise was added to the logits.
         deviation_TE: standard deviation of the noise for each logit (noisy_topk).
         outside_TE: bool, True for experts that do not belong to the groups chosen for the token.
-        penalty_E: penalty of each expert for the link between this rank and the expert. The mean of
-            all penalties is 1.
+        penalty_E: penalty of the link from this rank to each expert, with a mean of 1.
         step_load_E: int64 [E + 1], the number of choices of each expert, followed by the number of
             tokens. The counts include all ranks and all micro-batches of the step, up to and
             including this call.
@@ -189,8 +187,7 @@ class RoutingCall:
 
         Args:
             chosen_TK: int64, choices without -1 to use instead of the k best experts. Optional.
-            bias_E: bias that is added to the scores when experts are chosen, but not when weights
-                are computed. Optional.
+            bias_E: optional. Bias added when experts are chosen, but not when they are weighted.
             groups, take, best: see `moe_plugin.kernels.router.Rule`.
 
         Returns: int64 [T, K], the chosen experts.

@@ -1,5 +1,4 @@
-"""The capacity is the number of rows that an expert accepts from one rank. Each accepted choice
-occupies one slot of its expert.
+"""The capacity: the rows, one per slot, that an expert accepts from one rank.
 
 Notation: T is the number of tokens on a rank, E the number of experts, k the number of choices per
 token, f the capacity factor, and s = ceil(T / E).
@@ -162,8 +161,7 @@ class _Rule:
 
 def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
              training: bool) -> int | None:
-    """Return the number of slots per expert and source rank, which is the same on all ranks, or
-    None if no choice is dropped.
+    """Return the slots per expert and source rank, equal on all ranks, or None.
 
      In the formulas, T is the largest number of real tokens on any rank. On a CPU, a single
     all-reduce of two integers determines T and, if f <= 0, the largest load of any expert. On a
@@ -319,10 +317,8 @@ def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
     Args:
         routing: routing before choices are dropped.
         slots_TK: int64 [T, K], the slot of each choice; see `slots`. Unused if `limit` is None.
-        limit: maximum number of slots per expert and source rank, as an integer or an int64 scalar
-            tensor, or None for no limit.
-        normalize_after: True if the remaining weights of tokens with several choices are divided by
-            `max(sum + added, least)`.
+        limit: maximum slots per expert and source rank (integer or int64 scalar), or None.
+        normalize_after: True to divide remaining weights by `max(sum + added, least)`.
         added: number added to the sum of the weights before the division.
         least: smallest divisor. Defaults to the epsilon of the dtype, as in fairseq. With the
             default of `least`, the output of a token is almost 0 if the router assigns almost the

@@ -119,8 +119,7 @@ class RouterModule(HasFinishStep, nn.Module):
             None, `router.top_k` sets the number of experts per token, and each call can override
             it.
         any_number: True if a token may have up to E experts, independently of k.
-        reads_top_k: True if `router.top_k` affects the router. `reads_top_k` is False for every
-            class that sets `fixed_k`.
+        reads_top_k: True if `router.top_k` affects the router, so not with a `fixed_k`.
         balances: True if the router distributes tokens evenly without a balance loss.
         host: information about the layer from the host framework.
         all_ranks: group of all data-parallel ranks. In models without a host framework,

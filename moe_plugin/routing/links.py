@@ -120,8 +120,7 @@ def _scales(inverse_WW: Matrix, other_W: Matrix, most: float) -> Matrix:
 
 
 def _best_cut(inverse_WW: Matrix, rows_W: Matrix, columns_W: Matrix) -> float:
-    """Return the largest lower bound that follows from any cut between ranks with large factors and
-    ranks with small factors.
+    """Return the largest bound of any cut between ranks of large and of small factors.
 
     If no shares are possible for a value of `most`, the factors on the two sides of the violated
     cut diverge.

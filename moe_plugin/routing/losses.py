@@ -139,8 +139,7 @@ def ta_moe(x: RoutingCall) -> Tensor:
 @losses.register("sam_alignment")
 @declares(balances=False)
 def sam_alignment(x: RoutingCall) -> Tensor:
-    """A loss that aligns choices with the chosen group, `mean_s sum_{e outside the group} max(0,
-    p(s,e) - p(s, k-th choice))`.
+    """Aligns choices with their group, `mean_s sum_{e outside} max(0, p(s,e) - p(s, k-th choice))`.
 
     The loss is 0 if and only if, for every token, no expert outside the group has a higher score
     than the token's k-th choice. For routers without groups, the loss is always 0. Source: the SAM

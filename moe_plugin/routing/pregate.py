@@ -175,8 +175,7 @@ class NextBlockRouting:
         """Return the routing of a call; see `MoELayer.route`.
 
         Raises:
-            ValueError: If the decision in the mailbox does not match the call, or if a `torch.func`
-                transform is active.
+            ValueError: If the decision does not match the call, or in a `torch.func` transform.
         """
         if transformed():
             raise not_transformed("linked blocks (router.pre_gate, router.predict)")

@@ -30,8 +30,7 @@ from moe_plugin.utils.registry import Registry
 
 
 class Unlinked:
-    """A placeholder for the routing of a layer that has not been linked with its neighboring
-    layers. Calling the placeholder raises an error.
+    """The routing of a layer that is not linked with its neighbors: calls raise an error.
 
     setting: name of the setting that requires linked layers.
     """

@@ -174,12 +174,10 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
     Args:
         owner: object that makes the choice, such as a router or a layout tuner.
         choose: function that returns the value.
-        training: True if the layer is in training mode. If `training` is False, the value is
-            recorded and replayed only by tapes.
+        training: True in training mode. If False, only tapes record and replay the value.
         what: label of the value. A recorded value is returned only for the same owner and label.
         shape: expected shape of the recorded value. If `shape` is None, the shape is not checked.
-        values: False if the value must not be recorded on tapes, because it is used only by a pass
-            and its recomputation.
+        values: False if only a pass and its recomputation, and no tape, use the value.
     Raises:
         RuntimeError: If the recomputation does not match the first pass.
         ValueError: If a tape contains a value with another label at this position.
@@ -212,8 +210,7 @@ class _Tape:
 
     Attributes:
         ids: list of recorded values.
-        calls: for each value, its label and the index of its module. Modules are numbered in the
-            order of their first calls.
+        calls: each value's label and module, numbered in the order of first calls.
     """
 
     def __init__(self) -> None:
@@ -322,8 +319,7 @@ def replay_routing(tape: _Tape) -> AbstractContextManager[_Tape]:
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `torch.utils.checkpoint.checkpoint`, non-reentrant. The routing of the first pass is
-    recorded and then used in the recomputation.
+    """Call torch's non-reentrant checkpoint with recorded routing in the recomputation.
 
     If weights depend on noise that is resampled (`router.noise`, `router.input_jitter`,
     `router.input_dropout`), do not disable `preserve_rng_state`.

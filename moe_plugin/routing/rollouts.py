@@ -151,8 +151,7 @@ def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
 def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
                    context: tuple[int, int] = (0, 1), lengths: Sequence[int] | None = None,
                    sequence: tuple[int, int] = (0, 1)) -> Tensor:
-    """Return the chosen experts, int64 [T, L, K], of the tokens that a layer on this rank
-    processes, in the order of these tokens.
+    """Return the experts, int64 [T, L, K], of a rank's tokens in the layer's order.
 
     Args:
         ids_BSLK: chosen experts of a whole batch; see `padded` and `packed`.
@@ -161,8 +160,7 @@ def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
             equal parts. As in Megatron, a rank processes two of the 2 * ranks parts: the part with
             index `rank`, counted from the start, and the part with index `rank`, counted from the
             end.
-        lengths: lengths of the packed sequences, or None if samples are not packed. Each packed
-            sequence is split separately.
+        lengths: lengths of packed sequences, which are split separately, or None.
         sequence: pair (rank, ranks) of sequence parallelism, which splits the rest evenly.
     Raises:
         ValueError: If a sequence cannot be split into equal parts.

@@ -112,15 +112,13 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
 
     Args:
         routers: routers in the order of their names in `router.name`.
-        config: section `router` of the layer's configuration. Optional. By default, the first
-            router routes every call.
+        config: optional. Section `router`. By default, the first router routes all calls.
         comm: group of ranks that store the experts. If the group has more than one rank, creating a
             `RouterSelector` is collective.
         host: the host framework's information, with which all routers are built.
         device: device of the buffer that contains the number of steps.
     Attributes:
-        layer: index of this layer among the MoE layers of its model, counted from 0. None if
-            unknown. See `number_layers`.
+        layer: index from 0 among the model's MoE layers, or None. See `number_layers`.
         steps: number of completed optimizer steps.
     Raises:
         ValueError: If the rule is unknown, or if the settings differ between ranks.

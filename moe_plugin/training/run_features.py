@@ -56,12 +56,10 @@ class HostSeams:
         streamed: trainer for streamed weights, which updates a model block by block. `streamed` is
             None if weights are not streamed.
         replicas: position of this run among several replicas, or None if there is only one replica.
-        resize: function that creates the feature for `resize` settings. None if the host framework
-            does not support this feature.
+        resize: function that creates the feature of `resize`, or None if unsupported.
         activations: function that creates the feature for `offload.activations`. None if the host
             framework does not support this feature.
-        votes: function that creates the feature for `guard.votes`. None if the host framework does
-            not support this feature.
+        votes: function that creates the feature of `guard.votes`, or None if unsupported.
         more: additional features of this run. These features are called before `FiniteSteps` checks
             whether gradients are finite, so they may change gradients.
     """

@@ -227,8 +227,7 @@ def _post(place: Placement, anchor: Tensor | None, rows_N: Tensor, send: list[in
 
 def _from_owner(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
                 size: int) -> tuple[Tensor, list[int], list[int]]:
-    """Return the elements that this rank lends, the number of elements sent to each rank, and the
-    number of elements received from each rank.
+    """Return the elements that this rank lends, and the numbers sent and received.
 
     A borrower receives one part of each expert that it borrows. The received parts are in the order
     of the experts.

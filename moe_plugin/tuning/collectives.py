@@ -135,8 +135,7 @@ def _cluster(comm: Comm) -> Cluster:
 @collective_kinds.register("auto")
 @dataclass(frozen=True)
 class AutoCollectives(Collectives):
-    """Collectives that use either the native or the forest implementation, whichever is faster for
-    each collective and size.
+    """Collectives that use native or forest, whichever is faster for a size.
 
     Trials run in the same way as trials of all-to-all algorithms (`tuning.exchange_tuner`).
 

@@ -1,5 +1,4 @@
-"""Measured choices of the strategy that computes the experts. The choices are shared within a
-process and stored in the user's cache.
+"""Measured choices of compute strategies, shared in the process and cached on disk.
 
 The host does not wait for the device in order to measure times. Later runs load the stored choices,
 and check them occasionally.

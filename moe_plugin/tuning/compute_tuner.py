@@ -118,8 +118,7 @@ def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
 
 
 def why_unmeasured(load: ComputeLoad, names: Sequence[str], setting: str) -> str | None:
-    """Return the reason why no measurement is needed and the first candidate is used, or None if
-    candidates must be measured.
+    """Return why the first candidate is used without measurement, or None to measure.
 
     Args:
         load: load of the call.
@@ -198,8 +197,7 @@ def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> ComputeLo
 
 def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters: FFNParameters,
           part: int = 1) -> Runs:
-    """For each candidate, return a function that runs the candidate's forward and backward passes
-    with the load of a bucket.
+    """Return functions that run each candidate's passes with the load of a bucket.
 
     part: the functions use only `1 / part` of the bucket's rows. By default, all rows are used.
     """
@@ -226,8 +224,7 @@ def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters:
 
 def sample_load(load: ComputeLoad, device: torch.device,
                 part: int = 1) -> tuple[Tensor, RowCounts | RowPlan]:
-    """Return rows, or tokens with a row plan, that represent the load of a bucket. The rows are
-    assigned to the experts in round-robin order.
+    """Return rows, or tokens and a plan, of a bucket's load, assigned round-robin.
 
     part: only `1 / part` of the bucket's rows are created. By default, all rows are created.
     """
@@ -294,8 +291,7 @@ def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
 
 
 def takes_counts_of_device(name: str) -> bool:
-    """Return true if a strategy can compute rows whose counts are known only on the device, so that
-    the host does not wait for the device.
+    """Return true if a strategy needs no counts on the host, so that nothing waits.
 
     All other strategies read the counts on the host. `grouped` also reads the counts on the host
     if it falls back to `loop`.

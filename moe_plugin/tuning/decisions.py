@@ -21,8 +21,7 @@ class TunerSettings:
     Attributes:
         tries: number of candidates that are timed for a new load bucket. Candidates with the
             shortest predicted times are timed first. None means all.
-        within: a candidate is not timed if its predicted time exceeds the shortest predicted time
-            by more than this factor.
+        within: largest predicted time, over the shortest, of candidates that are timed.
         contest: rules that determine when the times of two candidates are considered different.
         drift: relative change in the chosen candidate's time that counts as drift.
         patience: number of consecutive calls with drift after which candidates are timed again.
@@ -52,8 +51,7 @@ class TunerDecision:
         choice: the candidate that was chosen.
         event: type of the decision: predict, explore, settle, keep or restore.
         why: the reason for the decision.
-        predicted_s, measured_s: predicted time and measured time of the chosen candidate in
-            seconds, or None if unknown.
+        predicted_s, measured_s: seconds of the chosen candidate, or None if unknown.
     """
 
     call: int
@@ -78,8 +76,7 @@ class KeptDecision:
         why: the reason for the decision.
         spread: spread of the measured times; see `Contest.spread`.
         seconds: measured time of each candidate in seconds, by name.
-        behind: for candidates that were excluded because they are much slower: time relative to the
-            fastest candidate, by name.
+        behind: excluded candidates' times relative to the fastest candidate, by name.
         made: time of the decision, in seconds since 1970.
     """
 

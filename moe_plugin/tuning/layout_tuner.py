@@ -87,8 +87,7 @@ class LayoutTuner:
         measure: function that creates a timer for a call. Tests replace it.
 
     Attributes:
-        settled: whether no more decisions will be made. `settled` is always False, because any call
-            may need a decision.
+        settled: whether no decision will follow: always False, as loads may change.
     """
 
     settled = False

@@ -96,8 +96,7 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
         router, experts, dtype, device, host: arguments of the layer; see `MoELayer`.
 
     Raises:
-        ValueError: If the settings do not match the group, if ranks have different settings, or if
-            the memory is too small.
+        ValueError: If settings do not fit the group or other ranks, or memory is too small.
     """
     agree_on_settings(config, comm, host.agreed, dtype=dtype or torch.get_default_dtype(),
                       custom_router=router is not None, custom_experts=experts is not None)
@@ -156,8 +155,7 @@ def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None
     Args:
         config: settings of the layer.
         place: placement of the layer's experts on the ranks.
-        tokens: number of tokens per call and rank, which must be the same on all ranks. By default,
-            a typical number is assumed.
+        tokens: tokens per call, equal on all ranks. By default, a typical number.
         dtype: dtype of the rows. Defaults to torch's default dtype.
 
     Raises:

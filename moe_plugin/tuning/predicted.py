@@ -54,8 +54,7 @@ MEMORY_SHARE = 0.02
 
 
 class PredictedLayout:
-    """The layout of one layer. The layout is the configured layout until the first training call,
-    and the predicted layout from then on.
+    """A layer's layout: as configured, and as predicted from the first training call on.
 
     All ranks must call this object in the same order. The first training call runs an all-reduce,
     so all ranks must take part in it.

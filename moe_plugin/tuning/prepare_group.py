@@ -45,8 +45,7 @@ def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
         measures: whether measurements may fill in settings; see `exchange_name`.
 
     Raises:
-        ValueError: If a name is unknown, if a file cannot be read, or if the topology contains
-            other ranks than the group.
+        ValueError: If a name is unknown, a file unreadable, or ranks are not the group's.
     """
     if config.all_to_all is not None:
         algorithms.get(config.all_to_all)  # reject unknown names before anything is sent

@@ -34,8 +34,7 @@ class CallTimer:
 
         Args:
             x: input tensor of the computation that is timed.
-            anchor: a parameter. If x does not require a gradient, the parameter ensures that
-                backward reaches this point.
+            anchor: a parameter through which backward passes if x requires no gradient.
         """
         return _Mark.apply(x, anchor, self, "backward_end")
 

@@ -50,8 +50,7 @@ def removed(name: str, *commands: str) -> str:
 
     Args:
         name: name of a flag, setting or command, as written by the user.
-        commands: the words before the name on the command line. The words may include the command
-            to which a flag belongs.
+        commands: the words before the name, which may include the flag's command.
     """
     places = (name, *(f"{command} {name}" for command in commands))
     replacement = next((REMOVED[key] for key in places if key in REMOVED), "")
@@ -216,8 +215,7 @@ class _Silent:
 
 def progress(total: int | None, description: str, stream: TextIO | None = None, *,
              unit: str = "step") -> Any:
-    """Create a progress bar with the methods `update(n)`, `set_postfix_str(text)` and `close()`,
-    which can also be used as a context manager.
+    """Create a progress bar, a context manager with `update`, `set_postfix_str` and `close`.
 
     The bar is a tqdm bar that shows the remaining time, provided that the stream is a terminal,
     tqdm is installed, and this is the first process of its job. If one of these conditions is not

@@ -129,8 +129,7 @@ def hidden(known: Iterable[Known]) -> Iterator[None]:
 
 
 def own_log(verbose: bool = False) -> None:
-    """Set up logging to standard error for a command of this package. Nothing is changed if the
-    program has already set up logging.
+    """Set up a command's logging to standard error, unless the program has done so.
 
     All messages of this package are logged, but messages of other libraries only if their level is
     `WARNING` or higher.

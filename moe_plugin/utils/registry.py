@@ -29,8 +29,7 @@ class Entry(Generic[T]):
     Attributes:
         name: name of the implementation.
         value: the implementation.
-        why_not: function that returns the reason why the implementation cannot run on this machine,
-            or None if it can.
+        why_not: returns why the implementation cannot run on this machine, or None.
         optional: whether the implementation requires packages that may be missing. If such an
             implementation cannot run, `Registry.names` does not list it, and `Registry.get` raises
             an error with the reason.

@@ -52,10 +52,8 @@ class StepGradients:
 
     Attributes:
         number: index of the training step, counted from 1.
-        tensors: function that returns all gradients of this rank. The list contains None for
-            parameters without a gradient.
-        finite: collective function that returns whether the gradients and the loss are finite, with
-            the same result on all ranks.
+        tensors: returns all gradients of this rank, or None without a gradient.
+        finite: collective function that returns whether gradients and loss are finite.
         scale_falls: function that returns whether the loss scale is reduced if gradients or the
             loss are not finite. If the loss scale is reduced, a step that is not finite is expected
             and does not indicate a failure.
@@ -77,8 +75,7 @@ class StepFacts:
         number: number of completed training steps, including this step.
         made: whether the step counts. If False, the next step has the same number.
         skipped: True if parameters did not change for a non-finite gradient or loss.
-        tokens: number of tokens in the step, summed over all ranks. None or 0 if the host framework
-            does not report this number.
+        tokens: tokens in the step over all ranks, or None or 0 if the host reports none.
         left: number of training steps that remain after this step, or None if it is unknown.
         loss: mean loss per token, in nats. None if the host framework does not report the loss.
         dropped: fraction of the choices that were dropped in this step because their expert had no

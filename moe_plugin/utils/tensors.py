@@ -55,8 +55,7 @@ T = TypeVar("T")
 
 
 def as_pytree(*static: str) -> Callable[[type[T]], type[T]]:
-    """Return a decorator that registers a data class as a pytree. The leaves of the pytree are the
-    values of the fields, in order.
+    """Return a decorator that registers a data class as a pytree of its fields, in order.
 
     Args:
         static: names of fields that contain plain values rather than tensors. The values of these

@@ -101,8 +101,7 @@ class NativePasses:
         Args:
             has_slope: True if the forward pass stored `act'(before)` and `after`. If `has_slope` is
                 False, `after` is recomputed and written to memory.
-            scale_N: factor by which the gradients of each row are multiplied, including those in
-                `grad_up`. None means 1.
+            scale_N: factor of each row's gradients, including `grad_up`. None means 1.
             dots_N: output tensor. For each row, it receives the dot product of the unscaled
                 gradient and `after` over the inner width.
         """
@@ -136,8 +135,7 @@ def _source(activation: str | None) -> tuple[str, ...]:
 
 
 def why_not(activation: str | None) -> str | None:
-    """Return the reason why the passes for an activation function are unavailable on this machine,
-    or None if they are available.
+    """Return why an activation function's passes are unavailable on this machine, or None.
 
     If the activation is None, check the matmuls of routers instead.
     """

@@ -31,8 +31,7 @@ from moe_plugin.utils.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSizes:
-    """The parallel sizes and the data type of a checkpoint that is about to be written. If a size
-    is not set, the format chooses it.
+    """Parallel sizes and data type of a checkpoint to write, or None for the format's choice.
 
     Attributes:
         world: total number of ranks. For fairseq, this is the number of data-parallel ranks.
@@ -98,8 +97,7 @@ class WriteProgress:
 
 def write_files(path: Path, contents: Mapping[str, Callable[[], Any]],
                 progress: WriteProgress) -> None:
-    """Write files with `torch.save`. The contents may include `Derived` tensors. Files for which
-    `progress.keeps` returns True are skipped.
+    """Write files with `torch.save`, also of `Derived` tensors, unless `progress.keeps` them.
 
     Args:
         path: an existing folder.
@@ -165,8 +163,7 @@ class Format(ABC):
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """Write a checkpoint of this format into the folder `path`. Only one slice of a tensor is
-        in memory at any time.
+        """Write a checkpoint into the folder `path`, with one slice of a tensor in memory.
 
         The folder must exist. The folder is temporary, and it may contain files of an interrupted
         conversion (see `WriteProgress.keeps`).
@@ -214,8 +211,7 @@ def detect(path: str | Path, trust: bool = False) -> str:
             default. Unpickling can run code that is stored in the files.
     Raises:
         CheckpointError: If the path does not exist, or does not match exactly one format.
-        UntrustedFile: If the format cannot be determined without unpickling classes that are not
-            allowed, and `trust` is False.
+        UntrustedFile: If, without `trust`, detecting the format requires other classes.
     """
     path, refused = Path(path), list[UntrustedFile]()
     unreadable: list[str] = []

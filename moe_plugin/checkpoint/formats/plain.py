@@ -1,5 +1,4 @@
-"""The format "plain": the checkpoint folder of a run in plain PyTorch. The folder contains an index
-and one file ("part") for each rank.
+"""The format "plain" of plain PyTorch: a folder with an index and one part per rank.
 
     part-00000-of-00004.pt ...   each rank's model state and optimizer state by parameter name
     index.json                   format version, number of parts, their sizes in bytes and their

@@ -68,8 +68,7 @@ def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 
 
 def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
-    """Exchange pieces of equal length. All nodes must have the same number of ranks, and the ranks
-    must be numbered node by node.
+    """Exchange equal pieces between equally large nodes with consecutive ranks.
 
     With equal splits, a leader needs only two strided copies and no lists of split sizes.
     """

@@ -1,5 +1,4 @@
-"""Automatic choice of an activation policy for each block, given a memory limit. The choice is
-based on measurements during training.
+"""Choice of each block's activation policy under a memory limit, from measurements.
 
 In the first step, all blocks are swapped. The first step measures the activation bytes of each
 block and the bandwidth of the tier. In the next steps, all blocks are recomputed. The first step
@@ -73,8 +72,7 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
         tier: tier for swapped activations. Defaults to host memory if the blocks are on a GPU, and
             to files in `folder` if they are on a CPU.
         folder: folder for swapped activations. Defaults to the system's temporary folder.
-        throttle: maximum bandwidth of the tier in bytes per second. Intended for tests. By default,
-            the bandwidth is not limited.
+        throttle: for tests. Maximum bytes per second of the tier. Unlimited by default.
         smallest: smallest size of a storage to swap, in bytes or as a string such as "64KiB".
         names: names of the blocks. Defaults to the indices of the blocks.
         contexts: functions that create additional contexts for recomputation, for example to
@@ -168,8 +166,7 @@ def _policies(settings: OffloadConfig, places: Sequence[int], total: int) -> str
 
 
 class AutoActivations(Activations):
-    """Activation policies that are chosen automatically for a memory limit. See `manage` for the
-    arguments of the constructor.
+    """Activation policies chosen for a memory limit. See `manage` for the arguments.
 
     Attributes:
         limit: memory limit for activations, in bytes.

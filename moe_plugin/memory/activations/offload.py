@@ -190,8 +190,7 @@ class Activations(RunFeature):
         order: schedule of the copies between the device and the tier.
         sizes: mapping from the index of a block to its measured sizes.
         tell: function that is called when a pass begins or ends. See `Probe`.
-        in_flight: largest number of micro-batches that were between their forward and backward
-            passes at the same time.
+        in_flight: largest number of micro-batches at once between their two passes.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str], policies: Sequence[str],

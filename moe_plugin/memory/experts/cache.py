@@ -32,8 +32,7 @@ class CachePolicy:
     `worth` or `victim`. A subclass that does not maintain `last` must override `used` and `victim`.
 
     Attributes:
-        last: for each expert in a slot, the sequence number of its last use. All uses of all
-            experts are numbered consecutively.
+        last: for each expert in a slot, the number of its last use among all uses.
         counts: number of uses of each expert, including uses before the expert was last evicted.
     """
 

@@ -104,8 +104,7 @@ class ExpertFile:
 
 def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,
              local: int) -> ExpertFile:
-    """Create an unnamed file that has space for `local` experts. The operating system deletes the
-    file when the process exits.
+    """Create an unnamed file with space for `local` experts, deleted at the process's end.
 
     Raises:
         ValueError: If the folder cannot be created or is not writable.

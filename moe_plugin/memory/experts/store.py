@@ -103,14 +103,12 @@ class HostWeights:
 
 
 class FileWeights:
-    """Experts that are stored in a file. If the parameters of an expert have not been loaded, they
-    are initialized on first use.
+    """Experts in a file, initialized on first use unless they have been loaded.
 
     Args:
         file: existing file, or file created by `own_file`.
         new_file: creates an unnamed file. By default, the file has the layer's dtype.
-        draw: function that writes the initial parameters of an expert to `targets`. `draw` is
-            called as `draw(expert, targets)`.
+        draw: writes an expert's initial parameters, as `draw(expert, targets)`.
     """
 
     def __init__(self, file: ExpertFile, new_file: Callable[..., ExpertFile],
@@ -147,8 +145,7 @@ class FileWeights:
 
     @ends_all_ranks(OSError)
     def fill(self, read: Mapping[str, Callable[[int], Tensor]]) -> None:
-        """Write the parameters of all experts to the file, one expert at a time. Parameters whose
-        names are not in `read` are not changed.
+        """Write all experts' parameters, one at a time, except those not named in `read`.
 
         Args:
             read: mapping from the name of a parameter to a function that returns it for one expert.
@@ -169,8 +166,7 @@ class FileWeights:
         self._fills += 1
 
     def mapped(self) -> dict[str, Tensor]:
-        """Map the experts into memory, as `ExpertFile.mapped` does. If other processes can change
-        the file, the file is copied first.
+        """Map experts into memory, as `ExpertFile.mapped`, or map a copy of a shared file.
 
         Raises:
             TierError: If the file was truncated or cannot be read, or if the disk is full.

@@ -169,8 +169,7 @@ class StoredExperts(Experts):
         self.store.prefetch(expert for expert in ids_TK.unique().tolist() if expert >= 0)
 
     def taken_counts(self) -> dict[str, int]:
-        """See `Experts`. Return by how much the store's counters have increased since the last
-        call, and the number of bytes in slots.
+        """See `Experts`. Return the growth of the store's counters, and the bytes in slots.
 
         The `stalls` counter is 1 if the call waited for a copy, and 0 otherwise.
         """

@@ -248,8 +248,7 @@ class StreamedBlock:
         drop_gradients([*self.params, *self.graded, *self.stepped])
 
     def read(self) -> list[Tensor]:
-        """Return the current weights as tensors in host memory. For parameters that have main
-        weights, the main weights are returned.
+        """Return the current (main) weights as tensors in host memory.
 
         This method must not be called while a copy is in progress.
         """

@@ -124,8 +124,7 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
         finite: if True and a value is not finite, the function raises an error and writes nothing.
     Raises:
         ValueError: If the folder cannot be written. The error message states the reason.
-        FloatingPointError: If `finite` is True and a value is not finite. The error message names
-            the block and the tensor.
+        FloatingPointError: If, with `finite`, a value is not. Names the block and tensor.
     """
     safetensors = _safetensors()
     folder = Path(folder)

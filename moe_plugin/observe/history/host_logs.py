@@ -1,6 +1,6 @@
-"""Parsers for the logs of host frameworks, which make it possible to compare runs with this plugin and
-runs without it: lines of fairseq's training log, lines of Megatron's training loop (versions 0.15
-to 0.19), and the file `trainer_state.json` of transformers.
+"""Parsers for the logs of host frameworks, which make it possible to compare runs with this plugin
+and runs without it: lines of fairseq's training log, lines of Megatron's training loop (versions
+0.15 to 0.19), and the file `trainer_state.json` of transformers.
 
 For fairseq, the formats `json` and `simple` of `--log-format` are supported, with and without
 Hydra. Lines of a `--log-file` contain neither the time nor the type of the record. A `Trainer` of
@@ -172,8 +172,7 @@ def parse_iteration(line: str, length: str | None) -> StepRecord | None:
 
     Args:
         line: the line.
-        length: the number of tokens per training sample, as a string. If None, the record does not
-            contain tokens per second.
+        length: tokens per training sample, as a string, or None for no tokens per second.
     Raises:
         ValueError: If the line contains an invalid number.
     """
@@ -228,7 +227,7 @@ def latest_states(paths: Iterable[Path]) -> Iterator[Path]:
 
 def _step_of(path: Path) -> float:
     number = path.parent.name.removeprefix("checkpoint-")
-    return int(number) if number.isdigit() else math.inf  # the state of the whole run is the latest_states
+    return int(number) if number.isdigit() else math.inf  # the run's state is the latest_states
 
 
 def parse_state(text: bytes) -> tuple[list[tuple[str, StepRecord]], list[tuple[int, str]]]:

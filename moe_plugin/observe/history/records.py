@@ -178,8 +178,7 @@ class LayerRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyRecord:
-    """The activity of a copier, which moves activations or weights to and from the device, since
-    its previous record, summed over all ranks.
+    """A copier's activity since its previous record, summed over all ranks.
 
     Attributes:
         copier: what is copied, such as `activations` or `weights`.
@@ -227,13 +226,11 @@ class RunRecord:
     Attributes:
         steps: the records of the training log, ordered by step.
         layers: for each layer name, the layer's records ordered by step. Layers are sorted.
-        copies: for each copier name, the copier's records ordered by step. Copier records are
-            summed over all pipeline stages.
+        copies: each copier's records by step, summed over all pipeline stages.
         timelines: the spans of each recorded timeline, by (step, rank).
         resizes: the changes of the expert-parallel size.
         settings: the values of flags or settings, as written by the user.
-        changed: for each setting that differs from its default, a pair (value as written, default),
-            by name. None if unknown.
+        changed: changed settings by name: (value as written, default). None if unknown.
         notes: messages for the reader of a report about problems with the files.
         files: the paths of the run's files, relative to the folder.
         folder: the folder of the run. None if the run was not read from files.

@@ -38,8 +38,7 @@ def written(words: Iterable[str], several: Collection[str] = ()) -> dict[str, st
 
 
 def comparable(value: Any) -> Any:
-    """Convert a setting's value to a hashable form for comparisons. Values with the same meaning
-    are converted to equal results.
+    """Convert a setting's value to a hashable form that is equal for equal meanings.
 
     Numbers, booleans and None are also recognized in strings (`3e-3`, `on`, `none`). Sequences of
     different types are equal if all of their items are equal. A single-item sequence is equal to

@@ -227,8 +227,7 @@ def _hamiltonian(pairs: Mapping[tuple[int, int], Fraction], ranks: int) -> list[
 
 
 def _double_trees(ranks: int, collective: str) -> Iterator[list[RankTree]]:
-    """Yield pairs of binary trees. Each tree of a pair transfers half of the data, and the leaves
-    of one tree are inner nodes of the other.
+    """Yield pairs of binary trees, in which the leaves of one tree are inner nodes of the other.
 
     In an all-reduce, data is summed on the way to the root of each tree. All-gather and
     reduce-scatter send the shard of each rank along both trees.
@@ -267,8 +266,7 @@ def _away_from(root: int, beside: dict[int, list[int]]) -> Edges:
 
 
 def _doubling(ranks: int) -> Iterator[list[RankTree]]:
-    """Yield the trees of recursive doubling. In step i, each rank exchanges all of its data with
-    the rank at distance 2 ** i.
+    """Yield the trees of recursive doubling, whose step i joins ranks at distance 2 ** i.
 
     If the number of ranks is not a power of two, Bruck's algorithm is used, in which ranks forward
     data to the ranks at distances 1, 2, 4 and so on.

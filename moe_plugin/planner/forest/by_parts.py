@@ -127,8 +127,7 @@ def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -
 
 def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
            k: int) -> list[list[Lane]]:
-    """For each distance between two parts, return the paths of k trees. Return an empty list if the
-    links do not have enough capacity left.
+    """Return the paths of k trees for each distance of parts, or [] without capacity.
 
     A path goes from a rank up to a switch between the parts, and from there to the target along the
     mirrored path. The capacity used by the paths is subtracted from `left`, the remaining
@@ -254,8 +253,7 @@ class _Assembly:
                     yield self._tree(part, place, first, weight)
 
     def _shares(self, place: int) -> Iterator[tuple[int, int]]:
-        """Divide the trees of a root into runs of identical trees. For each run, yield the index of
-        the first tree and the number of trees.
+        """Divide a root's trees into identical runs: the first tree, and the number of trees.
 
         A run ends where the path between parts or the tree within a part changes.
         """

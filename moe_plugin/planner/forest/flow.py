@@ -1,5 +1,4 @@
-"""Maximum flows and minimum cuts for integer capacities, computed by igraph, and the packing of
-spanning trees into a graph of ranks.
+"""Maximum flows and minimum cuts by igraph, and the packing of spanning trees.
 
 The packing follows the constructive proof of Edmonds' theorem. Each tree is extended one edge at a
 time. Consider an edge x -> y, and all sets of ranks that contain y but not x. A tree may use the
@@ -67,16 +66,14 @@ class Demand:
             nodes + 1, [*self._arcs, *((nodes, rank) for rank in range(len(self._roots)))])
 
     def missing(self, enough: int | None = None, first: Iterable[int] = ()) -> tuple[int, int]:
-        """Return the largest deficit of any cut, and a rank that this cut separates from the
-        source. Return (0, -1) if no cut has a deficit.
+        """Return the largest deficit of a cut, and a rank that it separates, or (0, -1).
 
         Once a rank is known to receive all data, it is merged with the common source node, because
         all cuts that separate the rank have been checked. Merging ranks makes the flow computations
         for the remaining ranks faster.
 
         Args:
-            enough: the search stops as soon as it finds a deficit of this size or larger. By
-                default, all ranks are searched.
+            enough: deficit at which the search stops. By default, all ranks are searched.
             first: ranks to test first, for example the ranks that had a deficit in an earlier test.
         """
         most, where, open_roots = 0, -1, list(self._roots)

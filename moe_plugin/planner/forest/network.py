@@ -111,8 +111,7 @@ class Network:
             where: description of the values for error messages, such as the path of the file.
 
         Raises:
-            ValueError: If a key is unknown, if a value has the wrong type, or if the values do not
-                describe a valid `Network`.
+            ValueError: If keys, types or values do not describe a valid `Network`.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"{where} must be a mapping with the keys {', '.join(_KEYS)}, got "
@@ -185,8 +184,7 @@ class Network:
 
 
 def part_of(network: Network, ranks: Sequence[int]) -> Network:
-    """Return the sub-network that consists of the given ranks, in the given order, and the switches
-    that these ranks can reach.
+    """Return the network of the given ranks, in this order, and of reachable switches.
 
     Wires of all other ranks are omitted, because ranks do not forward data for each other.
 

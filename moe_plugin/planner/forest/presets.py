@@ -204,8 +204,7 @@ class Preset:
         numbers: description of the values after the colon, for error messages.
         count: required number of values after the colon. None if any number of values is allowed.
         example: example of a network name, such as `ring:8`.
-        ranks: function that computes the number of ranks, in order to reject networks that are too
-            large before they are built.
+        ranks: function that counts ranks, to refuse large networks before they are built.
         least: smallest value that is allowed for each number after the colon.
     """
 

@@ -33,8 +33,7 @@ class ShareMove:
         source, target: ranks that send and receive the piece.
         routes: pairs of a path through the network and the fraction of the piece that is sent along
             this path. The fractions sum to 1.
-        sums: if True, the target adds the piece to its own data. If `sums` is False, the piece
-            replaces the target's own data.
+        sums: whether the target adds the piece to its data, or else replaces it.
     """
 
     piece: int
@@ -223,8 +222,7 @@ class _Hop:
     Attributes:
         name: unique name of the hop.
         wave: index of the wave in which the first chunk is transferred.
-        rest: number of wires on the longest path that starts with this wire, for a chunk or for
-            data that depends on the chunk.
+        rest: wires on the longest path from this wire of a chunk and what depends on it.
         wire: name of the wire. The simulation uses it as the name of a resource.
         seconds: time to transfer one chunk, in seconds.
         after: names of the hops that must transfer a chunk before this hop can transfer the same

@@ -33,11 +33,9 @@ class SwapBlock:
     Attributes:
         name: name of the block.
         forward_s, backward_s: times of the block's forward pass and backward pass.
-        activation_bytes: number of bytes that the forward pass stores for the backward pass,
-            including the block's input.
+        activation_bytes: bytes that forward stores for backward, including the input.
         kept_bytes: number of bytes that remain stored if the block is recomputed.
-        workspace_bytes: number of additional bytes that the device needs while the forward or
-            backward pass of the block runs.
+        workspace_bytes: additional bytes during the block's forward or backward pass.
         swap_out_s, swap_in_s: times to copy the block's activations from the device and to the
             device. Infinity means that the block cannot be swapped.
     """
@@ -89,10 +87,8 @@ class Waits:
     Attributes:
         forward: for each block, the copy from the device that its forward pass awaits.
         backward: for each block, the copy from the device that its backward pass awaits.
-        start: for each swapped block, the block that the backward pass must have reached before the
-            copy to the device may start.
-        started: for each block, the last copy from the device that must have ended when the
-            backward pass reaches this block.
+        start: for each swapped block, where backward must be before its copy may start.
+        started: for each block, the last copy that must end before backward reaches it.
     """
 
     forward: list[int]

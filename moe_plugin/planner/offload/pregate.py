@@ -35,8 +35,7 @@ class ExpertModel:
         layers: number of MoE layers.
         experts: number of experts per MoE layer.
         expert_bytes: size of one expert's weights in bytes.
-        attention_s: time in seconds from the end of one layer's experts until the next layer's
-            router has chosen experts.
+        attention_s: seconds from a layer's experts to the next layer's chosen experts.
         expert_s: computation time in seconds per active expert of a layer.
         bytes_s: bandwidth from host memory to the device, in bytes per second.
         base_bytes: number of bytes on the device that are not expert weights.
@@ -64,8 +63,7 @@ class ExpertModel:
 
 def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
                  tokens: int) -> tuple[ExpertModel, Pass]:
-    """Return an `ExpertModel`, and the active experts of each layer in a pass that generates one
-    token for each of `tokens` sequences.
+    """Return an `ExpertModel`, and active experts for a token of each of `tokens` sequences.
 
     Times follow a roofline model, in which every matrix requires one launch and is read once.
     `base_bytes` includes the dense weights, and the keys and values of complete sequences. The
@@ -130,8 +128,7 @@ def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
         limit: maximum number of bytes in use on the device. By default, unlimited.
 
     Raises:
-        ValueError: If the design is unknown, or if a pass does not have one entry per layer or
-            contains an unknown expert.
+        ValueError: If the design is unknown, or a pass has wrong layers or experts.
     """
     if design not in DESIGNS:
         raise ValueError(f"design {short(design)} is unknown. Choose from {', '.join(DESIGNS)}")

@@ -159,8 +159,7 @@ class Pipeline:
 
         Args:
             mode: sending mode, which is one of `MODES`.
-            sizes: number of tokens in each slice, if the result should be in tokens. By default,
-                the result is in micro-batches.
+            sizes: optional. Tokens in each slice, to return tokens instead of micro-batches.
         """
         peaks = []
         for stage in range(self.stages):
@@ -212,8 +211,7 @@ class Pipeline:
     # Mode "paired": a transfer begins when its sender and its receiver have both called it.
 
     def _calls(self, stage: int) -> Iterator[Pass | set[Transfer]]:
-        """Yield the passes of a stage and, between passes, the sets of transfers for which the
-        stage waits in a single call.
+        """Yield a stage's passes and, between them, sets of transfers awaited in one call.
 
         In the steady state, a stage sends and receives in a single call between a forward pass and
         a backward pass. In all other cases, the stage uses separate calls to send and to receive.

@@ -89,8 +89,7 @@ def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
             tokens. An infinite time means that the slice is not possible.
         length: number of tokens in the sequence.
         stages: number of stages K. For m consecutive sequences, pass `1 + (K - 1) / m`.
-        granularity: number of tokens of which every slice length is a multiple. The granularity
-            must be a divisor of `length`.
+        granularity: divisor of `length` of which every slice length is a multiple.
         gap_s: maximum difference in seconds between a value of t and the next larger bound that is
             tried. The result is at most `(K - 1) * gap_s` slower than the best division.
 
@@ -268,8 +267,7 @@ def fit(samples: Iterable[Sample]) -> SliceTimes:
 
 
 def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
-    """Fit the times of slices separately for each number of sequences. The number of sequences is
-    the first element of a sample.
+    """Fit slices' times for each number of sequences, the first element of a sample.
 
     Times are interpolated linearly between measured numbers of sequences, and extrapolated linearly
     beyond the largest one. Below the smallest one, the time at the smallest number is used.

@@ -291,8 +291,7 @@ def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
 
 @routers.register("expert_choice")
 class ExpertChoiceRouter(Router):
-    """A router in which each expert chooses the `ceil(n k / E)` tokens with the highest scores
-    among the n real tokens on this rank.
+    """Each expert chooses the `ceil(n k / E)` best of the n real tokens on this rank.
 
     The scores p are a softmax over experts and are also the weights of the choices. The load is
     always balanced, because all experts choose the same number of tokens. A token may be chosen by

@@ -231,8 +231,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return self.select(call) if ids_TK is None else call.choose(ids_TK)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Hook that returns the logits [T, E] in float32 or float64. The default implementation
-        uses `weight_ED` and `router.noise`.
+        """Hook that returns the logits [T, E], by default from `weight_ED` and `router.noise`.
 
         If the scores are not the score function applied to the logits, the hook must also set
         `call.scores_TE`.

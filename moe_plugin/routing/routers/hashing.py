@@ -95,8 +95,7 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
     """Create the table for the `router.hash` settings, int64 [V].
 
     Raises:
-        ValueError: If the settings are inconsistent, or if a file contains nonexistent experts or
-            negative frequencies.
+        ValueError: If settings are inconsistent, or a file has bad experts or frequencies.
     """
     listed_V = None if config.path is None else _read(config.path)
     vocabulary = config.vocabulary or (0 if listed_V is None else listed_V.numel())

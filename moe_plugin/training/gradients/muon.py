@@ -255,8 +255,7 @@ def _of_whole(part: Tensor, place: tuple[str, Placement] | None,
 
     Args:
         part: this rank's shard of the tensor.
-        place: name and placement of an expert parameter. `place` is None for parameters that do not
-            belong to experts.
+        place: an expert parameter's name and placement, or None for other parameters.
         compute: function of complete matrices that does not change their shape.
     """
     if is_sharded(part):

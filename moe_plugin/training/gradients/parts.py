@@ -34,8 +34,7 @@ class Part:
 
     Attributes:
         parameter: the parameter of the model.
-        local: the tensor that the optimizer updates. If this rank updates the whole parameter,
-            `local` is `parameter` itself.
+        local: the tensor that the optimizer updates, which may be `parameter` itself.
         shape: shape of the full parameter before it was split along its first axis.
         comm: the ranks that update the other parts, or None without other parts.
         stays: whether only this rank stores the part; `parameter` is then a DTensor.

@@ -1,5 +1,4 @@
-"""Average gradients over the ranks that store the same parameters. Gradients are averaged in
-buckets during the backward pass.
+"""Average gradients over ranks with the same parameters, in buckets, during backward.
 
 Each bucket is reduced by a single all-reduce. The all-reduce of a bucket starts as soon as all
 gradients in the bucket are complete. In the meantime, backward computes the gradients of earlier
@@ -45,8 +44,7 @@ class _Groups:
 
 
 def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Comm | None:
-    """Return a process group of the ranks that store the same experts as this rank, or None if no
-    other rank stores these experts.
+    """Return the group of ranks with the same experts as this rank, or None.
 
     All ranks of `world` must call this function.
 

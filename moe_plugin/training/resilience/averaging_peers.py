@@ -86,8 +86,7 @@ class StreamedPeer:
             of the outer optimizer is twice as large as the weights. This state is stored in the
             trainer's storage tier. By default, there is no outer optimizer, and the weights are
             replaced by the mean of the peers' weights.
-        resume: optional. A folder that `save` has written. The trainer and the outer optimizer are
-            restored from this folder.
+        resume: optional. A folder of `save`, from which both states are restored.
         outer_states: optional. The values that `outer_state` returned for all blocks, which a host
             framework restores from its checkpoint. By default, the outer optimizer starts with a
             new state.

@@ -223,8 +223,7 @@ class VotesOnRows(Protocol):
 
 
 class RowsFit(RunFeature):
-    """A run feature that repeats steps and evaluations until all rows fit into the buffers. All
-    ranks must call the constructor.
+    """A run feature that repeats steps until all rows fit. The constructor is collective.
 
     Args:
         models: the parts of the model on this rank. A pipeline stage may have no MoE layer.
@@ -251,8 +250,7 @@ class RowsFit(RunFeature):
         """Check whether all rows fit into the buffers; see `RunFeature.after_passes`.
 
         Raises:
-            StepRepeat: If rows did not fit into a buffer. The row limit is raised on all ranks
-                before this exception is raised.
+            StepRepeat: If rows did not fit, after the limit has been raised on all ranks.
             RowsOverflow: On all ranks, if rows did not fit and `dispatch.on_overflow` is "error".
         """
         asked = self.check.overflowed if self.votes is None else self.votes.rows_overflowed

@@ -110,8 +110,7 @@ class StepVotes(RunFeature):
         models: models whose trainable parameters receive the gradients that win the votes. The
             trainable parameters must be equal on all voting ranks.
         gradient_of: function that returns the gradient of a parameter, or None.
-        start: function that returns a snapshot of the random generators. `start` is called with an
-            empty list of models.
+        start: returns a snapshot of the random generators, given an empty list of models.
         group: process group of the voting ranks.
 
     Attributes:
@@ -224,8 +223,7 @@ class StepVotes(RunFeature):
         return settle(self.limits, found_N)
 
     def _evaluation_overflowed(self) -> bool:
-        """Vote on whether rows did not fit into a buffer during an evaluation. In an evaluation,
-        each batch is processed by a single worker.
+        """Vote on whether rows did not fit in an evaluation, with one worker per batch.
 
         If rows did not fit on a majority of workers, the evaluation is repeated or an error is
         raised. If rows did not fit only on a minority of workers, the outputs of these workers are
@@ -254,8 +252,7 @@ class StepVotes(RunFeature):
 
     @torch.no_grad()
     def finish(self, shared_scale: float, expert_scale: float) -> None:
-        """Replace all gradients by the result of the vote, multiplied by a factor, and log which
-        ranks were outvoted. Collective.
+        """Replace gradients by the vote's result times a factor; log outvoted ranks. Collective.
 
         Args:
             shared_scale: factor for gradients that are summed over the ranks of a worker.

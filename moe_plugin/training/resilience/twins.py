@@ -85,8 +85,7 @@ class TwinCheck(RunFeature):
             checkpointing, which `autograd.grad` does not support. Collective.
         world: optional. All data-parallel ranks. Defaults to the default group.
         every: number of steps from one check to the next.
-        start: function that is called with a list of models, and returns a snapshot of the state
-            that the check must not change.
+        start: returns a snapshot of a list of models that the check must not change.
         kept: context manager that is active during a check in training. `kept` restores the state
             of the host framework that forward and backward passes change.
     Raises:
@@ -129,8 +128,7 @@ class TwinCheck(RunFeature):
         """Compute one micro-batch on all twins, and compare their results. Collective.
 
         Args:
-            step: index of the step. The index must be the same on all ranks, and determines whose
-                micro-batch all twins compute.
+            step: index of the step, equal on all ranks, which selects the ranks' micro-batch.
             batch: this rank's micro-batch: tensors in any containers that can be pickled.
             loss_of: function that runs the model's forward pass and returns the loss.
         Raises:

@@ -286,8 +286,7 @@ class VotedGradients:
         Returns:
             The verdict, which is the same on all ranks.
         Raises:
-            RowsOverflow: If rows did not fit into a buffer and `dispatch.on_overflow` is "error".
-                Raised on all ranks.
+            RowsOverflow: On all ranks, if rows did not fit and `dispatch.on_overflow` is "error".
         """
         def passes() -> Tensor:
             self._needed.clear()

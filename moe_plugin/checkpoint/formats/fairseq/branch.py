@@ -1,5 +1,4 @@
-"""The checkpoint format of fairseq's `moe` branch. A checkpoint consists of `NAME-shared.pt` and
-several files `NAME-rank-N.pt`.
+"""The format of fairseq's `moe` branch: `NAME-shared.pt` and files `NAME-rank-N.pt`.
 
 The shared file contains everything but the experts. The file of each rank contains the experts of
 this rank, numbered from 0, and their optimizer state. All files contain the settings and the

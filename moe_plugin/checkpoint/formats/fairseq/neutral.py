@@ -86,8 +86,7 @@ def neutral_tensors(source: Source, tied: bool) -> Iterator[Derived]:
 
     Args:
         source: the source.
-        tied: whether the output matrix is the same as the embedding matrix. If `tied` is True, the
-            output matrix is not yielded.
+        tied: whether the output matrix is the embedding matrix, and is therefore not yielded.
     """
     found = (source.tensor(key) for key in source.entries if key[1] not in _BUFFERS
              and not (tied and key[1] == "decoder.output_projection.weight"))

@@ -129,8 +129,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder of a checkpoint. If `path` contains several checkpoints, return the folder
-    of the newest checkpoint.
+    """Return the folder of a checkpoint, or of the newest of several in `path`.
 
     Raises:
         CheckpointError: If the file with the newest checkpoint's iteration is damaged.
@@ -198,8 +197,7 @@ def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:
         state: entry "optimizer" of `common.pt`. The entry is either the state of a single
             optimizer, or a mapping from the index of each optimizer in a chain to its state.
         own_optimizer: whether experts have a separate optimizer.
-        biases: whether the experts have parameters without weight decay, such as the biases of
-            Megatron's own experts.
+        biases: whether experts have parameters without weight decay, such as biases.
     """
     parts = optimizer_parts(state)
     if not parts:

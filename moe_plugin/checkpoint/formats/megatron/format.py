@@ -72,8 +72,7 @@ def to_ours(source: Source) -> Source:
 
 
 def _experts_first(source: Source, names: Sequence[str]) -> View:
-    """Return a view of the source in which the experts' tensors come before all other tensors.
-    Tensors are written in the order of this view.
+    """Return a view of the source with experts' tensors first, as they are written.
 
     names: names of the experts' tensors, without the prefix of the layer.
     """

@@ -44,8 +44,7 @@ class SwarmStep:
         losses: loss of each micro-batch, including balance losses.
         norm: L2 norm of all gradients before clipping.
         logged: for each micro-batch, additional values that the loss function returned.
-        by: for each micro-batch, the address of the trainer that processed it. For this trainer,
-            the address is an empty string.
+        by: address of the trainer that processed each micro-batch, or "" for this trainer.
         resent: number of tasks that were sent more than once.
         redone: backward passes repeated because a failed peer's gradients were lost.
         gone: addresses of peers that were lost.
@@ -75,8 +74,7 @@ class Access:
     """Settings that determine which connections and messages are accepted.
 
     Attributes:
-        secret: optional. A secret string that both sides of a connection must know. By default,
-            every machine may connect.
+        secret: optional. A string that both sides must know. By default, anyone connects.
         message_bytes: maximum size of a message, in bytes. Larger messages are refused.
     """
 

@@ -135,8 +135,7 @@ class ServedStage:
 
     def backward(self, micro_batch: int, x: Tensor, grad: Tensor | None, target: Any
                  ) -> tuple[Tensor | None, float, Message]:
-        """Recompute the stage from `x`, and run its backward pass. The weight gradients are not
-        accumulated until `count` is called.
+        """Recompute the stage from `x` and run backward, without accumulating until `count`.
 
         Args:
             micro_batch: index of the micro-batch.

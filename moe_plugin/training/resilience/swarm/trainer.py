@@ -54,8 +54,7 @@ _Taken = dict[tuple[int, int], tuple[Address, Message | None]]
 
 
 class Swarm:
-    """The trainer of a swarm. If there are several trainers, `Swarm` is the leading trainer and the
-    others are `JoinedTrainer`s.
+    """The (leading) trainer of a swarm. Other trainers are `JoinedTrainer`s.
 
     Args:
         stages: number of pipeline stages.
