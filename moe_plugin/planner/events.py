@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.once import GroupShape, all_gather_s, all_reduce_s, all_to_all_s
+from moe_plugin.planner.once import GroupShape, all_gather_s, all_to_all_s
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,6 @@ def simulate_ready(tasks: Sequence[Task]) -> Timeline:
 # | s2: slots are split after the gate | A2A(v) + max(A2A(v), AG(ETM)), v = ETM N_ESP / N_MP |
 #
 # Without overlap, s2 needs the sum instead of the maximum.
-SCHEDULES = ("baseline", "s1", "s2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,56 +221,6 @@ class ParmShape:
     def bytes_rows(self) -> float:
         """Size in bytes of the rows of all experts, called ETM in the paper."""
         return self.rows_factor * self.bytes_in
-
-
-def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False,
-                   pieces: int = 1) -> list[Task]:
-    """Return the tasks that simulate the exchanges of one forward pass.
-
-    Args:
-        schedule: name of the schedule, one of `SCHEDULES`.
-        overlap: whether the all-gather of schedule `s2` overlaps with the second all-to-all.
-        pieces: number of pieces into which overlapping exchanges are split. Defaults to 1.
-    """
-    world, mp, esp = GroupShape(cluster.ranks), GroupShape(shape.replicas), GroupShape(shape.shards)
-    if schedule == "baseline":
-        volume = shape.bytes_rows * shape.shards
-        parallel = GroupShape(max(1, cluster.ranks // shape.shards), shape.shards)
-        return [
-            Task("esp gather", "network",
-                 all_gather_s(cluster, esp, shape.bytes_in) if shape.shards > 1 else 0.0),
-            Task("out", "network", all_to_all_s(cluster, parallel, "linear", volume),
-                 ("esp gather",)),
-            Task("esp reduce", "network", all_reduce_s(cluster, esp, volume), ("out",)),
-            Task("back", "network", all_to_all_s(cluster, parallel, "linear", volume),
-                 ("esp reduce",))
-        ]
-    volume = shape.bytes_rows * shape.shards / shape.replicas
-    out = Task("out", "network", all_to_all_s(cluster, world, "linear", volume))
-    gathered = shape.bytes_in if schedule == "s1" else shape.bytes_rows
-    pieces = pieces if schedule == "s2" and overlap else 1
-    gather = all_gather_s(cluster, mp, gathered / shape.replicas) if shape.replicas > 1 else 0.0
-    tasks = [out]
-    for i in range(pieces):
-        tasks.append(Task(f"back{i}", "network", out.seconds / pieces, ("out",)))
-        tasks.append(
-            Task(f"gather{i}", "inside" if pieces > 1 else "network", gather / pieces,
-                 (f"back{i}",)))
-    return tasks
-
-
-def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False) -> float:
-    """Predict the time in seconds of a forward pass's exchanges with a closed formula.
-
-    Raises:
-        ValueError: If the schedule is unknown.
-    """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"unknown schedule {schedule!r}. Choose from {', '.join(SCHEDULES)}")
-    times = {t.name: t.seconds for t in schedule_tasks(shape, cluster, schedule)}
-    if schedule == "s2" and overlap:
-        return times["out"] + max(times["back0"], times["gather0"])
-    return sum(times.values())
 
 
 def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) -> float:

@@ -187,7 +187,7 @@ class AutoCollectives(Collectives):
     def describe(self, comm: Comm) -> str:
         how = "measured in the first calls" if self.cluster is None else "predicted from the links"
         settled = [f"{entry.settled} for {kind} of up to {2 ** size} bytes" for (kind, size), entry
-                   in Choices.of(comm).tuner.entries.items() if entry.known]
+                   in comm.state.get(Choices).tuner.entries.items() if entry.known]
         return f"auto: native or {self.forest.describe(comm)}; {', '.join(settled) or how}"
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float:
@@ -196,20 +196,21 @@ class AutoCollectives(Collectives):
 
     def active(self, comm: Comm) -> str:
         """Return the names of the implementations chosen so far. See `Collectives`."""
-        predicted = set(Predictions.of(comm).known.values())
-        tuner = Choices.of(comm).tuner
+        predicted = set(comm.state.get(Predictions).known.values())
+        tuner = comm.state.get(Choices).tuner
         measured = {entry.settled for entry in tuner.entries.values() if entry.known}
         return f"auto: {', '.join(sorted(predicted | measured))}".rstrip(": ")
 
     def chosen(self, comm: Comm, kind: str, size: int) -> Collectives | None:
         """Return the implementation chosen for `size` bytes, or None if trials are pending."""
         if self.cluster is not None:
-            known, key = Predictions.of(comm).known, (self.forest.key, self.cluster, kind, size)
+            known = comm.state.get(Predictions).known
+            key = self.forest.key, self.cluster, kind, size
             if key not in known:
                 seconds = self.predicted(comm, kind, size)
                 known[key] = "forest" if seconds["forest"] < GAIN * seconds["native"] else "native"
             return self._named(known[key])
-        tuner, bucket = Choices.of(comm).tuner, (kind, bucket_of(size))
+        tuner, bucket = comm.state.get(Choices).tuner, (kind, bucket_of(size))
         return self._named(tuner.latest(bucket).choice) if tuner.known(bucket) else None
 
     def predicted(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
@@ -223,7 +224,7 @@ class AutoCollectives(Collectives):
 
     def measured(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
         """Return the median times of `native` and `forest` on the slowest rank, in seconds."""
-        return dict(Choices.of(comm).tuner.entries[kind, bucket_of(size)].measured)
+        return dict(comm.state.get(Choices).tuner.entries[kind, bucket_of(size)].measured)
 
     def _named(self, name: str) -> Collectives:
         return self.forest if name == "forest" else NATIVE
@@ -236,7 +237,7 @@ class AutoCollectives(Collectives):
             assert chosen is not None  # a cluster file predicts it
             return chosen.name, None
         bucket = kind, bucket_of(size)
-        name, timed = turn(Choices.of(comm).tuner, bucket, x)
+        name, timed = turn(comm.state.get(Choices).tuner, bucket, x)
         return name, bucket if timed else None
 
     def _run(self, comm: Comm, kind: str, x: Tensor, size: int) -> Tensor:
@@ -248,7 +249,7 @@ class AutoCollectives(Collectives):
     def _trial(self, comm: Comm, bucket: tuple[str, int], name: str, x: Tensor) -> Tensor:
         kind, size = bucket
         self.forest.trees(comm)  # planning must not be part of the measured time
-        return trial(Choices.of(comm).tuner, bucket, name, comm, x,
+        return trial(comm.state.get(Choices).tuner, bucket, name, comm, x,
                      lambda one: getattr(self._named(one), kind)(comm, x),
                      f"collectives auto over {comm.name}, {kind} of about {2 ** size} bytes")
 
@@ -263,11 +264,6 @@ class Predictions:
 
     known: dict[tuple[str, Cluster, str, int], str] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, comm: Comm) -> Predictions:
-        """Return the predictions of a group. The object is created on first use."""
-        return comm.state.get(cls)
-
 
 class Choices:
     """The trials of the collectives in one group, stored in the state of the group."""
@@ -275,8 +271,3 @@ class Choices:
     def __init__(self, rules: TunerSettings = RULES) -> None:
         self.tuner: Tuner[tuple[str, int], str] = Tuner(
             lambda bucket: dict.fromkeys(("native", "forest")), rules)
-
-    @classmethod
-    def of(cls, comm: Comm) -> Choices:
-        """Return the trials of a group. They are created on first use."""
-        return comm.state.get(cls)

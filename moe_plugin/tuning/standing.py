@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,7 @@ from moe_plugin.planner.spill import Counts, SpillCosts, SpillPlan
 from moe_plugin.planner.standing import StandingReplicas
 from moe_plugin.records import ExpertRows, RowCounts
 from moe_plugin.routing.counting import counts
-from moe_plugin.utils.machine import record_event
+from moe_plugin.tuning.timer import mark, seconds_between
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class MeasuredSpeeds:
         The mean speed of the other ranks is used for a rank that has not computed any rows. All
         ranks must call this method. On a GPU, the host waits for the device.
         """
-        seconds = sum(_between(start, end) for start, end in self._marks)
+        seconds = sum(seconds_between(start, end) for start, end in self._marks)
         if self._rows and seconds > 0:
             self._average.add(self._rows, seconds)
         self._rows = 0
@@ -115,23 +114,10 @@ class MeasuredSpeeds:
         return [speed or mean for speed in speeds] if known else None
 
     def _before(self, experts: Experts, args: tuple[ExpertRows]) -> None:
-        self._start = _mark(args[0].x)
+        self._start = mark(args[0].x.device)
 
     def _after(self, experts: Experts, args: tuple[ExpertRows], output: Tensor) -> None:
         rows = args[0].rows
         if experts.training and isinstance(rows, RowCounts) and rows.total:
             self._rows += rows.total
-            self._marks.append((self._start, _mark(output)))
-
-
-def _mark(x: Tensor) -> Any:
-    if x.device.type != "cuda":
-        return time.perf_counter()
-    return record_event(x.device)
-
-
-def _between(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+            self._marks.append((self._start, mark(output.device)))

@@ -13,6 +13,19 @@ from moe_plugin.records import DispatchPlan, KeptRouting
 from moe_plugin.utils.machine import record_event
 
 
+def mark(device: torch.device) -> Any:
+    """Return the current time, or an event that a GPU records now."""
+    return record_event(device) if device.type == "cuda" else time.perf_counter()
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Return the seconds between two marks. On a GPU, the host waits for the second mark."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 class CallTimer:
     """A timer for the forward and backward passes of one call.
 
@@ -63,17 +76,10 @@ class CallTimer:
                                                           if self.wants_backward else 0.0)
 
     def _mark(self, name: str) -> None:
-        if self.device.type == "cuda":
-            self.marks[name] = record_event(self.device)
-        else:
-            self.marks[name] = time.perf_counter()
+        self.marks[name] = mark(self.device)
 
     def _between(self, start: str, end: str) -> float:
-        first, last = self.marks[start], self.marks[end]
-        if self.device.type == "cuda":
-            last.synchronize()
-            return first.elapsed_time(last) / 1e3
-        return last - first
+        return seconds_between(self.marks[start], self.marks[end])
 
 
 class _Mark(torch.autograd.Function):

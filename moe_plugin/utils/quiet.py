@@ -64,7 +64,6 @@ FAIRSEQ = (
     Known("hydra.main", _SCHEMA),
     Known("__main__", _SCHEMA),  # in fairseq-generate
     Known("sys", _SCHEMA),
-    Known("__main__", _SCHEMA),
     Known("fairseq_cli.hydra_train", _SCHEMA),
     Known("moe_plugin.hosts.fairseq.compat.hydra_train", _SCHEMA),
     Known("fairseq.tasks.fairseq_task", r"`torch.cuda.amp.autocast\(args...\)` is deprecated"),

@@ -18,7 +18,7 @@ from typing import Any
 from moe_plugin.planner.all_to_all_cost import predict
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Link, load_cluster, load_device
-from moe_plugin.planner.events import ParmShape, schedule_s
+from moe_plugin.planner.events import ParmShape, Task
 from moe_plugin.planner.forest import plan
 from moe_plugin.planner.forest.baselines import baselines
 from moe_plugin.planner.forest.presets import preset
@@ -26,7 +26,7 @@ from moe_plugin.planner.forest.simulate import program_of
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost
 from moe_plugin.planner.model import ModelPlan, ModelShape
 from moe_plugin.planner.model_search import ScaleRow, scale_table, static_layer_s
-from moe_plugin.planner.once import GroupShape, all_reduce_s
+from moe_plugin.planner.once import GroupShape, all_gather_s, all_reduce_s, all_to_all_s
 from moe_plugin.planner.pipeline.slices import cut
 from moe_plugin.planner.plan_cost import dense_layer_s, time_of
 from moe_plugin.planner.prefill import CUTS, Kernel, PrefillLoad, choices
@@ -159,6 +159,50 @@ def trees(boxes: int = 2) -> float:
     return max(float(ring.inverse_bandwidth() / program_of(plan(network, kind)).inverse_bandwidth())
                for kind in ("all_gather", "reduce_scatter", "all_reduce")
                for ring in baselines(network, kind) if ring.name == "ring")
+
+
+def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False,
+                   pieces: int = 1) -> list[Task]:
+    """Return the tasks that simulate the exchanges of one forward pass.
+
+    Args:
+        schedule: `baseline`, `s1` or `s2`; see `planner.events`.
+        overlap: whether the all-gather of schedule `s2` overlaps with the second all-to-all.
+        pieces: number of pieces into which overlapping exchanges are split. Defaults to 1.
+    """
+    world, mp, esp = GroupShape(cluster.ranks), GroupShape(shape.replicas), GroupShape(shape.shards)
+    if schedule == "baseline":
+        volume = shape.bytes_rows * shape.shards
+        parallel = GroupShape(max(1, cluster.ranks // shape.shards), shape.shards)
+        return [
+            Task("esp gather", "network",
+                 all_gather_s(cluster, esp, shape.bytes_in) if shape.shards > 1 else 0.0),
+            Task("out", "network", all_to_all_s(cluster, parallel, "linear", volume),
+                 ("esp gather",)),
+            Task("esp reduce", "network", all_reduce_s(cluster, esp, volume), ("out",)),
+            Task("back", "network", all_to_all_s(cluster, parallel, "linear", volume),
+                 ("esp reduce",))
+        ]
+    volume = shape.bytes_rows * shape.shards / shape.replicas
+    out = Task("out", "network", all_to_all_s(cluster, world, "linear", volume))
+    gathered = shape.bytes_in if schedule == "s1" else shape.bytes_rows
+    pieces = pieces if schedule == "s2" and overlap else 1
+    gather = all_gather_s(cluster, mp, gathered / shape.replicas) if shape.replicas > 1 else 0.0
+    tasks = [out]
+    for i in range(pieces):
+        tasks.append(Task(f"back{i}", "network", out.seconds / pieces, ("out",)))
+        tasks.append(
+            Task(f"gather{i}", "inside" if pieces > 1 else "network", gather / pieces,
+                 (f"back{i}",)))
+    return tasks
+
+
+def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False) -> float:
+    """Predict the time in seconds of a forward pass's exchanges with a closed formula."""
+    times = {t.name: t.seconds for t in schedule_tasks(shape, cluster, schedule)}
+    if schedule == "s2" and overlap:
+        return times["out"] + max(times["back0"], times["gather0"])
+    return sum(times.values())
 
 
 @cache

@@ -37,7 +37,6 @@ ASKED_BY_BENCHMARKS = {
     "hosts.megatron.compat.aux_losses.forget_losses",
     "hosts.megatron.compat.core.gpt_moe_layer_spec",
     "hosts.megatron.compat.cpu.building",
-    "planner.events.schedule_s", "planner.events.schedule_tasks",
     "planner.units.parse_rate", "planner.units.parse_time",
 }
 
