@@ -97,7 +97,9 @@ class Conversion:
                            "damage in these files is not detected", len(unsealed),
                            len(self.source.files()), self.source.format, unsealed[0])
         try:
-            self._verify()
+            for path in self.source.files():
+                refuse_damaged([path])
+                self.advance(path.stat().st_size)
             self._write(view, plan)
         except OSError as error:
             kept = (f"completed files remain in {str(self.scratch)!r} and are reused by the next "
@@ -134,11 +136,6 @@ class Conversion:
         if dtype is None:
             return view
         return View(view, (_cast_model(view.tensor(key), dtype) for key in view.entries))
-
-    def _verify(self) -> None:
-        for path in self.source.files():
-            refuse_damaged([path])
-            self.advance(path.stat().st_size)
 
     def _write(self, view: Source, plan: Mapping[str, Any]) -> None:
         scratch, progress = self.scratch, _Progress(self, plan)

@@ -146,7 +146,8 @@ class _Tables:
                     start, rows = start + sum(flow[:target]), flow[target]
                 if rows:
                     runs.append((start, rows))
-        return _take_runs(order_N, _merged(runs), starts[-1])
+        pieces = [order_N.narrow(0, *run) for run in _merged(runs)]
+        return torch.cat([*pieces, order_N[starts[-1]:]])
 
 
 def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -158,8 +159,3 @@ def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, rows))
     return merged
-
-
-def _take_runs(order_N: Tensor, runs: list[tuple[int, int]], total: int) -> Tensor:
-    """Return the elements of order_N in the runs (start, length), then all after `total`."""
-    return torch.cat([*(order_N.narrow(0, *run) for run in runs), order_N[total:]])

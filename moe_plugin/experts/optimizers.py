@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -102,19 +102,18 @@ def replaces_parameters(function: Callable[P, R]) -> Callable[P, R]:
     return marking
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     mixed = _SEEN.get(optimizer)
     if mixed is None:
-        parameters = list(_parameters(optimizer))
+        parameters = [x for group in optimizer.param_groups for x in group["params"]]
         _refuse_products(optimizer, parameters)
         _refuse_copies(optimizer, parameters)
         _refuse_early(parameters)
         _warn_discarded(parameters)
-        mixed = any(_is_mixed(group) for group in optimizer.param_groups)
+        # torch's `foreach` and `fused` optimizers do not accept sharded and unsharded parameters in
+        # the same call
+        mixed = any(("foreach" in group or "fused" in group) and len(_parts(group)) > 1
+                    for group in optimizer.param_groups)
         _SEEN[optimizer] = mixed
     if mixed:
         # restored after the step, because schedulers and checkpoints use the original groups
@@ -127,13 +126,6 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     groups = _WHOLE_GROUPS.pop(optimizer, None)
     if groups is not None:
         optimizer.param_groups = groups
-
-
-def _is_mixed(group: dict[str, Any]) -> bool:
-    """Return whether torch's `foreach` and `fused` optimizers would fail for a parameter group.
-    These optimizers do not accept sharded and unsharded parameters in the same call.
-    """
-    return ("foreach" in group or "fused" in group) and len(_parts(group)) > 1
 
 
 def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:

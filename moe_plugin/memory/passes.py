@@ -154,7 +154,8 @@ class BlockPasses:
             ValueError: If the block returned an invalid object.
         """
         module = self.modules[number]
-        before = _values(module) if keep else {}
+        # Copies, because some kernels update statistics without increasing a version counter.
+        before = {place: x.clone() for place, x in _buffers(module)} if keep else {}
         for m, x in enumerate(self._x):
             with (torch.no_grad(), first_pass(), self.randomness(m, number),
                   record_routing() as tape):
@@ -233,13 +234,6 @@ def _buffers(module: nn.Module) -> Iterator[tuple[Place, Tensor]]:
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 yield (owner, name), buffer
-
-
-def _values(module: nn.Module) -> dict[Place, Tensor]:
-    """Copy the buffers. Version counters cannot be used to detect changed buffers, because some
-    kernels update statistics without increasing the version counter.
-    """
-    return {place: buffer.clone() for place, buffer in _buffers(module)}
 
 
 @contextmanager

@@ -293,7 +293,9 @@ def link(model: nn.Module) -> int:
             del layer.route
     if not any(asked):
         for before, after in zip(layers, layers[1:], strict=False):
-            if before.config.router.predict and _predictable(before, after):
+            # knowing the experts of the next block earlier saves time only if they are stored
+            if (before.config.router.predict and before.model_dim == after.model_dim
+                    and after.experts.stored):
                 NextBlockRouting(before, after, None, None).attach()
         return 0
     # One mailbox between each pair of neighbours. The first layer has no inbox, the last no outbox.
@@ -306,11 +308,6 @@ def link(model: nn.Module) -> int:
         "With a checkpoint without pre-gates, each pre-gate starts as the gate of its layer.",
         len(layers), len(layers))
     return len(layers) - 1
-
-
-def _predictable(before: LinkableLayer, after: LinkableLayer) -> bool:
-    """Return whether knowing the experts of the next block earlier saves time."""
-    return before.model_dim == after.model_dim and after.experts.stored
 
 
 def _check_widths(layers: Sequence[LinkableLayer]) -> None:

@@ -141,7 +141,8 @@ def _inside(comm: Comm, x: Tensor, send: list[int], plan: _Plan) -> Tensor:
     out_lengths = [sum(send[d] for d in plan.served[rank]) for rank in node]
     in_lengths = [sum(plan.counts[rank]) for rank in node]
     got = x.new_empty((sum(in_lengths), *x.shape[1:]))
-    _swap(comm, node, grouped.split(out_lengths), got.split(in_lengths))
+    _swap(comm, dict(zip(node, grouped.split(out_lengths), strict=True)),
+          dict(zip(node, got.split(in_lengths), strict=True)))
     served = len(plan.counts[comm.rank])
     lengths = [length for rank in node for length in plan.counts[rank]]
     return reorder(got, lengths, [i * served + d for d in range(served) for i in range(len(node))])
@@ -161,7 +162,7 @@ def _between(comm: Comm, topology: Topology, gathered: Tensor, recv: list[int],
         _via(topology, node, comm.rank): part
         for node, part in zip(topology.nodes, out.split(totals), strict=True)
     }
-    _swap_dicts(comm, outgoing, incoming)
+    _swap(comm, outgoing, incoming)
     if topology.node_major:
         return out
     # The pieces have arrived node by node, but the result must be in rank order.
@@ -171,12 +172,6 @@ def _between(comm: Comm, topology: Topology, gathered: Tensor, recv: list[int],
                    [starts[rank] for rank in range(comm.size)])
 
 
-def _swap(comm: Comm, ranks: Sequence[int], sources: Sequence[Tensor],
-          targets: Sequence[Tensor]) -> None:
-    _swap_dicts(comm, dict(zip(ranks, sources, strict=True)), dict(zip(ranks, targets,
-                                                                       strict=True)))
-
-
-def _swap_dicts(comm: Comm, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
+def _swap(comm: Comm, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
     exchange_pieces(comm, [(p, outgoing[p]) for p in ring(sorted(outgoing), comm.rank)],
                     [(p, incoming[p]) for p in reversed(ring(sorted(incoming), comm.rank))])

@@ -134,7 +134,9 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
         shutil.rmtree(half, ignore_errors=True)
         make_folder(half)
         for block in trainer.blocks:
-            metadata = {_STEP: str(trainer.steps), **_numbers(block)}
+            metadata = {_STEP: str(trainer.steps)} | {
+                f"{_STATE}{i}.{name}": repr(float(x))
+                for (i, name), x in state_of(block.optimizer, numbers=True).items()}
             more = {} if beside is None else _additional_tensors(block, beside(block.number))
             tensors = _tensors(block)
             if finite:
@@ -235,12 +237,6 @@ def _tensors(block: StreamedBlock) -> dict[str, Tensor]:
 def _key(name: str) -> tuple[int, str]:
     number, _, field = name.removeprefix(_STATE).partition(".")
     return int(number), field
-
-
-def _numbers(block: StreamedBlock) -> dict[str, str]:
-    """Return the scalars of the optimizer state as strings."""
-    return {f"{_STATE}{i}.{name}": repr(float(x))
-            for (i, name), x in state_of(block.optimizer, numbers=True).items()}
 
 
 def _check(block: StreamedBlock, path: Path) -> None:

@@ -106,9 +106,6 @@ class StateInFiles:
         self._layout.fill(flat_N, [state[key] for key in sorted(state)])
         return self._held.stage(flat_N)
 
-    def _current_state(self) -> dict[tuple[int, str], Tensor]:
-        return state_of(self.optimizer) | {(i, _MAIN): p.data for i, p in self._mains.items()}
-
     def _replace_state(self, state: State) -> None:
         set_state(self.optimizer, {key: x for key, x in state.items() if key[1] != _MAIN})
         for i, p in self._mains.items():
@@ -136,7 +133,7 @@ class StateInFiles:
 
     def leave(self, copier: Copier, room: OptimizerStateBuffer) -> None:
         """Start writing the optimizer's state to files, and remove the state from memory."""
-        state = self._current_state()
+        state = state_of(self.optimizer) | {(i, _MAIN): p.data for i, p in self._mains.items()}
         if not state:
             return
         tensors = [state[key] for key in sorted(state)]

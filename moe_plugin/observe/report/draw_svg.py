@@ -137,7 +137,8 @@ def _line_chart(f: LineChart, span: _Span) -> Drawing:
 
     rows = ticks(low, high, least=1.0 if f.unit == "count" else 0.0, unit=f.unit)
     grid = "".join(f'<path class="grid" d="M0 {y_of(v):.1f}H{WIDTH}"/>' for v in rows)
-    styles = [_style(one, i) for i, one in enumerate(f.lines)]
+    styles = ["ref" if one.dashed else f"c{i % COLORS}" + (" marks" if one.marks else "")
+              for i, one in enumerate(f.lines)]
     curves = "".join(_curve(one, style, x_of, y_of)
                      for one, style in zip(f.lines, styles, strict=True))
     measured = [one for one in f.lines if not one.dashed]
@@ -157,10 +158,6 @@ def _line_data(one: Line) -> dict[str, Any]:
     if one.means is not None:
         data["means"] = [_plain(v) for v in one.means]
     return data
-
-
-def _style(one: Line, index: int) -> str:
-    return "ref" if one.dashed else f"c{index % COLORS}" + (" marks" if one.marks else "")
 
 
 def _range(f: LineChart) -> _Span:

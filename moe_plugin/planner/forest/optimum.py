@@ -272,7 +272,8 @@ class Splitting:
         # a pair with u = t only removes capacity, which is checked in the same way
         self._change(switch, pairs, 1)
         only = pairs[0][2] if len(pairs) == 1 else None
-        lack, rank = self._demand().missing(only if only else 1, self._suspects)
+        demand = Demand(self._nodes, self.capacity, self._roots)
+        lack, rank = demand.missing(only if only else 1, self._suspects)
         if lack:
             self._suspects = [rank, *(r for r in self._suspects if r != rank)][:8]
             self._change(switch, pairs, -1)
@@ -284,9 +285,6 @@ class Splitting:
             pairs = [(*pairs[0][:2], only - lack)]
             self._change(switch, pairs, 1)
         self._join(switch, pairs)
-
-    def _demand(self) -> Demand:
-        return Demand(self._nodes, self.capacity, self._roots)
 
     def _change(self, switch: int, pairs: Iterable[Pair], sign: int) -> None:
         for u, t, count in pairs:

@@ -196,7 +196,9 @@ def run(program: Program, size: float, chunks: int = 64) -> Simulated:
     verify(program)
     depth = starts(program)[1]
     # earlier chunks go first and, among hops of a chunk, those with the longest remaining path
-    seconds = simulate_ready(_by_chunk(program, size, chunks)).seconds
+    hops = sorted(_hops(program, size, chunks), key=lambda hop: -hop.rest)
+    seconds = simulate_ready(
+        [hop.task(chunk) for chunk in range(chunks) for hop in hops]).seconds
     promised = float(program.inverse_bandwidth()) * size / 1e9 * (1 + (depth - 1) / chunks)
     if seconds > promised:
         seconds = min(seconds, simulate(_by_wave(program, size, chunks)).seconds)
@@ -271,11 +273,6 @@ def _rests(program: Program) -> list[int]:
         start = move.piece, move.source
         longest[start] = max(longest[start], rests[-1])
     return rests[::-1]
-
-
-def _by_chunk(program: Program, size: float, chunks: int) -> list[Task]:
-    hops = sorted(_hops(program, size, chunks), key=lambda hop: -hop.rest)
-    return [hop.task(chunk) for chunk in range(chunks) for hop in hops]
 
 
 def _by_wave(program: Program, size: float, chunks: int) -> Iterator[Task]:

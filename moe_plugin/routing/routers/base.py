@@ -107,7 +107,9 @@ class Router(BuffersKeepDtype, RouterModule):
         if torch.empty(0, device=device).is_meta:
             with torch.device("cpu"):  # overrides an active `torch.device("meta")` context
                 self._build(dtype, "cpu")
-            self._parameters_to_meta()
+            # not the buffers, which could not be restored
+            for name, parameter in self.named_parameters(recurse=False):
+                setattr(self, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
         else:
             self._build(dtype, device)
         self.reset_parameters()
@@ -157,11 +159,6 @@ class Router(BuffersKeepDtype, RouterModule):
         if self.schedule is None:  # the checkpoint may come from a run with a schedule
             state_dict.pop(f"{prefix}schedule.now", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _parameters_to_meta(self) -> None:
-        """Move parameters to the meta device, but not buffers, which could not be restored."""
-        for name, parameter in self.named_parameters(recurse=False):
-            setattr(self, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
 
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create `weight_ED` and `logit_bias_E`. Subclasses may create additional tensors."""

@@ -130,7 +130,7 @@ class ServedStage:
 
     def _loss_of(self, out: Tensor, target: Any) -> tuple[Tensor, Message]:
         assert self.loss is not None  # the last stage has one
-        result = self.loss(out, _moved(target, self.device))
+        result = self.loss(out, target.to(self.device) if isinstance(target, Tensor) else target)
         return result if isinstance(result, tuple) else (result, {})
 
     def backward(self, micro_batch: int, x: Tensor, grad: Tensor | None, target: Any
@@ -246,7 +246,3 @@ class ServedStage:
                     "weights; use layers without running statistics, and a balance loss instead of "
                     "a router with count-based biases")
         self._checked = True
-
-
-def _moved(target: Any, device: torch.device) -> Any:
-    return target.to(device) if isinstance(target, Tensor) else target
