@@ -280,7 +280,6 @@ class MoEOutput:
     Attributes:
         output: a tensor with the shape and dtype of the input.
         losses: unweighted, differentiable losses by name, which `weighted_loss` sums.
-        stats: the statistics of the call.
     """
 
     output: Tensor

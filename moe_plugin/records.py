@@ -361,7 +361,6 @@ class Tokens:
     """A call's tokens that this rank routes, validated and flattened to one dimension.
 
     Attributes:
-        x_TD: the tokens, [T, D].
         mask_T: bool [T], False for padding tokens. None if there is no padding.
         info: additional inputs for routers and losses.
         shape: the shape of the layer's input.

@@ -51,7 +51,6 @@ def check_routed(config: MoEConfig, ranks: int) -> None:
     """Check the settings of a model that has its own router.
 
     Args:
-        config: the settings.
         ranks: the size of the expert-parallel group.
     Raises:
         ValueError: a setting would be ignored, or would change the model's result.
@@ -77,8 +76,6 @@ class RoutedCall:
     """Data about one call of a layer, which is passed to `Statistic.measure`.
 
     Attributes:
-        layout: the layout of the call.
-        kept: the routing of the call.
         rows: the number of rows that the experts of this rank computed.
         sent: counters of the data that this rank sent in the call.
         experts: the experts of this rank.
@@ -99,7 +96,6 @@ class RoutedExperts:
     `experts`, so that checkpoints, FSDP and DDP see the parameters under short and stable names.
 
     Args:
-        config: the settings of the layer.
         placement: describes which ranks store each expert.
         experts: the experts of this rank, without any adapter that wraps them.
         host: information that the host framework provides about the layer.
@@ -280,8 +276,6 @@ class RoutedExperts:
         """Return the statistics of a call.
 
         Args:
-            layout: the layout of the call.
-            kept: the routing of the call.
             rows: the number of rows that this rank's experts computed (`DispatchPlan`).
             traffic: counters of the data that this rank sends. None if the group has only one rank.
         """

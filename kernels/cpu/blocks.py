@@ -250,7 +250,6 @@ class BlockRows:
         """Create the views of all blocks.
 
         Args:
-            blocks: the blocks.
             memory: tensor with the rows. The tensor may have additional rows at its end. The
                 matmuls of the last expert may compute additional rows, which are written there.
             whole: True if the memory has the rows of all blocks, False if blocks share it.
@@ -285,8 +284,6 @@ class GatheredRows:
     """The rows of tokens, gathered one block at a time, with the interface of `BlockRows`.
 
     Args:
-        blocks: the blocks.
-        x_TW: tokens.
         token_R: index of each row's token.
         rows: buffer for the rows of one block.
     """
@@ -309,8 +306,6 @@ class WeightedRows:
     """The rows of tokens, multiplied by one factor per row, computed one block at a time.
 
     Args:
-        blocks: the blocks.
-        x_TW: tokens.
         token_R: index of each row's token.
         scale_R: the factor of each row, in float32 (float64 for float64 rows).
     """

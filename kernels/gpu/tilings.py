@@ -141,7 +141,6 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
     """Return the tile size for a matmul over rows.
 
     Args:
-        chip: properties of the GPU.
         dtype: dtype of the operands.
         rows_each: average number of rows per expert. A large tile of few rows is mostly empty.
         results: number of output tiles accumulated at a time (2 for the gate and up matrices).
@@ -180,7 +179,6 @@ def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str 
     """Return the tile size for a weight-gradient matmul, which sums over rows.
 
     Args:
-        chip: properties of the GPU.
         dtype: dtype of the operands.
         gathers: whether the rows of either operand are gathered. For gathered rows, the row indices
             are loaded one stage before the rows. For gathered rows, Triton merges two stages into
@@ -212,7 +210,6 @@ def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,
     matrix has more tiles than there would be parts.
 
     Args:
-        chip: properties of the GPU.
         tiling: tile size of the weight gradient, as returned by `weight_tiling`.
         tiles: number of tiles in one expert's matrix.
         rows: total number of rows of all experts.

@@ -188,7 +188,6 @@ def full_state(layer: MoELayer, below: str | tuple[str, ...] = "") -> Mapping[st
     If the experts are distributed over several ranks, all ranks must call this function.
 
     Args:
-        layer: the layer.
         below: prefix or tuple of prefixes. Only tensors whose names start with one of them are
             returned. By default, all tensors are returned.
     """

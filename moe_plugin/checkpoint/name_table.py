@@ -196,7 +196,6 @@ class NameTable:
         """Convert tensors of the format to framework-independent tensors and yield them.
 
         Args:
-            tensors: tensors of the format.
             others: function that is called for each tensor whose name matches no rule. `others`
                 converts the tensor or raises an error.
             experts: number of experts in a layer, or 0 if it must be determined from the tensors.

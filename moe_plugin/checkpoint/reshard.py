@@ -276,7 +276,6 @@ def columns_of_rank(source: Source, rank: int, size: int,
     """Return the columns that one rank of an expert-parallel group stores.
 
     Args:
-        source: the source.
         rank, size: rank in the expert-parallel group, and number of ranks in this group.
         shards: number of ranks among which each expert is split, either one number for all layers
             or a mapping by layer prefix. Optional.

@@ -91,7 +91,6 @@ def check_sizes(model: nn.Module, sizes: Mapping[int, int], world: int) -> None:
     `change_expert_parallel`.
 
     Args:
-        model: the model.
         sizes: mapping from a training step to the group size from this step on.
         world: number of data-parallel ranks.
     """

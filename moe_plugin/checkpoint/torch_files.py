@@ -43,7 +43,6 @@ class StoredTensor:
     """The location of a tensor in a file.
 
     Args:
-        path: path of the file.
         start: position of the tensor's first element in the file, in bytes.
         shape, stride: shape and strides of the tensor, in elements. Strides must not be negative.
         dtype: data type of the elements.
@@ -118,7 +117,6 @@ def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = F
     Tensors with the same storage and shape have the same read function.
 
     Args:
-        path: path of the file.
         allowed: classes that the file may contain. See `trust.load`.
         what: description of the file for error messages.
         trusted: whether to unpickle arbitrary classes.
@@ -144,7 +142,6 @@ def open_mapping(path: Path, remedy: str, allowed: Iterable[Any] = (), trusted: 
     """Load a checkpoint file that contains a mapping. See `open_lazily`.
 
     Args:
-        path: path of the file.
         remedy: advice for the error message about a damaged file.
         allowed, trusted: see `open_lazily`.
         check: function that raises `ValueError` if the mapping is not valid in this format.
@@ -213,7 +210,6 @@ class SealedWriter:
         """Start writing one file.
 
         Args:
-            path: path of the file.
             state: nested mappings, lists and tuples of tensors, `Derived` and other values.
             done: function that another thread calls after the file has been flushed to disk.
         Raises:
@@ -242,7 +238,6 @@ class SealedWriter:
         """Start writing tensors into an existing file, which `checksums.seal` then completes.
 
         Args:
-            path: path of the file.
             order: pairs (position in bytes, tensor to be written there), sorted by position.
             done: function that another thread calls after the file has been flushed to disk.
         """

@@ -166,7 +166,6 @@ class Unpickler(pickle.Unpickler):
     """An unpickler that accepts only allowed classes, and members of allowed enums.
 
     Args:
-        stream: the pickle.
         allowed: names of the allowed classes, in the form `module.name`.
         what: description of the file for error messages.
     Raises:

@@ -23,7 +23,6 @@ def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
     are not compared.
 
     Args:
-        comm: the group.
         settings: mapping from the name of each setting to its value. Two values are considered
             equal if their `repr` strings are equal.
     Raises:
@@ -50,7 +49,6 @@ def exchange_ints(comm: Comm, sends: Mapping[int, Sequence[int]],
     to itself are copied without any communication.
 
     Args:
-        comm: the group.
         sends: mapping from each receiving rank to the integers that this rank sends to it.
         recvs: mapping from each sending rank to the number of integers that it sends to this rank.
     Returns:

@@ -128,7 +128,6 @@ def swap_equal(comm: Comm, ranks: Sequence[int], x: Tensor, out: Tensor) -> None
     """Exchange pieces of equal length among `ranks`, which must include this rank.
 
     Args:
-        comm: the group.
         ranks: ranks of the group that participate in the exchange.
         x: contiguous tensor [len(ranks) * n, ...]. Piece i is sent to `ranks[i]`.
         out: contiguous tensor [len(ranks) * n, ...]. Piece i is received from `ranks[i]`.

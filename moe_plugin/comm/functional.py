@@ -50,7 +50,6 @@ def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] |
 
     Args:
         x: [sum(send), ...].
-        comm: the group.
         algorithm: all-to-all algorithm to use.
         send: optional. Lengths of the pieces sent to each rank; see `Comm.all_to_all`.
         recv: optional. Lengths of the pieces received from each rank; see `Comm.all_to_all`.
@@ -84,7 +83,6 @@ def with_backward(x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
 
     Args:
         x: [n, ...].
-        comm: the group.
         forward: name of the collective to run: `all_gather`, `reduce_scatter`, `all_reduce` or
             `own_part`. `own_part` returns this rank's part (1/size) along dimension 0.
         backward: collective that computes the gradient: any name of `forward`, or `identity`.
@@ -154,6 +152,5 @@ def enter(x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None,
         x_TD: tokens, which must be equal on all ranks.
         weights_TK: routing weights of the tokens, which must be equal on all ranks.
         anchor: optional. Parameter that keeps this in the autograd graph; see `comm.functional`.
-        comm: the group.
     """
     return (x_TD, weights_TK) if comm.size == 1 else _Enter.apply(x_TD, weights_TK, anchor, comm)

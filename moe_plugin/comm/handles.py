@@ -48,7 +48,6 @@ def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None
     """Start an all-to-all without autograd. All ranks must start exchanges in the same order.
 
     Args:
-        comm: the group.
         algorithm: all-to-all algorithm. The algorithm is resolved during the call of `start`, in
             program order. If the resolved exchange cannot run in the background, it is complete
             when this function returns.
@@ -81,7 +80,6 @@ class Series:
     the exchange starts.
 
     Args:
-        comm: the group.
         algorithm: all-to-all algorithm. The algorithm is resolved at every `put`, in program order.
             A direct exchange is resolved only once for the whole sequence.
         sends: for each exchange, a list with the number of rows sent to each rank.

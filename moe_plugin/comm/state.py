@@ -215,7 +215,6 @@ class PostedMessages:
     group's state therefore keeps the tensors and work objects alive for a while.
 
     Args:
-        state: the state of the group.
         seconds: how long the messages are kept alive if no code waits for them.
         wait: function that is called with `works` and `messages` and waits for the messages.
         works: torch's work objects of the messages.

@@ -103,7 +103,6 @@ def rounds_of(schedule: Schedule, rank: int, shards: Sequence[int], chunks: int)
 
     Args:
         schedule: schedule of an all-gather (from the roots) or of a reduce-scatter (to the roots).
-        rank: the rank.
         shards: the start of each rank's shard, and the last shard's end; see `shards_of`.
         chunks: number of chunks into which each tree's part of a shard is split.
     """
@@ -268,7 +267,6 @@ class _Run:
     """One run of all rounds of a collective.
 
     Attributes:
-        comm: the group.
         flat_N: the whole tensor, viewed as a vector.
         rounds: the rounds of this rank.
         what: name of the collective, for use in messages.

@@ -224,7 +224,6 @@ def check_settings(config: DispatchConfig, training: bool = True) -> None:
     """Check the capacity settings and the settings of bounded rows.
 
     Args:
-        config: the dispatch settings.
         training: True if training calls need a capacity, too, not only evaluation calls.
     Raises:
         ValueError: If the dispatcher has fixed slots but no capacity is set, or if a setting of

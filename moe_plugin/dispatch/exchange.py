@@ -215,7 +215,6 @@ class SentPieces(Sent):
     Args:
         arriving: iterator that yields the rows for the experts, one piece at a time (`Sent`).
         anchor: anchor that was passed to `Dispatcher.dispatch`.
-        plan: the plan of the call.
         mapped: True if experts write outputs in the rows' arrival order (`Piece.results`).
         back: exchange that sends the outputs back.
     """

@@ -45,7 +45,6 @@ def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
     """Return a call's plan with spilling, after an exchange of counts and a copy to the host.
 
     Args:
-        kept: routing of the call.
         place: the ranks that store each expert.
         overlap: number of pieces of the exchange.
         planner: object that decides which rank computes which rows.

@@ -52,7 +52,6 @@ def package_why_not(package: str, file: str, name: str, install: str) -> str | N
     The package is not imported, because that would load its libraries and might require a GPU.
 
     Args:
-        package: name of the package.
         file: path within the package. Only the required version of the package contains this file.
         name: name of the required software, for use in the message.
         install: installation instructions, for use in the message.
@@ -111,7 +110,6 @@ class TokenExchange(ABC):
     """A package's buffers to exchange tokens within a group. Their creation is collective.
 
     Attributes:
-        comm: the group.
         size: maximum sizes that the buffers support.
         agrees: True if the package needs `Size.tokens`.
     """

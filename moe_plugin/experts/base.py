@@ -329,7 +329,6 @@ def check_memory(config: MoEConfig, place: Placement, factory: Callable[[int], n
     disk.
 
     Args:
-        config: the settings of the layer.
         place: describes which ranks store each expert.
         factory: the function that creates custom experts, or None.
         dtype: the dtype of the parameters. Defaults to torch's default dtype.

@@ -326,7 +326,6 @@ def _changed(optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[
     """Apply a function to the optimizer state of each expert parameter.
 
     Args:
-        optimizer: the optimizer.
         change: a function that computes a new state tensor from the parameter, the old state
             tensor, the parameter's name and its placement.
         keys: the key of each parameter in the state dict, in the order of the parameters.

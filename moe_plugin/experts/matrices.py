@@ -137,7 +137,6 @@ def is_vector(parameter: Tensor, stacks: Collection[int]) -> bool:
     """Return whether a parameter is a vector, such as a bias, or a stack of one vector per expert.
 
     Args:
-        parameter: the parameter.
         stacks: the result of `stacked` for the model that contains the parameter.
     """
     return parameter.ndim - (id(parameter) in stacks) < 2

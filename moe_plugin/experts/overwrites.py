@@ -294,7 +294,6 @@ class DDPCheck:
 
         Args:
             built: the layer's experts, without any adapters that wrap them.
-            layer: the layer.
         """
         experts: nn.Module = layer.experts  # type: ignore[assignment]
         if torch.compiler.is_compiling():

@@ -99,7 +99,6 @@ class SharedExpert(nn.Module):
         """Compute the shared expert's outputs, [T, D], in the tokens' dtype, 0 for padding.
 
         Args:
-            x_TD: the tokens, [T, D].
             mask_T: bool [T], True for tokens that are not padding. None if there is no padding.
         """
         if mask_T is not None:
@@ -124,7 +123,6 @@ class OverlappedWork:
 
     Args:
         shared: the layer's shared expert, or None.
-        tokens: the tokens of the call.
         more: another function of the layer's caller to run during the exchange, or None.
     """
 
@@ -157,7 +155,6 @@ def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
 
     Args:
         y_TD: the outputs of the routed experts, [T, D].
-        tokens: the tokens of the call.
         routing: the routing result of the call. `routing.passthrough_T` may be None.
         shared_TD: the outputs of the shared expert, [T, D], or None.
     Returns: the sum, [T, D], in the dtype of the tokens.
@@ -197,7 +194,6 @@ class LatentProjection(nn.Module):
         """Build the projection. Returns None if the settings do not specify a latent projection.
 
         Args:
-            config: the settings of the layer.
             where: the dtype and device of the parameters.
         """
         return cls(config, **where) if config.experts.latent_dim else None

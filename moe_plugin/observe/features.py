@@ -129,7 +129,6 @@ class LayerRecords(RunFeature):
     """A run feature that writes records, timelines and findings, as set in `observe`.
 
     Args:
-        config: the `observe` settings.
         layers: the layers by name, whose statistics the caller passes on. See `listen`.
         comm: the ranks over which statistics are summed. Rank 0 writes the files.
         host: the name of the host framework, which is shown in the report.

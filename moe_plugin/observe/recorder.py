@@ -136,7 +136,6 @@ class StatsRecorder:
 
         Args:
             name: a name for the copied data.
-            copier: the copier.
             on_device: function that returns the device memory in use, called once per record.
         """
         self._copiers[name] = _Copies(copier, on_device)

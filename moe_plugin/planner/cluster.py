@@ -23,7 +23,6 @@ class Device:
     """Speed and memory of the processor that one rank uses.
 
     Attributes:
-        name: name of the device.
         flops: throughput that large matmuls reach in practice, in FLOP/s.
         half_rows: number of rows for which a matmul reaches half of `flops`. With n rows, the
             efficiency is `n / (n + half_rows)`.
@@ -111,7 +110,6 @@ class Cluster:
     """The nodes, ranks and links of a cluster.
 
     Attributes:
-        name: name of the cluster.
         nodes, ranks_per_node: numbers of nodes (N) and of ranks per node (P).
         nics: number of network cards per node, each shared by equally many ranks.
         intra: link between two ranks of the same node.

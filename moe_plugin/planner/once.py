@@ -223,7 +223,6 @@ def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
     number of bytes again in each direction.
 
     Args:
-        cluster: the cluster.
         send: how often a token's row is sent, one of `choice.SENDS`.
         top_k: number of choices per token.
         row_bytes: size of a row in bytes.

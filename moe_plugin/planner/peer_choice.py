@@ -42,7 +42,6 @@ class _Entry:
     Attributes:
         busy_until: predicted time at which the peer will have finished its tasks.
         tie: random number used to break ties between peers with equal times.
-        peer: the peer.
     """
 
     busy_until: float

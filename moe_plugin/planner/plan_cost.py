@@ -35,7 +35,6 @@ class PlanCost:
     """Predicted time and memory of a plan.
 
     Attributes:
-        plan: the plan.
         time: for each component of a training step, its time in seconds.
         memory: bytes of each memory component on the rank with the highest memory use.
         layer: predicted cost of one MoE layer.

@@ -40,7 +40,6 @@ class TensorLayout:
     """A layout of a tensor: the box of the tensor that each device stores.
 
     Attributes:
-        shape: shape of the tensor.
         boxes: the box that each device stores. Several devices may store the same elements."""
 
     shape: tuple[int, ...]
@@ -64,7 +63,6 @@ class TensorLayout:
         If a dimension cannot be divided evenly, the lengths of its shards differ by at most 1.
 
         Args:
-            shape: shape of the tensor.
             mesh: mapping from the name of each mesh axis to its size. The slowest axis comes first.
             spec: for each dimension of the tensor, the mesh axes over which the dimension is
                 sharded. The tensor is replicated over all other mesh axes.

@@ -65,7 +65,6 @@ def load_record(kind: type[T], path: str | Path, what: str, remedy: str) -> T:
     """Read a dataclass of type `kind` from a YAML file.
 
     Args:
-        kind: the dataclass.
         what: description of the file for error messages, such as "cluster file".
         remedy: what the user can do if the file cannot be read, for error messages.
 

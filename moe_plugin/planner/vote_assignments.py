@@ -21,7 +21,6 @@ class Assignment:
     """An assignment of files to workers.
 
     Attributes:
-        name: name of the assignment.
         files: for each worker, its files in ascending order.
         classes: number of consecutive workers that form a class. Workers of the same class have no
             file in common. The workers of a class are interchangeable: some renaming of the files

@@ -40,7 +40,6 @@ class CapacityLimit:
     """Drops routing choices for which an expert has no free slot, by one limit for all ranks.
 
     Args:
-        config: configuration of the layer.
         comm: group of ranks over which the capacity is determined.
         makes_slots: True if the dispatcher sends slots, including empty slots. If `makes_slots` is
             True, all ranks must agree on the number of slots.
@@ -178,7 +177,6 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
     communication; see `check_promise`.
 
     Args:
-        config: settings `dispatch`.
         routing: choices and weights of the tokens on this rank.
         experts: number of experts, E.
         comm: group of ranks over which the capacity is determined.
@@ -208,7 +206,6 @@ def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm
     If the function returns None, the number returned by `capacity` is already exact.
 
     Args:
-        config: settings `dispatch`.
         routing: choices and weights of this rank's tokens.
         experts: number of experts, E.
         comm: group of ranks that have different loads.

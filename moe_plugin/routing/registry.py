@@ -172,7 +172,6 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
     router is later called as `router(x_TD, mask_T, top_k, info)`.
 
     Args:
-        config: configuration of the layer.
         comm: group of ranks that store the experts. Defaults to a group of this rank only.
         host: information about the layer from the host framework.
         dtype, device: dtype and device of the router's parameters.
@@ -235,7 +234,6 @@ def only_read(settings: Mapping[str, Any], names: Collection[str], top_k: int) -
 
     Args:
         settings: mapping from the dotted path of each setting to its value.
-        names: names of the routers.
         top_k: number of experts per token.
     """
     def is_read(name: str, value: Any) -> bool:

@@ -228,7 +228,6 @@ def number_layers(model: nn.Module, first: int = 0) -> int:
     `HostContext.layer_number` was not set.
 
     Args:
-        model: any module.
         first: index of the first selector.
     Returns: Number of router selectors.
     """

@@ -36,7 +36,6 @@ class BorrowedExperts:
     All ranks must start these transfers and wait for them, both in forward and in backward.
 
     Args:
-        experts: experts of the layer.
         place: placement that states which ranks store which experts.
         spill: plan that states which ranks compute the rows of each expert.
 
@@ -115,7 +114,6 @@ class BorrowingDispatcher(WrappedDispatcher):
 
     Args:
         inner: dispatcher that creates a `SpillingPlan` or an `OncePlan`.
-        experts: experts of the layer.
     """
 
     def __init__(self, inner: Dispatcher, experts: Experts) -> None:

@@ -38,7 +38,6 @@ def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> C
 
     Args:
         comm: a prepared group.
-        config: communication settings.
         measures: whether `auto` may measure times. If `measures` is False, `auto` uses predicted
             times, even without a cluster file.
 

@@ -103,7 +103,6 @@ def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
     store more tensors for backward. torch's kernels are used only if they are measurably faster.
 
     Args:
-        load: load of the call.
         usable: names of the strategies that can compute the rows on this device.
     """
     rows_each = load.rows_each
@@ -121,8 +120,6 @@ def why_unmeasured(load: ComputeLoad, names: Sequence[str], setting: str) -> str
     """Return why the first candidate is used without measurement, or None to measure.
 
     Args:
-        load: load of the call.
-        names: names of the candidates.
         setting: value of the setting `experts.compute_selection`.
     """
     if setting == "rule":

@@ -108,7 +108,6 @@ def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
     """Describe a layer under a given load for the planner.
 
     Args:
-        config: settings of the layer.
         place: placement that states which ranks store the layer's parameters.
         probe: a parameter of the layer, whose dtype determines the element size.
         tokens: maximum number of tokens on any rank.

@@ -55,7 +55,6 @@ def trial(tuner: Tuner[Any, str], bucket: Any, name: str, comm: Comm, x: Tensor,
         tuner: tuner that records the time.
         bucket: load bucket of the call.
         name: name of the candidate; see `turn`.
-        comm: the group.
         x: input tensor.
         run: function that runs the candidate with the given name.
         what: description of the trial for the log line that reports a decision.

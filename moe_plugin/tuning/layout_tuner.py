@@ -81,7 +81,6 @@ class LayoutTuner:
     """Selects the layout of a layer's calls. All ranks must create one tuner per layer.
 
     Args:
-        config: settings of the layer.
         layouts: the layouts of the layer from which the tuner selects.
         probe: a parameter of the layer, whose device and dtype are used.
         measure: function that creates a timer for a call. Tests replace it.

@@ -45,9 +45,7 @@ class Layouts:
     communication.
 
     Args:
-        config: settings of the layer.
         place: placement that states which ranks store the layer's parameters.
-        experts: experts of the layer.
 
     Attributes:
         limit: row limit of a dispatcher with bounded rows, or None.

@@ -53,8 +53,6 @@ def agree_on_settings(config: MoEConfig, comm: Comm, agreed: Mapping[str, Any],
     the file are also compared, because each node may have a different file.
 
     Args:
-        config: settings of the layer.
-        comm: the group.
         agreed: settings of the host framework; see `HostContext`.
         more: additional values, by name, that determine the shapes and dtypes of exchanged data.
 
@@ -91,8 +89,6 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
     weights fit into memory.
 
     Args:
-        config: settings of the layer.
-        comm: the group.
         router, experts, dtype, device, host: arguments of the layer; see `MoELayer`.
 
     Raises:
@@ -153,7 +149,6 @@ def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None
     require the same tokens on all ranks.
 
     Args:
-        config: settings of the layer.
         place: placement of the layer's experts on the ranks.
         tokens: tokens per call, equal on all ranks. By default, a typical number.
         dtype: dtype of the rows. Defaults to torch's default dtype.

@@ -60,7 +60,6 @@ class PredictedLayout:
     so all ranks must take part in it.
 
     Args:
-        config: settings of the layer.
         layouts: the layouts of the layer from which one is selected.
         probe: a parameter of the layer, whose device and dtype are used.
 
@@ -215,7 +214,6 @@ class PrefillPieces:
     Nothing is timed, so runs are bitwise reproducible.
 
     Args:
-        config: settings of the layer.
         layouts: the layouts of the layer from which a layout is selected.
         probe: a parameter of the layer, whose device and dtype are used.
 

@@ -40,8 +40,6 @@ def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
     ranks agree on the topology.
 
     Args:
-        comm: the group.
-        config: communication settings.
         measures: whether measurements may fill in settings; see `exchange_name`.
 
     Raises:
@@ -76,7 +74,6 @@ def exchange_name(comm: Comm, config: CommConfig, measures: bool = True) -> str:
 
     Args:
         comm: a prepared group.
-        config: communication settings.
         measures: whether measurements during training may determine settings that the user has not
             set. If `measures` is False, `linear` is used instead of `auto`.
     """

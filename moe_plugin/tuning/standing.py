@@ -31,7 +31,6 @@ class LayerReplicas:
     Args:
         parallel: parallelism settings of the layer.
         comm: group of ranks among which the layer's experts are distributed.
-        experts: experts of the layer.
         costs: model of the costs of a call; see `planner.spill.SpillCosts`.
 
     Attributes:

@@ -106,7 +106,6 @@ def seal(path: str | os.PathLike[str], crc: int | None = None) -> None:
     the file's header. For all other files, the checksum is appended as a trailer.
 
     Args:
-        path: path of the file.
         crc: optional. Checksum of the file's bytes, if already known. Computed by default.
     """
     crc, position = crc_of(path) if crc is None else crc, _digits_in_header(path)
@@ -134,7 +133,6 @@ def crc_of(path: str | os.PathLike[str], size: int | None = None, digits: int | 
     """Return the CRC-32 checksum of a file.
 
     Args:
-        path: path of the file.
         size: optional. Number of leading bytes to include. Defaults to the whole file.
         digits: optional. Position of a checksum within the file, whose digits are counted as zeros.
     """
@@ -228,11 +226,7 @@ def verified(paths: Iterable[Path]) -> Iterator[None]:
 
 
 class FirstRead:
-    """Verifies a file before its first tensor is read.
-
-    Args:
-        path: path of the file.
-    """
+    """Verifies a file before its first tensor is read."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._done, self._lock = path, False, Lock()

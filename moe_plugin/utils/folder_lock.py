@@ -41,10 +41,8 @@ class Holder:
     """The run that has acquired a lock.
 
     Attributes:
-        host: name of the machine.
         machine: identifier of the machine's boot and of its process table (see `_machine`).
             `machine` is empty if the identifier is unknown.
-        process: process id.
         begun: start time of the process, in clock ticks since the boot. The start time shows
             whether a process id has been reused.
         since: UTC time at which the lock was acquired.

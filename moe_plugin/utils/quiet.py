@@ -34,7 +34,6 @@ class KnownLine:
     """A known line that another library logs.
 
     Attributes:
-        logger: name of the logger.
         text: regular expression for the beginning of the line.
     """
 

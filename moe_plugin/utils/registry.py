@@ -27,8 +27,6 @@ class Entry(Generic[T]):
     """One registered implementation.
 
     Attributes:
-        name: name of the implementation.
-        value: the implementation.
         why_not: returns why the implementation cannot run on this machine, or None.
         optional: whether the implementation requires packages that may be missing. If such an
             implementation cannot run, `Registry.names` does not list it, and `Registry.get` raises
@@ -66,7 +64,6 @@ class Registry(Generic[T]):
         """Return a decorator that registers an implementation, as in `@routers.register("topk")`.
 
         Args:
-            name: name of the implementation.
             why_not: see `Entry`.
             optional: see `Entry`.
         Raises:

@@ -115,7 +115,6 @@ def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
     """Write a small file, flush it to disk, and rename it when it is complete.
 
     Args:
-        path: path of the file.
         content: string to write, or a function that receives a stream and writes the data to it.
     """
     half = half_of(path)

@@ -35,7 +35,6 @@ class Chart:
 
     Attributes:
         id: name of the chart. The name must be unique in the report.
-        title: the title of the chart.
         about: one sentence that explains the chart.
         section: the heading of the chart's section. A new heading creates a section.
         value: a function that maps a `LayerRecord` to the value to plot, or to None if the value is

@@ -170,7 +170,6 @@ class Format(ABC):
 
         Args:
             source: a source whose tensors have the names of this format.
-            path: the folder.
             layout: parallel sizes of the checkpoint to be written.
             progress: object to which the writer reports its progress.
         Raises:

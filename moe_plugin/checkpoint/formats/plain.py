@@ -138,7 +138,6 @@ def open_folder(folder: Path, trusted: bool = False) -> Source:
     """Open the checkpoint in a folder. The checksums of the parts are not verified.
 
     Args:
-        folder: the folder.
         trusted: whether to unpickle arbitrary classes, which can run code from the files.
     Raises:
         CheckpointError: If a file is missing or damaged.

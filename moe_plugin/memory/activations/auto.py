@@ -118,7 +118,6 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
     """Apply activation settings to a model's layers. Return None if everything is kept.
 
     Args:
-        settings: the settings.
         layers: mapping from the name of each layer to the layer, in the order of the forward pass.
         comm: group of ranks that have the same layers.
         places: indices of the given layers among all layers of the model, counted from 0. Defaults

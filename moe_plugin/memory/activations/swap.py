@@ -252,7 +252,6 @@ class Saved:
 
     Args:
         swapper: object that copies the tensors to the tier and back to the device.
-        block: name of the block.
         number: index of the pass, which `Swapper.leave` uses.
         stays: tensors, such as parameters and masks, that are not swapped.
 

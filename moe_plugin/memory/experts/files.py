@@ -132,7 +132,6 @@ def given_file(path: str | os.PathLike[str], shapes: Shapes, place: Placement,
     file have different prefixes, the first prefix belongs to the first layer, and so on.
 
     Args:
-        path: path of the file.
         shapes: mapping from the name of a parameter to its shape for a single expert.
         place: placement that determines which experts this rank reads.
         layer: index of the layer in the file.

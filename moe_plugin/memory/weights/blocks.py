@@ -160,7 +160,6 @@ class StreamedBlock:
         """Run an optimizer step, and free the gradients.
 
         Args:
-            copier: the copier.
             room: buffer that receives the optimizer state.
             scale: function that modifies the gradients in place. If `scale` is passed,
                 `keep_gradients` must have been called before. By default, the optimizer uses the

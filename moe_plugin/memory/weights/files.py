@@ -61,7 +61,6 @@ def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> S
     """Choose segments that minimize the step time within a memory limit, and use these segments.
 
     Args:
-        trainer: the trainer.
         limit: maximum number of bytes on the device for weights, stored inputs, and the gradients
             and optimizer state of one block.
         micro_batches: number of micro-batches per step, which must be that of the last step.
@@ -117,8 +116,6 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
     If the folder already exists, it is replaced only after the new folder is complete.
 
     Args:
-        trainer: the trainer.
-        folder: the folder.
         beside: function that maps the index of a block to additional tensors to save with the
             block. Use `read_beside` to read the additional tensors. Optional.
         finite: if True and a value is not finite, the function raises an error and writes nothing.

@@ -34,7 +34,6 @@ def refuse_streamed_weights(settings: OffloadConfig, host: str) -> None:
     """Raise `ValueError` for streamed weights in a host that runs the model only as a whole.
 
     Args:
-        settings: offload settings.
         host: name of the host framework, for use in the message.
     """
     if settings.weights != "device" and not _may.get():

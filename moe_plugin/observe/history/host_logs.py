@@ -171,7 +171,6 @@ def parse_iteration(line: str, length: str | None) -> StepRecord | None:
     """Return the record of a training or validation line, or None for any other line.
 
     Args:
-        line: the line.
         length: tokens per training sample, as a string, or None for no tokens per second.
     Raises:
         ValueError: If the line contains an invalid number.

@@ -75,7 +75,6 @@ def drawing(f: Figure, span: _Span, top: float) -> Drawing:
     """Draw a figure.
 
     Args:
-        f: the figure.
         span: the first and the last step of the run, which are the limits of the horizontal axis.
         top: the relative load (load divided by mean load) that has the darkest colour in heat maps.
     """

@@ -79,7 +79,6 @@ class HeatMap(Figure):
 
     Attributes:
         row: what a row represents, such as `expert`.
-        rows: the names of the rows.
         steps: the last step in each column. Each column contains several consecutive steps.
         values: for each row, a tuple with one value per column, NaN if unknown.
     """

@@ -119,7 +119,6 @@ class Partial:
         root: rank that is the root of the tree.
         weight: number of identical trees that this object represents.
         nodes: ranks that the tree contains, in the order in which they were added.
-        edges: edges of the tree.
         blocked: edges that the tree can no longer use.
     """
 

@@ -49,7 +49,6 @@ class Network:
     """A network of ranks and switches that are connected by wires.
 
     Attributes:
-        name: name of the network.
         ranks: names of the nodes that compute. Rank i is called `ranks[i]`.
         switches: names of the nodes that only forward data.
         wires: directed wires between nodes. There is at most one wire from one node to another.

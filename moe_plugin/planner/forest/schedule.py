@@ -81,7 +81,6 @@ class Schedule:
 
     Attributes:
         collective: name of the collective, one of `COLLECTIVES`.
-        network: the network.
         inverse_rate: minimum time 1/x*, in seconds per GB of a shard. With N ranks and a result of
             M bytes, a shard has M/N bytes. No schedule that consists of trees can take less time.
             For all_reduce, this time applies to each of the two phases or, with `overlap`, to both

@@ -48,9 +48,7 @@ class Program:
     """A collective operation, represented as a list of moves.
 
     Attributes:
-        name: name of the program.
         collective: name of the collective, one of `COLLECTIVES`.
-        network: the network.
         roots: for each piece, the rank that stores the piece initially or receives the sum.
         shares: for each piece, the fraction of the collective's result that this piece contains.
         moves: moves, ordered such that every rank stores a piece before it sends the piece.

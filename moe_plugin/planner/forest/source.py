@@ -132,7 +132,6 @@ def network_of(table: TopologyTable, nodes: int = 1, speeds: Speeds = Speeds(),
     Args:
         table: connections between the devices of one machine.
         nodes: number of machines. Defaults to 1.
-        speeds: assumed bandwidths.
 
     Raises:
         ValueError: If there are several machines but no network cards.

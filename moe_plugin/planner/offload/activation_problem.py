@@ -31,7 +31,6 @@ class SwapBlock:
     """A block of a model, with its sizes and with its times in seconds.
 
     Attributes:
-        name: name of the block.
         forward_s, backward_s: times of the block's forward pass and backward pass.
         activation_bytes: bytes that forward stores for backward, including the input.
         kept_bytes: number of bytes that remain stored if the block is recomputed.
@@ -102,7 +101,6 @@ class SwapProblem:
     """The blocks of a model in forward order, and the memory for their activations.
 
     Attributes:
-        blocks: the blocks.
         room: number of bytes that are available for activations and workspace.
         duplex: whether copies to and from the device can run at the same time.
     """

@@ -218,7 +218,6 @@ class OffloadSchedule:
     """The steps of a schedule, in the order in which they are issued.
 
     Attributes:
-        steps: the steps.
         limit: maximum number of bytes that may be in use on the device, or None for no limit.
         base: number of bytes that are always in use on the device.
         duplex: whether copies to and from the device can run at the same time. If `duplex` is

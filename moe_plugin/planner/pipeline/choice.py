@@ -34,7 +34,6 @@ class StageProfile:
     """Measured or assumed times and sizes of one micro-batch, for each pipeline stage.
 
     Attributes:
-        name: name of the profile.
         micro_batches: number of micro-batches per training step in one pipeline.
         forward_s, backward_s: for each stage in order, the seconds of its two passes.
         transfer_s: seconds to send a micro-batch's activations or gradient to a stage.

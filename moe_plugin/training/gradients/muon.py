@@ -41,7 +41,6 @@ def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
     creating the FSDP units that contain the routers.
 
     Args:
-        model: the model.
         ignored_params: parameters of experts, which FSDP must not shard.
         mp_policy: see `torch.distributed.fsdp.fully_shard`.
         options: additional keyword arguments of `torch.distributed.fsdp.fully_shard`.
@@ -82,7 +81,6 @@ def muon_groups(model: nn.Module, lr: float, adamw_lr: float, *, weight_decay: f
     [L, F].
 
     Args:
-        model: the model.
         lr: learning rate of Muon.
         adamw_lr: learning rate of AdamW.
         weight_decay: weight decay of matrices, in both Muon and AdamW.

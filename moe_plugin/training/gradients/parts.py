@@ -33,7 +33,6 @@ class Part:
     """A parameter, and the part of this parameter that this rank updates.
 
     Attributes:
-        parameter: the parameter of the model.
         local: the tensor that the optimizer updates, which may be `parameter` itself.
         shape: shape of the full parameter before it was split along its first axis.
         comm: the ranks that update the other parts, or None without other parts.
@@ -88,7 +87,6 @@ def shards(parameters: Iterable[nn.Parameter], comm: Comm) -> list[Part]:
     rank's shard. For any other parameter, the part is the whole parameter.
 
     Args:
-        parameters: parameters of the model.
         comm: the ranks among which DTensors are sharded along their first axis.
     """
     parts: list[Part] = []

@@ -94,7 +94,6 @@ class PartedClip:
 
         Args:
             place: position in the order of summation. Calls may be in any order.
-            parameters: the parameters.
         """
         owners = [(p, p.grad) for p in parameters if p.grad is not None]
         parts = [(p, g) for p, g in owners if _is_part(p)]

@@ -85,7 +85,6 @@ def neutral_tensors(source: Source, tied: bool) -> Iterator[Derived]:
     """Yield the tensors of a `fairseq` source under framework-independent names.
 
     Args:
-        source: the source.
         tied: whether the output matrix is the embedding matrix, and is therefore not yielded.
     """
     found = (source.tensor(key) for key in source.entries if key[1] not in _BUFFERS

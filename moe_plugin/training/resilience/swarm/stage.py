@@ -139,9 +139,7 @@ class ServedStage:
 
         Args:
             micro_batch: index of the micro-batch.
-            x: input of the stage.
             grad: gradient of the stage's output, or None in the last stage (`target`).
-            target: target of the micro-batch.
         Returns: The gradient of `x` (None for integer inputs), the sum of the losses of this stage,
             and the additional values of the loss function.
         """
