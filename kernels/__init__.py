@@ -1,5 +1,4 @@
-"""Operations of the MoE layer. Each operation has a reference implementation in torch, and some
-devices have faster implementations.
+"""Operations of the MoE layer, each with a reference in torch and maybe faster ones.
 
 `kernels` is the registry of tensor operations. The Triton implementations of these operations are
 in `gpu/`. `strategies` is the registry of implementations that compute feed-forward experts.
@@ -12,7 +11,6 @@ from moe_plugin.kernels.cpu import expert_ffn as _cpu_expert_ffn  # noqa: F401  
 from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, from_matmul, strategies
 from moe_plugin.kernels.fp8 import dequantize_fp8, quantize_fp8
 from moe_plugin.kernels.gpu import expert_ffn as _gpu_expert_ffn  # noqa: F401  (registers kernels)
-from moe_plugin.kernels.gpu import fp8_blocks as _fp8_blocks  # noqa: F401  (registers it)
 from moe_plugin.kernels.gpu import scaled_grouped as _scaled_grouped  # noqa: F401  (registers it)
 from moe_plugin.kernels.groups import RowGroups, read_pages, transpose_chunks, write_pages
 from moe_plugin.kernels.in_blocks import in_blocks as _in_blocks  # noqa: F401  (registers blocks)

@@ -1,5 +1,4 @@
-"""Activation functions that write to preallocated memory, their gradients, and checks that reject
-second derivatives.
+"""Activation functions that write to given memory, their gradients, and checks against second ones.
 
 Tensors may have any shape and one floating-point dtype. The tensor `h` is the input of the
 activation function.
@@ -45,8 +44,7 @@ def wants_graph() -> bool:
 
 
 def own(made: Tensor) -> Tensor:
-    """During compilation, return an alias of the tensor that the `forward` of an autograd function
-    can safely return.
+    """During compilation, return an alias of the tensor that an autograd `forward` may return.
 
     The compiler of torch 2.11 silently loses the gradient of an output that appears in its graph
     under two names (pytorch/pytorch issue 180642). Examples are the outputs of in-place operations,
@@ -56,8 +54,7 @@ def own(made: Tensor) -> Tensor:
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a `backward` that cannot itself be differentiated, so that `create_graph=True`
-    raises an error.
+    """Decorate a `backward` that cannot be differentiated, so that `create_graph=True` fails.
 
     torch's own decorator, `once_differentiable`, raises an error only when the second backward pass
     reaches the node. A call of `torch.autograd.grad` with explicit inputs can bypass the check of
@@ -87,8 +84,7 @@ class Activation:
         into: function `into(h, out)` that computes `out = act(h)`.
         gradient: function `gradient(grad, h, out)` that computes `out = grad * act'(h)`, where
             `out` may be the same tensor as `grad`.
-        cheap: whether recomputing the activation is at least as fast as reading its stored output
-            from memory.
+        cheap: whether recomputing is at least as fast as reading the stored output from memory.
     """
 
     value: Callable[[Tensor], Tensor]

@@ -106,8 +106,7 @@ def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
 
 def _reads(position_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype,
            complete: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """For each choice, return the row to read and its weight. Also return a bool tensor [T] that is
-    True for tokens without rows.
+    """Return each choice's row and weight, and bool [T], True for tokens without rows.
 
     If the returned weight is None, all weights are 1. If the third output is None, every token has
     a row. If a choice has no row, another row of the same token is read with weight 0, because a
@@ -141,8 +140,7 @@ def _on_host(index: Tensor) -> bool:
 @op
 def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
              complete: bool = False) -> Tensor:
-    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` (0 without a row) in float32 or float64.
-    """
+    """Compute `dw[t, j] = <grad[t], rows[position(t, j)]>` (else 0) in float32 or float64."""
     dtype = accumulate_dtype(rows_RD.dtype)
     if rows_RD.shape[0] == 0 or position_TK.numel() == 0:
         return torch.zeros(position_TK.shape, dtype=dtype, device=rows_RD.device)
@@ -302,8 +300,7 @@ def at_rows(values_TK: Tensor, source_R: Tensor) -> Tensor:
 
 
 def at_choices(values_R: Tensor, position_TK: Tensor, complete: bool = False) -> Tensor:
-    """Return, for each choice, the value of its row, [T, K] (dtype unchanged), or 0 without a row.
-    """
+    """Return the value of each choice's row, [T, K] (dtype unchanged), or 0 without a row."""
     if complete:
         return values_R[position_TK]
     if values_R.numel() == 0:
@@ -363,8 +360,7 @@ def gather_rows(x_TD: Tensor, source_R: Tensor, position_TK: Tensor,
 
 
 def weigh_rows(x_TD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
-    """Multiply each token [T, D] by the weight of each of its choices and gather the products into
-    rows [R, D]. Autograd is supported.
+    """Multiply tokens [T, D] by choices' weights and gather rows [R, D], with autograd.
 
     In Tutel, this operation is encode with gates. The gradient of the tokens is a weighted sum of
     rows, and the gradient of each weight is the dot product of two rows.

@@ -21,13 +21,13 @@ from moe_plugin.kernels.router import Rule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MODULES = {
-    "take_rows": "rows", "sum_rows": "rows", "dot_rows": "rows", "running_count": "running_count",
-    "sorted_choices": "running_count", "choice_load": "running_count", "take_values": "rows",
+    "take_rows": "rows", "sum_rows": "rows", "dot_rows": "rows", "running_count": "rows",
+    "sorted_choices": "rows", "choice_load": "rows", "take_values": "rows",
     "route_top_k": "router", "route_top_k_backward": "router", "transpose_chunks": "rows",
     "quantize_fp8": "fp8", "dequantize_fp8": "fp8", "expert_matmul": "expert_matmul",
     "expert_matmul_act": "expert_matmul", "expert_matmul_act_backward": "expert_matmul",
     "expert_matmul_sum": "expert_matmul", "expert_matmul_gated": "expert_matmul",
-    "write_pages": "pages", "read_pages": "pages",
+    "write_pages": "rows", "read_pages": "rows",
     "expert_weight_grad": "expert_matmul", "expert_weight_grad_add": "expert_matmul",
     "expert_weight_grad_pair": "expert_matmul",
     "expert_bias_grad": "expert_matmul", "tile_table": "tilings",
@@ -60,9 +60,7 @@ def no_bfloat16(device: torch.device) -> str | None:
 
 
 def _below(device: torch.device, needed: tuple[int, int], what: str) -> str | None:
-    """Return the reason why an NVIDIA GPU does not support a number format, or None if the format
-    is supported or the GPU is not an NVIDIA GPU.
-    """
+    """Return why an NVIDIA GPU does not support a number format. None for other GPUs."""
     if torch.version.hip is not None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -95,8 +93,7 @@ def product_why_not(*args: Any) -> str | None:
 
 @functools.cache
 def no_products(device: torch.device) -> str | None:
-    """Return the reason why the installed Triton cannot run any matmul on this GPU, or None if it
-    can.
+    """Return the reason why the installed Triton cannot run matmuls on this GPU, or None.
 
     Cached per device.
     """
@@ -119,8 +116,7 @@ def no_products(device: torch.device) -> str | None:
 
 @functools.cache
 def no_schedule(schedule: TileSchedule, device: torch.device) -> str | None:
-    """Return the reason why the installed Triton does not support this schedule on this GPU, or
-    None if the schedule is supported.
+    """Return why the installed Triton does not support this schedule here, or None.
 
     Cached per device.
     """
@@ -196,4 +192,4 @@ def register() -> None:
         can = fp8_product_why_not if name == "expert_matmul_fp8" else special.get(module, why_not)
         kernels.get(name).add("triton", can, on_cpu=False)(_late(name))
     assert {"gelu", "gelu_tanh", "quick_gelu", "relu", "silu",
-            "squared_relu"} == set(ACTIVATIONS), "gpu.common.activate implements other activations"
+            "squared_relu"} == set(ACTIVATIONS), "gpu.tilings.activate implements other activations"

@@ -54,8 +54,7 @@ class _Sum:
 
 @dataclass
 class GradSums:
-    """Sums of the weight gradients of all calls in one forward pass. Create one object per forward
-    pass.
+    """Sums of the weight gradients of all calls in one forward pass, one object per pass.
 
     A single backward pass must include all of these calls. If a backward pass is aborted, its
     partial sums remain in this object. The next backward pass over the same graph (`retain_graph`)
@@ -112,9 +111,7 @@ class GradSums:
         return self.end(name)
 
     def last(self, name: str) -> bool:
-        """Record that the backward pass of a call has run. Return true if this was the last call
-        that uses the weight.
-        """
+        """Record a call's backward pass, and return whether it was the weight's last one."""
         self._forget_aborted()
         ended = self._ended.get(name, 0) + 1
         # The count restarts after the last call, because the graph may serve another pass.
@@ -131,8 +128,7 @@ class GradSums:
 
 
 def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
-    """Allocate the gradient of a weight. The axes of the gradient have the same order in memory as
-    those of the weight.
+    """Allocate the gradient of a weight, with the weight's order of axes in memory.
 
     With a different order, autograd would make a slow copy.
     """
@@ -143,8 +139,7 @@ def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
 
 
 class WeightGrad:
-    """The gradient of one weight [L, I, O] that backward returns as a tensor. This class has the
-    same interface as `MainGrad`.
+    """A weight's gradient [L, I, O] that backward returns, with the interface of `MainGrad`.
 
     name, memory: see `GradSums.begin`.
     """
@@ -262,8 +257,7 @@ def redirect_grad(parameter: nn.Parameter) -> Tensor:
 
 
 class LaterGrads:
-    """Weight gradients that backward passes postpone. The postponed gradients are computed when
-    `compute` is called.
+    """Weight gradients that backward passes postpone until `compute` is called.
 
     Until then, the gradients of the rows, for which other ranks wait, can be computed and sent.
     """
@@ -277,8 +271,7 @@ class LaterGrads:
 
     @staticmethod
     def cut_off(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[bool, ...]]:
-        """Detach the weights of a call from the graph, and return for each weight whether it needs
-        a gradient.
+        """Detach a call's weights from the graph, and return whether each needs a gradient.
 
         Autograd ignores detached weights, so the hooks of these weights do not run before the
         gradients exist.
@@ -301,8 +294,7 @@ class LaterGrads:
 
     @torch.no_grad()
     def compute(self, weights: Mapping[str, Tensor], hooks: bool = False) -> None:
-        """Compute the postponed gradients in the order of the backward passes, and add each to the
-        `grad` attribute of its weight.
+        """Compute the postponed gradients in order, and add them to the weights' `grad`.
 
         weights: the weights, by the names that are used in `add`.
         hooks: if True, proceed as in a single backward pass: sum the gradients of each weight, and

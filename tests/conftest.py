@@ -114,13 +114,13 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """apex is installed and a CUDA device is there, as far as anybody can see: its stand-in
     computes on CPU. The names of the functions that are called.
     """
-    from moe_plugin.training.gradients import fused, multi_tensor
+    from moe_plugin.training.gradients import fused
 
     folder = str(Path(__file__).with_name("fake_apex"))
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(multi_tensor, "APEX_DEVICES", ("cpu",))
+    monkeypatch.setattr(fused, "APEX_DEVICES", ("cpu",))
     fused.imported.cache_clear()
     import amp_C
 

@@ -24,9 +24,7 @@ from moe_plugin.kernels.activations import first_derivative_only
 from moe_plugin.kernels.block_products import ROUNDED, products_for
 from moe_plugin.kernels.choices import tokens_of_rows
 from moe_plugin.kernels.expert_ffn import FFNParameters, strategies
-from moe_plugin.kernels.expert_matmul import (
-    expert_bias_grad,
-)
+from moe_plugin.kernels.expert_matmul import expert_bias_grad
 from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rounded import RoundedCall, rounded_call
@@ -38,8 +36,7 @@ from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 
 @strategies.register("kernels")
 def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """A strategy whose GPU kernels also gather rows, apply the activation and compute gate
-    gradients.
+    """A strategy whose GPU kernels also gather rows, apply activations and compute gate gradients.
 
     x: rows [R, D] or tokens [T, D]. The output has the same shape and dtype as `x`; see `Strategy`.
     On other devices, the reference implementations of these kernels in torch are used.

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_plugin.kernels.fp8 import BLOCK, LARGEST, SMALLEST_SCALE
-from moe_plugin.kernels.gpu.common import INTERPRETED, bounded_registers, pointer
 from moe_plugin.kernels.gpu.expert_matmul import programs
 from moe_plugin.kernels.gpu.grouped_gemm import (
     load_rows,
@@ -25,7 +24,14 @@ from moe_plugin.kernels.gpu.grouped_gemm import (
     weight_tiles,
     with_bias,
 )
-from moe_plugin.kernels.gpu.tilings import FP8_REGISTERS, FP8_TILING, chip_of
+from moe_plugin.kernels.gpu.tilings import (
+    FP8_REGISTERS,
+    FP8_TILING,
+    INTERPRETED,
+    bounded_registers,
+    chip_of,
+    pointer,
+)
 from moe_plugin.kernels.groups import RowGroups
 
 ROWS = 64 if INTERPRETED else 16
@@ -50,8 +56,7 @@ def to_e4m3(value, finite, codes, LARGEST: tl.constexpr, ROUND: tl.constexpr):
 def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr,
                     SMALLEST: tl.constexpr, ROUND: tl.constexpr, BR: tl.constexpr,
                     BLOCK: tl.constexpr):
-    """Compute `codes = x / scale`. The scale is the largest finite |x| in the block divided by
-    LARGEST, or 1 for a block of zeros.
+    """Compute `codes = x / scale`, where scale is the block's largest finite |x| / LARGEST, or 1.
 
     Infinities and NaN become NaN.
     """

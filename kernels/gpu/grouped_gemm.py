@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_plugin.kernels.gpu.common import activate, activation_grad
+from moe_plugin.kernels.gpu.tilings import activate, activation_grad
 
 # TMA descriptors let the GPU copy tiles of a tensor, if Triton and the tensor allow it.
 try:

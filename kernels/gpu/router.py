@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_plugin.kernels.gpu.common import INTERPRETED, bounded_registers
 from moe_plugin.kernels.gpu.tilings import (
+    INTERPRETED,
     ROUTER_REGISTERS_BACKWARD,
     ROUTER_VALUES,
     ROUTER_VALUES_BACKWARD,
+    bounded_registers,
     router_tokens,
 )
 from moe_plugin.kernels.router import Rule
@@ -241,7 +242,5 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
 
 
 def _pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """Return `tensor` as a contiguous tensor. If `tensor` is None, return a placeholder, because
-    unused pointer arguments also need a tensor.
-    """
+    """Return the contiguous tensor, or a placeholder for an unused pointer argument."""
     return stand_in if tensor is None else tensor.reshape(-1).contiguous()

@@ -1,8 +1,12 @@
-"""The operations `take_rows`, `sum_rows`, `dot_rows`, `take_values` and `transpose_chunks` in
-Triton.
+"""The operations `take_rows`, `sum_rows`, `dot_rows`, `take_values`, `transpose_chunks`,
+`write_pages`, `read_pages`, `running_count`, `sorted_choices` and `choice_load` in Triton.
 
 Each kernel reads every needed row once and writes each output once. Sums are computed in the order
-of choices.
+of choices. Only pages of values that have a slot are copied. The pages in host memory are pinned,
+and the kernels access them over the PCIe bus or a similar link. The device decides which runs of
+values are stored in host memory. The host does not wait for this decision. When choices are
+counted, each choice is compared only with the earlier choices in its block, so that no tensor of
+size [N, E] is needed.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_plugin.kernels.gpu.common import INTERPRETED, row_tile
+from moe_plugin.kernels.gpu.tilings import INTERPRETED, row_tile
 
 BLOCK = 2048
 
@@ -61,8 +65,7 @@ def take_kernel(x, source, weights, out, rows, width, K: tl.constexpr, WEIGHTED:
 @triton.jit
 def sum_kernel(rows_ptr, position, weights, out, tokens, width, K: tl.constexpr,
                WEIGHTED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Compute `out[t] = sum_j weights[t, j] * rows[position[t, j]]`. The sum is computed in
-    float32, in the order of j.
+    """Compute `out[t] = sum_j weights[t, j] * rows[position[t, j]]` in float32, in this order.
 
     Choices that have no row are skipped.
     """
@@ -168,3 +171,175 @@ def dot_rows(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
                                            position_TK.contiguous(), out_TK, tokens, width, k, bt,
                                            bd)
     return out_TK
+
+
+@triton.jit
+def write_kernel(x, record, pages, host, length, size, slots, BLOCK: tl.constexpr):
+    """Copy block j of run i of x to the slot of the run."""
+    # Runs and blocks share one grid axis, because the other axes are limited to 65,535.
+    blocks = tl.cdiv(size, BLOCK)
+    run = tl.program_id(0) // blocks
+    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # A vector, because some versions cannot combine a scalar condition with a vector.
+    slot = tl.load(record + run) + at * 0
+    source = run.to(tl.int64) * size + at
+    inside = at < size
+    value = tl.load(x + source, mask=(inside & (source < length) & (slot >= 0)) != 0, other=0.0)
+    here = (inside & (slot >= 0) & (slot < slots)) != 0
+    tl.store(pages + slot * size + at, value, mask=here)
+    tl.store(host + (slot - slots) * size + at, value, mask=(inside & (slot >= slots)) != 0)
+
+
+@triton.jit
+def read_kernel(out, record, pages, host, enough, length, size, slots, BLOCK: tl.constexpr):
+    """Copy block j of run i from its slot, if any, to `out`. Write NaN if `enough` is false."""
+    # Runs and blocks share one grid axis, because the other axes are limited to 65,535.
+    blocks = tl.cdiv(size, BLOCK)
+    run = tl.program_id(0) // blocks
+    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # A vector, because some versions cannot combine a scalar condition with a vector.
+    slot = tl.load(record + run) + at * 0
+    target = run.to(tl.int64) * size + at
+    inside = ((at < size) & (target < length)) != 0
+    here = (inside & (slot >= 0) & (slot < slots)) != 0
+    there = (inside & (slot >= slots)) != 0
+    value = tl.load(pages + slot * size + at, mask=here, other=0.0)
+    on_host = tl.load(host + (slot - slots) * size + at, mask=there, other=0.0)
+    value = tl.where(there, on_host, value)
+    lost = tl.load(enough) == 0
+    value = tl.where(lost, float("nan"), value)
+    tl.store(out + target, value, mask=(inside & ((slot >= 0) | lost)) != 0)
+
+
+def write_pages(x_N: Tensor, record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> Tensor:
+    """Copy runs to their slots in Triton; see `moe_plugin.kernels.groups.write_pages`."""
+    size = pages_SP.shape[1]
+    if x_N.shape[0]:
+        write_kernel[(record_M.shape[0] * triton.cdiv(size, BLOCK),)](
+            x_N.contiguous(), record_M, pages_SP, host_SP, x_N.shape[0], size,
+            pages_SP.shape[0] - 1, BLOCK)
+    return pages_SP[:-1]
+
+
+def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
+               enough: Tensor) -> Tensor:
+    """Copy runs from their slots in Triton; see `moe_plugin.kernels.groups.read_pages`."""
+    size, x_N = pages_SP.shape[1], pages_SP.new_empty(length)
+    if length:
+        read_kernel[(record_M.shape[0] * triton.cdiv(size, BLOCK),)](
+            x_N, record_M, pages_SP, host_SP, enough, length, size, pages_SP.shape[0] - 1, BLOCK)
+    return x_N
+
+
+IDS = 256  # of a block
+STEP = 32  # number of choices with which a block is compared at once
+
+
+@triton.jit
+def expert_of(ids, n, number, experts):
+    """Return `ids[n]`, or -1 if n is beyond the last choice.
+
+    Ids that are not valid experts are treated as -1, so that the kernels never write outside the
+    output tensors. The caller must check that the ids are valid.
+    """
+    mine = tl.load(ids + n, mask=n < number, other=-1)
+    return tl.where(mine < experts, mine, -1).to(tl.int32)
+
+
+@triton.jit
+def histogram_kernel(ids, counts, number, experts, BLOCK: tl.constexpr):
+    """For each expert e, count the choices in this block and store the count in `counts[e, block]`.
+
+    Atomic additions of integers give the same result in any order, so the counts are deterministic.
+    """
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mine = expert_of(ids, n, number, experts)
+    tl.atomic_add(counts + mine * tl.num_programs(0) + tl.program_id(0), 1, mask=mine >= 0)
+
+
+@triton.jit
+def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS: tl.constexpr,
+                SORTED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """Compute `ranks[n]`, the number of earlier choices with the id of choice n, or -1 for id -1.
+
+    If SORTED is true, `ranks[n]` is the row of choice n, and `source[row] = n`, or -1 beyond the
+    last row.
+    through: tensor [E, blocks] with cumulative counts up to and including each block.
+    """
+    block = tl.program_id(0)
+    first = block * BLOCK
+    n = first + tl.arange(0, BLOCK)
+    mine = expert_of(ids, n, number, EXPERTS)
+    blocks = tl.num_programs(0)
+    # Occurrences in the blocks before: the running total minus the count of this block.
+    at = mine * blocks + block
+    rank = tl.load(through + at, mask=mine >= 0, other=0) - tl.load(counts + at, mask=mine >= 0,
+                                                                    other=0)
+    # In steps, because a tile of BLOCK x BLOCK comparisons would not fit into registers.
+    for start in range(0, BLOCK, STEP):
+        m = first + start + tl.arange(0, STEP)
+        other = tl.load(ids + m, mask=m < number, other=-1).to(tl.int32)
+        same = ((other[None, :] == mine[:, None]) & (m[None, :] < n[:, None])) != 0
+        rank += tl.sum(same.to(tl.int32), 1)
+    total = tl.sum(tl.zeros([STEP], tl.int32), 0)  # number of rows of the experts before
+    for start in range(0, EXPERTS, STEP):
+        e = start + tl.arange(0, STEP)
+        count = tl.load(through + e * blocks + blocks - 1, mask=e < EXPERTS, other=0)
+        # Only the first program stores the counts, which are the same in all programs.
+        tl.store(count_out + e, count.to(tl.int64), mask=e + block * EXPERTS < EXPERTS)
+        if SORTED:
+            before = total + tl.cumsum(count, 0) - count
+            rank += tl.sum(tl.where(mine[:, None] == e[None, :], before[None, :], 0), 1)
+            total += tl.sum(count, 0)
+    if SORTED:
+        tl.store(source + n, (n * 0 - 1).to(tl.int64), mask=((n >= total) & (n < number)) != 0)
+        tl.store(source + rank, n.to(tl.int64), mask=mine >= 0)
+    rank = tl.where(mine >= 0, rank, -1)
+    tl.store(ranks + n, rank.to(tl.int64), mask=n < number)
+
+
+@triton.jit
+def load_kernel(ids, load, number, experts, K: tl.constexpr, BLOCK: tl.constexpr):
+    """For each choice n, add 1 to `load[n % K, ids[n]]`, in any order."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mine = expert_of(ids, n, number, experts)
+    tl.atomic_add(load + (n % K) * experts + mine, 1, mask=mine >= 0)
+
+
+def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Count in Triton; see `moe_plugin.kernels.choices.running_count`."""
+    _, ranks_N, count_E = _ranks(ids_N, experts, False)
+    return ranks_N, count_E
+
+
+def sorted_choices(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort choices in Triton; see `moe_plugin.kernels.choices.sorted_choices`."""
+    source_N, position_N, count_E = _ranks(ids_TK.reshape(-1), experts, True)
+    return source_N, position_N.view(ids_TK.shape), count_E
+
+
+def _ranks(ids_N: Tensor, experts: int, is_sorted: bool) -> tuple[Tensor, Tensor, Tensor]:
+    number, device = ids_N.numel(), ids_N.device
+    ranks_N = torch.empty(number, dtype=torch.int64, device=device)
+    source_N = torch.empty_like(ranks_N) if is_sorted else ranks_N
+    if number == 0:
+        return source_N, ranks_N, torch.zeros(experts, dtype=torch.int64, device=device)
+    count_E = torch.empty(experts, dtype=torch.int64, device=device)
+    blocks, ids_N = triton.cdiv(number, IDS), ids_N.contiguous()
+    # Blocks are the last axis, because torch's cumsum is 30 times as fast there as along the first.
+    counts_EB = torch.zeros(experts, blocks, dtype=torch.int32, device=device)
+    histogram_kernel[(blocks,)](ids_N, counts_EB, number, experts, IDS)
+    through_EB = counts_EB.cumsum(1, dtype=torch.int32)
+    rank_kernel[(blocks,)](ids_N, counts_EB, through_EB, ranks_N, source_N, count_E, number,
+                           experts, is_sorted, IDS, STEP)
+    return source_N, ranks_N, count_E
+
+
+def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
+    """Count the load in Triton; see `moe_plugin.kernels.choices.choice_load`."""
+    choices, number = ids_TK.shape[1], ids_TK.numel()
+    load_KE = torch.zeros(choices, experts, dtype=torch.int64, device=ids_TK.device)
+    if number:
+        load_kernel[(triton.cdiv(number, IDS),)](ids_TK.contiguous(), load_KE, number, experts,
+                                                   choices, IDS)
+    return load_KE

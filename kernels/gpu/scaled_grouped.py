@@ -1,9 +1,15 @@
 """The operations `expert_matmul_blocks` and `expert_weight_grad_blocks`, computed with torch's
-`scaled_grouped_mm`.
+`scaled_grouped_mm`, and `expert_matmul_blocks` for blocks of 128 values, computed by the Triton
+matmul for fp8 operands.
 
-The calls use the interface of torch 2.10 to 2.13 (`aten/src/ATen/native/cuda/GroupedBlas.cpp`,
-`test/test_scaled_matmul_cuda.py`): operands are e4m3 or packed e2m1, scales are stored in cuBLAS's
-tiles of 128 x 4, and outputs are bfloat16. The code in this module has never run on a GPU.
+The calls of torch use the interface of torch 2.10 to 2.13
+(`aten/src/ATen/native/cuda/GroupedBlas.cpp`, `test/test_scaled_matmul_cuda.py`): operands are e4m3
+or packed e2m1, scales are stored in cuBLAS's tiles of 128 x 4, and outputs are bfloat16. The code
+in this module has never run on a GPU.
+
+For the Triton matmul, the scales are powers of two, which are valid float32 scales. The codes can
+therefore be passed to `kernels.fp8` unchanged. This implementation supports rows and weights in
+e4m3, but not gradients in e5m2.
 """
 
 from __future__ import annotations
@@ -16,8 +22,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_plugin.kernels import block_products
-from moe_plugin.kernels.block_formats import Blocks
+from moe_plugin.kernels.block_formats import Blocks, power
+from moe_plugin.kernels.fp8 import BLOCK, expert_matmul_fp8
 from moe_plugin.kernels.groups import RowGroups
+
+
+def fp8_why_not(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks, b_LO: Tensor | None,
+            token_R: Tensor | None, dtype: torch.dtype) -> str | None:
+    """Return the reason why these arguments are not supported, or None if they are supported."""
+    if {x_blocks.block, w_blocks.block} != {BLOCK}:
+        return f"blocks of {x_blocks.block}, but only {BLOCK} are supported"
+    if {x_blocks.codes.dtype, w_blocks.codes.dtype} != {torch.float8_e4m3fn}:
+        return "e5m2 codes, but only e4m3 is supported"
+    return expert_matmul_fp8.why_not("triton", x_blocks.codes, groups, w_blocks.codes, b_LO,
+                                     token_R, x_blocks.scales.new_empty(0, dtype=dtype))
+
+
+@block_products.expert_matmul_blocks.add("fp8", fp8_why_not, on_cpu=False)
+def expert_matmul_fp8_blocks(x_blocks: Blocks, groups: RowGroups, w_blocks: Blocks,
+                         b_LO: Tensor | None, token_R: Tensor | None,
+                         dtype: torch.dtype) -> Tensor:
+    """Compute `rows @ w + b` in Triton; see `kernels.block_products.expert_matmul_blocks`."""
+    scales_LOB = power(w_blocks.scales)  # 128 consecutive outputs share a scale
+    return expert_matmul_fp8(
+        _codes(x_blocks), power(x_blocks.scales), groups, _codes(w_blocks).transpose(1, 2),
+        scales_LOB[:, ::BLOCK].transpose(1, 2).contiguous(), b_LO, token_R, dtype)
+
+
+def _codes(blocks: Blocks) -> Tensor:
+    """Remove the padding of the last block from the codes."""
+    codes = blocks.codes.view(torch.uint8)[..., :blocks.width]  # torch lacks most fp8 operations
+    return codes.contiguous().view(blocks.codes.dtype)
+
 
 STEP = 32  # all widths must be multiples: 16 bytes of e2m1
 TILE_ROWS, TILE_COLUMNS = 128, 4

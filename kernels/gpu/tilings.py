@@ -1,4 +1,5 @@
-"""Rules that choose the tile sizes of the grouped matmuls and of the router.
+"""Rules that choose the tile sizes of the grouped matmuls and of the router, and functions shared
+by the Triton kernels: activations, and a check for the interpreter.
 
 On the same GPU model, the same numbers of rows per expert always give bitwise equal outputs. On
 another GPU model, the tile sizes may be different, and the sums of weight gradients may be split
@@ -16,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moe_plugin.kernels.groups import most_tiles
+from moe_plugin.kernels.registry import Op
 
 ELEMENTS = 4096  # comparisons per program, few enough for their tile to stay in registers
 
@@ -139,15 +141,11 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
     """Return the tile size for a matmul over rows.
 
     Args:
-        chip: properties of the GPU.
         dtype: dtype of the operands.
-        rows_each: average number of rows per expert. With few rows per expert, a large tile would
-            be mostly empty.
-        results: number of output tiles that a program accumulates at the same time (2 for the gate
-            and up matrices).
+        rows_each: average number of rows per expert. A large tile of few rows is mostly empty.
+        results: number of output tiles accumulated at a time (2 for the gate and up matrices).
         extra: whether the kernel reads additional tiles before it stores the output.
-        precision: see `experts.precision`. Float32 matmuls that use the matrix units
-            have larger tiles.
+        precision: see `experts.precision`. Float32 on the matrix units uses larger tiles.
         gathers: whether the rows are gathered. A flat loop is 2 to 13 % faster for rows that are
             not gathered and 5 to 40 % slower for gathered rows (measured on an H100).
         odd: True if a width is not a multiple of 16 bytes.
@@ -172,9 +170,7 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
 
 
 def router_tokens(columns: int, values: int) -> int:
-    """Return the number of tokens in one tile of the router's kernels. A tile contains `values`
-    values in total, and `columns` values per token.
-    """
+    """Return the number of tokens in a tile of `values` values, with `columns` values per token."""
     return max(1, min(128, values // columns))
 
 
@@ -183,7 +179,6 @@ def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str 
     """Return the tile size for a weight-gradient matmul, which sums over rows.
 
     Args:
-        chip: properties of the GPU.
         dtype: dtype of the operands.
         gathers: whether the rows of either operand are gathered. For gathered rows, the row indices
             are loaded one stage before the rows. For gathered rows, Triton merges two stages into
@@ -207,8 +202,7 @@ def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str 
 
 def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,
                    least: int = LEAST_PART) -> int | None:
-    """Return the number of rows per part if the sums over rows in weight gradients are split into
-    parts, or None if they are not split.
+    """Return the rows per part if weight gradients' sums are split into parts, or None.
 
     About `PROGRAMS_OF_A_WAVE` parts are created for each program that the GPU can run concurrently,
     regardless of how the rows are distributed across the experts. The whole GPU is therefore used
@@ -216,7 +210,6 @@ def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,
     matrix has more tiles than there would be parts.
 
     Args:
-        chip: properties of the GPU.
         tiling: tile size of the weight gradient, as returned by `weight_tiling`.
         tiles: number of tiles in one expert's matrix.
         rows: total number of rows of all experts.
@@ -226,3 +219,88 @@ def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,
     part = -(-rows * tiles // wanted)
     part = max(least, -(-part // tiling.depth) * tiling.depth)
     return part if part < rows else None
+
+
+@triton.jit
+def _probe(x):
+    tl.store(x, 0)
+
+
+# Triton reads TRITON_INTERPRET when a kernel is decorated, so this kernel's type shows the mode of
+# all kernels.
+INTERPRETED = type(_probe).__name__ == "InterpretedFunction"
+Op.interpreted = INTERPRETED
+# The interpreter takes about 1 ms per program of any size, so it gets few, large tiles.
+ROW_ELEMENTS = 1 << 17 if INTERPRETED else 1 << 12
+
+
+def row_tile(width: int) -> tuple[int, int]:
+    """Return the tile size (rows, columns) for kernels that copy rows of `width` values.
+
+    With these tile sizes, each thread has several 16-byte memory accesses in flight.
+    """
+    columns = min(triton.next_power_of_2(max(1, width)), 1024)
+    return max(1, min(128, ROW_ELEMENTS // columns)), columns
+
+
+def needs_upcast(dtype: torch.dtype) -> bool:
+    """Return true if operands must be converted to float32 before a matmul.
+
+    Triton's interpreter multiplies 16-bit matrices incorrectly (bfloat16 in versions 3.6 to 3.9).
+    """
+    return INTERPRETED and dtype in (torch.bfloat16, torch.float16)
+
+
+def bounded_registers(most: int, chip: Chip | None = None) -> dict[str, int]:
+    """Return launch options that limit the registers per thread of a kernel on NVIDIA GPUs.
+
+    If `chip` is given, the registers of kernels on Hopper GPUs are not limited. Without a limit,
+    NVIDIA's assembler may spill a few bytes to memory in order to run more programs at once.
+    """
+    free = torch.version.hip is not None or (chip is not None and chip.kind == "hopper")
+    return {} if free else {"maxnreg": most}
+
+
+def pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
+    """Return the contiguous tensor, or a placeholder for an unused pointer argument."""
+    return stand_in if tensor is None else tensor.contiguous()
+
+
+@triton.jit
+def activate(x, ACT: tl.constexpr):
+    """Compute `act(x)` in float32. NaN stays NaN, as in torch."""
+    if ACT == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACT == "gelu_tanh":
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif ACT == "quick_gelu":
+        y = x * tl.sigmoid(1.702 * x)
+    elif ACT == "relu":
+        y = tl.where(x <= 0, 0.0, x)
+    elif ACT == "silu":
+        y = x * tl.sigmoid(x)
+    else:
+        y = tl.where(x <= 0, 0.0, x * x)
+    return y
+
+
+@triton.jit
+def activation_grad(x, ACT: tl.constexpr):
+    """Compute `act'(x)` in float32. As in torch, it is 1 at NaN for relu, and otherwise NaN."""
+    if ACT == "gelu":
+        y = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(
+            -0.5 * x * x)
+    elif ACT == "gelu_tanh":
+        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        y = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    elif ACT == "quick_gelu":
+        s = tl.sigmoid(1.702 * x)
+        y = s * (1.0 + 1.702 * x * (1.0 - s))
+    elif ACT == "relu":
+        y = tl.where(x <= 0, 0.0, 1.0)
+    elif ACT == "silu":
+        s = tl.sigmoid(x)
+        y = s * (1.0 + x * (1.0 - s))
+    else:
+        y = tl.where(x <= 0, 0.0, 2.0 * x)
+    return y

@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint to another format or layout.
+"""Conversion of a checkpoint to another format or layout, and the summary of a checkpoint.
 
 A conversion processes tensors in blocks, one block at a time. An interrupted conversion can be
 resumed. The converted checkpoint is moved to its final path only when it is complete.
@@ -6,8 +6,10 @@ resumed. The converted checkpoint is moved to its final path only when it is com
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -57,8 +59,7 @@ class Conversion:
         force: whether to replace an existing folder at `target` that this conversion did not write.
         advance: function that is called with the number of bytes that were just verified, reused or
             written. Several threads call this function.
-        kept: names of the files that an interrupted conversion completed and this conversion
-            reuses.
+        kept: files that an interrupted conversion completed and this conversion reuses.
     """
 
     source: Source
@@ -96,7 +97,9 @@ class Conversion:
                            "damage in these files is not detected", len(unsealed),
                            len(self.source.files()), self.source.format, unsealed[0])
         try:
-            self._verify()
+            for path in self.source.files():
+                refuse_damaged([path])
+                self.advance(path.stat().st_size)
             self._write(view, plan)
         except OSError as error:
             kept = (f"completed files remain in {str(self.scratch)!r} and are reused by the next "
@@ -133,11 +136,6 @@ class Conversion:
         if dtype is None:
             return view
         return View(view, (_cast_model(view.tensor(key), dtype) for key in view.entries))
-
-    def _verify(self) -> None:
-        for path in self.source.files():
-            refuse_damaged([path])
-            self.advance(path.stat().st_size)
 
     def _write(self, view: Source, plan: Mapping[str, Any]) -> None:
         scratch, progress = self.scratch, _Progress(self, plan)
@@ -230,3 +228,69 @@ def without_optimizer(source: Source) -> Source:
 
 def _cast_model(one: Derived, dtype: torch.dtype) -> Derived:
     return cast(one, dtype) if one.key[0] == MODEL and one.entry.dtype.is_floating_point else one
+
+
+_NUMBER = re.compile(r"^(local_experts\.)?\d+\.")
+
+
+def summary(source: Source) -> dict[str, Any]:
+    """Return a checkpoint's format, step, layout, files, fields, layers, tensors and settings."""
+    return {
+        "format": source.format, "step": source.values.get("step"),
+        "layout": dict(source.describe()), "files": len(source.files()),
+        "file_bytes": sum(path.stat().st_size for path in source.files()),
+        "files_without_checksum": len(source.unsealed()),
+        "fields": _fields(source), "layers": _layers(source),
+        "settings": plain(_settings(source.values)),
+        "tensors": {f"{field}/{name}": {"shape": list(entry.shape), "dtype": _name(entry.dtype)}
+                    for (field, name), entry in source.entries.items()},
+    }
+
+
+def _settings(values: Mapping[str, Any]) -> Any:
+    """Return the settings in a checkpoint, which are in `extra` of a plain checkpoint."""
+    extra = values.get("extra")
+    candidates = [values.get(name) for name in ("settings", "model", "config")]
+    if isinstance(extra, Mapping):
+        candidates += [extra.get("model"), {k: v for k, v in extra.items() if k != "step"}]
+    return next(filter(None, candidates), None)
+
+
+def _fields(source: Source) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for (section, _), entry in source.entries.items():
+        row = fields.setdefault(section, {"tensors": 0, "elements": 0, "dtypes": {}})
+        row["tensors"] += 1
+        row["elements"] += entry.numel
+        name = _name(entry.dtype)
+        row["dtypes"][name] = row["dtypes"].get(name, 0) + entry.nbytes
+    return fields
+
+
+def _layers(source: Source) -> dict[str, Any]:
+    layers = {}
+    for prefix, origin in source.layers.items():
+        ahead = prefix + "experts."
+        shapes: dict[str, Any] = {}
+        for (section, name), entry in source.entries.items():
+            if section == "model" and name.startswith(ahead):
+                own, shape = name.removeprefix(ahead), list(entry.shape)
+                each = _NUMBER.sub(r"\1*.", own)  # experts that are stored in separate tensors
+                shapes[each if shapes.get(each, shape) == shape else own] = shape
+        layers[prefix] = {"num_experts": origin["num_experts"], "experts": shapes}
+    return layers
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def plain(value: Any) -> Any:
+    """Convert settings to JSON values. Objects without a JSON form are converted to strings."""
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

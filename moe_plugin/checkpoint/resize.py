@@ -1,5 +1,4 @@
-"""Change the number of expert-parallel ranks between two training steps without saving a
-checkpoint.
+"""Change the number of expert-parallel ranks between two steps without a checkpoint.
 
 Experts and their optimizer state are sent point to point, from the ranks that currently store them
 to the ranks that will store them. `planner.resharding` plans these transfers. No rank gathers all
@@ -25,7 +24,7 @@ from moe_plugin.experts.base import mark_expert
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.planner.resharding import TensorLayout
-from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.tensors import is_sharded
 
 # attributes of a layer that depend on its group; router and experts are moved separately
 _OF_THE_GROUP = ("comm", "config", "placement", "token_entry", "routed_experts", "capacity",
@@ -37,8 +36,7 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
                            world: Comm | None = None,
                            copies: MutableMapping[Tensor, Tensor] | None = None
                            ) -> dict[Tensor, nn.Parameter]:
-    """Redistribute the experts of all `MoELayer`s in a model over a different expert-parallel
-    group.
+    """Redistribute the experts of a model's `MoELayer`s over another expert-parallel group.
 
     Call this function between `optimizer.step()` and the next forward pass, because it discards the
     gradients of experts. The layers remain the same objects, and so do all parameters except those
@@ -87,16 +85,13 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
 
 
 def check_sizes(model: nn.Module, sizes: Mapping[int, int], world: int) -> None:
-    """Raise `ValueError` if the experts cannot be divided among expert-parallel groups of one of
-    these sizes.
+    """Raise `ValueError` if experts cannot be divided among groups of one of these sizes.
 
     The error message names the setting, its value, the allowed values and a remedy. See
     `change_expert_parallel`.
 
     Args:
-        model: the model.
-        sizes: mapping from a training step to the size that expert-parallel groups have from this
-            step on.
+        sizes: mapping from a training step to the group size from this step on.
         world: number of data-parallel ranks.
     """
     for step, size in sizes.items():
@@ -251,9 +246,7 @@ def _moved(move: Resharding, value: Tensor) -> Tensor:
 
 
 def _wrapped_like(old: Tensor, value: Tensor) -> Tensor:
-    """If `old` is a parameter, return `value` as a parameter with the same `requires_grad`.
-    Otherwise, return `value` unchanged.
-    """
+    """Return `value` as a parameter like `old`, or unchanged if `old` is not a parameter."""
     new = nn.Parameter(value) if isinstance(old, nn.Parameter) else value
     return new.requires_grad_(old.requires_grad)
 

@@ -33,9 +33,9 @@ from moe_plugin.comm.group import advice
 from moe_plugin.experts import Experts
 from moe_plugin.memory.experts.stored import stored_names, without_values
 from moe_plugin.utils import checksums
-from moe_plugin.utils.dtensors import is_sharded, sharded_as
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import move_into_place, write_remedy
+from moe_plugin.utils.tensors import is_sharded, sharded_as
 
 logger = logging.getLogger(__name__)
 # arguments: the checkpoint's shapes by name, and its `extra`

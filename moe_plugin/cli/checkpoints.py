@@ -50,8 +50,8 @@ def inspect_options(p: argparse.ArgumentParser) -> None:
 def inspect(args: argparse.Namespace) -> int:
     """Print what a checkpoint contains, without reading its tensors."""
     import moe_plugin.checkpoint.formats.all  # noqa: F401 - registers
+    from moe_plugin.checkpoint.conversion import summary
     from moe_plugin.checkpoint.formats.base import open_source
-    from moe_plugin.checkpoint.inspection import summary
 
     with open_source(args.checkpoint, args.origin, args.trust) as source:
         contents = summary(source)
@@ -210,7 +210,7 @@ def upcycle(args: argparse.Namespace) -> int:
     """Convert a dense checkpoint to a Mixture of Experts."""
     from moe_plugin.checkpoint.formats.all import formats
     from moe_plugin.checkpoint.formats.base import check_pair, convert, detect, open_source
-    from moe_plugin.checkpoint.formats.fairseq import upcycling
+    from moe_plugin.checkpoint.formats.fairseq import neutral as fairseq_models
     from moe_plugin.checkpoint.neutral import NEUTRAL
     from moe_plugin.checkpoint.upcycle import Upcycling, write_new
     from moe_plugin.checkpoint.upcycle import upcycle as upcycled
@@ -224,8 +224,8 @@ def upcycle(args: argparse.Namespace) -> int:
     to = formats.get(args.to or name)()
     check_pair(name, to.name)
     with open_source(args.source, name, args.trust) as source:
-        result = (upcycling.upcycle(source, plan, check_flags)
-                  if upcycling.translates(source) else
+        result = (fairseq_models.upcycle(source, plan, check_flags)
+                  if fairseq_models.translates(source) else
                   upcycled(convert(source, NEUTRAL), plan))
         write_new(convert(result, to.name), to, args.target)
     print(f"{args.target}: {len(result.layers)} MoE layers of {plan.experts} experts, "

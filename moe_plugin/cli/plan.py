@@ -220,7 +220,7 @@ def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cl
 
 
 def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> None:
-    from moe_plugin.planner.static_layer import scale_table, scale_text
+    from moe_plugin.planner.model_search import scale_table, scale_text
     from moe_plugin.planner.units import parse_counts
 
     nodes = parse_counts("--scale", args.scale, "1,2,4")

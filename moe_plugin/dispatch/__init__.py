@@ -1,5 +1,4 @@
-"""Dispatchers, which send the rows of tokens to the experts and return the outputs of the experts.
-"""
+"""Dispatchers, which send the rows of tokens to the experts and return the outputs."""
 
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.base import (
@@ -11,9 +10,8 @@ from moe_plugin.dispatch.base import (
     dispatchers,
 )
 from moe_plugin.dispatch.bounded import BoundedDispatcher
-from moe_plugin.dispatch.deepep import DeepEPDispatcher, ElasticDeepEPDispatcher
+from moe_plugin.dispatch.deepep import DeepEPDispatcher, ElasticDeepEPDispatcher, HybridEPDispatcher
 from moe_plugin.dispatch.exchange import ExchangeDispatcher
-from moe_plugin.dispatch.hybridep import HybridEPDispatcher
 from moe_plugin.dispatch.nccl_ep import NCCLDispatcher
 from moe_plugin.dispatch.ragged import PaddedDispatcher, ParmS2Dispatcher, RaggedDispatcher
 from moe_plugin.dispatch.row_pages import PagedStash

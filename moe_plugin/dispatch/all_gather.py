@@ -1,5 +1,4 @@
-"""The dispatcher `all_gather`. Every rank receives all tokens and computes the rows of its own
-experts.
+"""The dispatcher `all_gather`. Every rank receives all tokens and computes its experts' rows.
 
 First, the expert ids are gathered, so that all sizes are known. After the ids, the tokens and gate
 weights are gathered in a single exchange. Finally, a reduce-scatter sums the outputs of all ranks.
@@ -31,12 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.comm.by_nodes import (
-    Wanted,
-    gather_by_nodes,
-    reduce_scatter_by_nodes,
-    wanted_rows,
-)
+from moe_plugin.comm.by_nodes import Wanted, gather_by_nodes, reduce_scatter_by_nodes, wanted_rows
 from moe_plugin.comm.chunks import pack, unpack
 from moe_plugin.dispatch.base import Dispatcher, DispatchTraits, Sent, dispatchers
 from moe_plugin.dispatch.rows import TokenPlan, rows_of_this_rank, with_weights
@@ -69,8 +63,7 @@ class AllGatherDispatcher(Dispatcher[GatheredPlan]):
     traits = DispatchTraits(single_layout=True)
 
     def plan(self, kept: KeptRouting) -> GatheredPlan:
-        """See `Dispatcher`. The ranks exchange their numbers of tokens in host memory, and then the
-        expert ids are gathered.
+        """See `Dispatcher`. The ranks exchange numbers of tokens, and then gather expert ids.
 
         The host waits for the device once.
         """
@@ -107,8 +100,7 @@ class AllGatherDispatcher(Dispatcher[GatheredPlan]):
 
 
 def _longest(comm: Comm, ids_TK: Tensor) -> int:
-    """Return the largest number of tokens on any rank. The ranks exchange their numbers of tokens
-    on the host.
+    """Return the largest number of tokens on any rank, exchanged on the host.
 
     With collectives in two steps between nodes, `agree_max` needs fewer rounds than an all-reduce.
     """
@@ -118,9 +110,7 @@ def _longest(comm: Comm, ids_TK: Tensor) -> int:
 
 
 def _all_ids(comm: Comm, ids_TK: Tensor, experts: int) -> Tensor:
-    """Gather the expert ids of all ranks, int64 [A, K]. Between nodes, the ids are sent as int16 if
-    all expert ids fit in int16.
-    """
+    """Gather the expert ids of all ranks, int64 [A, K], between nodes as int16 if they fit."""
     if not comm.by_nodes or experts > torch.iinfo(torch.int16).max:
         return comm.all_gather(ids_TK)
     packed, layout = pack([ids_TK.to(torch.int16)])
@@ -151,9 +141,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Autograd function that gathers the tokens and gate weights of all ranks. The tensors of each
-    rank are padded to `longest` tokens.
-    """
+    """Autograd function that gathers all ranks' tokens and weights, padded to `longest` tokens."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None, comm: Comm,

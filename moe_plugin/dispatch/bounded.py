@@ -117,8 +117,7 @@ def _fitting(count_WL: Tensor, slots: int) -> Tensor:
 
 
 def _piece(recv_WL: Tensor, first: int, end: int) -> Piece:
-    """Return the piece that contains the slots from `first` (inclusive) to `end` (exclusive) of the
-    rows from every rank.
+    """Return the piece of the slots from `first` to `end` (exclusive) of each rank's rows.
 
     Args:
         recv_WL: int64, number of real rows from each rank for each local expert. The rows from a

@@ -40,8 +40,7 @@ def why_not() -> str | None:
 
 
 class _Lease:
-    """An object that owns a handle until a call has finished. When the call has finished, other
-    calls can use the handle.
+    """Owns a handle until a call has finished, after which other calls can use it.
 
     Args:
         ours: handle of the package.

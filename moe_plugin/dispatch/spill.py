@@ -42,11 +42,9 @@ class SpillingPlan(ExchangePlan):
 
 def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
                   planner: SpillPlanner) -> SpillingPlan:
-    """Return the plan of one call with spilling. The function requires one exchange of counts and
-    one copy from device to host.
+    """Return a call's plan with spilling, after an exchange of counts and a copy to the host.
 
     Args:
-        kept: routing of the call.
         place: the ranks that store each expert.
         overlap: number of pieces of the exchange.
         planner: object that decides which rank computes which rows.
@@ -72,8 +70,7 @@ def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
 
 def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tuple[
         Tensor, list[list[int]], SpillPlan | None]:
-    """Return the routing choices sorted by expert, the row counts by source and expert, and the
-    plan.
+    """Return the choices sorted by expert, row counts by source and expert, and the plan.
 
     The plan is None if every rank computes only the rows of its own experts.
     """
@@ -88,8 +85,7 @@ def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tu
 
 def spilled(ids_TK: Tensor, place: Placement,
             planner: SpillPlanner) -> tuple[Tensor, int, SpillPlan | None]:
-    """For a dispatcher that sends each token's row only once per rank or node, return the rank and
-    the local expert that compute each choice.
+    """Return the rank and local expert of each choice when rows are sent once.
 
     Collective. The function requires one exchange of counts and one copy from device to host.
 
@@ -116,8 +112,7 @@ def spilled(ids_TK: Tensor, place: Placement,
 
 
 class _Tables:
-    """The row counts of a plan, indexed by source rank, target rank and the target's local expert.
-    """
+    """The row counts of a plan by source rank, target rank and the target's local expert."""
 
     def __init__(self, spill: SpillPlan) -> None:
         self.spill, self.width = spill, spill.most_guests
@@ -134,8 +129,7 @@ class _Tables:
         return stored + guests + [0] * (self.width - len(guests))
 
     def regroup(self, order_N: Tensor, source: int) -> Tensor:
-        """Reorder the routing choices of `source`, int64 [N], which are sorted by expert, so that
-        they are sorted by (target, local expert).
+        """Reorder choices, int64 [N], from the order of experts to (target, local expert).
 
         The rows of an expert are divided into consecutive runs, one for each rank that computes
         rows of the expert, in ascending order of ranks.
@@ -151,7 +145,8 @@ class _Tables:
                     start, rows = start + sum(flow[:target]), flow[target]
                 if rows:
                     runs.append((start, rows))
-        return _take_runs(order_N, _merged(runs), starts[-1])
+        pieces = [order_N.narrow(0, *run) for run in _merged(runs)]
+        return torch.cat([*pieces, order_N[starts[-1]:]])
 
 
 def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -163,8 +158,3 @@ def _merged(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, rows))
     return merged
-
-
-def _take_runs(order_N: Tensor, runs: list[tuple[int, int]], total: int) -> Tensor:
-    """Return the elements of order_N in the runs (start, length), then all after `total`."""
-    return torch.cat([*(order_N.narrow(0, *run) for run in runs), order_N[total:]])

@@ -1,9 +1,14 @@
-"""Expert parameters and the computation of experts. Parameters are stored in the same form for all
-parallel layouts.
-"""
+"""Expert parameters, stored in the same form for all layouts, and their computation."""
 
-from moe_plugin.experts.base import Experts, expert_kinds, expert_parameters, is_expert, mark_expert
-from moe_plugin.experts.custom import CustomExperts, build_device_experts
+from moe_plugin.experts.base import (
+    CustomExperts,
+    Experts,
+    build_device_experts,
+    expert_kinds,
+    expert_parameters,
+    is_expert,
+    mark_expert,
+)
 from moe_plugin.experts.ffn import FFNExperts, GatedFFNExperts
 from moe_plugin.experts.shared import LatentProjection, OverlappedWork, SharedExpert, add_residual
 from moe_plugin.kernels.expert_ffn import (

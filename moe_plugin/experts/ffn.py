@@ -43,8 +43,8 @@ from moe_plugin.kernels.rounded import RoundedWeights
 from moe_plugin.kernels.weight_grads import WEIGHTS, has_main_grad, redirect_grad
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import ExpertRows, ParameterRequest
-from moe_plugin.utils.dtensors import fill_, is_sharded
 from moe_plugin.utils.machine import exporting
+from moe_plugin.utils.tensors import fill_, is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +110,7 @@ class FFNExperts(Experts):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the weights of complete experts, and set the biases to zero. If experts are
-        sharded, each rank keeps its shard.
+        """Initialize complete experts, with zero biases, and keep this rank's shard.
 
         Weights are drawn from a Xavier uniform distribution, or from a normal distribution with
         standard deviation `experts.init_std`. The seed of an expert is a number drawn from torch's
@@ -168,9 +167,7 @@ class FFNExperts(Experts):
         return self.w_in_LDF.dtype
 
     def forward(self, work: ExpertRows | ParameterRequest) -> Any:
-        """See `Experts`. If experts are split into shards, the result is this shard's contribution
-        to the output.
-        """
+        """See `Experts`. With shards of experts, the result is this shard's contribution."""
         if isinstance(work, ParameterRequest):
             return self.local_parameters()
         strategy = work.strategy or self.compute
@@ -186,9 +183,7 @@ class FFNExperts(Experts):
         return strategy(work.x, work.rows, parameters)
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """See `Experts`. The names are those keys of `SHARD_AXIS` for which this type of expert has
-        parameters.
-        """
+        """See `Experts`. The names are the keys of `SHARD_AXIS` that this type of expert has."""
         parameters = {}
         for name in SHARD_AXIS:
             if (value := getattr(self, name)) is not None:
@@ -232,9 +227,7 @@ class FFNExperts(Experts):
         self.adapters = ranks
 
     def _drawn_a(self, seed: int, shape: tuple[int, int]) -> Tensor:
-        """Draw this rank's slice of `a` uniformly between -1 / sqrt(inputs) and 1 / sqrt(inputs),
-        as `peft` does.
-        """
+        """Draw this rank's slice of `a` uniformly within 1 / sqrt(inputs) of 0, as `peft` does."""
         place, drawn = self.placement, []
         for expert in range(place.first_expert, place.first_expert + place.local):
             whole = torch.empty(shape, dtype=torch.float32)
@@ -244,9 +237,7 @@ class FFNExperts(Experts):
         return torch.stack(drawn)
 
     def _shards(self) -> Comm | None:
-        """Return the group of ranks that store shards of the same experts, or None if experts are
-        not sharded.
-        """
+        """Return the group of ranks that store shards of the same experts, or None."""
         place = self.placement
         return place.comm.contiguous_subgroup(place.shards) if place.shards > 1 else None
 
@@ -267,9 +258,7 @@ class FFNExperts(Experts):
         return with_factors(tensors, self.weights_of(), ranks, self.placement.first_expert, shards)
 
     def main_grad_weights(self) -> dict[str, Tensor]:
-        """Return the weights whose gradients are added to the host's `main_grad`, by parameter
-        name.
-        """
+        """Return by name the weights whose gradients are added to the host's `main_grad`."""
         if not (self.adds_to_main_grad and torch.is_grad_enabled()):
             return {}
         return {
@@ -285,8 +274,7 @@ class FFNExperts(Experts):
             tensors: parameters in the form of `local_parameters`. The weights may belong to experts
                 of other ranks, to more experts than this rank stores, or to several consecutive
                 shards. Defaults to the stored parameters.
-            first_shard: the index of the first shard in `tensors`. Defaults to the shard of this
-                rank.
+            first_shard: the index of the first shard in `tensors`. Defaults to this rank's.
         """
         redirected, rounded, borrowed = {}, None, tensors is not None
         if tensors is None and self.adds_to_main_grad:
@@ -319,8 +307,7 @@ class FFNExperts(Experts):
 
 @expert_kinds.register("gated_ffn")
 class GatedFFNExperts(FFNExperts):
-    """Experts that each compute `(act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out +
-    bias_out`.
+    """Experts that compute `(act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out + bias_out`.
 
     With the silu activation, a gated expert is a SwiGLU layer (Shazeer 2020). `experts.clamp`
     limits both factors of the product, and `experts.linear_offset` is added to the second factor
@@ -357,12 +344,10 @@ def _check_shards(config: MoEConfig, shards: int) -> None:
 
 def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
                       axes: Mapping[str, int | None] = _USED_AXIS) -> dict[str, Tensor]:
-    """Gather the parameters of several ranks in a single all-gather. The backward pass is a single
-    reduce-scatter.
+    """Gather several ranks' parameters in one all-gather (backward: one reduce-scatter).
 
     Args:
-        local: the parameters of this rank, by name. The first dimension of each parameter indexes
-            the experts.
+        local: this rank's parameters by name. Their first dimension indexes the experts.
         shards: number of consecutive ranks that store shards of the same expert. Shards of an
             expert are concatenated along the dimension given by `axes`.
         axes: the dimension of each parameter along which experts are split, or None if every shard

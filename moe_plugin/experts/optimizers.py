@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from moe_plugin.experts.base import expert_ranks
-from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.tensors import is_sharded
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -102,19 +102,18 @@ def replaces_parameters(function: Callable[P, R]) -> Callable[P, R]:
     return marking
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     mixed = _SEEN.get(optimizer)
     if mixed is None:
-        parameters = list(_parameters(optimizer))
+        parameters = [x for group in optimizer.param_groups for x in group["params"]]
         _refuse_products(optimizer, parameters)
         _refuse_copies(optimizer, parameters)
         _refuse_early(parameters)
         _warn_discarded(parameters)
-        mixed = any(_is_mixed(group) for group in optimizer.param_groups)
+        # torch's `foreach` and `fused` optimizers do not accept sharded and unsharded parameters in
+        # the same call
+        mixed = any(("foreach" in group or "fused" in group) and len(_parts(group)) > 1
+                    for group in optimizer.param_groups)
         _SEEN[optimizer] = mixed
     if mixed:
         # restored after the step, because schedulers and checkpoints use the original groups
@@ -129,13 +128,6 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         optimizer.param_groups = groups
 
 
-def _is_mixed(group: dict[str, Any]) -> bool:
-    """Return whether torch's `foreach` and `fused` optimizers would fail for a parameter group.
-    These optimizers do not accept sharded and unsharded parameters in the same call.
-    """
-    return ("foreach" in group or "fused" in group) and len(_parts(group)) > 1
-
-
 def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
     """Split a parameter group into a group of sharded and a group of unsharded parameters."""
     sharded = [is_sharded(parameter) for parameter in group["params"]]
@@ -147,8 +139,7 @@ def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _refuse_products(optimizer: Optimizer, parameters: list[Tensor]) -> None:
-    """Raise an error for an optimizer that would update shared parameters differently on each rank.
-    """
+    """Refuse an optimizer that would update shared parameters differently on each rank."""
     if not isinstance(optimizer, LBFGS):
         return
     for parameter in parameters:
@@ -170,9 +161,7 @@ def _refuse_copies(optimizer: Optimizer, parameters: list[Tensor]) -> None:
 
 
 def _refuse_early(parameters: list[Tensor]) -> None:
-    """Raise an error if an optimizer step runs before the gradients of replicated experts are
-    averaged.
-    """
+    """Refuse an optimizer step before the gradients of replicated experts are averaged."""
     if torch._C._current_graph_task_id() == -1:
         return
     for parameter in parameters:

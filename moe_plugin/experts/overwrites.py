@@ -1,8 +1,9 @@
 """Detect code that overwrites experts, and shared parameters that differ between ranks.
 
 Data-parallel tools and loops over `model.parameters()` often treat all parameters as replicas, and
-copy or average experts, or their gradients, over ranks that store different experts. Some of these
-tools cannot be recognized by name, so the check compares samples of parameter values.
+copy or average experts, or their gradients, over ranks that store different experts. `DDPCheck`
+recognizes known wrappers. Other tools cannot be recognized by name, so `OverwriteCheck` compares
+samples of parameter values.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin.comm.base import Comm
-from moe_plugin.experts.base import is_expert
+from moe_plugin.experts.base import Experts, is_expert
 from moe_plugin.experts.optimizers import INSTEAD, refuse_tools, watch_optimizers
-from moe_plugin.utils.dtensors import is_sharded
 from moe_plugin.utils.machine import capturing, inside_backward
+from moe_plugin.utils.tensors import is_sharded
 
 logger = logging.getLogger(__name__)
 # Calls 2, 4, 7, ... run after 1, 3, 6, 12, ... steps. If experts are averaged every few steps, then
@@ -31,8 +33,7 @@ _APART = 0.05  # experts with a larger distance, relative to their norms, count 
 
 
 class OverwriteCheck:
-    """A comparison of the experts of all expert-parallel ranks, which runs in training calls 2, 4,
-    7, 13, 25, 61, 121 and 241 of each layer.
+    """Compares experts over all ranks in training calls 2, 4, 7, 13, 25, 61, 121 and 241.
 
     Each comparison uses one all-gather of 4 KiB from each rank (5 KiB the first time), and a
     second all-gather over `world`. The ranks compare changes since the previous comparison, so
@@ -58,9 +59,7 @@ class OverwriteCheck:
         self.begin(experts)
 
     def begin(self, experts: nn.Module) -> None:
-        """Set the current values of the experts as the baseline from which the next comparison
-        measures changes.
-        """
+        """Set the current values of the experts as the baseline of the next comparison."""
         self._before_N = _sample(experts.parameters())
         self._built_N: Tensor | None = None  # `_before_N` before the first call
         self._shared_N: Tensor | None = None
@@ -182,8 +181,7 @@ def _warn(comm: Comm, text: str, *values: object) -> None:
 
 
 def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor:
-    """Return the pairs of ranks whose experts are equal now and were trained after `before_RN` was
-    sampled.
+    """Return pairs of ranks whose experts are equal now, but were trained since `before_RN`.
 
     Weight decay alone changes the weights of an expert without tokens, and moves every large value
     towards zero. Therefore an expert counts as trained only if the magnitude of a large value has
@@ -206,9 +204,7 @@ def _tells_apart(router: nn.Module | None) -> bool:
 
 
 def _drifted(before_RN: Tensor, now_RN: Tensor, part_R: Tensor) -> tuple[int, int] | None:
-    """Return two ranks that store the same experts but no longer have equal values, or None if all
-    values are equal.
-    """
+    """Return two ranks whose replicas of the same experts differ, or None if all are equal."""
     first_R = (part_R[:, None] == part_R).int().argmax(1)
     drift_R = (now_RN - now_RN[first_R]).norm(dim=1) > 1e-4 * now_RN.norm(dim=1)
     drifted = (drift_R & (before_RN == before_RN[first_R]).all(1)).nonzero().flatten().tolist()
@@ -216,8 +212,7 @@ def _drifted(before_RN: Tensor, now_RN: Tensor, part_R: Tensor) -> tuple[int, in
 
 
 def _sample(parameters: Iterable[Tensor]) -> Tensor:
-    """Return a float32 sample of `VALUES` values, with the same number of values from each
-    parameter.
+    """Return a float32 sample of `VALUES` values, equally many of each parameter.
 
     If there are fewer values, the sample is padded with zeros. Parameters without storage and
     sharded parameters are skipped.
@@ -253,3 +248,129 @@ def _pair(found_RR: Tensor) -> tuple[int, int] | None:
     """Return the first pair of ranks for which the matrix is true, or None."""
     pairs = found_RR.triu(1).nonzero()
     return None if len(pairs) == 0 else (int(pairs[0, 0]), int(pairs[0, 1]))
+
+
+_TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
+
+
+class DDPCheck:
+    """Raises a `ValueError` in the forward pass if other code treats experts as replicas.
+
+    The check detects torch's DDP and FSDP, DeepSpeed, other code that overwrites experts
+    (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. Once the check has
+    found a wrapper that excludes the experts, it no longer looks for wrappers.
+
+    The check is skipped if the expert-parallel group has only one rank, because all data-parallel
+    ranks then store the same experts, which may be averaged.
+
+    Args:
+        comm: the expert-parallel group.
+        experts: the experts of this rank.
+    """
+
+    def __init__(self, comm: Comm, experts: Experts) -> None:
+        self.passed, self._wrapped = comm.size == 1, False
+        # the parameters of experts that are stored outside the device do not contain their values
+        self.overwrites = None
+        if comm.size > 1 and not experts.stored:
+            self.overwrites = OverwriteCheck(comm, experts)
+
+    def begin(self, experts: nn.Module) -> None:
+        """Accept the current expert values as correct, for example after loading a checkpoint."""
+        if self.overwrites is not None:
+            self.overwrites.begin(experts)
+
+    def expect_wrapper(self) -> None:
+        """Check for a wrapper again in the next call, because the model is about to be wrapped."""
+        self.passed = self._wrapped = False
+
+    def compare_replicas(self, world: Comm | None) -> None:
+        """Also compare shared parameters and replicas over `world` (see `OverwriteCheck`)."""
+        if self.overwrites is not None:
+            self.overwrites.world = world
+
+    def __call__(self, built: Experts, layer: nn.Module) -> None:
+        """Run the check. The layer calls this method in every forward pass.
+
+        Args:
+            built: the layer's experts, without any adapters that wrap them.
+        """
+        experts: nn.Module = layer.experts  # type: ignore[assignment]
+        if torch.compiler.is_compiling():
+            return
+        trains = built.training and torch.is_grad_enabled()
+        if built.reduced and trains:
+            _refuse_new(experts)
+        if self.passed:
+            return
+        if not self._wrapped:
+            # torch (>= 2.1) sets this attribute on all modules that FSDP1 or FSDP2 manages. It is
+            # read from __dict__, because looking up a missing attribute of a module is slow.
+            if experts.__dict__.get("_is_fsdp_managed_module"):
+                _refuse_sharded(experts)
+            # private in torch (>= 1.11); without it nothing is checked
+            ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
+            if ddp is not None:
+                _refuse_averaged(ddp, experts)
+                if built.reduced:
+                    _refuse_hooks(ddp)
+                self._wrapped = True
+        watch = self.overwrites
+        if watch is None or watch.calls >= LAST_CALL:
+            self.passed = self._wrapped
+        elif trains:
+            # `layer.experts` may be an adapter, or the experts of another layer
+            watch(experts if isinstance(experts, Experts) else built, layer)
+
+
+def _refuse_new(experts: nn.Module) -> None:
+    """Refuse a trainable parameter without the hooks registered by `reduce_experts`.
+
+    Without these hooks, the parameter would be trained with the gradient of only one rank.
+    """
+    for name, parameter in experts.named_parameters():
+        if parameter.requires_grad and not getattr(parameter, "reduced", False):
+            raise ValueError(
+                f"gradients of the experts' {name!r} are not reduced over ranks, because the "
+                "parameter was replaced or became trainable after the model was wrapped. "
+                "Parameters are replaced by load_state_dict(assign=True), by copying a model, and "
+                "by leaving the meta device. Load and unfreeze parameters before ddp_model or "
+                "fully_shard_model, and wrap a copy of the model again")
+
+
+def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:
+    mine = {id(parameter) for parameter in experts.parameters()}
+    for name, parameter in ddp.module.named_parameters(remove_duplicate=False):
+        if id(parameter
+              ) in mine and parameter.requires_grad and name not in ddp.parameters_to_ignore:
+            raise ValueError(
+                f"DistributedDataParallel averages {name!r}, but every rank has different experts. "
+                "Wrap the model with moe_plugin.ddp_model(model), or call "
+                "moe_plugin.training.gradients.sync.exclude_experts(model) before wrapping it and "
+                "sync_gradients after backward")
+
+
+def _refuse_hooks(ddp: DistributedDataParallel) -> None:
+    """Refuse a communication hook that might not divide gradients by the number of ranks."""
+    # private in torch (>= 2.0); without it nothing is checked
+    for hook, _ in getattr(ddp, "_comm_hooks", []):
+        name = getattr(hook, "__name__", type(hook).__name__)
+        averages = (getattr(hook, "__module__", "").startswith(_TORCH_HOOKS)
+                    and name not in ("noop_hook", "post_localSGD_hook"))
+        if not averages and not getattr(hook, "averages", False):
+            raise ValueError(
+                f"the communication hook {name!r} of DistributedDataParallel might not average "
+                "gradients over all ranks, but the gradients of experts are averaged. Divide by "
+                "the number of ranks in the hook and set its attribute averages=True, or leave the "
+                "hook out")
+
+
+def _refuse_sharded(experts: nn.Module) -> None:
+    # the parameters of an FSDP unit are new tensors without the mark; FSDP1 leaves none
+    kept = [name for name, parameter in experts.named_parameters() if is_expert(parameter)]
+    taken = [name for name, parameter in experts.named_parameters() if not is_expert(parameter)]
+    if taken or not kept:
+        raise ValueError(
+            f"FSDP shards the experts' parameters ({', '.join(taken) or 'all'}), but every rank "
+            "has different experts. Wrap the model with moe_plugin.fully_shard_model(model) "
+            "instead of torch's fully_shard or FullyShardedDataParallel")

@@ -1,5 +1,4 @@
-"""The forward and backward passes of a sequence of blocks. Each block is computed for all
-micro-batches before the next block starts.
+"""Passes of a sequence of blocks, each for all micro-batches before the next block.
 
 Only the blocks' inputs are stored. The backward pass of a block starts by repeating the block's
 forward pass.
@@ -155,7 +154,8 @@ class BlockPasses:
             ValueError: If the block returned an invalid object.
         """
         module = self.modules[number]
-        before = _values(module) if keep else {}
+        # Copies, because some kernels update statistics without increasing a version counter.
+        before = {place: x.clone() for place, x in _buffers(module)} if keep else {}
         for m, x in enumerate(self._x):
             with (torch.no_grad(), first_pass(), self.randomness(m, number),
                   record_routing() as tape):
@@ -236,13 +236,6 @@ def _buffers(module: nn.Module) -> Iterator[tuple[Place, Tensor]]:
                 yield (owner, name), buffer
 
 
-def _values(module: nn.Module) -> dict[Place, Tensor]:
-    """Copy the buffers. Version counters cannot be used to detect changed buffers, because some
-    kernels update statistics without increasing the version counter.
-    """
-    return {place: buffer.clone() for place, buffer in _buffers(module)}
-
-
 @contextmanager
 def unchanged_buffers(module: nn.Module, places: Sequence[Place] | None = None) -> Iterator[None]:
     """At the end of the context, restore a module's buffers.
@@ -250,7 +243,6 @@ def unchanged_buffers(module: nn.Module, places: Sequence[Place] | None = None) 
     For example, if a block is computed twice, only one of the passes may update running statistics.
 
     Args:
-        module: the module.
         places: list of buffers to restore. Each buffer is given as a pair of its module and its
             name. Defaults to all buffers of the module.
     """

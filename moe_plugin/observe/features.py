@@ -17,7 +17,7 @@ import torch
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.config import ObserveConfig
-from moe_plugin.observe.history.fairseq_log import skipped_step
+from moe_plugin.observe.history.host_logs import skipped_step
 from moe_plugin.observe.history.records import OWN_LOOPS
 from moe_plugin.observe.recorder import StatsRecorder
 from moe_plugin.observe.timeline import StepTimeline
@@ -38,8 +38,7 @@ _EVALUATION = "--model-overrides \"{'moe_capacity_factor': 'none'}\" to drop not
 
 
 class DropWarning(RunFeature):
-    """A run feature that warns once if the fraction of choices dropped because of the expert
-    capacity exceeds `WARN_ABOVE`.
+    """A run feature that warns once if more choices than `WARN_ABOVE` are dropped for capacity.
 
     Training and validation are checked separately, because experts may have fewer slots in
     validation (`dispatch.eval_token_fraction`, `dispatch.eval_capacity_factor`).
@@ -48,8 +47,7 @@ class DropWarning(RunFeature):
         warns: whether this rank logs warnings.
 
     Attributes:
-        validation: counter of the choices dropped in validation. Used only for hosts that do not
-            report dropped choices.
+        validation: counter of dropped choices, for hosts that do not report them.
     """
 
     def __init__(self, warns: bool = True) -> None:
@@ -85,9 +83,7 @@ class DropWarning(RunFeature):
 
 
 class DropCount:
-    """A counter of all choices and of the dropped choices, stored on the device. The counts
-    accumulate until `take` is called.
-    """
+    """A counter on the device of all choices and of dropped choices since the last `take`."""
 
     def __init__(self) -> None:
         self._counts_2: torch.Tensor | None = None  # int64: chosen, dropped
@@ -130,17 +126,13 @@ def listen(layers: Mapping[str, Any], training: Sequence[Callable[[str, LayerSta
 
 
 class LayerRecords(RunFeature):
-    """A run feature that writes records, timelines and findings about the MoE layers, as specified
-    by the `observe` settings.
+    """A run feature that writes records, timelines and findings, as set in `observe`.
 
     Args:
-        config: the `observe` settings.
-        layers: the layers by name. The caller must pass the statistics of these layers to
-            `recorder`. See `listen`.
+        layers: the layers by name, whose statistics the caller passes on. See `listen`.
         comm: the ranks over which statistics are summed. Rank 0 writes the files.
         host: the name of the host framework, which is shown in the report.
-        rank: the rank that identifies this process in timelines and traces. Defaults to the rank
-            within `comm`.
+        rank: this process's rank in timelines and traces. Defaults to the rank in `comm`.
         has_log: whether the host writes a training log that the report can read. If not, the loss
             and the throughput are written together with the layer records.
     """

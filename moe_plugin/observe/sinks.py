@@ -1,12 +1,18 @@
-"""Outputs for records: a JSONL file, TensorBoard, and Weights & Biases."""
+"""Outputs for records: a JSONL file, TensorBoard, Weights & Biases, and the log.
+
+The log names each finding about a run once. A finding is logged again if more layers are affected
+or if the problem returns.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -14,11 +20,104 @@ import torch.distributed as dist
 
 from moe_plugin.layer import MoELayer
 from moe_plugin.memory.experts.cache import ExpertCache
-from moe_plugin.observe.health import HealthLog
+from moe_plugin.observe.findings import DECIDED, MEMORY, findings
+from moe_plugin.observe.history.json_lines import layer_record, timeline
+from moe_plugin.observe.history.records import DecisionRecord, LayerRecord, RunRecord, StepRecord
+from moe_plugin.observe.layer_rules import RECENT
 from moe_plugin.output import MoEOutput
 from moe_plugin.utils.folder_lock import hold_log
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import open_append, write_remedy
+
+KEPT = 4 * MEMORY  # the number of steps whose records are stored
+REST = MEMORY  # a finding that was absent for so many checks is logged again if it returns
+
+
+@dataclass
+class _Logged:
+    """A finding that was logged earlier.
+
+    layers: the number of affected layers that the log line named.
+    absent: the number of checks since the problem was last detected.
+    """
+
+    layers: int = 0
+    absent: int = 0
+
+
+class HealthLog:
+    """A log of the findings about a run, updated whenever records are added.
+
+    Its memory usage does not grow with the length of the run.
+
+    Args:
+        skip: the names of rules to skip because the host logs its own warning.
+        unit: what log lines call the number of a record, such as `step`.
+        tell: function called for each finding with (step, rule, title, meaning and remedy).
+        host: the host framework whose flags are used in remedies. See `RunRecord.host`. If empty,
+            the flags of all hosts are used.
+    """
+
+    def __init__(self, skip: Iterable[str] = (), unit: str = "step",
+                 tell: Callable[[int, str, str, str], None] = lambda *_: None,
+                 host: str = "") -> None:
+        self._tell = tell
+        self.run, self._skip, self._unit = RunRecord(name="", host=host), tuple(skip), unit
+        self._logged: dict[str, _Logged] = {}  # by rule
+
+    def add(self, step: int, records: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add the layer records of one step, and log new findings."""
+        for layer, record in records.items():
+            known = self.run.layers.setdefault(layer, [])
+            known.append(layer_record({"step": step, "layer": layer, **record}))
+            if len(known) > RECENT + 1:  # the first record summarizes all older records
+                known[:2] = [_joined(known[0], known[1])]
+        if records:
+            self._look(step)
+
+    def add_step(self, record: StepRecord) -> None:
+        """Add one record of the training log, and log new findings."""
+        self.run.steps.append(record)
+        if len(self.run.steps) > KEPT:
+            self.run.steps = _shortened(self.run.steps)
+        self._look(record.step)
+
+    def add_timeline(self, row: Mapping[str, Any]) -> None:
+        """Add a timeline, in the form in which it is written, and log new findings."""
+        step, rank, spans = timeline(row)
+        self.run.timelines = {(step, rank): spans}
+        self._look(step)
+
+    def _look(self, step: int) -> None:
+        present = {found.rule: found for found in findings(self.run, self._skip, past=False)}
+        for rule, logged in list(self._logged.items()):
+            logged.absent = 0 if rule in present else logged.absent + 1
+            if logged.absent > REST:
+                del self._logged[rule]
+        for rule, finding in present.items():
+            logged = self._logged.setdefault(rule, _Logged())
+            if len(finding.layers) >= 2 * logged.layers:
+                logged.layers = max(1, len(finding.layers))
+                text = f"{finding.meaning} Remedy: {finding.remedy}"
+                logger.warning("%s %d: %s. %s [%s]", self._unit, step, finding.title, text, rule)
+                self._tell(step, rule, finding.title, text)
+
+
+def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
+    """Join two records, with the first step and the last decision of each kind."""
+    last: dict[bool, DecisionRecord] = {}
+    for made in (*first.decisions, *second.decisions):
+        if made.event == "explore" or made.event in DECIDED:
+            last[made.event in DECIDED] = made
+    return LayerRecord(step=first.step, layer=first.layer, decisions=tuple(last.values()))
+
+
+def _shortened(steps: Sequence[StepRecord]) -> list[StepRecord]:
+    """Return the fastest consecutive records, without losses, and the most recent records."""
+    stretches = [steps[i:i + MEMORY] for i in range(0, len(steps) - 3 * MEMORY + 1, MEMORY // 2)]
+    fastest = max(stretches, key=lambda some: statistics.median(r.tokens_per_s or 0 for r in some))
+    return [*(replace(r, loss=None, not_finite=None) for r in fastest), *steps[-2 * MEMORY:]]
+
 
 CALLS = 2  # the number of calls of each layer per record
 
@@ -57,8 +156,7 @@ _LOGS: WeakKeyDictionary[ExpertCache, StoreLog] = WeakKeyDictionary()  # layers 
 
 
 def watch_store(layer: MoELayer, name: Callable[[], str]) -> None:
-    """Watch the calls of a layer whose experts are loaded from a store, and log warnings. Only rank
-    0 logs these warnings.
+    """Watch a layer with stored experts, and log warnings on rank 0 alone.
 
     name: a function that returns the layer's name for log messages.
     """
@@ -214,8 +312,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Log the numeric fields of records to a run in a Weights & Biases project, under the names
-    that `points` returns.
+    """Logs records' numbers to a Weights & Biases project, under the names of `points`.
 
     All plots use the training step as the horizontal axis, so the records of one step may be
     written separately. The package `wandb` sends data in the background and reads environment
@@ -223,8 +320,7 @@ class WandbSink:
     runs in the same process, such as the run of fairseq's `--wandb-project`, are not affected.
 
     Raises:
-        ValueError: If `wandb` is not installed or cannot start, for example because there is no API
-            key or no network connection.
+        ValueError: If `wandb` is missing or cannot start, for example without an API key.
     """
 
     def __init__(self, project: str) -> None:

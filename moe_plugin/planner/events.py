@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_plugin.planner.cluster import Cluster
-from moe_plugin.planner.once import GroupShape, all_gather_s, all_reduce_s, all_to_all_s
+from moe_plugin.planner.once import GroupShape, all_gather_s, all_to_all_s
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,7 @@ class Task:
         resource: name of the resource that the task occupies for `seconds`.
         seconds: duration of the task, in seconds.
         after: names of the tasks that must end before this task starts.
-        phase: name under which the duration of the task is reported. Defaults to the name of the
-            task.
+        phase: name under which the duration is reported. Defaults to the task's name.
         also: names of other resources that the task occupies at the same time.
     """
 
@@ -70,9 +69,7 @@ class Timeline:
         return sum(s.task.seconds for s in self.spans if resource in s.task.resources)
 
     def phases(self) -> dict[str, float]:
-        """For each phase, return the sum of the durations of its tasks in seconds. Overlapping
-        times are counted several times.
-        """
+        """Return the sum of the seconds of each phase's tasks, counting overlaps repeatedly."""
         total: dict[str, float] = {}
         for span in self.spans:
             phase = span.task.phase or span.task.name
@@ -96,9 +93,7 @@ class Timeline:
 
     @property
     def hidden(self) -> float:
-        """Time in seconds saved by overlap: the sum of all task durations minus the time at which
-        the last task ends.
-        """
+        """Seconds saved by overlap: all durations minus the end of the last task."""
         return sum(s.task.seconds for s in self.spans) - self.seconds
 
 
@@ -195,7 +190,6 @@ def simulate_ready(tasks: Sequence[Task]) -> Timeline:
 # | s2: slots are split after the gate | A2A(v) + max(A2A(v), AG(ETM)), v = ETM N_ESP / N_MP |
 #
 # Without overlap, s2 needs the sum instead of the maximum.
-SCHEDULES = ("baseline", "s1", "s2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,56 +223,6 @@ class ParmShape:
         return self.rows_factor * self.bytes_in
 
 
-def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False,
-                   pieces: int = 1) -> list[Task]:
-    """Return the tasks that simulate the exchanges of one forward pass.
-
-    Args:
-        schedule: name of the schedule, one of `SCHEDULES`.
-        overlap: whether the all-gather of schedule `s2` overlaps with the second all-to-all.
-        pieces: number of pieces into which overlapping exchanges are split. Defaults to 1.
-    """
-    world, mp, esp = GroupShape(cluster.ranks), GroupShape(shape.replicas), GroupShape(shape.shards)
-    if schedule == "baseline":
-        volume = shape.bytes_rows * shape.shards
-        parallel = GroupShape(max(1, cluster.ranks // shape.shards), shape.shards)
-        return [
-            Task("esp gather", "network",
-                 all_gather_s(cluster, esp, shape.bytes_in) if shape.shards > 1 else 0.0),
-            Task("out", "network", all_to_all_s(cluster, parallel, "linear", volume),
-                 ("esp gather",)),
-            Task("esp reduce", "network", all_reduce_s(cluster, esp, volume), ("out",)),
-            Task("back", "network", all_to_all_s(cluster, parallel, "linear", volume),
-                 ("esp reduce",))
-        ]
-    volume = shape.bytes_rows * shape.shards / shape.replicas
-    out = Task("out", "network", all_to_all_s(cluster, world, "linear", volume))
-    gathered = shape.bytes_in if schedule == "s1" else shape.bytes_rows
-    pieces = pieces if schedule == "s2" and overlap else 1
-    gather = all_gather_s(cluster, mp, gathered / shape.replicas) if shape.replicas > 1 else 0.0
-    tasks = [out]
-    for i in range(pieces):
-        tasks.append(Task(f"back{i}", "network", out.seconds / pieces, ("out",)))
-        tasks.append(
-            Task(f"gather{i}", "inside" if pieces > 1 else "network", gather / pieces,
-                 (f"back{i}",)))
-    return tasks
-
-
-def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False) -> float:
-    """Predict the time in seconds of a forward pass's exchanges with a closed formula.
-
-    Raises:
-        ValueError: If the schedule is unknown.
-    """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"unknown schedule {schedule!r}. Choose from {', '.join(SCHEDULES)}")
-    times = {t.name: t.seconds for t in schedule_tasks(shape, cluster, schedule)}
-    if schedule == "s2" and overlap:
-        return times["out"] + max(times["back0"], times["gather0"])
-    return sum(times.values())
-
-
 def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) -> float:
     """Predict the time in seconds of a forward pass's exchanges for schedule `s1` or `s2`.
 
@@ -299,7 +243,5 @@ def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) ->
 
 
 def choose_run(shape: ParmShape, cluster: Cluster, pieces: int = 1) -> str:
-    """Return `s1` or `s2`, whichever `run_s` predicts to be faster, or `s1` if both are equally
-    fast.
-    """
+    """Return `s1` or `s2`, whichever `run_s` predicts to be faster, or `s1` if equal."""
     return min(("s1", "s2"), key=lambda s: run_s(shape, cluster, s, pieces))

@@ -1,21 +1,119 @@
-"""Exact branch-and-bound search for the fastest parallelization plans.
+"""Branch-and-bound search for the fastest parallelization plans, and a static layer's cost.
 
 The search varies the sizes TP, EP, ETP, DP and PP, the size of the micro-batches, and the layout of
 MoE layers (r, d, the all-to-all algorithm and `send`).
+
+The reference layer has a fixed layout and no overlap, and dispatches tokens with dense matmuls as
+in GShard. Each rank has S tokens. Each of the E experts has C = k ceil(S / E) slots. Dispatch and
+combine are matmuls with a mask of shape [S, E, C]. Each of these matmuls takes 2 S E C M FLOPs,
+about 2 k S^2 M for any E, where M is the model dimension. There are two of them in the forward pass
+and three in the backward pass, because the dispatch mask has no gradient. Each of them reads or
+writes the mask. The all-to-all uses the algorithm `linear` and does not overlap with computation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from moe_plugin.planner.all_to_all_cost import COSTS
-from moe_plugin.planner.choice import SENDS, LayoutChoice, divisors, legal_choices
+from moe_plugin.planner.choice import DEGREES, SENDS, LayoutChoice, divisors, legal_choices
 from moe_plugin.planner.cluster import HEAD_ROOM, Cluster, Device
+from moe_plugin.planner.layer_cost import LayerCost, LayerShape, layer_cost, rank_choices
 from moe_plugin.planner.model import ModelPlan, ModelShape
+from moe_plugin.planner.once import GroupShape, all_to_all_s
 from moe_plugin.planner.plan_cost import PlanCost, lower_bound_s, plan_cost
-from moe_plugin.planner.units import show_size
+from moe_plugin.planner.units import show_size, show_time
 from moe_plugin.utils.messages import tracked
+
+MATMULS = 5
+MASK_BYTES = 4
+
+
+def static_layer_s(shape: LayerShape, cluster: Cluster, device: Device) -> float:
+    """Predict the time in seconds of the static layer's forward and backward passes."""
+    slots = shape.top_k * math.ceil(shape.tokens / shape.experts)
+    mask = float(shape.tokens) * shape.experts * slots
+    dispatch = device.matmul_s(shape.tokens, 2 * mask * shape.row_dim, mask * MASK_BYTES)
+    shards = max(1, cluster.ranks // shape.experts)
+    rows = shape.experts * slots * shards
+    inner = shape.hidden_dim / shards
+    experts = device.matmul_s(rows / max(1, shape.experts // cluster.ranks),
+                               2.0 * shape.matrices * rows * shape.row_dim * inner)
+    exchange = all_to_all_s(cluster, GroupShape(cluster.ranks), "linear", rows * shape.row_bytes)
+    return MATMULS * dispatch + 3 * experts + 4 * exchange
+
+
+@dataclass(frozen=True)
+class ScaleRow:
+    """Predicted times of a layer on a given number of ranks.
+
+    Attributes:
+        ranks: number of ranks.
+        static_s: time of the static layer in seconds.
+        plain_s: seconds with sparse dispatch, the largest r, d = 1 and `linear`.
+        r_alone_s: time in seconds as in `plain_s`, but with the best r.
+        d_alone_s: time in seconds as in `plain_s`, but with the best d.
+        all_s: time in seconds with the best r, the best d and the best all-to-all algorithm.
+        choice: the layout whose time is `all_s`.
+    """
+
+    ranks: int
+    static_s: float
+    plain_s: float
+    r_alone_s: float
+    d_alone_s: float
+    all_s: float
+    choice: LayoutChoice
+
+    @property
+    def speedup(self) -> float:
+        """Time of the static layer divided by the time with the best r, d and algorithm."""
+        return self.static_s / self.all_s
+
+
+def scale_table(shape: LayerShape, cluster: Cluster, device: Device, nodes: Sequence[int],
+                experts_per_rank: float = 1.0) -> list[ScaleRow]:
+    """Predict the times of a layer for several numbers of nodes.
+
+    The numbers of tokens and experts per rank are the same for all numbers of nodes.
+    """
+    rows = []
+    for count in nodes:
+        resized = cluster.resized(count)
+        experts = max(1, round(resized.ranks * experts_per_rank))
+        rows.append(_scale_row(dataclasses.replace(shape, experts=experts), resized, device))
+    return rows
+
+
+def _scale_row(shape: LayerShape, cluster: Cluster, device: Device) -> ScaleRow:
+    shards = max(1, cluster.ranks // shape.experts)
+
+    def best(degrees: tuple[int, ...], algorithms: tuple[str, ...], free_r: bool) -> LayerCost:
+        choices = legal_choices(shape.experts, cluster.ranks, degrees=degrees,
+                                algorithms=algorithms)
+        return rank_choices(shape, cluster, device,
+                            [c for c in choices if free_r or c.r == shards])[0]
+
+    total = best(DEGREES, tuple(COSTS), True)
+    return ScaleRow(cluster.ranks, static_layer_s(shape, cluster, device),
+                    layer_cost(shape, cluster, device, LayoutChoice(r=shards)).seconds,
+                    best((1,), ("linear",), True).seconds,
+                    best(DEGREES, ("linear",), False).seconds, total.seconds, total.choice)
+
+
+def scale_text(rows: Sequence[ScaleRow]) -> str:
+    """Format a table of predicted times and of speed-ups over the plain layer (`plain_s`)."""
+    lines = [f"{'ranks':>6}{'static':>11}{'plain':>10}{'r alone':>9}{'d alone':>9}"
+             f"{'all':>9}{'static/all':>11}  layout"]
+    for row in rows:
+        gains = f"{row.plain_s / row.r_alone_s:8.2f}x{row.plain_s / row.d_alone_s:8.2f}x"
+        lines.append(f"{row.ranks:6}{show_time(row.static_s):>11}{show_time(row.plain_s):>10}{gains}"
+                     f"{show_time(row.all_s):>9}{row.speedup:10.2f}x  {row.choice.words}")
+    return "\n".join(lines)
+
 
 ANY = LayoutChoice(r=1)
 PLAN_AXES = ("tp", "pp", "expert_ranks", "micro_batch")
@@ -79,9 +177,7 @@ def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[Mode
 
 def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, pp: int,
                    group: int) -> Iterator[ModelPlan]:
-    """Yield the plans that are possible with the given tensor-parallel size, pipeline-parallel size
-    and size of expert groups.
-    """
+    """Yield the possible plans for given sizes of TP, PP and groups of experts."""
     dp, etp = cluster.ranks // (tp * pp), max(1, group // model.experts)
     if model.experts % group and group % model.experts:
         return
@@ -99,8 +195,7 @@ def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = S
     """Return the `keep` fastest plans that fit in the device's memory, each with its best layout.
 
     Raises:
-        ValueError: If no plan fits in the device's memory. The message contains the number of bytes
-            that the smallest plan needs.
+        ValueError: If no plan fits in memory. The message has the bytes of the smallest.
     """
     order = sorted(outlines(model, cluster, space), key=lambda p:
                    (lower_bound_s(model, cluster, device, p), p))
@@ -160,8 +255,7 @@ def sends_of(model: ModelShape, cluster: Cluster, space: Space,
 
 def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
                  space: Space = Space()) -> dict[str, PlanCost]:
-    """For each plan setting in `PLAN_AXES` and `LAYOUT_AXES`, return the best plan in which this
-    setting differs from `best`.
+    """Return, for each axis of `PLAN_AXES` and `LAYOUT_AXES`, the best plan that differs.
 
     All other settings may differ as well. A plan that does not fit in the device's memory is
     returned only if no other such plan fits.
@@ -185,8 +279,6 @@ def value_of(plan: ModelPlan, axis: str) -> int | str:
 
 
 def _rank(cost: PlanCost, device: Device) -> tuple:
-    """Return a sort key: plans that fit in memory come first, sorted by time, followed by all other
-    plans, sorted by memory use.
-    """
+    """Return a sort key: by time for plans that fit in memory, then by memory for others."""
     over = cost.memory_bytes > device.usable_bytes
     return over, cost.memory_bytes if over else 0.0, _order(cost)

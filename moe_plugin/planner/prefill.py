@@ -37,8 +37,7 @@ class Kernel:
             rows. Times are interpolated linearly between these points and extrapolated linearly
             beyond them.
         launch_s: time of a kernel launch, in seconds.
-        each: if True, every expert is a separate kernel launch. If `each` is False, one launch
-            computes all experts of a piece.
+        each: whether each expert is a launch, or else one launch computes a piece.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -61,9 +60,7 @@ class Kernel:
         return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
 
     def seconds(self, experts: float, rows: float) -> float:
-        """Return the computation time in seconds of `experts` experts with `rows` rows each,
-        including kernel launches.
-        """
+        """Return the seconds of `experts` experts with `rows` rows each, with launches."""
         launches = experts if self.each else 1
         return launches * self.launch_s + experts * self.expert_s(rows)
 
@@ -197,8 +194,7 @@ def bound_s(load: PrefillLoad, pieces: int, compute_s: float) -> float:
 
 def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
             pieces: Sequence[int] = PIECES) -> list[PrefillChoice]:
-    """For each number of pieces, find the fastest kernel and predict the time. The choices are
-    returned from fastest to slowest.
+    """Return each number of pieces with its fastest kernel, from fastest to slowest.
 
     Among equally fast choices, those with fewer pieces come first.
 
@@ -234,7 +230,6 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
 
 def table(loads: Sequence[PrefillLoad],
           profile: Profile) -> list[tuple[PrefillLoad, PrefillChoice]]:
-    """For each load, return the fastest division of rows into pieces, either by expert or by row.
-    """
+    """Return each load's fastest division of rows into pieces, by expert or by row."""
     return [(load, min((choices(load, profile, cut)[0] for cut in CUTS),
                        key=lambda choice: (choice.seconds, choice.pieces))) for load in loads]

@@ -21,14 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_plugin.planner.replicas import Loads, ReplicaMap, host_placed, host_replicas, hosting
-from moe_plugin.planner.spill import (
-    Counts,
-    SpillCosts,
-    SpillPlan,
-    plan_spill,
-    round_shares,
-    saves,
-)
+from moe_plugin.planner.spill import Counts, SpillCosts, SpillPlan, plan_spill, round_shares, saves
 
 TASKS = 32  # number of parts into which a rank's share of all rows is divided
 SLACK = 0.02  # of the busiest rank's time; a smaller gain does not justify a replica
@@ -89,9 +82,7 @@ def _wired(loads: Loads, holders: Mapping[int, frozenset[int]], speeds: Sequence
 
 
 def _busiest(shares: Shares, loads: Loads, speeds: Sequence[float]) -> float:
-    """Return the time that the busiest rank needs to compute its rows. The unit is the time of one
-    row on a rank of speed 1.
-    """
+    """Return the busiest rank's compute time in units of one row on a rank of speed 1."""
     rows, local = [0.0] * len(speeds), _local(loads, speeds)
     for expert, load in enumerate(loads):
         for rank, share in shares.get(expert, {expert // local: 1.0}).items():
@@ -135,9 +126,7 @@ class StandingReplicas:
         self._calls = self._steps = 0
 
     def plan(self, counts_WV: Counts) -> SpillPlan | None:
-        """Return the plan of a call, or None if every rank computes exactly the rows of the experts
-        that it owns.
-        """
+        """Return a call's plan, or None if each rank computes all rows of its own experts."""
         if not self.shares:
             return None
         amounts = {}
@@ -161,8 +150,7 @@ class StandingReplicas:
         return self._steps % self.every == 0
 
     def place(self, speeds: Sequence[float] | None = None) -> None:
-        """Choose a placement of replicas from the mean loads since the last placement. If no
-        placement saves time, no expert is replicated.
+        """Place replicas for the mean loads since the last placement, if this saves time.
 
         Args:
             speeds: speed of each rank, in any unit. By default, all ranks are equally fast.

@@ -13,24 +13,20 @@ from moe_plugin.routing.contract import (
 )
 from moe_plugin.routing.losses import declares, losses
 from moe_plugin.routing.registry import build_router, layer_router, only_read
+from moe_plugin.routing.routers.balanced import BASERouter, ExpertChoiceRouter, SinkhornRouter
 from moe_plugin.routing.routers.base import Router
-from moe_plugin.routing.routers.base_layer import BASERouter
 from moe_plugin.routing.routers.by_links import TAMoERouter, TopologyQuotaRouter
-from moe_plugin.routing.routers.cosine import CosineRouter
-from moe_plugin.routing.routers.dense_to_sparse import DenseToSparseRouter
 from moe_plugin.routing.routers.groups_and_biases import (
     GroupLimitedRouter,
+    QuantileRouter,
     SAMRouter,
     SigmoidBiasRouter,
     SoftmaxBiasRouter,
 )
 from moe_plugin.routing.routers.hashing import HashRouter
-from moe_plugin.routing.routers.noisy import NoisyTopKRouter
+from moe_plugin.routing.routers.noisy import DenseToSparseRouter, NoisyTopKRouter, SparseMixerRouter
 from moe_plugin.routing.routers.prototypes import PrototypeRouter
-from moe_plugin.routing.routers.quantile import QuantileRouter
-from moe_plugin.routing.routers.sinkhorn_and_expert_choice import ExpertChoiceRouter, SinkhornRouter
-from moe_plugin.routing.routers.sparsemixer import SparseMixerRouter
-from moe_plugin.routing.routers.topk import GShardRouter, SwitchRouter, TopKRouter
+from moe_plugin.routing.routers.topk import CosineRouter, GShardRouter, SwitchRouter, TopKRouter
 from moe_plugin.routing.several_routers import (
     RouterSelector,
     SelectionCall,

@@ -126,8 +126,7 @@ def _warn(why: str) -> None:
 
 
 class _Checkpoint:
-    """An activation checkpointing function. The recomputation uses the same mask as the first pass.
-    """
+    """An activation checkpointing function whose recomputation uses the first pass's mask."""
 
     def __init__(self, masks: TokenMasks, function: Callable[..., Any]) -> None:
         self.masks, self.function = masks, function
@@ -245,9 +244,7 @@ def _not_padding(module: nn.Module, value: Any) -> Tensor | None:
 
 
 class _Unknown:
-    """A hook for models that have no known mask argument. If a model receives an unknown mask, the
-    hook logs a warning once.
-    """
+    """A hook that warns once if a model without a known mask argument receives a mask."""
 
     def __init__(self, places: Mapping[str, int]) -> None:
         self.places = places

@@ -144,8 +144,7 @@ class NextBlockRouting:
         following: the next block in the model. The `router` of the next block is the pre-gate, or
             predicts the routing. `following` is None for the last block.
         inbox: mailbox for decisions of the previous block, or None if the layer's own gate decides.
-        outbox: mailbox for decisions for the next block, or None if this block does not decide for
-            the next block.
+        outbox: mailbox for the next block's decisions, or None without decisions for it.
     """
 
     def __init__(self, layer: LinkableLayer, following: LinkableLayer | None,
@@ -176,8 +175,7 @@ class NextBlockRouting:
         """Return the routing of a call; see `MoELayer.route`.
 
         Raises:
-            ValueError: If the decision in the mailbox does not match the call, or if a `torch.func`
-                transform is active.
+            ValueError: If the decision does not match the call, or in a `torch.func` transform.
         """
         if transformed():
             raise not_transformed("linked blocks (router.pre_gate, router.predict)")
@@ -279,8 +277,7 @@ def link(model: nn.Module) -> int:
 
     Returns: The number of layers with a pre-gate, that is, the number of linked layers minus one.
     Raises:
-        ValueError: If only some layers set `router.pre_gate`, or if neighboring layers differ in
-            width.
+        ValueError: If only some layers set `router.pre_gate`, or if neighbors' widths differ.
     """
     layers = [module for module in model.modules() if isinstance(module, LinkableLayer)]
     asked = [bool(layer.config.router.pre_gate) for layer in layers]
@@ -296,7 +293,9 @@ def link(model: nn.Module) -> int:
             del layer.route
     if not any(asked):
         for before, after in zip(layers, layers[1:], strict=False):
-            if before.config.router.predict and _predictable(before, after):
+            # knowing the experts of the next block earlier saves time only if they are stored
+            if (before.config.router.predict and before.model_dim == after.model_dim
+                    and after.experts.stored):
                 NextBlockRouting(before, after, None, None).attach()
         return 0
     # One mailbox between each pair of neighbours. The first layer has no inbox, the last no outbox.
@@ -311,11 +310,6 @@ def link(model: nn.Module) -> int:
     return len(layers) - 1
 
 
-def _predictable(before: LinkableLayer, after: LinkableLayer) -> bool:
-    """Return whether knowing the experts of the next block earlier saves time."""
-    return before.model_dim == after.model_dim and after.experts.stored
-
-
 def _check_widths(layers: Sequence[LinkableLayer]) -> None:
     for before, after in zip(layers, layers[1:], strict=False):
         if before.model_dim != after.model_dim:
@@ -326,8 +320,7 @@ def _check_widths(layers: Sequence[LinkableLayer]) -> None:
 
 
 def has_own_gate(layer: LinkableLayer) -> bool:
-    """Return whether a layer chooses its own experts. Otherwise, the previous block chooses them.
-    """
+    """Return whether a layer chooses its own experts, which otherwise the previous block does."""
     return layer.link is None or layer.link.inbox is None
 
 
@@ -355,8 +348,7 @@ def _with_values(routing: Routing, values: Sequence[Tensor]) -> Routing:
 
 
 class _Receive(torch.autograd.Function):
-    """Return the tensors of a decision as leaves of the graph, and store their gradients in
-    `PendingRouting`.
+    """Return a decision's tensors as leaves, and store their gradients in `PendingRouting`.
 
     The block's input is an argument of this function. As a result, the backward pass of `_Receive`
     runs before the backward pass of the previous block.
@@ -377,9 +369,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Return the output of a block unchanged. In the backward pass, the decision receives the
-    gradients stored by the next block.
-    """
+    """Return a block's output. Backward adds the next block's gradients to the decision."""
 
     @staticmethod
     def forward(ctx: Any, pending: PendingRouting, y_TD: Tensor, *values: Tensor) -> Tensor:

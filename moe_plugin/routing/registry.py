@@ -30,8 +30,7 @@ from moe_plugin.utils.registry import Registry
 
 
 class Unlinked:
-    """A placeholder for the routing of a layer that has not been linked with its neighboring
-    layers. Calling the placeholder raises an error.
+    """The routing of a layer that is not linked with its neighbors: calls raise an error.
 
     setting: name of the setting that requires linked layers.
     """
@@ -155,9 +154,7 @@ def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostCo
 
 
 def has_balance_loss(weights: Mapping[str, float]) -> bool:
-    """Return whether any of the given losses increases when the load is uneven. The losses are
-    given as a mapping from name to weight.
-    """
+    """Return whether any loss, given as name and weight, increases when the load is uneven."""
     for name, weight in weights.items():
         if weight > 0 and getattr(losses.find(name), "balances", True):
             return True
@@ -175,7 +172,6 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
     router is later called as `router(x_TD, mask_T, top_k, info)`.
 
     Args:
-        config: configuration of the layer.
         comm: group of ranks that store the experts. Defaults to a group of this rank only.
         host: information about the layer from the host framework.
         dtype, device: dtype and device of the router's parameters.
@@ -192,8 +188,7 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
 
 def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: HostContext,
                  **where: Any) -> nn.Module:
-    """Return the router of a layer, which is the `router` argument, or the configured router if the
-    argument is None.
+    """Return a layer's router: the argument `router`, or the configured router for None.
 
     If the router is not part of this package, the routings it returns are checked in each call
     (`RoutingCheck`). If neither the router nor a loss keeps the experts balanced, a warning is
@@ -239,7 +234,6 @@ def only_read(settings: Mapping[str, Any], names: Collection[str], top_k: int) -
 
     Args:
         settings: mapping from the dotted path of each setting to its value.
-        names: names of the routers.
         top_k: number of experts per token.
     """
     def is_read(name: str, value: Any) -> bool:

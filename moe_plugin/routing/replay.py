@@ -1,5 +1,4 @@
-"""Recording of the routing in a layer's first pass, so that the recomputation of activations uses
-the same routing.
+"""Recording of a layer's first routing, which the recomputation of activations replays.
 
 With activation checkpointing, a layer runs twice: once in the forward pass, and again during the
 backward pass. If the second pass sent a token to a different expert, for example because of noise
@@ -175,12 +174,10 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
     Args:
         owner: object that makes the choice, such as a router or a layout tuner.
         choose: function that returns the value.
-        training: True if the layer is in training mode. If `training` is False, the value is
-            recorded and replayed only by tapes.
+        training: True in training mode. If False, only tapes record and replay the value.
         what: label of the value. A recorded value is returned only for the same owner and label.
         shape: expected shape of the recorded value. If `shape` is None, the shape is not checked.
-        values: False if the value must not be recorded on tapes, because it is used only by a pass
-            and its recomputation.
+        values: False if only a pass and its recomputation, and no tape, use the value.
     Raises:
         RuntimeError: If the recomputation does not match the first pass.
         ValueError: If a tape contains a value with another label at this position.
@@ -213,8 +210,7 @@ class _Tape:
 
     Attributes:
         ids: list of recorded values.
-        calls: for each value, its label and the index of its module. Modules are numbered in the
-            order of their first calls.
+        calls: each value's label and module, numbered in the order of first calls.
     """
 
     def __init__(self) -> None:
@@ -225,8 +221,7 @@ class _Tape:
         self._moves: list[Any] = []  # moves of generators; absent after the tape was loaded
 
     def begin(self, position: int | None) -> None:
-        """Start recording if the position is None. Otherwise, start replaying from this position.
-        """
+        """Start recording if the position is None, or start replaying from it."""
         if position is None:
             self.ids, self.calls, self._moves = [], [], []
         elif len(self.calls) != len(self.ids):
@@ -299,8 +294,7 @@ class _Use:
 
 
 def record_routing() -> AbstractContextManager[_Tape]:
-    """Record the routing of all layers that are called in this context. Use `replay_routing` to
-    replay the recording.
+    """Record the routing of all layers called inside, for a later `replay_routing`.
 
     Recomputations of activations are not recorded. Both attributes of the tape can be saved with
     `torch.save`. `ids` contains the choices of the routers and, if weights depend on noise, also
@@ -325,8 +319,7 @@ def replay_routing(tape: _Tape) -> AbstractContextManager[_Tape]:
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `torch.utils.checkpoint.checkpoint`, non-reentrant. The routing of the first pass is
-    recorded and then used in the recomputation.
+    """Call torch's non-reentrant checkpoint with recorded routing in the recomputation.
 
     If weights depend on noise that is resampled (`router.noise`, `router.input_jitter`,
     `router.input_dropout`), do not disable `preserve_rng_state`.
@@ -337,9 +330,7 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def routing_replay() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two empty contexts to use as `context_fn` of `torch.utils.checkpoint`. Routing is
-    replayed even without these contexts.
-    """
+    """Return two empty contexts for torch's `context_fn`. Routing is replayed without them."""
     return nullcontext(), nullcontext()
 
 

@@ -1,3 +1,1 @@
-"""Code that runs before, during and after each training step: runs, features, gradients, fault
-tolerance and ensembles.
-"""
+"""Code around training steps: runs, features, gradients, fault tolerance, ensembles."""

@@ -38,13 +38,11 @@ def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> C
 
     Args:
         comm: a prepared group.
-        config: communication settings.
         measures: whether `auto` may measure times. If `measures` is False, `auto` uses predicted
             times, even without a cluster file.
 
     Raises:
-        ValueError: If the network file cannot be read, or if the network has a wrong number of
-            ranks.
+        ValueError: If the network file is unreadable or has a wrong number of ranks.
     """
     kind = collective_kinds.get(config.collectives)
     if kind is Collectives or comm.size == 1:
@@ -71,8 +69,7 @@ def prepare_replicas(comm: Comm, config: CommConfig, measures: bool = True) -> C
 
 
 def network_of(comm: Comm, config: CommConfig) -> tuple[Network, str]:
-    """Return the network between the ranks of a prepared group, and a description of where this
-    information comes from.
+    """Return the network of a prepared group's ranks, and where this information is from.
 
     If `comm.network` is set (see `find_network`), the network must have as many ranks as the group
     or as the whole job. If the network file describes a single node, all nodes of the group are
@@ -137,8 +134,7 @@ def _cluster(comm: Comm) -> Cluster:
 @collective_kinds.register("auto")
 @dataclass(frozen=True)
 class AutoCollectives(Collectives):
-    """Collectives that use either the native or the forest implementation, whichever is faster for
-    each collective and size.
+    """Collectives that use native or forest, whichever is faster for a size.
 
     Trials run in the same way as trials of all-to-all algorithms (`tuning.exchange_tuner`).
 
@@ -154,8 +150,7 @@ class AutoCollectives(Collectives):
         """Create the collectives. If no trees can be planned, native collectives are returned.
 
         Raises:
-            WrongNetwork: If the configured network is not valid. Such a network must not be
-                ignored.
+            WrongNetwork: If the configured network is not valid, which is not ignored.
         """
         try:
             forest = Forest(*network())
@@ -191,7 +186,7 @@ class AutoCollectives(Collectives):
     def describe(self, comm: Comm) -> str:
         how = "measured in the first calls" if self.cluster is None else "predicted from the links"
         settled = [f"{entry.settled} for {kind} of up to {2 ** size} bytes" for (kind, size), entry
-                   in Choices.of(comm).tuner.entries.items() if entry.known]
+                   in comm.state.get(Choices).tuner.entries.items() if entry.known]
         return f"auto: native or {self.forest.describe(comm)}; {', '.join(settled) or how}"
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float:
@@ -200,20 +195,21 @@ class AutoCollectives(Collectives):
 
     def active(self, comm: Comm) -> str:
         """Return the names of the implementations chosen so far. See `Collectives`."""
-        predicted = set(Predictions.of(comm).known.values())
-        tuner = Choices.of(comm).tuner
+        predicted = set(comm.state.get(Predictions).known.values())
+        tuner = comm.state.get(Choices).tuner
         measured = {entry.settled for entry in tuner.entries.values() if entry.known}
         return f"auto: {', '.join(sorted(predicted | measured))}".rstrip(": ")
 
     def chosen(self, comm: Comm, kind: str, size: int) -> Collectives | None:
         """Return the implementation chosen for `size` bytes, or None if trials are pending."""
         if self.cluster is not None:
-            known, key = Predictions.of(comm).known, (self.forest.key, self.cluster, kind, size)
+            known = comm.state.get(Predictions).known
+            key = self.forest.key, self.cluster, kind, size
             if key not in known:
                 seconds = self.predicted(comm, kind, size)
                 known[key] = "forest" if seconds["forest"] < GAIN * seconds["native"] else "native"
             return self._named(known[key])
-        tuner, bucket = Choices.of(comm).tuner, (kind, bucket_of(size))
+        tuner, bucket = comm.state.get(Choices).tuner, (kind, bucket_of(size))
         return self._named(tuner.latest(bucket).choice) if tuner.known(bucket) else None
 
     def predicted(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
@@ -227,22 +223,20 @@ class AutoCollectives(Collectives):
 
     def measured(self, comm: Comm, kind: str, size: int) -> dict[str, float]:
         """Return the median times of `native` and `forest` on the slowest rank, in seconds."""
-        return dict(Choices.of(comm).tuner.entries[kind, bucket_of(size)].measured)
+        return dict(comm.state.get(Choices).tuner.entries[kind, bucket_of(size)].measured)
 
     def _named(self, name: str) -> Collectives:
         return self.forest if name == "forest" else NATIVE
 
     def _turn(self, comm: Comm, kind: str, x: Tensor,
               size: int) -> tuple[str, tuple[str, int] | None]:
-        """Return the name of the implementation to run, and the bucket of its trial, or None if the
-        call is not a trial.
-        """
+        """Return the implementation to run, and its trial's bucket or None without a trial."""
         if self.cluster is not None:
             chosen = self.chosen(comm, kind, size)
             assert chosen is not None  # a cluster file predicts it
             return chosen.name, None
         bucket = kind, bucket_of(size)
-        name, timed = turn(Choices.of(comm).tuner, bucket, x)
+        name, timed = turn(comm.state.get(Choices).tuner, bucket, x)
         return name, bucket if timed else None
 
     def _run(self, comm: Comm, kind: str, x: Tensor, size: int) -> Tensor:
@@ -254,26 +248,20 @@ class AutoCollectives(Collectives):
     def _trial(self, comm: Comm, bucket: tuple[str, int], name: str, x: Tensor) -> Tensor:
         kind, size = bucket
         self.forest.trees(comm)  # planning must not be part of the measured time
-        return trial(Choices.of(comm).tuner, bucket, name, comm, x,
+        return trial(comm.state.get(Choices).tuner, bucket, name, comm, x,
                      lambda one: getattr(self._named(one), kind)(comm, x),
                      f"collectives auto over {comm.name}, {kind} of about {2 ** size} bytes")
 
 
 @dataclass
 class Predictions:
-    """Predictions of the setting `auto`, keyed by network, cluster, collective and total number of
-    bytes.
+    """Predictions of `auto` by network, cluster, collective and total number of bytes.
 
     There are only a few predictions, because a model uses only a few different sizes. The object is
     stored in the state of the group.
     """
 
     known: dict[tuple[str, Cluster, str, int], str] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, comm: Comm) -> Predictions:
-        """Return the predictions of a group. The object is created on first use."""
-        return comm.state.get(cls)
 
 
 class Choices:
@@ -282,8 +270,3 @@ class Choices:
     def __init__(self, rules: TunerSettings = RULES) -> None:
         self.tuner: Tuner[tuple[str, int], str] = Tuner(
             lambda bucket: dict.fromkeys(("native", "forest")), rules)
-
-    @classmethod
-    def of(cls, comm: Comm) -> Choices:
-        """Return the trials of a group. They are created on first use."""
-        return comm.state.get(cls)

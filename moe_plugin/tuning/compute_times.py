@@ -1,5 +1,4 @@
-"""Measured choices of the strategy that computes the experts. The choices are shared within a
-process and stored in the user's cache.
+"""Measured choices of compute strategies, shared in the process and cached on disk.
 
 The host does not wait for the device in order to measure times. Later runs load the stored choices,
 and check them occasionally.
@@ -189,8 +188,7 @@ def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float
 
 
 class ChoiceFiles:
-    """Stores each choice in a separate small file, so that processes do not overwrite each other's
-    choices.
+    """Stores each choice in a separate small file, which other processes do not overwrite.
 
     Args:
         folder: folder for the files. Defaults to the user's cache.
@@ -240,8 +238,7 @@ class ChoiceFiles:
             self._path(key).unlink()
 
     def forget_all(self) -> int:
-        """Remove all files, including those that cannot be read, and return the number of removed
-        files.
+        """Remove all files, also unreadable ones, and return the number of removed files.
 
         Raises: OSError, ValueError: If the files cannot be removed.
         """

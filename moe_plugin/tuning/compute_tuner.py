@@ -1,5 +1,4 @@
-"""Automatic choice of the strategy that computes the experts, for each device and load
-(`compute: auto`).
+"""Choice of the strategy that computes the experts, by device and load (`compute: auto`).
 
 The forward and backward passes of each candidate are timed. Trials use the layer's own weights, and
 random rows that represent the load of the bucket. Trials do not affect the call that starts them:
@@ -93,8 +92,7 @@ class ComputeLoad:
 
 
 def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
-    """Return the names of candidate strategies. If nothing is measured, the first candidate is
-    used.
+    """Return the names of candidates, of which the first is used without measurements.
 
     On a CPU, the candidates are `fused`, which runs one GEMM per expert, and, for few rows, also
     `grouped` and (if all experts have the same number of rows) `batched`. On a GPU, the candidates
@@ -105,7 +103,6 @@ def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
     store more tensors for backward. torch's kernels are used only if they are measurably faster.
 
     Args:
-        load: load of the call.
         usable: names of the strategies that can compute the rows on this device.
     """
     rows_each = load.rows_each
@@ -120,12 +117,9 @@ def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
 
 
 def why_unmeasured(load: ComputeLoad, names: Sequence[str], setting: str) -> str | None:
-    """Return the reason why no measurement is needed and the first candidate is used, or None if
-    candidates must be measured.
+    """Return why the first candidate is used without measurement, or None to measure.
 
     Args:
-        load: load of the call.
-        names: names of the candidates.
         setting: value of the setting `experts.compute_selection`.
     """
     if setting == "rule":
@@ -200,8 +194,7 @@ def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> ComputeLo
 
 def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters: FFNParameters,
           part: int = 1) -> Runs:
-    """For each candidate, return a function that runs the candidate's forward and backward passes
-    with the load of a bucket.
+    """Return functions that run each candidate's passes with the load of a bucket.
 
     part: the functions use only `1 / part` of the bucket's rows. By default, all rows are used.
     """
@@ -228,8 +221,7 @@ def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters:
 
 def sample_load(load: ComputeLoad, device: torch.device,
                 part: int = 1) -> tuple[Tensor, RowCounts | RowPlan]:
-    """Return rows, or tokens with a row plan, that represent the load of a bucket. The rows are
-    assigned to the experts in round-robin order.
+    """Return rows, or tokens and a plan, of a bucket's load, assigned round-robin.
 
     part: only `1 / part` of the bucket's rows are created. By default, all rows are created.
     """
@@ -251,8 +243,7 @@ def sample_load(load: ComputeLoad, device: torch.device,
 
 @contextlib.contextmanager
 def _clean(device: torch.device) -> Iterator[None]:
-    """Context manager that runs its block with torch's default thread-local state, as in a new
-    thread.
+    """Run the block with torch's default thread-local state, as in a new thread.
 
     torch runs only the innermost hooks on saved tensors. This context therefore sets hooks that
     disable all outer hooks.
@@ -273,8 +264,7 @@ def _compiled(x: Tensor, counts: RowCounts) -> str:
 
 
 def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
-    """Return the names of the strategies that can compute these rows on this device without a
-    fallback to another strategy.
+    """Return the strategies that compute these rows on this device without a fallback.
 
     If the row counts are known only on the device, strategies that read them on the host are
     excluded.
@@ -298,8 +288,7 @@ def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
 
 
 def takes_counts_of_device(name: str) -> bool:
-    """Return true if a strategy can compute rows whose counts are known only on the device, so that
-    the host does not wait for the device.
+    """Return true if a strategy needs no counts on the host, so that nothing waits.
 
     All other strategies read the counts on the host. `grouped` also reads the counts on the host
     if it falls back to `loop`.

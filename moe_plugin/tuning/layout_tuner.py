@@ -1,5 +1,4 @@
-"""Tunes the layout of one layer for the current load (`parallel: auto`). The ranks agree on the
-current load.
+"""Tunes a layer's layout for the current load, on which ranks agree (`parallel: auto`).
 
 One small all-reduce computes the maximum of the load, of the imbalance and of the latest measured
 time over all ranks. While trials are pending, this all-reduce runs in every call. After the trials,
@@ -62,9 +61,7 @@ Bucket = tuple[int, int]  # logarithms of rows and of imbalance
 
 @dataclass(frozen=True)
 class Dimension:
-    """A field of `LayoutChoice` that is tuned. values: function that returns the possible values of
-    this field.
-    """
+    """A tuned field of `LayoutChoice`. values: function that returns its possible values."""
 
     name: str
     values: Callable[[LayoutTuner], Sequence[Any]]
@@ -81,18 +78,15 @@ class _Run:
 
 
 class LayoutTuner:
-    """Selects the layout for each call of one layer. All ranks must create one tuner for each
-    layer.
+    """Selects the layout of a layer's calls. All ranks must create one tuner per layer.
 
     Args:
-        config: settings of the layer.
         layouts: the layouts of the layer from which the tuner selects.
         probe: a parameter of the layer, whose device and dtype are used.
         measure: function that creates a timer for a call. Tests replace it.
 
     Attributes:
-        settled: whether no more decisions will be made. `settled` is always False, because any call
-            may need a decision.
+        settled: whether no decision will follow: always False, as loads may change.
     """
 
     settled = False
@@ -116,7 +110,7 @@ class LayoutTuner:
                           drift=rules.drift, watch=EVERY, within=within,
                           allowance=max(TunerSettings.allowance,
                                         rules.tries * (rules.samples + 1))),
-            always=self.always_timed)
+            always=lambda: [*self.plain(), *self.gathered()])
         self.current, self.bucket = layouts.fixed, (0, 0)
         self.visits: Visits | None = None  # latest agreed visits, if rows may be sent once
         self.runs: deque[_Run] = deque()
@@ -232,10 +226,6 @@ class LayoutTuner:
                              collectives=partial(self.comm.collectives.seconds, self.comm))
         fitting = [c for c in costs if c.memory_bytes <= MEMORY_SHARE * device.memory_bytes]
         return {c.choice: c.seconds for c in fitting or costs[:1]}
-
-    def always_timed(self) -> list[LayoutChoice]:
-        """Return the layouts that are timed regardless of their predicted times."""
-        return [*self.plain(), *self.gathered()]
 
     def plain(self) -> list[LayoutChoice]:
         """Return the configured layout with each possible value of `send`.

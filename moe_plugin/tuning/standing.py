@@ -1,11 +1,8 @@
-"""Replicas of heavily loaded experts in a training layer. The replicas are placed once for several
-steps (`planner.standing`).
-"""
+"""Replicas of busy experts in training, placed once for several steps (`planner.standing`)."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +18,7 @@ from moe_plugin.planner.spill import Counts, SpillCosts, SpillPlan
 from moe_plugin.planner.standing import StandingReplicas
 from moe_plugin.records import ExpertRows, RowCounts
 from moe_plugin.routing.counting import counts
-from moe_plugin.utils.machine import record_event
+from moe_plugin.tuning.timer import mark, seconds_between
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +31,11 @@ class LayerReplicas:
     Args:
         parallel: parallelism settings of the layer.
         comm: group of ranks among which the layer's experts are distributed.
-        experts: experts of the layer.
         costs: model of the costs of a call; see `planner.spill.SpillCosts`.
 
     Attributes:
         standing: object that decides where replicas are placed.
-        speeds: object that measures the speed of this rank, or None if speeds are configured or
-            assumed to be equal.
+        speeds: measures this rank's speed, or None for configured or equal speeds.
     """
 
     def __init__(self, parallel: ParallelConfig, comm: Comm, experts: Experts,
@@ -83,8 +78,7 @@ class LayerReplicas:
 
 
 class MeasuredSpeeds:
-    """The measured speed of each rank's experts in rows per second. Speeds are averaged like the
-    throughput in SWARM.
+    """Each rank's measured rows per second of its experts, averaged as in SWARM.
 
     Only the forward passes of experts are measured, because these passes do not wait for other
     ranks.
@@ -102,13 +96,12 @@ class MeasuredSpeeds:
         experts.register_forward_hook(self._after)
 
     def agreed(self) -> list[float] | None:
-        """Return the speeds of all ranks, or None if no rank has computed any rows. All ranks
-        return the same speeds.
+        """Return all ranks' speeds, equal on all ranks, or None if no rank computed rows.
 
         The mean speed of the other ranks is used for a rank that has not computed any rows. All
         ranks must call this method. On a GPU, the host waits for the device.
         """
-        seconds = sum(_between(start, end) for start, end in self._marks)
+        seconds = sum(seconds_between(start, end) for start, end in self._marks)
         if self._rows and seconds > 0:
             self._average.add(self._rows, seconds)
         self._rows = 0
@@ -120,23 +113,10 @@ class MeasuredSpeeds:
         return [speed or mean for speed in speeds] if known else None
 
     def _before(self, experts: Experts, args: tuple[ExpertRows]) -> None:
-        self._start = _mark(args[0].x)
+        self._start = mark(args[0].x.device)
 
     def _after(self, experts: Experts, args: tuple[ExpertRows], output: Tensor) -> None:
         rows = args[0].rows
         if experts.training and isinstance(rows, RowCounts) and rows.total:
             self._rows += rows.total
-            self._marks.append((self._start, _mark(output)))
-
-
-def _mark(x: Tensor) -> Any:
-    if x.device.type != "cuda":
-        return time.perf_counter()
-    return record_event(x.device)
-
-
-def _between(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return end - start
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
+            self._marks.append((self._start, mark(output.device)))

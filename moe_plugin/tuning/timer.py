@@ -13,6 +13,19 @@ from moe_plugin.records import DispatchPlan, KeptRouting
 from moe_plugin.utils.machine import record_event
 
 
+def mark(device: torch.device) -> Any:
+    """Return the current time, or an event that a GPU records now."""
+    return record_event(device) if device.type == "cuda" else time.perf_counter()
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Return the seconds between two marks. On a GPU, the host waits for the second mark."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 class CallTimer:
     """A timer for the forward and backward passes of one call.
 
@@ -30,13 +43,11 @@ class CallTimer:
         self._mark("forward")
 
     def started(self, x: Tensor, anchor: Tensor | None) -> Tensor:
-        """Return x unchanged. The backward time ends when the gradient of this tensor has been
-        computed.
+        """Return x unchanged. The backward time ends when its gradient has been computed.
 
         Args:
             x: input tensor of the computation that is timed.
-            anchor: a parameter. If x does not require a gradient, the parameter ensures that
-                backward reaches this point.
+            anchor: a parameter through which backward passes if x requires no gradient.
         """
         return _Mark.apply(x, anchor, self, "backward_end")
 
@@ -55,8 +66,7 @@ class CallTimer:
                                                 or "backward_end" in self.marks)
 
     def seconds(self) -> float:
-        """Return the sum of the forward and backward times in seconds, or 0 if the passes have not
-        ended.
+        """Return the seconds of forward and backward, or 0 if the passes have not ended.
 
         On a GPU, the host waits for the last recorded event.
         """
@@ -66,17 +76,10 @@ class CallTimer:
                                                           if self.wants_backward else 0.0)
 
     def _mark(self, name: str) -> None:
-        if self.device.type == "cuda":
-            self.marks[name] = record_event(self.device)
-        else:
-            self.marks[name] = time.perf_counter()
+        self.marks[name] = mark(self.device)
 
     def _between(self, start: str, end: str) -> float:
-        first, last = self.marks[start], self.marks[end]
-        if self.device.type == "cuda":
-            last.synchronize()
-            return first.elapsed_time(last) / 1e3
-        return last - first
+        return seconds_between(self.marks[start], self.marks[end])
 
 
 class _Mark(torch.autograd.Function):

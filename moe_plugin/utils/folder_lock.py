@@ -41,10 +41,8 @@ class Holder:
     """The run that has acquired a lock.
 
     Attributes:
-        host: name of the machine.
         machine: identifier of the machine's boot and of its process table (see `_machine`).
             `machine` is empty if the identifier is unknown.
-        process: process id.
         begun: start time of the process, in clock ticks since the boot. The start time shows
             whether a process id has been reused.
         since: UTC time at which the lock was acquired.
@@ -62,9 +60,7 @@ class Holder:
 
 
 class FolderLock:
-    """A lock that this process has acquired (see the module docstring). `release` releases the
-    lock. `release` ends it.
-    """
+    """A lock of this process (see the module docstring), which `release` releases."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.holder = path, _myself()
@@ -72,9 +68,7 @@ class FolderLock:
 
     @property
     def is_mine(self) -> bool:
-        """True if this process acquired the lock. False in a process that was forked after the lock
-        was acquired.
-        """
+        """True if this process, not its parent before a fork, acquired the lock."""
         return self.holder.process == os.getpid()
 
     def acquire(self, what: str, take_over: bool) -> None:
@@ -129,9 +123,7 @@ class FolderLock:
         return _read(self.path) == seen
 
     def _remove(self, seen: _Seen) -> None:
-        """Remove the lock file of a run that has ended, unless another run has replaced the file in
-        the meantime.
-        """
+        """Remove the lock file of an ended run, unless another run has replaced it meanwhile."""
         aside, now = self.path.with_name(f"{self.path.name}.{self.holder.token}"), _read(self.path)
         if now is None or now.text != seen.text:
             return
@@ -165,9 +157,7 @@ class FolderLock:
         return self
 
     def release(self) -> None:
-        """Release the lock for one of its users. The lock file is removed when all users have
-        released the lock.
-        """
+        """Release the lock for one of its users. The last user removes the lock file."""
         self._shares -= 1
         if self._shares <= 0:
             self.end()
@@ -290,8 +280,7 @@ def _myself() -> Holder:
 
 
 def _machine() -> str:
-    """Return an identifier of the boot and the process table, which is the same for processes that
-    can see each other.
+    """Return an identifier of boot and process table, equal for mutually visible processes.
 
     Containers have separate process tables. Returns an empty string if the operating system does
     not provide this information.
@@ -304,9 +293,7 @@ def _machine() -> str:
 
 
 def _stat(process: int) -> tuple[str, str] | None:
-    """Return the state and the start time of a process, or None if the operating system does not
-    provide them.
-    """
+    """Return a process's state and start time, or None if the system does not tell."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -316,9 +303,7 @@ def _stat(process: int) -> tuple[str, str] | None:
 
 
 def _exists(holder: Holder) -> bool:
-    """Return whether the process of a run on this machine still exists and is not a different
-    process with the same id.
-    """
+    """Return whether a run's process still exists here and is no other with its id."""
     try:
         os.kill(holder.process, 0)
     except ProcessLookupError:
@@ -330,9 +315,7 @@ def _exists(holder: Holder) -> bool:
 
 
 def _now_in(folder: Path) -> float:
-    """Return the current time according to the clock of a folder's file system, which may be the
-    clock of another machine.
-    """
+    """Return the time by the clock of a folder's file system, maybe of another machine."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=LOCK) as file:
             file.write(b"0")

@@ -1,5 +1,4 @@
-"""Known warnings of other libraries that users of this package cannot avoid, and functions that
-hide them.
+"""Known warnings of other libraries that users cannot avoid, and functions to hide them.
 
 A warning is identified by the module that reports it and by the beginning of its message. All other
 warnings, and all errors, are still shown. Nothing is hidden if the user sets warning filters for
@@ -35,7 +34,6 @@ class KnownLine:
     """A known line that another library logs.
 
     Attributes:
-        logger: name of the logger.
         text: regular expression for the beginning of the line.
     """
 
@@ -43,9 +41,7 @@ class KnownLine:
     text: str
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return False for the known line, so that the logger drops it. `Logger.addFilter` expects
-        this method.
-        """
+        """Return False for the known line, which `Logger.addFilter` then drops."""
         return re.match(self.text, record.getMessage()) is None
 
 
@@ -67,7 +63,6 @@ FAIRSEQ = (
     Known("hydra.main", _SCHEMA),
     Known("__main__", _SCHEMA),  # in fairseq-generate
     Known("sys", _SCHEMA),
-    Known("__main__", _SCHEMA),
     Known("fairseq_cli.hydra_train", _SCHEMA),
     Known("moe_plugin.hosts.fairseq.compat.hydra_train", _SCHEMA),
     Known("fairseq.tasks.fairseq_task", r"`torch.cuda.amp.autocast\(args...\)` is deprecated"),
@@ -110,8 +105,7 @@ TORCHRUN_LINES = (
 
 
 def hide(known: Iterable[Known], lines: Iterable[KnownLine] = ()) -> None:
-    """Hide known warnings and log lines until the process ends or the filters of `warnings` are
-    reset.
+    """Hide known warnings and log lines until the process ends or filters are reset.
 
     Calling this function again has no further effect.
     """
@@ -133,8 +127,7 @@ def hidden(known: Iterable[Known]) -> Iterator[None]:
 
 
 def own_log(verbose: bool = False) -> None:
-    """Set up logging to standard error for a command of this package. Nothing is changed if the
-    program has already set up logging.
+    """Set up a command's logging to standard error, unless the program has done so.
 
     All messages of this package are logged, but messages of other libraries only if their level is
     `WARNING` or higher.

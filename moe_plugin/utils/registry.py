@@ -27,10 +27,7 @@ class Entry(Generic[T]):
     """One registered implementation.
 
     Attributes:
-        name: name of the implementation.
-        value: the implementation.
-        why_not: function that returns the reason why the implementation cannot run on this machine,
-            or None if it can.
+        why_not: returns why the implementation cannot run on this machine, or None.
         optional: whether the implementation requires packages that may be missing. If such an
             implementation cannot run, `Registry.names` does not list it, and `Registry.get` raises
             an error with the reason.
@@ -54,9 +51,7 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """A mapping from names to implementations of one type, such as routers or all-to-all
-    algorithms.
-    """
+    """A mapping from names to implementations of one type, such as routers."""
 
     def __init__(self, kind: str, *, base: type | None = None,
                  check: Callable[[str, T], None] | None = None) -> None:
@@ -69,7 +64,6 @@ class Registry(Generic[T]):
         """Return a decorator that registers an implementation, as in `@routers.register("topk")`.
 
         Args:
-            name: name of the implementation.
             why_not: see `Entry`.
             optional: see `Entry`.
         Raises:
@@ -105,16 +99,12 @@ class Registry(Generic[T]):
         return entry.value
 
     def find(self, name: str) -> T | None:
-        """Return the implementation with the given name, even if it cannot run on this machine, or
-        None if the name is unknown.
-        """
+        """Return the implementation, even if it cannot run here, or None for an unknown name."""
         entry = self._entries.get(name)
         return None if entry is None else entry.value
 
     def entry(self, name: str) -> Entry[T]:
-        """Return the `Entry` with the given name. A `ValueError` that lists the known names is
-        raised if the name is unknown.
-        """
+        """Return the `Entry` of a name. A `ValueError` lists the known names otherwise."""
         if name not in self._entries:
             near = did_you_mean(similar_names(str(name), self.names()))
             raise ValueError(
@@ -123,8 +113,7 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def forget(self, name: str) -> None:
-        """Remove a name from the registry, for example to register a changed version in a notebook.
-        """
+        """Remove a name, for example to register a changed version in a notebook."""
         del self._entries[self.entry(name).name]
 
     @contextmanager

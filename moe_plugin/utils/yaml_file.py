@@ -17,8 +17,7 @@ _NAMES: dict[type, str] = {dict: "mapping", list: "list"}
 
 
 def bundled(path: str | Path) -> str | Path:
-    """If `path` begins with `configs/` and does not exist, return the path of the example file in
-    this package, if there is one.
+    """Return this package's example file for a missing path `configs/...`, if any.
 
     In all other cases, return `path` unchanged.
     """

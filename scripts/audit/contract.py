@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.tensors import is_sharded
 from scripts.audit.reference import TINY, DenseModel
 
 ABILITIES = ("accumulation", "clipping", "recompute", "per_token", "empty")

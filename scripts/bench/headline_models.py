@@ -16,27 +16,28 @@ from typing import Any
 from moe_plugin.planner.all_to_all_cost import predict
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Link, load_cluster, load_device
-from moe_plugin.planner.events import ParmShape, schedule_s
+from moe_plugin.planner.events import ParmShape, Task
 from moe_plugin.planner.forest import plan
 from moe_plugin.planner.forest.baselines import baselines
 from moe_plugin.planner.forest.presets import preset
 from moe_plugin.planner.forest.simulate import program_of
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost
 from moe_plugin.planner.model import ModelPlan, ModelShape
-from moe_plugin.planner.offload.peers import Peers, versus_pipeline
-from moe_plugin.planner.offload.weight_streaming import Layer
+from moe_plugin.planner.model_search import ScaleRow, scale_table, static_layer_s
+from moe_plugin.planner.offload.weight_streaming import Layer, StreamPlan
 from moe_plugin.planner.offload.weight_streaming import plan as stream_plan
-from moe_plugin.planner.once import GroupShape, all_reduce_s
+from moe_plugin.planner.once import GroupShape, all_gather_s, all_reduce_s, all_to_all_s
+from moe_plugin.planner.pipeline.schedules import MODES, Pipeline
 from moe_plugin.planner.pipeline.slices import cut
 from moe_plugin.planner.plan_cost import dense_layer_s, time_of
 from moe_plugin.planner.prefill import CUTS, Kernel, PrefillLoad, choices
-from moe_plugin.planner.static_layer import ScaleRow, scale_table, static_layer_s
 from moe_plugin.planner.vote_assignments import mols, repetition
 from scripts.bench.study import ROOT
 from scripts.bench.train.results import median_ms, newest, reports
 from scripts.bench.train.sides import OURS, PIECES
 
 CONFIGS = ROOT / "configs"
+PEERS, PEER_DELAY_S = 4, 0.01  # of ATOM's comparison with a pipeline
 A100, V100 = (load_device(CONFIGS / "devices" / f"{name}.yaml") for name in (
     "a100_80g", "v100_32g"))
 AZURE = load_cluster(CONFIGS / "clusters" / "a100_ib.yaml")
@@ -151,6 +152,50 @@ def trees(boxes: int = 2) -> float:
                for ring in baselines(network, kind) if ring.name == "ring")
 
 
+def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False,
+                   pieces: int = 1) -> list[Task]:
+    """Return the tasks that simulate the exchanges of one forward pass.
+
+    Args:
+        schedule: `baseline`, `s1` or `s2`; see `planner.events`.
+        overlap: whether the all-gather of schedule `s2` overlaps with the second all-to-all.
+        pieces: number of pieces into which overlapping exchanges are split. Defaults to 1.
+    """
+    world, mp, esp = GroupShape(cluster.ranks), GroupShape(shape.replicas), GroupShape(shape.shards)
+    if schedule == "baseline":
+        volume = shape.bytes_rows * shape.shards
+        parallel = GroupShape(max(1, cluster.ranks // shape.shards), shape.shards)
+        return [
+            Task("esp gather", "network",
+                 all_gather_s(cluster, esp, shape.bytes_in) if shape.shards > 1 else 0.0),
+            Task("out", "network", all_to_all_s(cluster, parallel, "linear", volume),
+                 ("esp gather",)),
+            Task("esp reduce", "network", all_reduce_s(cluster, esp, volume), ("out",)),
+            Task("back", "network", all_to_all_s(cluster, parallel, "linear", volume),
+                 ("esp reduce",))
+        ]
+    volume = shape.bytes_rows * shape.shards / shape.replicas
+    out = Task("out", "network", all_to_all_s(cluster, world, "linear", volume))
+    gathered = shape.bytes_in if schedule == "s1" else shape.bytes_rows
+    pieces = pieces if schedule == "s2" and overlap else 1
+    gather = all_gather_s(cluster, mp, gathered / shape.replicas) if shape.replicas > 1 else 0.0
+    tasks = [out]
+    for i in range(pieces):
+        tasks.append(Task(f"back{i}", "network", out.seconds / pieces, ("out",)))
+        tasks.append(
+            Task(f"gather{i}", "inside" if pieces > 1 else "network", gather / pieces,
+                 (f"back{i}",)))
+    return tasks
+
+
+def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False) -> float:
+    """Predict the time in seconds of a forward pass's exchanges with a closed formula."""
+    times = {t.name: t.seconds for t in schedule_tasks(shape, cluster, schedule)}
+    if schedule == "s2" and overlap:
+        return times["out"] + max(times["back0"], times["gather0"])
+    return sum(times.values())
+
+
 @cache
 def shared_tokens() -> Range:
     """Return the gain of the faster Parm schedule in the exchange, over 1,296 layer shapes."""
@@ -205,21 +250,54 @@ def token_slices(batches: Sequence[int] = (1, 2, 4)) -> Range:
         for count in batches])
 
 
-def streaming_peers() -> Range:
-    """Return the speedup of ATOM over a pipeline of four peers, at 10 to 300 Mbit/s. The peers have
-    50 TFLOP/s, 11 GiB and 12 GB/s to host memory. They train a GPT of 24 layers in 16 bits with 8
-    sequences of 2,048 tokens per step, and average the weights every 500 steps.
+def streamed_gpt() -> tuple[StreamPlan, int]:
+    """Plan the streaming of a GPT of 24 layers in 16 bits on a peer with 50 TFLOP/s, 11 GiB, and
+    12 GB/s to host memory. A step has 8 sequences of 2,048 tokens.
+
+    Returns:
+        The plan, and the number of bytes of all weights.
     """
     width, tokens, size = 2048, 2048, 24 * 2048**2  # size: bytes of a layer's weights
     forward_s = (size * tokens + 4 * tokens**2 * width) / 50e12
-    streamed = stream_plan([
+    return stream_plan([
         Layer(name=str(j), forward_s=forward_s, backward_s=3 * forward_s, load_s=size / 12e9,
               out_s=size / 12e9, weight_bytes=size, gradient_bytes=size,
               kept_bytes=2 * tokens * width, workspace_bytes=34 * tokens * width)
-        for j in range(24)], 8, 11 * 2**30)
-    return spread([versus_pipeline(streamed, Peers(
-        count=4, bytes_s=rate * 1e6 / 8, delay_s=0.01, average_every=500, averaged_bytes=24 * size)
-        ).ratio for rate in (10, 30, 50, 100, 300)])
+        for j in range(24)], 8, 11 * 2**30), 24 * size
+
+
+def streaming_peers() -> Range:
+    """Return the speedup of ATOM over a pipeline of four peers, at 10 to 300 Mbit/s. The peers
+    average the weights every 500 steps; see `streamed_gpt`.
+    """
+    streamed, size = streamed_gpt()
+    return spread([pipelined_s(streamed, rate * 1e6 / 8) / streamed_s(
+        streamed, rate * 1e6 / 8, 500, size) for rate in (10, 30, 50, 100, 300)])
+
+
+def streamed_s(made: StreamPlan, bytes_s: float, every: int, size: int) -> float:
+    """Return the step time of peers that stream the whole model, including a share of the time of
+    the ring all-reduce that averages `size` bytes of weights after every `every` steps.
+
+    bytes_s: bandwidth of each peer's link in one direction.
+    """
+    turns = 2 * (PEERS - 1)  # of the reduce-scatter and the all-gather
+    return made.seconds + turns * (size / PEERS / bytes_s + PEER_DELAY_S) / every
+
+
+def pipelined_s(made: StreamPlan, bytes_s: float) -> float:
+    """Return the step time if the same peers form a pipeline, with the fastest of its modes.
+
+    The model is split where the least data has to be sent, and all stages take equally long.
+    """
+    layers = made.model.layers
+    edges = sorted(layer.kept_bytes for layer in layers[1:])[:PEERS - 1]
+    forward = sum(layer.forward_s for layer in layers)
+    backward = sum(layer.backward_s - layer.forward_s for layer in layers)
+    pipeline = Pipeline(stages=PEERS, micro_batches=made.model.batches * PEERS,
+                        forward_s=forward / PEERS, backward_s=backward / PEERS,
+                        send_s=max(edges) / bytes_s + PEER_DELAY_S)
+    return min(pipeline.simulate(mode).seconds for mode in MODES)
 
 
 def near_links() -> float:

@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from moe_plugin.training.resilience.swarm.members import Member, SwarmMembers
+from moe_plugin.training.resilience.swarm.journeys import Member, SwarmMembers
 from scripts.bench.report import columns, page
 
 

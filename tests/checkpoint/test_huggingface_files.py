@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moe_plugin.checkpoint import CheckpointError
+from moe_plugin.checkpoint.conversion import summary
 from moe_plugin.checkpoint.derived import cast
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers all formats
 from moe_plugin.checkpoint.formats.base import (
@@ -24,7 +25,6 @@ from moe_plugin.checkpoint.formats.base import (
     open_source,
 )
 from moe_plugin.checkpoint.formats.huggingface.files import open_safetensors, write_folder
-from moe_plugin.checkpoint.inspection import summary
 from moe_plugin.checkpoint.neutral import DecoderSettings, check_names
 from moe_plugin.checkpoint.source import MODEL, Source, View
 from tests.checkpoint.hf_models import DENSE, MODELS, logits, tiny, tokens

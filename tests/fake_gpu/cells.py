@@ -20,7 +20,7 @@ from moe_plugin.config import MoEConfig
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing.pregate import link
-from moe_plugin.routing.routers import base_layer as assignment
+from moe_plugin.routing.routers import balanced as assignment
 from moe_plugin.tuning.default_hardware import Calibration
 from tests.combinations import Cell
 from tests.exactness import cells

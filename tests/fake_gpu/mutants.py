@@ -12,7 +12,7 @@ from typing import Any
 
 from moe_plugin.comm import functional, handles
 from moe_plugin.dispatch import bundles, deepep, nccl_ep
-from moe_plugin.dispatch.hybridep import HybridEP
+from moe_plugin.dispatch.deepep import HybridEP
 from moe_plugin.dispatch.once import Forwarding
 from moe_plugin.dispatch.token_exchange import TokenDispatcher
 from moe_plugin.kernels.weight_grads import RowWeightGrads

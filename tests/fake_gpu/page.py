@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moe_plugin.routing.routers.base_layer import LOOK, MOST_ROUNDS
+from moe_plugin.routing.routers.balanced import LOOK, MOST_ROUNDS
 from tests.combinations import Cell
 from tests.exactness.cells import traits_of
 from tests.fake_gpu.matrix import BASE_READS, FROM_DEVICE, counts_stay, matrix, pieces, reads

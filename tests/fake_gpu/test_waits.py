@@ -15,7 +15,7 @@ from moe_plugin.dispatch import dispatchers
 from moe_plugin.experts import strategies
 from moe_plugin.routing import routers
 from moe_plugin.routing.losses import losses
-from moe_plugin.routing.routers.base_layer import LOOK, MOST_ROUNDS
+from moe_plugin.routing.routers.balanced import LOOK, MOST_ROUNDS
 from tests.combinations import Cell, every_value, name_of
 from tests.fake_gpu import page
 from tests.fake_gpu.cells import Seen, auctions, measure

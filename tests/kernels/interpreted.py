@@ -143,9 +143,9 @@ def check_same(got: Any, again: Any, what: str) -> None:
 def main(names: list[str]) -> None:
     """Check the named operations, or all that have a Triton implementation."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
-    import moe_plugin.kernels.gpu.common as common
+    import moe_plugin.kernels.gpu.tilings as tilings
 
-    assert common.INTERPRETED
+    assert tilings.INTERPRETED
     torch.set_num_threads(1)
     torch.utils.deterministic.fill_uninitialized_memory = True
     # fills torch.empty with NaN: an element that is not written shows

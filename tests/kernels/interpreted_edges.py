@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moe_plugin.kernels import RowGroups, kernels
 from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.gpu import fp8, pages, rows, running_count
-from moe_plugin.kernels.gpu.common import activate, activation_grad
+from moe_plugin.kernels.gpu import fp8, rows
+from moe_plugin.kernels.gpu.tilings import activate, activation_grad
 from moe_plugin.records import RowCounts
 
 
@@ -87,16 +87,16 @@ def grids() -> None:
             seen.append(grid)
             return lambda *args, **constants: None
 
-    saved = pages.write_kernel, pages.read_kernel, rows.chunk_kernel
-    pages.write_kernel = pages.read_kernel = rows.chunk_kernel = Launches()
+    saved = rows.write_kernel, rows.read_kernel, rows.chunk_kernel
+    rows.write_kernel = rows.read_kernel = rows.chunk_kernel = Launches()
     try:
         large = torch.empty(2, 1 << 28, dtype=torch.float16, device="meta")
         small = torch.empty(3, device="meta")
-        pages.write_pages(small, small, large, large)
-        pages.read_pages(small, large, large, 8, small)
+        rows.write_pages(small, small, large, large)
+        rows.read_pages(small, large, large, 8, small)
         rows.transpose_chunks(torch.empty(4, 1 << 29, device="meta"), 2, 2)
     finally:
-        pages.write_kernel, pages.read_kernel, rows.chunk_kernel = saved
+        rows.write_kernel, rows.read_kernel, rows.chunk_kernel = saved
     assert len(seen) == 3 and all(max((0, *grid[1:])) <= 65_535 for grid in seen), seen
 
 
@@ -112,9 +112,9 @@ def experts_that_do_not_exist() -> None:
 
     torch.zeros = guarded
     try:
-        got = (*running_count.running_count(ids_N, experts),
-               *running_count.sorted_choices(ids_N[:, None], experts),
-               running_count.choice_load(ids_N[:, None], experts))
+        got = (*rows.running_count(ids_N, experts),
+               *rows.sorted_choices(ids_N[:, None], experts),
+               rows.choice_load(ids_N[:, None], experts))
     finally:
         torch.zeros = allocate
     assert made and not any(tensor[-16:].any() for tensor in made)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-import moe_plugin.kernels.gpu.common as common
+import moe_plugin.kernels.gpu.tilings as tilings
 from moe_plugin.comm import LocalComm
 from moe_plugin.kernels import RowGroups, groups, kernels
 from moe_plugin.kernels.gpu import expert_ffn
@@ -24,7 +24,7 @@ def main() -> None:
     """Plain and gated experts, three dispatchers, a skewed load, dropped tokens; one rank: the
     interpreter knows no threads.
     """
-    assert common.INTERPRETED
+    assert tilings.INTERPRETED
     assert kernels.get("take_rows").choose(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64), 1,
                                            None) == "triton"
     # torch.empty is NaN: what nothing wrote shows where something reads it

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.observe.history import read_run
-from moe_plugin.observe.history.fairseq_log import parse_step
+from moe_plugin.observe.history.host_logs import parse_step
 from moe_plugin.observe.report.figure_records import HeatMap, LineChart, ensemble
 from moe_plugin.observe.report.page import render
 

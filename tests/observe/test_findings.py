@@ -23,7 +23,6 @@ from moe_plugin.config import ObserveConfig, from_dict
 from moe_plugin.config.flags import setting_specs
 from moe_plugin.observe import StatsRecorder
 from moe_plugin.observe.findings import RULES, findings
-from moe_plugin.observe.health import KEPT, HealthLog
 from moe_plugin.observe.history import (
     DecisionRecord,
     LayerRecord,
@@ -34,6 +33,7 @@ from moe_plugin.observe.history import (
 )
 from moe_plugin.observe.layer_rules import RECENT
 from moe_plugin.observe.report.page import render
+from moe_plugin.observe.sinks import KEPT, HealthLog
 from moe_plugin.observe.watch import view
 
 pytestmark = pytest.mark.fast

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.observe.history import RunRecord, StepRecord, read_run, read_runs
-from moe_plugin.observe.history.fairseq_log import CHANGED, parse_settings, parse_step
+from moe_plugin.observe.history.host_logs import CHANGED, parse_settings, parse_step
 from moe_plugin.observe.history.words import comparable, written
 from moe_plugin.observe.model_layers import OFF, ON, chosen
 

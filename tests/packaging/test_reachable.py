@@ -29,7 +29,6 @@ MEASURES = f"{SCRIPTS}.bench"
 LABORATORY = (MEASURES, f"{SCRIPTS}.emulate")
 # Documented for Python alone: no flag, setting or command yet.
 ONLY_FROM_PYTHON = (
-    "planner.offload.peers.versus_pipeline",
     "training.resilience.averaging_peers.StreamedPeer",
 )
 # What benchmarks alone ask of other rooms: only `compat` may ask it of a host.
@@ -38,7 +37,6 @@ ASKED_BY_BENCHMARKS = {
     "hosts.megatron.compat.aux_losses.forget_losses",
     "hosts.megatron.compat.core.gpt_moe_layer_spec",
     "hosts.megatron.compat.cpu.building",
-    "planner.events.schedule_s", "planner.events.schedule_tasks",
     "planner.units.parse_rate", "planner.units.parse_time",
 }
 

@@ -22,7 +22,7 @@ from moe_plugin.planner import (
     predict,
     predict_table,
 )
-from moe_plugin.planner.all_to_all_cost.phases import overlapped_s
+from moe_plugin.planner.all_to_all_cost import overlapped_s
 from moe_plugin.planner.fit import Measurement, fit, nonnegative_least_squares, relative_errors
 from moe_plugin.planner.units import (
     parse_grid,

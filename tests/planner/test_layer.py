@@ -12,13 +12,13 @@ from moe_plugin.planner.choice import LayoutChoice, legal_choices, legal_r
 from moe_plugin.planner.cluster import Device, load_device
 from moe_plugin.planner.events import Task, simulate
 from moe_plugin.planner.layer_cost import PHASES, LayerShape, layer_cost, rank_choices
+from moe_plugin.planner.model_search import scale_table, scale_text
 from moe_plugin.planner.once import (
     GroupShape,
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
 )
-from moe_plugin.planner.static_layer import scale_table, scale_text
 from moe_plugin.planner.units import record
 from tests.planner.problems import A100, BLOG_DEVICE, cluster
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.comm.topology import Topology
-from moe_plugin.planner.all_to_all_cost.phases import leader_cost, linear_cost, two_d_cost
+from moe_plugin.planner.all_to_all_cost import leader_cost, linear_cost, two_d_cost
 from moe_plugin.planner.choice import LayoutChoice, combinations
 from moe_plugin.planner.cluster import load_cluster
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost, rank_choices

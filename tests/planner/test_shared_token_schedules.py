@@ -9,14 +9,10 @@ import pytest
 
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Link
-from moe_plugin.planner.events import (
-    ParmShape,
-    schedule_s,
-    schedule_tasks,
-    simulate,
-)
+from moe_plugin.planner.events import ParmShape, simulate
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost
 from moe_plugin.planner.once import GroupShape, all_reduce_s, all_to_all_s
+from scripts.bench.headline_models import schedule_s, schedule_tasks
 from tests.planner.problems import A100, cluster
 
 pytestmark = pytest.mark.fast
@@ -106,8 +102,6 @@ def test_gain_grows_with_replicas() -> None:
                    PARM, "s1") for n in (1, 2, 4)
     ]
     assert at[0] > at[1] > at[2]
-    with pytest.raises(ValueError, match="unknown schedule 's3'"):
-        schedule_s(sweep()[0], PARM, "s3")
 
 
 @pytest.mark.parametrize("factor, replicas, published", [

@@ -11,7 +11,7 @@ from scipy.optimize import linear_sum_assignment
 from moe_plugin.comm import run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.routing import build_router
-from moe_plugin.routing.routers.base_layer import EPSILON, balanced_assignment, spread_and_assign
+from moe_plugin.routing.routers.balanced import EPSILON, balanced_assignment, spread_and_assign
 
 pytestmark = pytest.mark.fast
 

@@ -19,7 +19,7 @@ from moe_plugin.layer import MoELayer
 from moe_plugin.observe.model_layers import listen_to
 from moe_plugin.routing import finish_step, pregate
 from moe_plugin.routing.contract import RouterSteps
-from moe_plugin.training.ensembles.cmcl import EnsembleHeads
+from moe_plugin.training.cmcl import EnsembleHeads
 from moe_plugin.utils.run_feature import StepFacts
 from tests.exactness.recomputed import ROUTERS, blocks_of, forward, inputs
 

@@ -16,13 +16,13 @@ from moe_plugin.comm import Topology, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.planner.cluster import Cluster, Link, dump_cluster
-from moe_plugin.planner.link_shares import optimal_shares
 from moe_plugin.routing import build_router
 from moe_plugin.routing.links import (
     expert_nodes,
     expert_shares,
     link_costs,
     near_experts,
+    optimal_shares,
     penalties,
     prefer_visited,
     target_shares,

@@ -28,7 +28,7 @@ import pytest
 import torch
 
 from moe_plugin.training.gradients import fused
-from moe_plugin.training.gradients.multi_tensor import scale_, squared_norm
+from moe_plugin.training.gradients.fused import scale_, squared_norm
 
 STAND_IN = Path(__file__).parents[1] / "fake_apex"
 _LISTS = "chunk_size noop_flag tensor_lists"

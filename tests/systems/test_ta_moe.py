@@ -20,8 +20,7 @@ from moe_plugin import MoELayer
 from moe_plugin.comm import run_simulated
 from moe_plugin.config import from_dict, from_yaml
 from moe_plugin.config.flags import add_arguments, config_from_flags
-from moe_plugin.planner.link_shares import optimal_shares
-from moe_plugin.routing.links import target_shares
+from moe_plugin.routing.links import optimal_shares, target_shares
 
 pytestmark = pytest.mark.fast
 TOKENS, K = 400, 2

@@ -163,7 +163,7 @@ NO_CHOICE = {
     "memory.weights.streamed": "says how long it waited",
 }
 SAYS = ("observe.", "cli.", "hosts.timm.", "hosts.fairseq.groups", "training.resilience.",
-        "comm.", "memory.copier", "memory.tiers", "training.ensembles.", "training.gradients.",
+        "comm.", "memory.copier", "memory.tiers", "training.cmcl", "training.gradients.",
         "utils.quiet", "checkpoint.")
 
 

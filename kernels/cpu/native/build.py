@@ -1,5 +1,4 @@
-"""Compile the C code in this folder and load the compiled library. The code is compiled once per
-machine and user.
+"""Compile this folder's C code, once per machine and user, and load the compiled library.
 
 If no compiler is found, or the processor is not supported, torch's operations are used instead, and
 `moe-plugin doctor` reports the reason.
@@ -53,8 +52,7 @@ class Unavailable(Exception):
 
 @functools.cache
 def library(source: str, *defines: str) -> ctypes.CDLL | str:
-    """Return the compiled functions of a source file in this folder, or the reason why they are
-    unavailable.
+    """Return a source file's compiled functions, or the reason why they are unavailable.
 
     If the compiler fails, a warning is logged.
 

@@ -1,5 +1,4 @@
-"""The checkpoint formats that `moe-plugin reshard` and `moe-plugin inspect` support, and the
-registry of formats.
+"""The checkpoint formats of `moe-plugin reshard` and `moe-plugin inspect`, and their registry.
 
 The formats of each host framework are registered in a separate module, so that this package does
 not depend on any host framework.
@@ -32,13 +31,11 @@ from moe_plugin.utils.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSizes:
-    """The parallel sizes and the data type of a checkpoint that is about to be written. If a size
-    is not set, the format chooses it.
+    """Parallel sizes and data type of a checkpoint to write, or None for the format's choice.
 
     Attributes:
         world: total number of ranks. For fairseq, this is the number of data-parallel ranks.
-        ep, tp, pp, etp: sizes of expert, tensor, pipeline and expert-tensor parallelism,
-            respectively.
+        ep, tp, pp, etp: sizes of expert, tensor, pipeline and expert-tensor parallelism.
         shards: number of ranks among which each expert is split.
         dtype: data type of floating-point model tensors. For every format, the module `conversion`
             casts the tensors to this data type.
@@ -79,8 +76,7 @@ class CheckpointSizes:
 
 
 class WriteProgress:
-    """Callbacks through which a writer reports its progress. The methods of this base class do
-    nothing.
+    """Callbacks through which a writer reports its progress. This base class does nothing.
 
     For each file, a writer calls `keeps(name)`, where `name` is the path within the written folder.
     If the return value is True, the writer skips the file. The writer calls `advance` while it
@@ -101,8 +97,7 @@ class WriteProgress:
 
 def write_files(path: Path, contents: Mapping[str, Callable[[], Any]],
                 progress: WriteProgress) -> None:
-    """Write files with `torch.save`. The contents may include `Derived` tensors. Files for which
-    `progress.keeps` returns True are skipped.
+    """Write files with `torch.save`, also of `Derived` tensors, unless `progress.keeps` them.
 
     Args:
         path: an existing folder.
@@ -144,15 +139,13 @@ class Format(ABC):
 
     @abstractmethod
     def detect(self, path: Path, trust: bool = False) -> bool:
-        """Return true if a file or folder is a checkpoint of this format. Only file names and
-        headers are read.
+        """Return whether a path is a checkpoint of this format, from names and headers alone.
 
         Args:
             path: file or folder to examine.
             trust: see `open`.
         Raises:
-            UntrustedFile: If the format cannot be determined without unpickling classes that are
-                not allowed.
+            UntrustedFile: If detecting the format requires classes that are not allowed.
         """
 
     @abstractmethod
@@ -170,15 +163,13 @@ class Format(ABC):
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """Write a checkpoint of this format into the folder `path`. Only one slice of a tensor is
-        in memory at any time.
+        """Write a checkpoint into the folder `path`, with one slice of a tensor in memory.
 
         The folder must exist. The folder is temporary, and it may contain files of an interrupted
         conversion (see `WriteProgress.keeps`).
 
         Args:
             source: a source whose tensors have the names of this format.
-            path: the folder.
             layout: parallel sizes of the checkpoint to be written.
             progress: object to which the writer reports its progress.
         Raises:
@@ -218,10 +209,8 @@ def detect(path: str | Path, trust: bool = False) -> str:
         trust: whether to unpickle arbitrary classes, including those that are not allowed by
             default. Unpickling can run code that is stored in the files.
     Raises:
-        CheckpointError: If the path does not exist, or if it matches no format or more than one
-            format.
-        UntrustedFile: If the format cannot be determined without unpickling classes that are not
-            allowed, and `trust` is False.
+        CheckpointError: If the path does not exist, or does not match exactly one format.
+        UntrustedFile: If, without `trust`, detecting the format requires other classes.
     """
     path, refused = Path(path), list[UntrustedFile]()
     unreadable: list[str] = []
@@ -297,8 +286,7 @@ def check_pair(origin: str, to: str) -> None:
 
 
 def convert(source: Source, to: str) -> Source:
-    """Return a view of a source that uses the names of a different format, or framework-independent
-    names.
+    """Return a view of a source with the names of another format, or neutral names.
 
     If there is no direct conversion between the two formats, the conversion uses intermediate
     formats.

@@ -51,9 +51,7 @@ def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 @algorithms.register("native", direct=True, tried=lambda comm: comm.receive_first)
 def native(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """An all-to-all in which every rank sends its rows directly to every other rank, always using
-    the backend's own all-to-all.
-    """
+    """An all-to-all that sends rows directly to each rank, with the backend's own all-to-all."""
     return comm.all_to_all(x, send, recv)
 
 
@@ -74,8 +72,7 @@ class _Plan:
 @algorithms.register("2dh", rounds=2, lacks=several_nodes)
 def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
           recv: Sequence[int] | None = None) -> Tensor:
-    """An all-to-all that runs first within each node and then between nodes, and sends a few large
-    messages over all network cards.
+    """An all-to-all within nodes and then between nodes, in large messages over all cards.
 
     Split sizes may be uneven, nodes may differ in their number of ranks, and ranks may be numbered
     in any order. With uneven splits, the ranks of a node first exchange their row counts in one
@@ -93,8 +90,7 @@ def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 
 
 def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
-    """Exchange pieces of equal length. All nodes must have the same number of ranks, and the ranks
-    must be numbered node by node.
+    """Exchange equal pieces between equally large nodes with consecutive ranks.
 
     With equal splits, a rank needs only two strided copies and no lists of split sizes.
     """
@@ -139,14 +135,14 @@ def _plan(comm: Comm, topology: Topology, send: list[int], even: bool) -> _Plan:
 
 
 def _inside(comm: Comm, x: Tensor, send: list[int], plan: _Plan) -> Tensor:
-    """Run phase 1. Return the received rows, ordered by (collected destination, rank of this node).
-    """
+    """Run phase 1 and return the received rows, by (collected destination, rank of node)."""
     node = list(plan.served)
     grouped = reorder(x, send, [d for rank in node for d in plan.served[rank]])
     out_lengths = [sum(send[d] for d in plan.served[rank]) for rank in node]
     in_lengths = [sum(plan.counts[rank]) for rank in node]
     got = x.new_empty((sum(in_lengths), *x.shape[1:]))
-    _swap(comm, node, grouped.split(out_lengths), got.split(in_lengths))
+    _swap(comm, dict(zip(node, grouped.split(out_lengths), strict=True)),
+          dict(zip(node, got.split(in_lengths), strict=True)))
     served = len(plan.counts[comm.rank])
     lengths = [length for rank in node for length in plan.counts[rank]]
     return reorder(got, lengths, [i * served + d for d in range(served) for i in range(len(node))])
@@ -166,7 +162,7 @@ def _between(comm: Comm, topology: Topology, gathered: Tensor, recv: list[int],
         _via(topology, node, comm.rank): part
         for node, part in zip(topology.nodes, out.split(totals), strict=True)
     }
-    _swap_dicts(comm, outgoing, incoming)
+    _swap(comm, outgoing, incoming)
     if topology.node_major:
         return out
     # The pieces have arrived node by node, but the result must be in rank order.
@@ -176,12 +172,6 @@ def _between(comm: Comm, topology: Topology, gathered: Tensor, recv: list[int],
                    [starts[rank] for rank in range(comm.size)])
 
 
-def _swap(comm: Comm, ranks: Sequence[int], sources: Sequence[Tensor],
-          targets: Sequence[Tensor]) -> None:
-    _swap_dicts(comm, dict(zip(ranks, sources, strict=True)), dict(zip(ranks, targets,
-                                                                       strict=True)))
-
-
-def _swap_dicts(comm: Comm, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
+def _swap(comm: Comm, outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> None:
     exchange_pieces(comm, [(p, outgoing[p]) for p in ring(sorted(outgoing), comm.rank)],
                     [(p, incoming[p]) for p in reversed(ring(sorted(incoming), comm.rank))])

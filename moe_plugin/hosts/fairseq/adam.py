@@ -19,8 +19,8 @@ from moe_plugin.hosts.fairseq.compat.names import (
 from moe_plugin.memory.weights.blocks import StreamedBlock
 from moe_plugin.memory.weights.optimizer_state import state_of
 from moe_plugin.memory.weights.streamed import StreamedTrainer
-from moe_plugin.training.gradients import multi_tensor
-from moe_plugin.training.gradients.multi_tensor import local
+from moe_plugin.training.gradients import fused
+from moe_plugin.training.gradients.fused import local
 from moe_plugin.training.gradients.replicas import replicas_of
 
 
@@ -185,7 +185,7 @@ class FairseqNorm:
     def forget(self) -> None:
         """Discard all norms that `add` has collected."""
         self._dense: dict[int, list[Tensor]] = {}
-        self._experts = multi_tensor.SquaredNorm()
+        self._experts = fused.SquaredNorm()
         self._factor, self._product = 1.0, 1.0  # type: float, float | Tensor
 
     @torch.no_grad()
@@ -196,7 +196,7 @@ class FairseqNorm:
         """
         owners = [(p, p.grad) for p in parameters if p.grad is not None]
         if self.size is not None:
-            multi_tensor.scale_([grad for _, grad in owners], 1 / self.size())
+            fused.scale_([grad for _, grad in owners], 1 / self.size())
         experts = [(p, grad) for p, grad in owners if is_expert(p)]
         self._experts.add(place, [grad for _, grad in experts],
                           [replicas_of(p) for p, _ in experts])
@@ -225,10 +225,10 @@ class FairseqNorm:
         NaN, these gradients become NaN.
         """
         if self.size is None:
-            multi_tensor.scale_(gradients, self._product)
+            fused.scale_(gradients, self._product)
             return
         if math.isnan(self._factor) or self._factor < 1:
-            multi_tensor.scale_(gradients, self._factor)
+            fused.scale_(gradients, self._factor)
 
 
 _HALF = (torch.float16, torch.bfloat16)

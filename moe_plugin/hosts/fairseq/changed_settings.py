@@ -26,7 +26,7 @@ from moe_plugin.hosts.fairseq.compat.names import (
 )
 from moe_plugin.hosts.fairseq.models import MoETransformerModel
 from moe_plugin.hosts.fairseq.options import MoETransformerFlags
-from moe_plugin.observe.history.fairseq_log import CHANGED
+from moe_plugin.observe.history.host_logs import CHANGED
 from moe_plugin.observe.history.words import comparable, written
 from moe_plugin.observe.model_layers import OFF, ON, chosen
 

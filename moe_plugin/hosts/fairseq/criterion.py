@@ -35,7 +35,7 @@ from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.layer import layers_in
 from moe_plugin.routing.contract import balances_by_itself
 from moe_plugin.routing.registry import warn_unbalanced
-from moe_plugin.training.ensembles.cmcl import (
+from moe_plugin.training.cmcl import (
     HISTOGRAMS,
     EnsembleHeads,
     confidence_histograms,
@@ -157,7 +157,7 @@ def check_balance(model: Any, criterion: Any) -> None:
 
 # Confident multiple choice learning in fairseq: the language model `moe_ensemble_lm` with an
 # ensemble of output heads, and the criterion `moe_confident_oracle` (see
-# `moe_plugin.training.ensembles.cmcl`).
+# `moe_plugin.training.cmcl`).
 class MoEEnsembleLanguageModel(MoETransformerLanguageModel):
     """A `moe_transformer_lm` with several output heads. The output has shape [B, T, M, V].
 

@@ -19,7 +19,7 @@ from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.hosts.fairseq.votes import FileTurns
 from moe_plugin.memory.activations.auto import manage_layers
 from moe_plugin.memory.activations.offload import Activations
-from moe_plugin.observe.history.fairseq_log import step_record
+from moe_plugin.observe.history.host_logs import step_record
 from moe_plugin.planner.vote_assignments import assign
 from moe_plugin.training.resilience.elastic import ReplicaPlace, is_replica
 from moe_plugin.training.resilience.step_votes import ballots_of

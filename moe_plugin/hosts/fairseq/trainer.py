@@ -37,7 +37,7 @@ from moe_plugin.hosts.fairseq.refusals import EXPERTS, values_of
 from moe_plugin.hosts.fairseq.resume import agree, newest_of_other_size, read_part
 from moe_plugin.hosts.fairseq.streamed import streamed_model
 from moe_plugin.hosts.fairseq.votes import FileTurns
-from moe_plugin.training.gradients import multi_tensor
+from moe_plugin.training.gradients import fused
 from moe_plugin.training.gradients.parts import Part, count_once, shards, slices
 from moe_plugin.training.gradients.replicas import (
     ReplicaReducer,
@@ -387,7 +387,7 @@ def norm_squared(parameters: list[torch.nn.Parameter], group: Any,
     Raises: CommError: If a collective failed or timed out.
     """
     grads: list[Any] = [p.grad for p in parameters]
-    squared = multi_tensor.squared_norm(grads, device, [replicas_of(p) for p in parameters])
+    squared = fused.squared_norm(grads, device, [replicas_of(p) for p in parameters])
     if group is not None:
         with named("all_reduce of the gradient norm", group):
             dist.all_reduce(squared, group=group)

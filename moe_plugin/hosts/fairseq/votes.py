@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.experts.base import is_expert
-from moe_plugin.training.gradients import multi_tensor
+from moe_plugin.training.gradients import fused
 from moe_plugin.training.resilience.step_votes import StepVotes
 from moe_plugin.training.resilience.vote import Ballots
 from moe_plugin.utils.run_feature import StepInput
@@ -52,7 +52,7 @@ class FileTurns(StepVotes):
         grads: dict[bool, list[Any]] = {
             expert: [p.grad for p in parameters if is_expert(p) == expert]
             for expert in (False, True)}
-        shared, experts = (multi_tensor.squared_norm(some, device) for some in grads.values())
+        shared, experts = (fused.squared_norm(some, device) for some in grads.values())
         return shared + self.ballots.sharing.all_reduce(experts)
 
     def check_norm(self, norm: Tensor) -> None:

@@ -17,7 +17,7 @@ from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.config import run_config
 from moe_plugin.hosts.megatron.refusals import HEADS
 from moe_plugin.hosts.megatron.translate import settings_from_flags
-from moe_plugin.training.ensembles.cmcl import (
+from moe_plugin.training.cmcl import (
     BINS,
     HISTOGRAMS,
     EnsembleHeads,

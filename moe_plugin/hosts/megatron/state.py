@@ -16,7 +16,7 @@ way. Without `load_without_missing`, Megatron raises an error if a checkpoint la
 object. For example, checkpoints of other layers or of fixed layouts lack the tuner state.
 
 Checkpoints of Megatron's own experts can be loaded into this package's layers. Checkpoints of this
-package's experts can be loaded into Megatron's own layers. `checkpoint.formats.megatron.experts`
+package's experts can be loaded into Megatron's own layers. `checkpoint.formats.megatron.format`
 defines how the parameter names and the order of dimensions correspond. If a checkpoint does not
 contain a sharded tensor with the requested name, the tensor is replaced with a factory. The factory
 requests the tensor by its name in the other format, and converts the loaded values. Optimizer state
@@ -43,7 +43,7 @@ from moe_plugin.checkpoint.formats.megatron.common import (
     fitted,
     optimizer_parts,
 )
-from moe_plugin.checkpoint.formats.megatron.experts import GATES, PAIRS
+from moe_plugin.checkpoint.formats.megatron.format import GATES, PAIRS
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.hosts.megatron import parameters, restricted

@@ -28,7 +28,6 @@ from moe_plugin.training.resilience.skipped_steps import StepStart
 from moe_plugin.training.resilience.step_votes import StepVotes, ballots_of
 from moe_plugin.training.resilience.vote import refuse_reported_loads
 from moe_plugin.training.run_features import HostSeams, make_run
-from moe_plugin.utils.dtensors import is_sharded
 from moe_plugin.utils.folder_lock import FolderLock, hold_folder
 from moe_plugin.utils.run_feature import (
     RunFeature,
@@ -39,6 +38,7 @@ from moe_plugin.utils.run_feature import (
     refuse_unfit,
 )
 from moe_plugin.utils.selective import hidden_from_policies
+from moe_plugin.utils.tensors import is_sharded
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -15,7 +15,7 @@ from moe_plugin.config.options import MOST_SECONDS, check
 from moe_plugin.hosts.timm.data import EXAMPLES
 from moe_plugin.hosts.timm.ensemble import HEAD
 from moe_plugin.hosts.timm.model import PRESETS
-from moe_plugin.training.ensembles.cmcl import EnsembleSettings, flags, given_settings
+from moe_plugin.training.cmcl import EnsembleSettings, flags, given_settings
 from moe_plugin.utils.messages import Parser, short
 
 SMOOTHING = 0.1

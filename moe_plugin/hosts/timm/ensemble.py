@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moe_plugin.training.ensembles.cmcl import EnsembleHeads, share_features
+from moe_plugin.training.cmcl import EnsembleHeads, share_features
 
 HEAD = "head"  # stands for the output heads where the name of a module is expected
 

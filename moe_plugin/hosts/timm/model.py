@@ -14,7 +14,7 @@ from moe_plugin.hosts.plain.blocks import blocks_in
 from moe_plugin.hosts.plain.replace import replace_ffn
 from moe_plugin.hosts.timm.backbone import draw_linear, optional, released_swin
 from moe_plugin.hosts.timm.ensemble import HEAD, ClassHead, SegmentHead, SwinEnsemble
-from moe_plugin.training.ensembles.cmcl import EnsembleHeads
+from moe_plugin.training.cmcl import EnsembleHeads
 from moe_plugin.utils.messages import short
 
 # published settings: top-1 routing with the score as weight, batch-prioritized, capacity 1.25, loss

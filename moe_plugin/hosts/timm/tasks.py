@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.training.ensembles.cmcl import (
+from moe_plugin.training.cmcl import (
     BINS,
     HISTOGRAMS,
     EnsembleSettings,

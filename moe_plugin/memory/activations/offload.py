@@ -173,8 +173,7 @@ class Pass:
 
 
 class Activations(RunFeature):
-    """An object that applies an activation policy to each block of a list. Use `manage` to create
-    objects of this class.
+    """Applies an activation policy to each block of a list. `manage` creates the objects.
 
     Args:
         blocks: modules in forward order.
@@ -191,8 +190,7 @@ class Activations(RunFeature):
         order: schedule of the copies between the device and the tier.
         sizes: mapping from the index of a block to its measured sizes.
         tell: function that is called when a pass begins or ends. See `Probe`.
-        in_flight: largest number of micro-batches that were between their forward and backward
-            passes at the same time.
+        in_flight: largest number of micro-batches at once between their two passes.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str], policies: Sequence[str],
@@ -247,8 +245,7 @@ class Activations(RunFeature):
         return OnDevice(self._step_peak, *(counts[policy] for policy in POLICIES))
 
     def release(self) -> None:
-        """Restore the original `forward` methods of the blocks, and stop the thread of the copier.
-        """
+        """Restore the blocks' original `forward` methods, and stop the copier's thread."""
         for block, forward in zip(self.blocks, self._forwards, strict=True):
             if getattr(forward, "__self__", None) is block:  # the method of its class
                 del block.forward

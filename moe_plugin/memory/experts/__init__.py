@@ -1,2 +1,1 @@
-"""Experts that are stored in host memory or on disk, with a cache for a few experts on the device.
-"""
+"""Experts in host memory or on disk, with a cache for a few experts on the device."""

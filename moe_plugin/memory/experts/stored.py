@@ -119,8 +119,7 @@ class StoredExperts(Experts):
 
     @torch.no_grad()
     def compute(self, work: ExpertRows) -> Tensor:
-        """Compute outputs without gradients, for a few experts at a time if the cache is too small.
-        """
+        """Compute outputs without gradients, with a few experts at a time if the cache is small."""
         counts = counts_of(work.rows)
         active = [expert for expert, rows in enumerate(counts) if rows]
         room = self.store.room(len(active))
@@ -159,9 +158,7 @@ class StoredExperts(Experts):
 
     @contextmanager
     def fetched(self, experts: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Yield copies [A, ...] of the parameters of A experts on the device, by parameter name, so
-        that their gradients can be computed.
-        """
+        """Yield copies [A, ...] on the device of A experts' parameters by name, for gradients."""
         with self.store.use(experts) as slots:
             index_A = to_device(slots, self._probe.device)
             yield {name: buffer.index_select(0, index_A)
@@ -172,8 +169,7 @@ class StoredExperts(Experts):
         self.store.prefetch(expert for expert in ids_TK.unique().tolist() if expert >= 0)
 
     def taken_counts(self) -> dict[str, int]:
-        """See `Experts`. Return by how much the store's counters have increased since the last
-        call, and the number of bytes in slots.
+        """See `Experts`. Return the growth of the store's counters, and the bytes in slots.
 
         The `stalls` counter is 1 if the call waited for a copy, and 0 otherwise.
         """
@@ -329,9 +325,7 @@ def _expert(value: Any, expert: int) -> Tensor:
 
 
 class Refetched(torch.autograd.Function):
-    """Autograd function that computes the rows of the experts. The backward pass loads the experts'
-    parameters again and recomputes the rows.
-    """
+    """Autograd function of the experts' rows, which backward loads and computes again."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates_TK: Tensor | None, experts: StoredExperts,

@@ -1,5 +1,4 @@
-"""Saving and loading of models with streamed weights. A checkpoint has one safetensors file per
-block.
+"""Checkpoints of models with streamed weights, with one safetensors file per block.
 
 Blocks are saved and loaded one at a time.
 """
@@ -62,7 +61,6 @@ def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> S
     """Choose segments that minimize the step time within a memory limit, and use these segments.
 
     Args:
-        trainer: the trainer.
         limit: maximum number of bytes on the device for weights, stored inputs, and the gradients
             and optimizer state of one block.
         micro_batches: number of micro-batches per step, which must be that of the last step.
@@ -118,15 +116,12 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
     If the folder already exists, it is replaced only after the new folder is complete.
 
     Args:
-        trainer: the trainer.
-        folder: the folder.
         beside: function that maps the index of a block to additional tensors to save with the
             block. Use `read_beside` to read the additional tensors. Optional.
         finite: if True and a value is not finite, the function raises an error and writes nothing.
     Raises:
         ValueError: If the folder cannot be written. The error message states the reason.
-        FloatingPointError: If `finite` is True and a value is not finite. The error message names
-            the block and the tensor.
+        FloatingPointError: If, with `finite`, a value is not. Names the block and tensor.
     """
     safetensors = _safetensors()
     folder = Path(folder)
@@ -136,7 +131,9 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
         shutil.rmtree(half, ignore_errors=True)
         make_folder(half)
         for block in trainer.blocks:
-            metadata = {_STEP: str(trainer.steps), **_numbers(block)}
+            metadata = {_STEP: str(trainer.steps)} | {
+                f"{_STATE}{i}.{name}": repr(float(x))
+                for (i, name), x in state_of(block.optimizer, numbers=True).items()}
             more = {} if beside is None else _additional_tensors(block, beside(block.number))
             tensors = _tensors(block)
             if finite:
@@ -237,12 +234,6 @@ def _tensors(block: StreamedBlock) -> dict[str, Tensor]:
 def _key(name: str) -> tuple[int, str]:
     number, _, field = name.removeprefix(_STATE).partition(".")
     return int(number), field
-
-
-def _numbers(block: StreamedBlock) -> dict[str, str]:
-    """Return the scalars of the optimizer state as strings."""
-    return {f"{_STATE}{i}.{name}": repr(float(x))
-            for (i, name), x in state_of(block.optimizer, numbers=True).items()}
 
 
 def _check(block: StreamedBlock, path: Path) -> None:

@@ -71,8 +71,7 @@ class OptimizerStateBuffer:
 
 
 class StateInFiles:
-    """Optimizer state that is stored in files. For an optimizer step, the state is read into a
-    shared buffer.
+    """Optimizer state in files, read into a shared buffer for an optimizer step.
 
     The files also contain parameters that are not stored anywhere else.
     """
@@ -94,9 +93,7 @@ class StateInFiles:
         self.load({(i, _MAIN): values[id(p)] for i, p in self._mains.items()})
 
     def mains(self) -> dict[int, Tensor]:
-        """Return copies of the stored parameters, by the `id()` of the parameter. This method must
-        not be called while a copy is in progress.
-        """
+        """Copy the stored parameters, by the parameter's `id()`. No copy may be in progress."""
         held = self._tensors() if self._mains else {}
         return {id(p): held[i, _MAIN] for i, p in self._mains.items()}
 
@@ -108,9 +105,6 @@ class StateInFiles:
         flat_N = aligned_buffer(self._layout.nbytes, "cpu")
         self._layout.fill(flat_N, [state[key] for key in sorted(state)])
         return self._held.stage(flat_N)
-
-    def _current_state(self) -> dict[tuple[int, str], Tensor]:
-        return state_of(self.optimizer) | {(i, _MAIN): p.data for i, p in self._mains.items()}
 
     def _replace_state(self, state: State) -> None:
         set_state(self.optimizer, {key: x for key, x in state.items() if key[1] != _MAIN})
@@ -138,9 +132,8 @@ class StateInFiles:
             self._ticket = None
 
     def leave(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start writing the optimizer's current state to files, and remove the state from memory.
-        """
-        state = self._current_state()
+        """Start writing the optimizer's state to files, and remove the state from memory."""
+        state = state_of(self.optimizer) | {(i, _MAIN): p.data for i, p in self._mains.items()}
         if not state:
             return
         tensors = [state[key] for key in sorted(state)]

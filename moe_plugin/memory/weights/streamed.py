@@ -270,8 +270,7 @@ class StreamedTrainer:
 
     @ends_all_ranks(TierError)
     def update(self, skip: bool = False) -> None:
-        """Clip the gradients computed by `accumulate`, and run the optimizers. See `step` for the
-        errors that this method raises.
+        """Clip the gradients of `accumulate`, and run the optimizers. See `step` for errors.
 
         skip: if True, the weights and the states of optimizers and routers are not changed.
         """

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
-from moe_plugin.observe.history import fairseq_log, json_lines, megatron_log, trainer_state
+from moe_plugin.observe.history import host_logs, json_lines
 from moe_plugin.observe.history.records import (
     COPIES,
     KEY,
@@ -34,7 +34,7 @@ SCRIPT_BYTES = 1 << 20
 LINE_BYTES = 1 << 24  # longer lines are split
 NATIVE = "native"  # a record of Megatron's own log
 # the kinds of records within an epoch
-INNER = ("train_inner", "iteration", NATIVE, "training", trainer_state.KIND)
+INNER = ("train_inner", "iteration", NATIVE, "training", host_logs.TRAINER)
 WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's training log "
           "(--log-file), what Megatron itself prints, fairseq's log (its standard output, or "
           "--log-file), or trainer_state.json of a Trainer of transformers")
@@ -42,9 +42,7 @@ WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's
 
 @dataclass(frozen=True)
 class _BadLine:
-    """Raised for a log line that cannot be parsed. record: whether the line looks like a record
-    rather than other text.
-    """
+    """Raised for a line that cannot be parsed. record: whether it looks like a record."""
 
     number: int
     why: str
@@ -84,11 +82,9 @@ class _Source:
 
     @property
     def host(self) -> str | None:
-        """The host framework that wrote this training log, or None if the file is not a training
-        log.
-        """
+        """The host framework that wrote this log, or None if it is not a training log."""
         kinds = {kind for kind, _ in self.steps} - {"training"}
-        if trainer_state.KIND in kinds:
+        if host_logs.TRAINER in kinds:
             return "transformers"
         megatron = kinds <= {"iteration", NATIVE}
         return None if not kinds else "megatron" if megatron else "fairseq"
@@ -132,7 +128,7 @@ def _sources(folder: Path) -> list[_Source]:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a directory. Pass a run's folder, which contains "
                          f"{WANTED}")
-    read = [_read(path) for path in trainer_state.latest(candidates(folder))]
+    read = [_read(path) for path in host_logs.latest_states(candidates(folder))]
     sources = [source for source in read if source.any or source.settings]
     if not any(source.any for source in _without_copies(sources)):
         bad = "".join(f" {note}" for source in read for note in _notes(source) if source.bad)
@@ -144,9 +140,7 @@ def _sources(folder: Path) -> list[_Source]:
 
 
 def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
-    """If all files belong to one run, yield this run. If the files belong to several runs, yield
-    one run for each subfolder.
-    """
+    """Yield the run of all files, or one run per subfolder if there are several runs."""
     sources = _without_copies(sources)
     several = [kind for kind in ([s for s in sources if s.host], [s for s in sources if s.layers])
                if len({s.path.parent for s in kind}) > 1]
@@ -162,9 +156,7 @@ def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
 
 
 def _without_copies(sources: list[_Source]) -> list[_Source]:
-    """If this package has written a log of a run, leave out the log that Megatron itself printed
-    for the same run.
-    """
+    """Leave out the log that Megatron printed for a run of which we have our own log."""
     own = [s.path.parent for s in sources if any(kind == "iteration" for kind, _ in s.steps)
            or s.settings and s.writer == "megatron"]
 
@@ -198,8 +190,8 @@ def _read(path: Path) -> _Source:
             if 4 * start.count(0) > len(start):
                 return source
             stream.seek(0)
-            if path.name == trainer_state.FILE:
-                source.steps, wrong = trainer_state.parse(stream.read(LINE_BYTES))
+            if path.name == host_logs.STATE_FILE:
+                source.steps, wrong = host_logs.parse_state(stream.read(LINE_BYTES))
                 source.bad = [_BadLine(number, why) for number, why in wrong]
                 source.writer = "transformers"
                 return source
@@ -226,20 +218,20 @@ def _line(source: _Source, text: str, number: int) -> _BadLine | None:
     try:
         if text.startswith("{") and not text.startswith("{'"):  # "{'" begins a Python dict
             _json_line(source, text)
-        elif (found := fairseq_log.parse_step(text)) is not None:
+        elif (found := host_logs.parse_step(text)) is not None:
             source.steps.append(found)
             source.done = False  # the run was resumed
-        elif fairseq_log.DONE.search(text):
+        elif host_logs.DONE.search(text):
             source.done = True
-        elif (changed := fairseq_log.parse_changed(text)) is not None:
+        elif (changed := host_logs.parse_changed(text)) is not None:
             source.changed = changed
-        elif argument := megatron_log.parse_argument(text):
+        elif argument := host_logs.parse_argument(text):
             source.arguments.setdefault(*argument)
-        elif printed := megatron_log.parse_step(text, source.arguments.get("seq-length")):
+        elif printed := host_logs.parse_iteration(text, source.arguments.get("seq-length")):
             source.steps.append((NATIVE, printed))
             source.settings = source.arguments
         elif not source.settings:
-            source.settings = fairseq_log.parse_settings(text)
+            source.settings = host_logs.parse_settings(text)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         ours = any(f'"{key}"' in text for key in ("step", "layer", "iteration"))
         return _BadLine(number, str(error), ours or not text.startswith("{"))
@@ -247,9 +239,7 @@ def _line(source: _Source, text: str, number: int) -> _BadLine | None:
 
 
 def _json_line(source: _Source, text: str) -> None:
-    """Parse one JSON line of a file, and add the result to the file's `_Source`. The keys of the
-    JSON object determine the type of the record.
-    """
+    """Parse a JSON line of a file by the keys of its object, and add it to the file's `_Source`."""
     row = json.loads(text)
     if "layer" in row and "step" in row and "load" in row:
         source.layers.append(json_lines.layer_record(row))
@@ -270,7 +260,7 @@ def _json_line(source: _Source, text: str) -> None:
         record, brief = json_lines.step_record(row)
         source.steps.append(("iteration", record))
         source.brief += brief
-    elif (found := fairseq_log.parse_json(row)) is not None:
+    elif (found := host_logs.parse_json(row)) is not None:
         source.steps.append(found)
         source.done = False  # the run was resumed
     elif "settings" in row and "host" in row:
@@ -316,9 +306,7 @@ def _run(folder: Path, sources: list[_Source]) -> RunRecord:
 
 
 def _copies(sources: list[_Source]) -> dict[str, list[CopyRecord]]:
-    """Combine the records of all pipeline stages by adding the counters of copiers with the same
-    name.
-    """
+    """Combine the records of all pipeline stages by adding counters of the same name."""
     found: dict[str, list[CopyRecord]] = {}
     for copier, step in sorted({key for source in sources for key in source.copies}):
         parts = [s.copies[copier, step] for s in sources if (copier, step) in s.copies]
@@ -352,8 +340,7 @@ def _notes(source: _Source) -> list[str]:
 
 
 def _merged_steps(valid: list[StepRecord], train: list[StepRecord]) -> list[StepRecord]:
-    """Return one record per step. Each record includes the validation loss of its step, if there is
-    one.
+    """Return one record per step, with the validation loss of the step, if any.
 
     If a step was repeated, its last record is used.
     """

@@ -116,9 +116,10 @@ def _of_layers(run: RunRecord, statistic: Statistic, shown: Chart) -> list[LineC
     if not any(lines):
         lines = [_extra(run, *one) for one in FROM_LOG.get(shown.id, ())]
     reference = shown.reference(run.experts)
-    dashed = [] if reference is None else [_reference(run, *reference)]
-    return chart(shown.id, shown.title, shown.about, [*lines, *dashed], unit=shown.unit,
-                 floor=shown.floor)
+    if reference is not None:
+        name, value = reference
+        lines.append(line(name, [(step, value) for step in run.step_range], dashed=True))
+    return chart(shown.id, shown.title, shown.about, lines, unit=shown.unit, floor=shown.floor)
 
 
 def by_layer(run: RunRecord, value: Callable[[LayerRecord], float | None]) -> list[Line | None]:
@@ -153,10 +154,6 @@ def _names(run: RunRecord) -> list[str]:
     """Return the names of the layers, shortened if they remain distinct."""
     short = [shortened(name, NAME) for name in run.layers]
     return short if len(set(short)) == len(short) else list(run.layers)
-
-
-def _reference(run: RunRecord, name: str, value: float) -> Line | None:
-    return line(name, [(step, value) for step in run.step_range], dashed=True)
 
 
 def _extra(run: RunRecord, name: str, key: str, factor: float = 1.0) -> Line | None:
@@ -233,9 +230,7 @@ def exchange(run: RunRecord) -> list[Figure]:
 
 
 def copies(run: RunRecord) -> list[Figure]:
-    """Return the charts of copies to and from the device, and of the time that computation waits
-    for them.
-    """
+    """Return the charts of copies to and from the device, and of the time spent waiting."""
 
     def of(field: str, records: Iterable[CopyRecord], name: str,
            value: Callable[[float], float | None] = float) -> Line | None:
@@ -266,8 +261,7 @@ def copies(run: RunRecord) -> list[Figure]:
 
 
 def layouts(run: RunRecord) -> list[Figure]:
-    """Return figures of the most frequent layouts and algorithms over time, and of the tuners'
-    decisions.
+    """Return figures of frequent layouts and algorithms over time, and tuners' decisions.
 
     Figures are left out if they would show only a single value.
     """

@@ -1,5 +1,4 @@
-"""Functions that convert the figures of a report to inputs of the template
-`templates/figures.html`.
+"""Convert the figures of a report to inputs of the template `templates/figures.html`.
 
 A drawing is an inline SVG image that is stretched to the width of the page. Labels have a fixed
 font size and are placed next to the image, so they remain readable on a phone. The colours of
@@ -42,8 +41,7 @@ class Drawing:
         unseen: whether this text is only visible to screen readers because it is long.
         wide: whether the figure spans the whole width of the page.
         style: the CSS class of the plot.
-        shapes: the content of an SVG image of size width x height. Empty if the figure is shown as
-            a table.
+        shapes: the SVG image's content of size width x height, or empty for a table.
         width, height: the size of the image in its own coordinates.
         pixels: the height of the figure on the screen in pixels.
         side, below: the labels of the vertical and horizontal axes.
@@ -77,7 +75,6 @@ def drawing(f: Figure, span: _Span, top: float) -> Drawing:
     """Draw a figure.
 
     Args:
-        f: the figure.
         span: the first and the last step of the run, which are the limits of the horizontal axis.
         top: the relative load (load divided by mean load) that has the darkest colour in heat maps.
     """
@@ -139,7 +136,8 @@ def _line_chart(f: LineChart, span: _Span) -> Drawing:
 
     rows = ticks(low, high, least=1.0 if f.unit == "count" else 0.0, unit=f.unit)
     grid = "".join(f'<path class="grid" d="M0 {y_of(v):.1f}H{WIDTH}"/>' for v in rows)
-    styles = [_style(one, i) for i, one in enumerate(f.lines)]
+    styles = ["ref" if one.dashed else f"c{i % COLORS}" + (" marks" if one.marks else "")
+              for i, one in enumerate(f.lines)]
     curves = "".join(_curve(one, style, x_of, y_of)
                      for one, style in zip(f.lines, styles, strict=True))
     measured = [one for one in f.lines if not one.dashed]
@@ -159,10 +157,6 @@ def _line_data(one: Line) -> dict[str, Any]:
     if one.means is not None:
         data["means"] = [_plain(v) for v in one.means]
     return data
-
-
-def _style(one: Line, index: int) -> str:
-    return "ref" if one.dashed else f"c{index % COLORS}" + (" marks" if one.marks else "")
 
 
 def _range(f: LineChart) -> _Span:
@@ -234,9 +228,7 @@ def _heat_map(f: HeatMap, top: float) -> Drawing:
 
 
 def _cells(f: HeatMap, top: float) -> Markup:
-    """Draw the cells of a heat map with one SVG path per colour. Adjacent cells of the same colour
-    in a row are drawn as a single stroke.
-    """
+    """Draw a heat map with one SVG path per colour, and adjacent equal cells as a single stroke."""
     strokes: dict[int, list[str]] = {}
     for y, row in enumerate(f.values):
         x = 0
@@ -263,8 +255,7 @@ def level(value: float, top: float) -> int | None:
 
 
 def top_of(values: Sequence[Sequence[float]]) -> float:
-    """Return the relative load (load divided by mean load, at least 2) that is drawn in the darkest
-    colour.
+    """Return the load relative to the mean, at least 2, of the darkest colour.
 
     This load may be slightly below the maximum, so that isolated spikes do not mask other
     differences.

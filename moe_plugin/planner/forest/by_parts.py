@@ -16,11 +16,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from moe_plugin.planner.forest.flow import Demand
-from moe_plugin.planner.forest.optimum import Graph
-from moe_plugin.planner.forest.packing import Arc, pack
+from moe_plugin.planner.forest.flow import Arc, Demand, pack
+from moe_plugin.planner.forest.optimum import Graph, Path, Splitting, take
 from moe_plugin.planner.forest.schedule import Edge, Paths, Tree
-from moe_plugin.planner.forest.splitting import Path, Splitting, take
 
 Lane = tuple[Path, int]  # path from a rank to a switch between parts, and number of trees on it
 Levels = list[list[Edge]]  # edges of a tree by depth
@@ -33,8 +31,7 @@ class Parts:
     Attributes:
         size: number P of ranks in each part.
         count: number B of parts.
-        turned: for each node, the node to which it is mapped by the rotation that maps each part to
-            the next part.
+        turned: for each node, its image under the rotation of each part to the next.
         between: nodes that do not belong to any part. The rotation maps these nodes to themselves.
     """
 
@@ -45,9 +42,7 @@ class Parts:
 
 
 def find_parts(graph: Graph) -> Parts | None:
-    """Return the smallest identical parts that are connected by switches, or None if the graph has
-    no such parts.
-    """
+    """Return the smallest identical parts connected by switches, or None without parts."""
     neighbours: dict[int, set[int]] = {v: set() for v in range(graph.nodes)}
     for source, target in graph.capacity:
         neighbours[source].add(target)
@@ -63,9 +58,7 @@ def find_parts(graph: Graph) -> Parts | None:
 
 
 def _turned(graph: Graph, neighbours: Mapping[int, set[int]], size: int) -> tuple[int, ...] | None:
-    """Return the rotation that maps rank i to rank i + size, or None if it does not map every wire
-    to a wire of equal capacity.
-    """
+    """Return the rotation of ranks by `size`, or None if it changes a wire's capacity."""
     turned = {v: (v + size) % graph.ranks for v in range(graph.ranks)}
     left = list(range(graph.ranks, graph.nodes))
     while left:
@@ -109,8 +102,7 @@ class Inner:
 
 
 def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -> list[Tree] | None:
-    """Return k trees for each root, or None if the wires do not have enough capacity for this
-    method.
+    """Return k trees for each root, or None if wires lack capacity for this method.
 
     Args:
         counted: graph whose capacities are numbers of trees.
@@ -135,8 +127,7 @@ def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -
 
 def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
            k: int) -> list[list[Lane]]:
-    """For each distance between two parts, return the paths of k trees. Return an empty list if the
-    links do not have enough capacity left.
+    """Return the paths of k trees for each distance of parts, or [] without capacity.
 
     A path goes from a rank up to a switch between the parts, and from there to the target along the
     mirrored path. The capacity used by the paths is subtracted from `left`, the remaining
@@ -164,9 +155,7 @@ def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
 
 
 def _ways(counted: Graph, parts: Parts, place: int) -> list[Path]:
-    """Return the paths from a rank of part 0 to the switches between the parts. A path passes
-    through at most one other switch.
-    """
+    """Return paths from a rank of part 0 to the switches between parts, over one switch at most."""
     neighbours: dict[int, list[int]] = defaultdict(list)
     for source, target in counted.capacity:
         neighbours[source].append(target)
@@ -181,9 +170,7 @@ def _ways(counted: Graph, parts: Parts, place: int) -> list[Path]:
 
 @dataclass(frozen=True)
 class NetworkPart:
-    """Part 0 as a separate graph. members: for each node of part 0, the index of the node in the
-    whole graph.
-    """
+    """Part 0 as a separate graph. members: for each of its nodes, the index in the whole graph."""
 
     graph: Graph
     members: tuple[int, ...]
@@ -216,8 +203,7 @@ class NetworkPart:
 
 
 def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | None:
-    """Return part 0 with its remaining capacities, or None if a wire connects two parts directly,
-    without a switch.
+    """Return part 0 with its remaining capacities, or None if parts share a direct wire.
 
     The graph also contains the switches between the parts, because they can connect ranks of the
     same part.
@@ -246,9 +232,7 @@ def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | N
 
 
 class _Assembly:
-    """Joins paths between parts and trees within parts, so that they form trees of the whole
-    network.
-    """
+    """Joins paths between parts and trees within parts to trees of the whole network."""
 
     def __init__(self, names: Sequence[str], parts: Parts, lanes: Sequence[list[list[Lane]]],
                  inner: Sequence[Sequence[Inner]], k: int) -> None:
@@ -269,8 +253,7 @@ class _Assembly:
                     yield self._tree(part, place, first, weight)
 
     def _shares(self, place: int) -> Iterator[tuple[int, int]]:
-        """Divide the trees of a root into runs of identical trees. For each run, yield the index of
-        the first tree and the number of trees.
+        """Divide a root's trees into identical runs: the first tree, and the number of trees.
 
         A run ends where the path between parts or the tree within a part changes.
         """
@@ -308,8 +291,7 @@ class _Assembly:
         return Tree(root, weight, tuple(edge for level in levels for edge in level))
 
     def _inside(self, part: int, place: int, distance: int, first: int, weight: int) -> Levels:
-        """Return the edges within a part for a shard that enters the part at the rank with position
-        `place`.
+        """Return a part's edges for a shard that enters the part at position `place`.
 
         distance: distance of this part from the part that contains the root.
         """
@@ -328,9 +310,7 @@ class _Assembly:
 
     def _named(self, part: int, paths: Sequence[tuple[Path, int]], first: int,
                weight: int) -> Paths:
-        """Return the paths within a part that `weight` copies of a tree use, starting with copy
-        number `first`.
-        """
+        """Return the paths within a part of `weight` copies of a tree, starting at copy `first`."""
         named_paths, at = [], 0
         for path, count in paths:
             some = min(at + count, first + weight) - max(at, first)

@@ -1,8 +1,8 @@
 """Throughput-optimal schedules of all-gather, reduce-scatter and all-reduce on any network.
 
 The method is ForestColl (Zhao et al., arXiv 2402.06787). ForestColl first finds the bottleneck cut
-(`optimum`), then replaces switches by links between ranks (`splitting`), and finally packs spanning
-trees into the resulting graph (`packing`). All computations use integers and fractions, so that the
+(`optimum`), then replaces switches by links between ranks (`optimum`), and finally packs spanning
+trees into the resulting graph (`flow`). All computations use integers and fractions, so that the
 schedules reach the lower bound on the time exactly.
 """
 
@@ -15,12 +15,19 @@ from fractions import Fraction
 from math import gcd, lcm
 
 from moe_plugin.planner.forest.by_parts import find_parts, trees_by_parts
-from moe_plugin.planner.forest.flow import Flows, check_exact
+from moe_plugin.planner.forest.flow import Flows, check_exact, pack
 from moe_plugin.planner.forest.network import Network
-from moe_plugin.planner.forest.optimum import Graph, best_unit, optimum, whole, whole_trees
-from moe_plugin.planner.forest.packing import pack
+from moe_plugin.planner.forest.optimum import (
+    Graph,
+    Path,
+    Splitting,
+    best_unit,
+    optimum,
+    take,
+    whole,
+    whole_trees,
+)
 from moe_plugin.planner.forest.schedule import COLLECTIVES, Edge, Paths, Schedule, Tree
-from moe_plugin.planner.forest.splitting import Path, Splitting, take
 from moe_plugin.utils.messages import short
 
 
@@ -43,8 +50,7 @@ class Shares:
         rate: K, the sum of the shares, in the units of the graph's capacities.
         roots: for each rank, the share of the data that is sent along trees whose root is this
             rank. The shares of all roots sum to K.
-        parts: disjoint sets of nodes. The bandwidths between them prove that no higher rate is
-            possible.
+        parts: disjoint sets of nodes whose bandwidths prove that no rate is higher.
     """
 
     rate: Fraction
@@ -53,9 +59,7 @@ class Shares:
 
 
 def best_shares(graph: Graph) -> Shares:
-    """Return the highest possible rate, and the share of each root. All roots have equal shares,
-    unless unequal shares allow a higher rate.
-    """
+    """Return the highest rate and each root's share, equal unless unequal shares are faster."""
     parts = tuple(frozenset([rank]) for rank in range(graph.ranks))
     while True:
         rate = _bound(graph, parts)
@@ -75,8 +79,7 @@ def _bound(graph: Graph, parts: Sequence[frozenset[int]]) -> Fraction:
 
 
 class _Search:
-    """A search for the smallest shares of the roots for a given rate p / q. The search uses only
-    integers.
+    """A search, in integers, for the roots' smallest shares at a rate p / q.
 
     For N ranks, shares are multiples of 1 / (2 q N), so that equal shares are also integers.
     """
@@ -92,9 +95,7 @@ class _Search:
         self._roots = [self._rate] * graph.ranks
 
     def run(self) -> list[Fraction] | tuple[frozenset[int], ...]:
-        """Return shares that sum to the rate. If no such shares exist, return disjoint sets of
-        nodes that prove a lower bound on the time.
-        """
+        """Return shares that sum to the rate, or disjoint sets of nodes that prove a bound."""
         ranks = range(self._graph.ranks)
         for rank in ranks:
             self._lower(rank, self._rate // self._graph.ranks)
@@ -111,9 +112,7 @@ class _Search:
         return [Fraction(share, self._unit) for share in self._roots]
 
     def _lower(self, rank: int, least: int) -> frozenset[int]:
-        """Reduce the share of a rank as far as possible. Return the set of nodes that prevents a
-        smaller share, or an empty set.
-        """
+        """Reduce a rank's share as far as possible, and return the nodes that prevent less."""
         value, side = self._flows.cut(self._graph.nodes, rank, self._inside + self._roots)
         spare = value - self._rate
         self._roots[rank] = max(min(self._roots[rank], least), self._roots[rank] - spare)
@@ -123,9 +122,7 @@ class _Search:
 
 
 def _merged(sets: Sequence[frozenset[int]], ranks: int) -> tuple[frozenset[int], ...]:
-    """Merge sets of nodes that have a rank in common. Switches that belong to several of the merged
-    sets are then removed.
-    """
+    """Merge sets of nodes with a common rank, without switches of several merged sets."""
     parts: list[frozenset[int]] = []
     for each in sets:
         apart = [part for part in parts if not _share(part, each, ranks)]
@@ -150,8 +147,7 @@ def plan(network: Network, collective: str = "all_gather", trees: int | None = N
         network: the ranks and links on which the collective runs.
         collective: name of the collective, one of `COLLECTIVES`. An all_reduce consists of a
             reduce-scatter followed by an all-gather.
-        trees: number k of trees per root. By default, k is the number of trees that the highest
-            throughput requires.
+        trees: number k of trees per root. Defaults to the number for the highest throughput.
         overlap: whether the reduce-scatter and the all-gather of an all_reduce run at the same time
             and share the bandwidth of the wires. If `overlap` is True, `best_shares` computes the
             optimal share of each root.
@@ -273,9 +269,7 @@ class Naming:
         self._known = {}
 
     def tree(self, root: int, weight: int, edges: Sequence[tuple[int, int]]) -> Tree:
-        """Return a tree in which each edge has physical paths. The capacity of these paths is then
-        no longer available to other trees.
-        """
+        """Return a tree with physical paths for each edge, and take these paths' capacity."""
         return Tree(root, weight, tuple(
             Edge(*edge, self._paths(edge, weight)) for edge in _by_depth(root, edges)))
 
@@ -304,8 +298,7 @@ def _by_depth(root: int, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int
 
 
 def _paired(inward: Sequence[Tree], outward: Sequence[Tree]) -> tuple[list[Tree], list[Tree]]:
-    """Split trees so that the inward tree and the outward tree with the same index have the same
-    root and weight.
+    """Split trees so that inward and outward trees with the same index match.
 
     For each root, the inward trees and the outward trees must have the same total weight.
     """

@@ -1,3 +1,1 @@
-"""Plan the offloading of activations and weights from device memory to slower memory. Never imports
-torch.
-"""
+"""Plans to offload activations and weights to slower memory. Never imports torch."""

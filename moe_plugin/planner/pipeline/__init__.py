@@ -1,3 +1,1 @@
-"""Simulate the schedules of pipeline stages: the order of tasks, the time of a step, and the memory
-for activations.
-"""
+"""Simulated schedules of pipelines: order of tasks, time and memory for activations."""

@@ -24,9 +24,8 @@ from moe_plugin.routing.links import link_penalties
 from moe_plugin.routing.losses import check_sequences, losses
 from moe_plugin.routing.replay import runs_once
 from moe_plugin.routing.rollouts import balanced
-from moe_plugin.utils.dtensors import xavier_
-from moe_plugin.utils.dtypes import at_least_float32, keep_float32
 from moe_plugin.utils.machine import capturing
+from moe_plugin.utils.tensors import at_least_float32, keep_float32, xavier_
 
 
 class Router(BuffersKeepDtype, RouterModule):
@@ -108,7 +107,9 @@ class Router(BuffersKeepDtype, RouterModule):
         if torch.empty(0, device=device).is_meta:
             with torch.device("cpu"):  # overrides an active `torch.device("meta")` context
                 self._build(dtype, "cpu")
-            self._parameters_to_meta()
+            # not the buffers, which could not be restored
+            for name, parameter in self.named_parameters(recurse=False):
+                setattr(self, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
         else:
             self._build(dtype, device)
         self.reset_parameters()
@@ -159,11 +160,6 @@ class Router(BuffersKeepDtype, RouterModule):
             state_dict.pop(f"{prefix}schedule.now", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _parameters_to_meta(self) -> None:
-        """Move parameters to the meta device, but not buffers, which could not be restored."""
-        for name, parameter in self.named_parameters(recurse=False):
-            setattr(self, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
-
     def build(self, dtype: torch.dtype | None, device: Any) -> None:
         """Create `weight_ED` and `logit_bias_E`. Subclasses may create additional tensors."""
         self.weight_ED = nn.Parameter(
@@ -209,9 +205,7 @@ class Router(BuffersKeepDtype, RouterModule):
             return self.route(x_TD, call)
 
     def route(self, x_TD: Tensor, call: RoutingCall) -> Routing:
-        """Call the four hooks in order. x_TD: tokens after jitter and dropout. Padding tokens are
-        0.
-        """
+        """Call the four hooks. x_TD: tokens after jitter and dropout, 0 for padding."""
         call.logits_TE = self.scores(x_TD, call)
         choices = self.num_experts if self.any_number else call.k
         select = self.select if self.forced is None else self._forced
@@ -234,8 +228,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return self.select(call) if ids_TK is None else call.choose(ids_TK)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Hook that returns the logits [T, E] in float32 or float64. The default implementation
-        uses `weight_ED` and `router.noise`.
+        """Hook that returns the logits [T, E], by default from `weight_ED` and `router.noise`.
 
         If the scores are not the score function applied to the logits, the hook must also set
         `call.scores_TE`.
@@ -309,8 +302,7 @@ class Router(BuffersKeepDtype, RouterModule):
         return clean_TE + torch.randn_like(clean_TE) * call.noise
 
     def _disturbed(self, x_TD: Tensor) -> Tensor:
-        """Apply dropout to `x_TD`, and multiply it by random numbers from U[1-j, 1+j], in at least
-        float32.
+        """Apply dropout to `x_TD`, and multiply it by U[1-j, 1+j] in at least float32.
 
         Both operations use the device's default random generator. For the recomputation, an
         activation checkpoint restores the state of the random generator. On ranks with the same

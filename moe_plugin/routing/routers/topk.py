@@ -1,21 +1,24 @@
-"""The topk router (with GShard's policies for the second expert), and the Switch and GShard
-routers.
+"""The topk router (with GShard's policies for the second expert), the Switch and GShard routers,
+and the cosine router.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from moe_plugin.config import MoEConfig
 from moe_plugin.kernels import top_k_stable
-from moe_plugin.kernels.scores import shares
+from moe_plugin.kernels.scores import linear_scores, shares
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.contract import BY_SCORE, FORCED, LINEAR, SCORED, WITH_POLICY
+from moe_plugin.routing.contract import BY_SCORE, FORCED, LINEAR, SCORED, WITH_POLICY, keep_init
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import Router
+from moe_plugin.utils.tensors import fill_, xavier_
 
 
 @routers.register("topk")
@@ -42,9 +45,7 @@ class TopKRouter(Router):
         self.second_expert_policy = self.second_expert_policy or self.config.second_expert_policy
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k best experts. With the policy "sampling", the second expert is drawn at
-        random. See `Router.select`.
-        """
+        """Choose the k best experts, or draw the second ("sampling"). See `Router.select`."""
         policy = self.second_expert_policy
         if not self.training or policy == "all":
             return call.choose()
@@ -81,9 +82,7 @@ class TopKRouter(Router):
 
 
 def _drawn(logits_TE: Tensor) -> Tensor:
-    """Return the best expert and a second expert, [T, 2]. The second expert is drawn from a softmax
-    over all experts except the best expert.
-    """
+    """Return the best expert and one drawn from a softmax over all others, [T, 2]."""
     first_T1 = top_k_stable(logits_TE, 1)
     # The argmax of logits plus Gumbel noise is distributed like a draw from their softmax.
     gumbel_TE = -torch.empty_like(logits_TE).exponential_().log()
@@ -112,8 +111,7 @@ class GShardRouter(TopKRouter):
 
 @routers.register("switch")
 class SwitchRouter(Router):
-    """A router that chooses the expert with the highest probability. The weight of the expert is
-    its probability.
+    """A router that chooses the expert with the highest probability, which is its weight.
 
     As in the paper, `router.input_jitter` is applied to the input. Source: Switch Transformer
     (Fedus et al., 2021).
@@ -121,3 +119,63 @@ class SwitchRouter(Router):
 
     reads = SCORED | {"score"} | FORCED | LINEAR
     fixed_k = 1
+
+
+START, MOST = math.log(1 / 0.5), math.log(1 / 0.01)
+SHORT = 1e-4  # vectors up to this length are treated as zero
+
+
+@routers.register("cosine")
+class CosineRouter(TopKRouter):
+    """A router whose logits are `exp(min(temperature, log 100)) * cos(P x + b, a_e)`.
+
+    Tokens and experts are compared in `cosine_dim` dimensions. The projection P, the bias b, the
+    directions of the experts `a_e` and the temperature (initially log 2) are learned. In all other
+    respects, the router is equivalent to the topk router. Source: the cosine gate of Tutel (Hwang
+    et al., 2022); Chi et al., 2022.
+
+    The cosine `cos(y, a)` is the dot product of `y / |y|` and `a / |a|`. If `|y| <= 1e-4`, the
+    cosine is 0 and the gradient with respect to y is zero. Without the limit on `|y|`, a row of
+    zeros (for example a padding token without a mask) could have an arbitrarily large gradient.
+    """
+
+    reads = WITH_POLICY | FORCED | {"cosine_dim"}
+    multiplies_in_blocks = False
+
+    def build(self, dtype: torch.dtype | None, device: Any) -> None:
+        """Create the projection, the bias, the directions and the temperature. Host frameworks must
+        not initialize the parameters again.
+        """
+        where, width = {"dtype": dtype, "device": device}, self.config.cosine_dim
+        self.project_PD = nn.Parameter(torch.empty(width, self.model_dim, **where))
+        self.project_P = nn.Parameter(torch.empty(width, **where))
+        self.direction_EP = nn.Parameter(torch.empty(self.num_experts, width, **where))
+        self.temperature = nn.Parameter(torch.empty(1, **where))
+        for parameter in self.parameters():
+            keep_init(parameter)
+
+    def reset_parameters(self) -> None:
+        """Initialize the projection with the Xavier distribution, the directions with a standard
+        deviation of 0.01, and the temperature to log 2.
+        """
+        xavier_(self.project_PD)
+        fill_(self.direction_EP, torch.randn(self.direction_EP.shape) * 0.01)
+        with torch.no_grad():
+            self.project_P.zero_()
+            self.temperature.fill_(START)
+
+    def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
+        """Return the scaled cosines; see `Router.scores`."""
+        x_TP = linear_scores(x_TD, self.project_PD)
+        dtype = x_TP.dtype
+        x_TP = _directions(x_TP + self.project_P.to(dtype))
+        direction_EP = F.normalize(self.direction_EP.to(dtype), dim=1)
+        scale = self.temperature.to(dtype).clamp(max=MOST).exp()
+        return self.noisy(F.linear(x_TP, direction_EP) * scale, call)
+
+
+def _directions(y_TP: Tensor) -> Tensor:
+    """Return `y / |y|`, or zeros without a gradient for rows no longer than `SHORT`."""
+    squared_T1 = y_TP.square().sum(1, keepdim=True)
+    # Dividing by infinity gives zeros, and a gradient of zero instead of NaN.
+    return y_TP / squared_T1.masked_fill(squared_T1 <= SHORT**2, math.inf).sqrt()

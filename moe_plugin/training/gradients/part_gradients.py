@@ -1,5 +1,4 @@
-"""Gradients that are distributed over ranks, in a form that torch's own functions process
-correctly.
+"""Gradients distributed over ranks, in a form that torch's functions process correctly.
 
 `torch.nn.utils.clip_grad_norm_` computes the norm of this rank's gradients only. Lightning,
 Accelerate and transformers' Trainer call this function. With expert parallelism, however, each rank
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.experts.optimizers import watch_optimizers
-from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.tensors import is_sharded
 
 
 class PartGradient(Tensor):
@@ -123,9 +122,7 @@ def _norms(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run `torch._amp_foreach_non_finite_check_and_unscale_`. If any rank has a non-finite
-    gradient, all ranks report it.
-    """
+    """Run torch's unscaling, after which all ranks report any rank's non-finite gradient."""
     gradients, found_inf = args[:2]
     _apart(function, args, kwargs)
     groups = {x.comm.name: x.comm for x in gradients if isinstance(x, PartGradient)}
@@ -134,8 +131,7 @@ def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequence[Tensor]:
-    """Compute the norms of complete tensors from the norms of the parts on each rank. Collective
-    over `comm`.
+    """Compute norms of complete tensors from each rank's parts. Collective over `comm`.
 
     Args:
         norms: 0-dim norms of this rank's parts.
@@ -157,8 +153,7 @@ def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequen
 
 
 class PartNorm(Tensor):
-    """The norm of this rank's part of a gradient. When it is used, it is replaced by the norm of
-    the whole gradient.
+    """The norm of this rank's part of a gradient, replaced by the whole gradient's when used.
 
     The reduction over ranks is delayed until torch has stacked the norms of all parameters, so that
     one collective reduces all of them.

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.experts.base import is_expert, mark_expert
-from moe_plugin.training.gradients.multi_tensor import local as local_part
+from moe_plugin.training.gradients.fused import local as local_part
 from moe_plugin.training.gradients.replicas import (
     BUCKET_BYTES,
     in_buckets,
     mark_replicas,
     replicas_of,
 )
-from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.tensors import is_sharded
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,10 @@ class Part:
     """A parameter, and the part of this parameter that this rank updates.
 
     Attributes:
-        parameter: the parameter of the model.
-        local: the tensor that the optimizer updates. If this rank updates the whole parameter,
-            `local` is `parameter` itself.
+        local: the tensor that the optimizer updates, which may be `parameter` itself.
         shape: shape of the full parameter before it was split along its first axis.
-        comm: the ranks that update the other parts, or None if this rank updates the whole
-            parameter.
-        stays: whether this part is stored on this rank only. If `stays` is True, `parameter` is a
-            DTensor.
+        comm: the ranks that update the other parts, or None without other parts.
+        stays: whether only this rank stores the part; `parameter` is then a DTensor.
     """
 
     parameter: nn.Parameter
@@ -68,8 +64,7 @@ class Part:
         return piece(whole.reshape(self.shape), self.comm)
 
     def whole(self, part: Tensor) -> Tensor:
-        """Gather the parts of all ranks into a tensor with the shape of the parameter. All ranks
-        must call this method.
+        """Gather the parts of all ranks into a tensor of the parameter's shape. Collective.
 
         A tensor whose shape differs from that of `local`, such as a step count, is returned
         unchanged.
@@ -92,7 +87,6 @@ def shards(parameters: Iterable[nn.Parameter], comm: Comm) -> list[Part]:
     rank's shard. For any other parameter, the part is the whole parameter.
 
     Args:
-        parameters: parameters of the model.
         comm: the ranks among which DTensors are sharded along their first axis.
     """
     parts: list[Part] = []
@@ -109,8 +103,7 @@ def slices(parameters: Iterable[nn.Parameter], comm: Comm, replicas: Comm | None
     Args:
         parameters: contiguous parameters.
         comm: the ranks that store the dense parameters.
-        replicas: the ranks that store the same experts as this rank, or None if no other rank
-            stores them.
+        replicas: the ranks that store the same experts, or None without such ranks.
     """
     parts = []
     for parameter in parameters:
@@ -130,8 +123,7 @@ def _stand_in(parameter: nn.Parameter, storage: Tensor) -> nn.Parameter:
 
 
 def publish(parts: Iterable[Part]) -> None:
-    """Send each rank's updated parts to all other ranks, in buckets. All ranks must call this
-    function.
+    """Send each rank's updated parts to all other ranks, in buckets. Collective.
 
     Shards of DTensors are not sent.
     """
@@ -164,8 +156,7 @@ def _padded(part: Tensor, shape: torch.Size, comm: Comm) -> Tensor:
 
 
 def count_once(parts: Iterable[Part], ranks: int) -> None:
-    """Mark each tensor of the optimizer with the number of ranks that store the same values, so
-    that a norm counts it once.
+    """Mark the optimizer's tensors with the number of ranks with equal values, for norms.
 
     Args:
         parts: the parts that this rank updates.

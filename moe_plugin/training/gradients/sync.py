@@ -19,7 +19,7 @@ from moe_plugin.experts.optimizers import watch_optimizers
 from moe_plugin.layer import MoELayer, layers_in
 from moe_plugin.routing import RouterModule
 from moe_plugin.routing.contract import router_counts
-from moe_plugin.training.gradients import multi_tensor
+from moe_plugin.training.gradients import fused
 from moe_plugin.training.gradients.part_gradients import keep_part_gradients, mark_gradient
 from moe_plugin.training.gradients.replicas import (
     BUCKET_BYTES,
@@ -31,13 +31,12 @@ from moe_plugin.training.gradients.replicas import (
     replicas_of,
 )
 from moe_plugin.tuning.collectives import prepare_replicas
-from moe_plugin.utils.dtensors import is_sharded
+from moe_plugin.utils.tensors import is_sharded
 
 
 def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, *,
                     world: Comm | None = None) -> Tensor:
-    """Clip the gradients so that their L2 norm, over all parameters on all ranks, is at most
-    `max_norm`.
+    """Clip gradients to an L2 norm, over all parameters and ranks, of at most `max_norm`.
 
     This function replaces `torch.nn.utils.clip_grad_norm_` for models whose parameters are
     distributed over ranks. Shards (DTensors) and the experts of all ranks are each counted exactly
@@ -51,8 +50,7 @@ def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm:
     Returns: The norm before clipping, which is the same on all ranks, in float32 (float64 for
         float64 gradients). If any gradient on any rank is not finite, the norm is not finite.
     Raises:
-        ValueError: If there are no parameters, for example because the iterator was already
-            exhausted.
+        ValueError: If there are no parameters, for example in an exhausted iterator.
     """
     parameters = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     if not parameters or not all(isinstance(p, Tensor) for p in parameters):
@@ -72,7 +70,7 @@ class PartedClip:
     those of the blocks in a `StreamedTrainer`.
 
     The clipped gradients are bitwise equal to those of `clip_grad_norm_`, except in the case
-    described in `multi_tensor.SquaredNorm`. In each step, call `add` for all gradients, then
+    described in `fused.SquaredNorm`. In each step, call `add` for all gradients, then
     `norm`, and then `scale`.
 
     Args:
@@ -88,16 +86,14 @@ class PartedClip:
     def forget(self) -> None:
         """Discard all added gradients, for example after a failed step."""
         self._dtype = torch.float32
-        self._alike, self._parts = multi_tensor.SquaredNorm(), multi_tensor.SquaredNorm()
+        self._alike, self._parts = fused.SquaredNorm(), fused.SquaredNorm()
 
     @torch.no_grad()
     def add(self, place: int, parameters: Iterable[nn.Parameter]) -> None:
         """Add the gradients of some of the parameters.
 
         Args:
-            place: position of these gradients in the order of summation. The order of the calls
-                does not matter.
-            parameters: the parameters.
+            place: position in the order of summation. Calls may be in any order.
         """
         owners = [(p, p.grad) for p in parameters if p.grad is not None]
         parts = [(p, g) for p, g in owners if _is_part(p)]
@@ -117,7 +113,7 @@ class PartedClip:
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
         """Multiply gradients in place so that their last computed norm is at most `max_norm`."""
-        multi_tensor.scale_(gradients, self._factor)
+        fused.scale_(gradients, self._factor)
 
 
 def _is_part(parameter: nn.Parameter) -> bool:
@@ -154,8 +150,7 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
         replicas: optional. Group of the ranks that store the same experts as this rank. Required if
             there is more than one expert-parallel group.
     Raises:
-        ValueError: If the number of ranks in `world` is not the product of the sizes of the two
-            groups.
+        ValueError: If `world` is not as large as the product of the two groups.
     """
     ep = world if expert_group is None else expert_group
     copies = replicas.size if replicas is not None else 1
@@ -186,8 +181,7 @@ def _average(parameters: list[nn.Parameter], comm: Comm) -> None:
 
 
 def exclude_experts(model: nn.Module) -> None:
-    """Exclude experts from `DistributedDataParallel` (DDP). Call this function before
-    `DistributedDataParallel(model)`.
+    """Exclude experts from `DistributedDataParallel`, before the model is wrapped.
 
     Otherwise, DDP would overwrite each rank's experts with the experts of rank 0, and would average
     the gradients of different experts. DDP would also overwrite the counts of each rank's router,
@@ -269,8 +263,7 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
 
 
 def _divide_gradients(layers: list[MoELayer], world: int, divisor_of: DivisorOf | None) -> None:
-    """Register hooks that divide the gradients of experts before these gradients are averaged over
-    replicas.
+    """Register hooks that divide the experts' gradients before they are averaged.
 
     After the division, the gradients are those of the loss averaged over the ranks of `world`, or
     those of the sum of the losses divided by the divisor that `divisor_of` returns.

@@ -21,7 +21,7 @@ import torch
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict, to_dict, with_overrides
 from moe_plugin.planner.forest.network import Network, shortest_paths
-from moe_plugin.planner.link_shares import optimal_shares
+from moe_plugin.routing.links import optimal_shares
 from scripts.bench.study import Option
 from scripts.bench.sweep import alternate, clean_step, medians
 from scripts.bench.train.run import settings_on_emulated

@@ -27,7 +27,7 @@ from moe_plugin.config import from_dict
 from moe_plugin.output import weighted_loss
 from moe_plugin.planner.peer_choice import BACKWARD
 from moe_plugin.training.resilience.swarm import StagePeer, Swarm, make_stage
-from moe_plugin.training.resilience.swarm.members import Member, SwarmMembers
+from moe_plugin.training.resilience.swarm.journeys import Member, SwarmMembers
 from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.swarm_rebalance import rebalance, rebalancing_body

@@ -13,8 +13,8 @@ from fairseq import metrics
 from moe_plugin.hosts.fairseq.criterion import ConfidentOracleCriterion, MoEEnsembleLanguageModel
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.options import ConfidentOracleConfig, MoEEnsembleConfig
-from moe_plugin.observe.history.fairseq_log import parse_step
-from moe_plugin.training.ensembles.cmcl import uniform_divergence
+from moe_plugin.observe.history.host_logs import parse_step
+from moe_plugin.training.cmcl import uniform_divergence
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, Corpus, run
 from tests.hosts.fairseq.small import dictionary, language_model, task, tokens
 

@@ -12,7 +12,7 @@ from fairseq import checkpoint_utils
 
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.base import open_source
-from moe_plugin.checkpoint.formats.fairseq.neutral_names import neutral_tensors
+from moe_plugin.checkpoint.formats.fairseq.neutral import neutral_tensors
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.cli.main import main
 from tests.checkpoint.test_source import InMemory

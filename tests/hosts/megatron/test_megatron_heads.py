@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from moe_plugin.hosts.megatron.ensemble import OracleLosses, ensemble_of
-from moe_plugin.training.ensembles.cmcl import (
+from moe_plugin.training.cmcl import (
     EnsembleSettings,
     confident_oracle_loss,
     ensemble_errors,

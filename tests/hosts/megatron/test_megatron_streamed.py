@@ -305,7 +305,7 @@ def _evaluated(argv: list[str]) -> tuple[Any, ...]:
     """(validation loss, text, counters of the store, parameters of experts, findings in the log)
     """
     said: list[str] = []
-    log = logging.getLogger("moe_plugin.observe.health")
+    log = logging.getLogger("moe_plugin.observe.sinks")
     log.addFilter(lambda record: said.append(record.getMessage()) or True)
     run = ran(argv)
     [*_, record] = [row for row in run.records if "valid_loss" in row]

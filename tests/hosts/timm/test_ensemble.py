@@ -18,7 +18,7 @@ from moe_plugin.hosts.timm.ensemble import last_of_stage, place_of, steps_of
 from moe_plugin.hosts.timm.model import SwinMoE, build, build_ensemble
 from moe_plugin.hosts.timm.tasks import BINS, VisionTask
 from moe_plugin.hosts.timm.train import Trainer, main
-from moe_plugin.training.ensembles.cmcl import EnsembleSettings, uniform_divergence
+from moe_plugin.training.cmcl import EnsembleSettings, uniform_divergence
 from tests.distributed import run_gloo
 from tests.hosts.timm.folders import few, image_folder
 

@@ -14,7 +14,7 @@ from moe_plugin.hosts.timm.ensemble import SegmentHead
 from moe_plugin.hosts.timm.model import build_ensemble
 from moe_plugin.hosts.timm.tasks import VisionTask
 from moe_plugin.hosts.timm.train import main
-from moe_plugin.training.ensembles.cmcl import EnsembleHeads, EnsembleSettings, uniform_divergence
+from moe_plugin.training.cmcl import EnsembleHeads, EnsembleSettings, uniform_divergence
 from tests.hosts.timm.folders import image_folder, some
 from tests.hosts.timm.test_ensemble import SMALL, images
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_plugin.training.ensembles.cmcl import (
+from moe_plugin.training.cmcl import (
     EnsembleHeads,
     confidence_counts,
     confidence_histograms,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_plugin.training.gradients.multi_tensor import scale_, squared_norm
+from moe_plugin.training.gradients.fused import scale_, squared_norm
 
 pytestmark = pytest.mark.fast
 

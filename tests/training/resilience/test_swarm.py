@@ -28,7 +28,7 @@ from moe_plugin.config import from_dict
 from moe_plugin.dispatch.wire import FORMATS
 from moe_plugin.output import weighted_loss
 from moe_plugin.training.resilience.swarm import JoinedTrainer, StagePeer, Swarm, make_stage
-from moe_plugin.training.resilience.swarm.members import Member, SwarmMembers
+from moe_plugin.training.resilience.swarm.journeys import Member, SwarmMembers
 from moe_plugin.training.resilience.swarm.messages import MessageServer, PeerError, ask
 from moe_plugin.training.resilience.swarm.rounds import SharedRound
 from moe_plugin.training.resilience.swarm.stage import ServedStage, save_swarm

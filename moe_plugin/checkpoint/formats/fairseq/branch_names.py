@@ -1,5 +1,4 @@
-"""Conversion between the tensor names of fairseq's `moe` branch and the names of fairseq models
-with this package's layers.
+"""Conversion between tensor names of fairseq's `moe` branch and of models with our layers.
 
     PREFIX is decoder.layers.N. or encoder.layers.N.; expert i of E, D width, F inner width
     branch                                          ours
@@ -108,9 +107,7 @@ def to_branch(source: Source) -> View:
 
 
 def our_order(source: Source) -> list[str]:
-    """Return the parameter names of a branch checkpoint, converted to the names and the order of
-    models with this package's layers.
-    """
+    """Return a branch checkpoint's parameter names as names of this package, in its order."""
     table = _table(source.layers)
     return _ordered(dict.fromkeys(table.neutral_name(name) for _, name in source.entries),
                     _our_place)

@@ -43,7 +43,7 @@ from moe_plugin.hosts.fairseq.refusals import BRANCH
 from moe_plugin.hosts.fairseq.translate import layer_config
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import weighted_loss
-from moe_plugin.training.gradients import fused, multi_tensor
+from moe_plugin.training.gradients import fused
 
 logger = logging.getLogger(__name__)
 
@@ -101,14 +101,14 @@ def clip_all_at_once(original: Callable[..., Tensor], params: Any, max_norm: flo
         # `not factor >= 1` is also true for NaN, so NaN reaches all gradients
         factor = float((float(max_norm) / (norm + 1e-6)).clamp(max=1))
         if not factor >= 1:
-            multi_tensor.scale_([p.grad for p in params if p.grad is not None], factor)
+            fused.scale_([p.grad for p in params if p.grad is not None], factor)
     return norm
 
 
 @replaces("optim.FairseqOptimizer.multiply_grads")
 def scale_all_at_once(_: Any, self: Any, c: float | Tensor) -> None:
     """Scale all gradients at once. fairseq <= 0.12.3 launches one kernel for each parameter."""
-    multi_tensor.scale_([p.grad for p in self.params if p.grad is not None], c)
+    fused.scale_([p.grad for p in self.params if p.grad is not None], c)
 
 
 # arguments of later versions of the branch's layer that would change the result; must be 0 here

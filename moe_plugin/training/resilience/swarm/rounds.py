@@ -1,5 +1,4 @@
-"""Distribution of the micro-batches of a step among the trainers of a swarm. This code runs on the
-leading trainer.
+"""Distributes a step's micro-batches among a swarm's trainers, on the leading trainer.
 
 Every trainer can process any micro-batch, because all trainers read the same data. The leading
 trainer (`Swarm`) assigns indices of micro-batches to its own threads and to the trainers that have
@@ -18,8 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_plugin.training.resilience.swarm.journeys import BEATS, Driven, RoundId
-from moe_plugin.training.resilience.swarm.members import SwarmMembers
+from moe_plugin.training.resilience.swarm.journeys import BEATS, Driven, RoundId, SwarmMembers
 from moe_plugin.training.resilience.swarm.messages import Address, Message
 
 log = logging.getLogger(__name__)
@@ -32,8 +30,7 @@ class SharedRound:
 
     Attributes:
         about: identifier of the round.
-        serial: serial number of the round. If a step is repeated, the repetition has a different
-            number.
+        serial: serial number of the round, which differs when a step is repeated.
         count: number of micro-batches in the round.
         changed: condition variable that is notified of every change of the round.
         found: results of the completed micro-batches, by the index of the micro-batch.
@@ -55,8 +52,7 @@ class SharedRound:
         self._ended = False
 
     def numbers(self, timeout_s: float) -> Iterator[int]:
-        """Yield micro-batch indices for one thread of the leading trainer, until all micro-batches
-        are done.
+        """Yield micro-batch indices for a thread of the leading trainer until all are done.
 
         If a joined trainer does not respond for `timeout_s` seconds, the leading trainer processes
         its micro-batches.
@@ -127,8 +123,7 @@ class SharedRound:
 
 
 class SharedRounds:
-    """The current round, the results of earlier rounds, and the answers to requests of joined
-    trainers.
+    """The current round, results of earlier rounds, and answers to joined trainers.
 
     Args:
         members: function that returns the peers of the swarm.

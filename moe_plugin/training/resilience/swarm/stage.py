@@ -44,8 +44,7 @@ def load_swarm(folder: str | os.PathLike[str], stages: int) -> tuple[int, list[M
     """Read a folder that `save_swarm` has written, and return the step and the state of each stage.
 
     Raises:
-        ValueError: If the folder does not exist, contains a different number of stages, or contains
-            a damaged file.
+        ValueError: If the folder does not exist, is damaged or has other stages.
     """
     path = Path(folder) / _INDEX
     if not path.is_file():
@@ -89,8 +88,7 @@ class ServedStage:
         loss: loss function of the last stage, or None for all other stages.
         seed: random seed of the whole run.
         step: number of completed steps.
-        takes_target: whether the module receives the target of a micro-batch as its second
-            argument.
+        takes_target: whether the module's second argument is a micro-batch's target.
     """
 
     def __init__(self, module: nn.Module, optimizer: MakeOptimizer, loss: Loss | None, seed: int,
@@ -132,20 +130,16 @@ class ServedStage:
 
     def _loss_of(self, out: Tensor, target: Any) -> tuple[Tensor, Message]:
         assert self.loss is not None  # the last stage has one
-        result = self.loss(out, _moved(target, self.device))
+        result = self.loss(out, target.to(self.device) if isinstance(target, Tensor) else target)
         return result if isinstance(result, tuple) else (result, {})
 
     def backward(self, micro_batch: int, x: Tensor, grad: Tensor | None, target: Any
                  ) -> tuple[Tensor | None, float, Message]:
-        """Recompute the stage from `x`, and run its backward pass. The weight gradients are not
-        accumulated until `count` is called.
+        """Recompute the stage from `x` and run backward, without accumulating until `count`.
 
         Args:
             micro_batch: index of the micro-batch.
-            x: input of the stage.
-            grad: gradient of the stage's output, or None in the last stage, which uses `target`
-                instead.
-            target: target of the micro-batch.
+            grad: gradient of the stage's output, or None in the last stage (`target`).
         Returns: The gradient of `x` (None for integer inputs), the sum of the losses of this stage,
             and the additional values of the loss function.
         """
@@ -172,9 +166,7 @@ class ServedStage:
         return x.grad, float(sum(loss.detach() for loss in losses)), logged
 
     def count(self, micro_batch: int) -> None:
-        """Accumulate the gradients of a backward pass. Called after the trainer has used the answer
-        of this backward pass.
-        """
+        """Accumulate a backward pass's gradients, after the trainer has used the answer."""
         with self._lock:
             if micro_batch in self._pending:
                 self._sum += self._pending.pop(micro_batch)
@@ -197,8 +189,7 @@ class ServedStage:
         return float(sum_S[:self.weights].double().norm())
 
     def apply(self, sum_S: Tensor, scale: float | None, groups: Sequence[Message] = ()) -> None:
-        """Perform an optimizer step with the gradients summed over all peers of the stage, and
-        start the next step.
+        """Apply the gradients summed over the stage's peers, and start the next step.
 
         If no peer has a gradient for a parameter, the optimizer step omits the parameter, as in a
         run with a single process. The optimizer then changes neither the parameter nor its
@@ -206,8 +197,7 @@ class ServedStage:
 
         Args:
             sum_S: gradients summed over all peers, a vector of length `size`.
-            scale: factor by which the gradients are multiplied. If `scale` is None, the weights are
-                not changed.
+            scale: factor of the gradients, or None to leave the weights unchanged.
             groups: see `Swarm.update`.
         """
         for new in groups:
@@ -254,7 +244,3 @@ class ServedStage:
                     "weights; use layers without running statistics, and a balance loss instead of "
                     "a router with count-based biases")
         self._checked = True
-
-
-def _moved(target: Any, device: torch.device) -> Any:
-    return target.to(device) if isinstance(target, Tensor) else target

@@ -1,7 +1,19 @@
-"""Phases of an all-to-all, and the registry of cost models.
+"""Closed-form cost models of all-to-all algorithms: messages, bytes and time.
 
-Each algorithm's cost model is defined in a module of this package and is registered by the
-decorator `declared`.
+In the formulas, a cluster has N nodes of P ranks each, and thus W = N P ranks. Each rank sends S
+bytes, divided equally among W ranks. Each card sends the messages of s = P / min(nics, P) ranks,
+because the ranks of a node share `nics` network cards. The comment above each cost model contains
+its formula. A formula gives the time per rank or per network card, whichever is longer. Each phase
+adds the constant `phase_s`. For s = 1 and phase_s = 0, the formulas of `linear` and `2dh` are
+identical to those of the Tutel paper (m = P, n = W). If nodes have different sizes, the busiest
+rank, network card or leader determines the predicted time.
+
+If a single machine emulates the cluster, each phase also costs CPU time. The CPU time is
+`wake_s * k^(2/3)` for each rank that sends and receives k messages, plus the costs in `host` for
+every message and byte of all ranks. The exponent 2/3 was found empirically; it is less than 1
+because messages that arrive together are handled together. The network and the CPU work at the same
+time, so a phase takes `(wire^4 + machine^4)^(1/4)` seconds, which is close to the longer of the two
+times.
 """
 
 from __future__ import annotations
@@ -9,8 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from moe_plugin.planner.cluster import Cluster
+from moe_plugin.utils.messages import short
 
 SHARPNESS = 4
 WAKES = 2 / 3
@@ -26,8 +40,7 @@ class Phase:
         machine: sums over all ranks of three values: `k ** WAKES`, number of messages, and number
             of bytes. In `k ** WAKES`, k is the number of messages that a rank sends and receives.
         copied: number of bytes that memory copies read and write on the busiest rank.
-        parallel_links: whether links within nodes and links between nodes transfer data at the same
-            time.
+        parallel_links: whether links within and between nodes transfer data simultaneously.
     """
 
     inter: tuple[float, float]
@@ -43,17 +56,13 @@ class Phase:
             max(bandwidth) if self.parallel_links else sum(bandwidth))
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the time of the phase in seconds, including memory copies and the fixed cost per
-        phase.
-        """
+        """Return the seconds of the phase, including memory copies and its fixed cost."""
         return self.copied * cluster.copy_s + cluster.phase_s + overlapped_s(
             self.wire_s(cluster), cluster.machine_s(*self.machine))
 
 
 def overlapped_s(wire: float, machine: float) -> float:
-    """Return the total time in seconds of two activities that overlap but sometimes wait for each
-    other.
-    """
+    """Return the seconds of two activities that overlap but sometimes wait for each other."""
     less, more = sorted((wire, machine))
     return more * (1 + (less / more) ** SHARPNESS) ** (1 / SHARPNESS) if less else more
 
@@ -81,8 +90,7 @@ def cost_of(cluster: Cluster, node: tuple[int, float, int, float], phases: Seque
     """Return the cost of an exchange that consists of the given phases.
 
     Args:
-        node: numbers of messages and bytes that leave a node, followed by the numbers of messages
-            and bytes sent inside a node.
+        node: messages and bytes that leave a node, then messages and bytes inside it.
         phases: the phases of the exchange, in order.
     """
     return Cost(sum(phase.seconds(cluster) for phase in phases), *node, phases=tuple(phases))
@@ -93,38 +101,19 @@ def busiest(cluster: Cluster, of_rank: Callable[[int], float]) -> float:
 
     Args:
         cluster: the cluster on which the exchange runs.
-        of_rank: function that returns the number of messages or bytes per rank, given the number of
-            ranks in the node.
+        of_rank: function from a node's ranks to the messages or bytes of each rank.
     """
     return max(size / min(cluster.nics, size) * of_rank(size) for size in cluster.sizes)
 
 
 CostModel = Callable[[Cluster, float], Cost]  # arguments: cluster and bytes per rank
-DECLARED: dict[str, tuple[int, CostModel]] = {}  # (rounds of messages, model) by algorithm
-
-
-def declared(name: str, rounds: int) -> Callable[[CostModel], CostModel]:
-    """Return a decorator that registers a function as the cost model of the algorithm `name`.
-
-    Args:
-        rounds: number of phases (rounds of messages) of the algorithm. `COSTS` is sorted by this
-            number.
-    """
-    def add(model: CostModel) -> CostModel:
-        DECLARED[name] = rounds, model
-        return model
-
-    return add
 
 
 # Every rank sends to every rank directly:
 #
 # s (W-P) a_inter + (P-1) a_intra + max(s (W-P) S/W b_inter, (P-1) S/W b_intra)
-@declared("linear", 1)
 def linear_cost(cluster: Cluster, size: float) -> Cost:
-    """Return the cost of an exchange in which every rank sends its `size` bytes directly to all
-    other ranks.
-    """
+    """Return the cost of an exchange in which each rank sends directly to all others."""
     n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
     inter, intra = w - p, p - 1
     card = busiest(cluster, lambda here: w - here)
@@ -137,7 +126,6 @@ def linear_cost(cluster: Cluster, size: float) -> Cost:
 # Through one leader rank of each node (HetuMoE):
 #
 # 4 P S b_copy + 2 (P-1) (a_intra + S b_intra) + (N-1) (a_inter + P P S/W b_inter)
-@declared("leader", 3)
 def leader_cost(cluster: Cluster, size: float) -> Cost:
     """Return the cost of an exchange in which one leader rank per node sends the data of its node.
 
@@ -160,7 +148,6 @@ def leader_cost(cluster: Cluster, size: float) -> Cost:
 #     4 S b_copy + (P-1) (a_intra + S/P b_intra) + s (N-1) (a_inter + S P/W b_inter)
 #
 # A rank on a node of m ranks sends ceil(q / m) messages to a node of q ranks.
-@declared("2dh", 2)
 def two_d_cost(cluster: Cluster, size: float) -> Cost:
     """Return the cost of the two-dimensional hierarchical exchange.
 
@@ -180,7 +167,53 @@ def two_d_cost(cluster: Cluster, size: float) -> Cost:
 
 
 def _messages(cluster: Cluster, here: int) -> int:
-    """Return the number of messages that a rank in a node of `here` ranks sends to other nodes in
-    the 2DH algorithm.
-    """
+    """Return how many messages a rank in a node of `here` ranks sends to other nodes in 2DH."""
     return sum(-(-there // here) * nodes for there, nodes in cluster.sizes.items()) - 1
+
+
+# By number of rounds of messages. `comm.exchange` adds the models of other registered algorithms.
+COSTS: dict[str, CostModel] = {"linear": linear_cost, "2dh": two_d_cost, "leader": leader_cost}
+
+
+def distinct(cluster: Cluster) -> tuple[str, ...]:
+    """Return `linear` and all algorithms whose cost differs from it on the cluster."""
+    # the comparison holds for any exchange size, so an arbitrary one is used
+    size = 2.0**20
+    base = COSTS["linear"](cluster, size)
+    return ("linear", *(name for name, cost in COSTS.items() if cost(cluster, size) != base))
+
+
+def predict(cluster: Cluster, algorithm: str, size: float) -> Cost:
+    """Predict the cost of an all-to-all in which each rank sends `size` bytes.
+
+    Raises:
+        ValueError: If there is no cost model for the algorithm.
+    """
+    if algorithm not in COSTS:
+        raise ValueError(
+            f"there is no cost model for the all-to-all algorithm {short(algorithm)}. Choose from "
+            f"{', '.join(COSTS)}")
+    return COSTS[algorithm](cluster, size)
+
+
+def predict_table(cluster: Cluster, ranks: Sequence[int],
+                  sizes: Sequence[float]) -> list[dict[str, Any]]:
+    """Return one JSON-serializable row for each combination of size, number of ranks and algorithm.
+
+    Args:
+        cluster: the cluster that defines the links. The cluster is resized to each number of ranks.
+        ranks: numbers of ranks to predict.
+        sizes: exchange sizes to predict, in bytes per rank.
+    """
+    rows = []
+    for size in sizes:
+        for number in ranks:
+            shape = cluster.with_ranks(number)
+            for name in COSTS:
+                cost = predict(shape, name, size)
+                rows.append({
+                    "ranks": number, "nodes": shape.nodes, "bytes": size, "algorithm": name,
+                    "ms": 1e3 * cost.seconds, "messages": cost.inter_messages,
+                    "inter_bytes": cost.inter_bytes
+                })
+    return rows

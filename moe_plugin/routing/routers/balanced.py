@@ -1,14 +1,14 @@
-"""The BASE router. An auction assigns the same number of tokens to every expert.
+"""Routers that balance the load within each call: BASE, Sinkhorn and expert choice.
 
-In each round, every token that has no expert bids for the expert with the largest `v(t, e) - p_e`,
-where v is the score and p the price of the expert. A bid is the expert's price, plus the difference
-between the token's largest and second-largest value of `v - p`, plus epsilon. An expert with n
-slots accepts the n highest bids. The new price of the expert is the lowest of these bids (Bertsekas
-and Castanon
-1989: auction for similar objects). All tokens bid at the same time, on the device that stores the
-scores. When all slots are occupied, the sum of the chosen scores is below the largest possible sum
-by at most epsilon per token. The bound on the sum holds for any initial prices. The auction starts
-with prices at which all experts have the same soft demand, which reduces the number of rounds. All
+BASE uses an auction, which assigns the same number of tokens to every expert. In each round, every
+token that has no expert bids for the expert with the largest `v(t, e) - p_e`, where v is the score
+and p the price of the expert. A bid is the expert's price, plus the difference between the token's
+largest and second-largest value of `v - p`, plus epsilon. An expert with n slots accepts the n
+highest bids. The new price of the expert is the lowest of these bids (Bertsekas and Castanon 1989:
+auction for similar objects). All tokens bid at the same time, on the device that stores the scores.
+When all slots are occupied, the sum of the chosen scores is below the largest possible sum by at
+most epsilon per token. The bound on the sum holds for any initial prices. The auction starts with
+prices at which all experts have the same soft demand, which reduces the number of rounds. All
 functions in this module are pure, do not support gradients, and compute in float32 (in float64 for
 float64 scores).
 
@@ -19,6 +19,7 @@ which is far less than the bound.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -28,10 +29,10 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.kernels import top_k_stable
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.contract import SCORED, keep_init
+from moe_plugin.routing.contract import SCORED, SEVERAL, keep_init
 from moe_plugin.routing.registry import routers
 from moe_plugin.routing.routers.base import Router
-from moe_plugin.utils.dtensors import fill_
+from moe_plugin.utils.tensors import fill_
 
 EPSILON = 2e-3  # relative to the spread of the scores
 COOLING = (0.1, 0.03, 0.01)  # temperatures of soft demand, relative to the spread
@@ -69,8 +70,7 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
 
 
 def _finite(value_TE: Tensor) -> Tensor:
-    """Replace NaN with 0. Replace infinite scores with numbers that lie one spread (at least 1)
-    beyond the finite scores.
+    """Replace NaN with 0, and infinite scores with one spread (at least 1) beyond finite ones.
 
     If any score exceeds `LARGEST`, all scores are scaled down, which does not change the
     assignment. As a result, sums and differences of scores remain finite.
@@ -87,9 +87,7 @@ def _finite(value_TE: Tensor) -> Tensor:
 
 
 def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
-    """Return prices [E] for which the demand is about the same for all experts. The demand is a
-    softmax with a decreasing temperature.
-    """
+    """Return prices [E] of about equal demand, a softmax with a decreasing temperature."""
     price_E = value_NE.new_zeros(value_NE.shape[1])
     for heat in COOLING:
         for _ in range(ROUNDS):
@@ -99,8 +97,7 @@ def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
 
 
 def auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
-    """Return the expert that owns each token, int64 [N], or -1 without an owner after the last
-    round.
+    """Return each token's owner, int64 [N], or -1 without an owner after the last round.
 
     price_E: initial prices.
     """
@@ -160,8 +157,7 @@ def _fill_up(owner_N: Tensor, each: int, experts: int) -> Tensor:
 
 @routers.register("base")
 class BASERouter(Router):
-    """A router that assigns the same number of tokens to every expert and maximizes the total score
-    `<x, c_e>`.
+    """A router with equally many tokens per expert and the largest total score `<x, c_e>`.
 
     The output of the layer is `a * expert(x) + (1 - a) * x` with `a = sigmoid(<x, c_e>)`. In
     training, each rank distributes its tokens randomly over all ranks. Without this random
@@ -231,3 +227,102 @@ def spread_and_assign(scores_TE: Tensor, comm: Comm) -> Tensor:
     assigned_N = balanced_assignment(got_NE)
     back_T = comm.all_to_all(assigned_N, recv, send)
     return torch.empty_like(back_T).index_copy_(0, order_T, back_T)
+
+
+@routers.register("sinkhorn")
+class SinkhornRouter(Router):
+    """A router that, in training, chooses the k largest elements per token of a balanced plan.
+
+    In evaluation, the router chooses the k largest scores. The plan is computed from `exp(logits)`
+    of the real tokens on this rank. The rows (tokens) and the columns (experts) of the plan are
+    scaled alternately, in `sinkhorn_rounds` rounds. For k = 1, the weight is the sigmoid of the
+    logit. For k > 1, the weights are a softmax over all experts. The weights are not divided by
+    their sum.
+    Source: Clark et al., 2022 (S-BASE). The weights are computed as in Megatron-core.
+    """
+
+    reads = SEVERAL | {"sinkhorn_rounds"}
+    balances = True
+    own_losses = frozenset()
+    score_name = "softmax"
+
+    def select(self, call: RoutingCall) -> Tensor:
+        """In training, choose experts from the plan; see `Router.select`."""
+        if self.training:
+            return top_k_stable(log_plan(call.logits_TE.detach(), call.real_T,
+                                         self.config.sinkhorn_rounds), call.k)
+        return top_k_stable(_scores(call).detach(), call.k)
+
+    def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
+        """Return the scores; see `Router.weigh`."""
+        return _scores(call).gather(1, ids_TK)
+
+
+def _scores(call: RoutingCall) -> Tensor:
+    return torch.sigmoid(call.logits_TE) if call.k == 1 else call.scores_TE
+
+
+def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
+    """Return the plan's logarithm, [T, E]. Columns sum to 1/E, and rows converge to 1/S.
+
+    S is the number of real tokens. The computation uses logarithms, so that logits of any magnitude
+    are allowed. The number of rounds is fixed, because testing for convergence would make the host
+    wait for the device.
+
+    Args:
+        logits_TE: float tensor that does not require gradients.
+        mask_T: bool, True for tokens that are not padding.
+        rounds: number of rounds. Each round scales the rows and the columns once.
+    """
+    tokens = mask_T.sum().clamp(min=1).to(logits_TE.dtype)
+    plan_TE = torch.where(mask_T[:, None], logits_TE, torch.zeros_like(logits_TE))
+    # Adding -inf removes padding from the sums over tokens without a change of shape.
+    hidden_T1 = torch.zeros_like(plan_TE[:, :1]).masked_fill(~mask_T[:, None], float("-inf"))
+    if not plan_TE.shape[0]:
+        return plan_TE
+    for _ in range(rounds):
+        plan_TE = plan_TE - torch.logsumexp(plan_TE, 1, keepdim=True) - tokens.log()
+        column_1E = torch.logsumexp(plan_TE + hidden_T1, 0, keepdim=True)
+        # Without any real token the sums are -inf, which would turn the plan into NaN.
+        column_1E = torch.where(column_1E.isfinite(), column_1E, 0.0)
+        plan_TE = plan_TE - column_1E - math.log(plan_TE.shape[1])
+    return plan_TE
+
+
+@routers.register("expert_choice")
+class ExpertChoiceRouter(Router):
+    """Each expert chooses the `ceil(n k / E)` best of the n real tokens on this rank.
+
+    The scores p are a softmax over experts and are also the weights of the choices. The load is
+    always balanced, because all experts choose the same number of tokens. A token may be chosen by
+    0 to E experts. On average, `top_k` experts choose a token. Among tokens with equal scores, the
+    earlier token is chosen. An expert chooses among all tokens of a call. Do not use this router if
+    a token must not depend on later tokens. For example, a language model would make different
+    choices during generation than in training. Source: Zhou et al., 2022.
+    """
+
+    reads = SEVERAL
+    any_number = True
+    balances = True
+    own_losses = frozenset()
+    score_name = "softmax"
+
+    def select(self, call: RoutingCall) -> Tensor:
+        """Return up to E choices per token, ordered by decreasing score; see `Router.select`."""
+        probs_TE, real_T = call.scores_TE.detach(), call.real_T
+        # Ranks of tokens are compared with a number on the device. `topk` would need the number of
+        # real tokens on the host, which would have to wait for the device.
+        order_TE = torch.sort(probs_TE.masked_fill(~real_T[:, None], -1.0), dim=0, descending=True,
+                              stable=True).indices
+        place_T1 = torch.arange(real_T.shape[0], device=real_T.device)[:, None]
+        rank_TE = torch.empty_like(order_TE).scatter_(0, order_TE, place_T1.expand_as(order_TE))
+        tokens_per_expert = (real_T.sum() * call.k + self.num_experts - 1) // self.num_experts
+        taken_TE = (rank_TE < tokens_per_expert) & real_T[:, None]
+        # Probabilities are not negative, so -1 sorts experts that did not choose the token last.
+        picked_TE = probs_TE.masked_fill(~taken_TE, -1.0)
+        value_TE, ids_TE = torch.sort(picked_TE, dim=1, descending=True, stable=True)
+        return ids_TE.masked_fill(value_TE < 0, -1)
+
+    def weigh(self, call: RoutingCall, ids_TK: Tensor) -> Tensor:
+        """Return the scores p; see `Router.weigh`."""
+        return call.scores_TE.gather(1, ids_TK.clamp(min=0))

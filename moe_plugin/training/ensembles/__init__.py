@@ -1,1 +1,0 @@
-"""Losses computed from a model's outputs. See `moe_plugin.routing.losses` for router losses."""
