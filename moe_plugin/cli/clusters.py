@@ -89,7 +89,7 @@ def profile_device(args: argparse.Namespace) -> int:
     import torch
     import yaml
 
-    from moe_plugin.cli.measure.device import measure_device, measure_kernels
+    from moe_plugin.cli.measure.own_cluster import measure_device, measure_kernels
     from moe_plugin.planner.units import show_time
 
     for path in (args.out, args.kernels):

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import moe_plugin.cli.doctor as selfcheck
 from moe_plugin import MoELayer
-from moe_plugin.cli.doctor import packages
-from moe_plugin.cli.doctor import report as selfcheck
-from moe_plugin.cli.doctor.report import first, render, rest
+from moe_plugin.cli.doctor import first, packages, render, rest
 from moe_plugin.cli.main import main
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.dispatch.ragged import RaggedDispatcher

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import moe_plugin
-from moe_plugin.config.lacks import HOSTS, LACKS, OF_HOSTS
+from moe_plugin.config.refusals import HOSTS, LACKS, OF_HOSTS
 from moe_plugin.hosts.fairseq import refusals as fairseq
 from moe_plugin.hosts.megatron import refusals as megatron
 from moe_plugin.kernels.activations import ACTIVATIONS

@@ -35,8 +35,8 @@ from moe_plugin.hosts.fairseq.criterion import check_balance
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.refusals import EXPERTS, values_of
 from moe_plugin.hosts.fairseq.resume import agree, newest_of_other_size, read_part
+from moe_plugin.hosts.fairseq.run import FileTurns
 from moe_plugin.hosts.fairseq.streamed import streamed_model
-from moe_plugin.hosts.fairseq.votes import FileTurns
 from moe_plugin.training.gradients import multi_tensor
 from moe_plugin.training.gradients.parts import Part, count_once, shards, slices
 from moe_plugin.training.gradients.replicas import (

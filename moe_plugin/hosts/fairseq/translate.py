@@ -24,7 +24,7 @@ from moe_plugin.config.flags import (
     run_from_flags,
     setting_specs,
 )
-from moe_plugin.config.lacks import refuse_lacking
+from moe_plugin.config.refusals import refuse_lacking
 from moe_plugin.config.router import router_names
 from moe_plugin.config.tree import describes_layers
 from moe_plugin.dispatch import check_settings, dispatchers

@@ -49,7 +49,13 @@ NATIVE_MOE: Flag = ("native-moe", {
     "moe_plugin.hosts.megatron.spec, for comparison"})
 TRUST: Flag = ("trust-checkpoint", {
     "action": "store_true", "help": "also load checkpoints whose files could run code"})
-ALL = FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS, NATIVE_MOE, TRUST
+LIGHTHOUSE: Flag = ("moe-lighthouse", {
+    "help": "http://HOST:PORT of a torchft lighthouse, which makes this run one of several "
+    "replicas that may join and leave (docs/replicas.md); default: no replicas"})
+REPLICA: Flag = ("moe-replica", {
+    "type": int, "default": 0,
+    "help": "number of this run among the replicas of --moe-lighthouse"})
+ALL = FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS, NATIVE_MOE, TRUST, LIGHTHOUSE, REPLICA
 
 
 SECTION = "megatron"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.compat.native_losses import logged_losses, weighed_by_tokens
+from moe_plugin.hosts.megatron.compat.aux_losses import router_losses, weighed_by_tokens
 from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, Count, wanted
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing import RouterModule
@@ -60,7 +60,7 @@ class NativeRouter(RouterModule):
             )
         padding_SB = None if mask_T is None else ~mask_T.view(-1, self.batch_size)
         x_SBD = x_TD.view(-1, self.batch_size, x_TD.shape[-1])
-        notes: Any = nullcontext({}) if torch.compiler.is_compiling() else logged_losses()
+        notes: Any = nullcontext({}) if torch.compiler.is_compiling() else router_losses()
         with self._weighed(x_TD.shape[0] if mask_T is None else mask_T.sum()), notes as losses:
             probs_TE, map_TE, undropped = core.call_native_router(self.native, x_SBD, padding_SB)
         probs_TE = probs_TE.view(-1, probs_TE.shape[-1])

@@ -1,16 +1,35 @@
-"""Data that the features of a run (`moe_plugin.training.run`) need from Megatron's script."""
+"""Data that the features of a run (`moe_plugin.training.run`) need from Megatron's script.
+
+For `--moe-expert-parallel-at`, this module also changes the expert-parallel size between two steps.
+Megatron's training loop stores references to several objects: the process groups of dense layers,
+the optimizer, the model's wrapper and the scheduler. Because of these references, the objects are
+modified in place instead of being replaced.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import nn
 
-from moe_plugin.config import ObserveConfig
-from moe_plugin.hosts.megatron.layer import PluginMoELayer
+from moe_plugin.checkpoint.resize import change_expert_parallel
+from moe_plugin.comm.base import Comm
+from moe_plugin.comm.host_collectives import comm_of
+from moe_plugin.config import ObserveConfig, RunConfig
+from moe_plugin.hosts.megatron.compat import core, regrouping
+from moe_plugin.hosts.megatron.compat import optimizer as optimizers
+from moe_plugin.hosts.megatron.compat.core import bare
+from moe_plugin.hosts.megatron.compat.settings import script_arguments
+from moe_plugin.hosts.megatron.layer import PluginMoELayer, plugin_layers
+from moe_plugin.hosts.megatron.refusals import REPLICAS, RESIZE, values_of
+from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
+from moe_plugin.training.resilience.elastic import ReplicaPlace, is_replica
+from moe_plugin.training.resilience.resizing import ExpertParallelSteps, expert_parallel_steps
 from moe_plugin.training.resilience.skipped_steps import StepStart
 
 
@@ -74,3 +93,102 @@ class MegatronStart(StepStart):
         """Restore the state that was saved in this snapshot."""
         super().restore()
         self._tracker.set_states({name: state.clone() for name, state in self._states.items()})
+
+
+def check_resizing(args: argparse.Namespace, run: RunConfig) -> None:
+    """Raise a `ValueError` if the run does not support changing the expert-parallel size."""
+    sizes = run.resize.expert_parallel_at
+    if sizes:
+        indivisible = next((n for n in sizes.values() if args.num_experts % n), None)
+        RESIZE.refuse(values_of(args, {"resize.expert_parallel_at": sizes},
+                                indivisible=indivisible))
+
+
+def steps_of(run: RunConfig, chunks: list[Any], optimizer: Any) -> ExpertParallelSteps | None:
+    """Return the run feature that changes the expert-parallel size during the run. Return None if
+    no change is requested or if the run does not train.
+
+    Args:
+        chunks: model chunks with their wrappers.
+        optimizer: Megatron's optimizer, or None if the model is only evaluated.
+    """
+    if optimizer is None or not run.resize.expert_parallel_at:
+        return None
+    size = core.groups(None).experts.size()
+    world = comm_of(core.all_data_group(core.groups(None).collection))
+    known = {size: regrouping.expert_groups()}
+
+    def change(size: int) -> None:
+        arguments = script_arguments()
+        if size not in known:
+            known[size] = regrouping.make_expert_groups(size, arguments)
+        regrouping.use_expert_groups(known[size])
+        _change(chunks[0], optimizer, world)
+        arguments["expert_model_parallel_size"] = size
+
+    return expert_parallel_steps(run, [bare(chunk) for chunk in chunks], size, change, world,
+                                 "megatron")
+
+
+def _change(chunk: Any, optimizer: Any, world: Comm) -> None:
+    model, groups = bare(chunk), core.groups(None)
+    layers = plugin_layers(model)
+    experts = (p for layer in layers for p in layer.experts.parameters())
+    part = regrouping.part_of(optimizer, experts)
+    copies = regrouping.main_copies(part)
+    comm = comm_of(groups.experts, layers[0].plan.config.comm.timeout_s)
+    changed = change_expert_parallel(model, part.optimizer, comm, world, copies)
+    for layer in layers:
+        layer.follow_groups(groups)
+    regrouping.follow_parameters(part, changed, copies)
+    regrouping.follow_groups(model, groups.collection, groups.experts.size())
+    regrouping.rewrap(chunk)
+
+
+def check_replicas(args: argparse.Namespace) -> bool:
+    """Return True if the run is one of several replicas.
+
+    Raises:
+        ValueError: If an argument cannot be used together with replicas.
+    """
+    return is_replica(args.moe_lighthouse, args.moe_replica, lambda: REPLICAS.refuse(
+        values_of(args, settings_from_flags(vars(args)))))
+
+
+def place_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: Any,
+             scheduler: Any, taken: dict[int, int]) -> ReplicaPlace | None:
+    """Return an object that gives the replicas access to the state of this run, or None if the run
+    has no replicas.
+
+    Args:
+        models: model chunks of the current rank, without their wrappers.
+        optimizer: Megatron's outermost optimizer.
+        scheduler: learning rate scheduler.
+        taken: see `Script`. This function adds entries to the dict.
+    """
+    if not args.moe_lighthouse:
+        return None
+    given = script_arguments()
+
+    def its_optimizers() -> list[Any]:
+        # a rank without parameters of a kind has no optimizer for them
+        inner = [part.optimizer for part in optimizers.parts(optimizer)]
+        return [each for each in inner if each is not None]
+
+    def done() -> int:
+        return given.get("curr_iteration", given.get("iteration", 0))
+
+    def progress() -> tuple[int, ...]:
+        return taken.get(done(), done()), scheduler.num_steps
+
+    def take(iteration: int, samples: int) -> None:
+        # Megatron's loop continues after the current step: it skips the iterations between the
+        # current and the received one, but reads their data
+        current, scheduler.num_steps = done(), samples
+        taken[current] = iteration
+        given["iterations_to_skip"] = [*given["iterations_to_skip"],
+                                       *range(current + 2, iteration + 2)]
+
+    return ReplicaPlace(args.moe_lighthouse, args.moe_replica,
+                        timeout_of(settings_from_flags(vars(args))), models, its_optimizers,
+                        progress, take)

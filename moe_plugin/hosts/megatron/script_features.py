@@ -22,6 +22,7 @@ from moe_plugin.config import ObserveConfig, OffloadConfig, run_config
 from moe_plugin.config.refusals import Values
 from moe_plugin.hosts.megatron import streamed_checkpoint
 from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.core import bare
 from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
 from moe_plugin.hosts.megatron.compat.names import TransformerLayer
 from moe_plugin.hosts.megatron.compat.settings import (
@@ -34,11 +35,8 @@ from moe_plugin.hosts.megatron.ensemble import EnsembleErrors, add_heads, ensemb
 from moe_plugin.hosts.megatron.guards import FileSteps, guard_of, twins_apart
 from moe_plugin.hosts.megatron.layer import PluginMoELayer, plugin_layers
 from moe_plugin.hosts.megatron.model_settings import model_settings
-from moe_plugin.hosts.megatron.passes import bare
 from moe_plugin.hosts.megatron.refusals import ACTIVATIONS
-from moe_plugin.hosts.megatron.replicas import place_of
-from moe_plugin.hosts.megatron.resizing import steps_of
-from moe_plugin.hosts.megatron.run import MegatronStart, named, of_stage, traced
+from moe_plugin.hosts.megatron.run import MegatronStart, named, of_stage, place_of, steps_of, traced
 from moe_plugin.hosts.megatron.script_report import log_path
 from moe_plugin.hosts.megatron.streamed import MakePart, StreamedModel, build
 from moe_plugin.hosts.megatron.streamed_optimizer import StreamedOptimizer

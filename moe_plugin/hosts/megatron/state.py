@@ -48,8 +48,7 @@ from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.hosts.megatron import parameters, restricted
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.compat.checkpointing import is_wrapped
-from moe_plugin.hosts.megatron.compat.common_state import changed
+from moe_plugin.hosts.megatron.compat.checkpointing import changed, is_wrapped
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.hosts.megatron.compat.names import (
     LocalNonpersistentObject,

@@ -35,7 +35,6 @@ from moe_plugin.config.refusals import Values
 from moe_plugin.config.router import router_names
 from moe_plugin.config.tree import describes_layers
 from moe_plugin.config.user_modules import import_user_modules
-from moe_plugin.hosts.megatron import balance
 from moe_plugin.hosts.megatron.compat import fields, recipes
 from moe_plugin.hosts.megatron.compat.settings import (
     cuda_graphs,
@@ -133,8 +132,8 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     import_user_modules(settings.get("imports"))  # may register the score function
     refuse_unsupported(with_known_names(native))
     if not injected_router:
-        balance.refuse_unknown(native)
-        balance.refuse_unmatched(native)
+        fields.refuse_unknown_balance(native)
+        fields.refuse_unmatched_balance(native)
     whole = describes_layers(settings)
     settings = _without_open(settings)
     reasons = [reason for reason in fields.router_reasons(native)
@@ -155,7 +154,7 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     run = run_config(settings)
     refuse_streamed_weights(run.offload, "Megatron")
     return Translation(config, run, tuple(reasons), (*_notices(native), *_followed(recipe)),
-                       injected_router or balance.router_balances(native),
+                       injected_router or fields.router_balances(native),
                        follows_recipe="experts.precision" in recipe)
 
 
@@ -276,7 +275,7 @@ def _losses(native: Any, given: Mapping[str, float] | None,
                 "moe_aux_loss_coeff and moe_z_loss_coeff."
             )
         return {}
-    weights = {"switch": balance.aux_coefficient(native),
+    weights = {"switch": fields.aux_coefficient(native),
                "z": float(native.moe_z_loss_coeff or 0.0)}
     weights = {name: weight for name, weight in weights.items() if weight}
     if weights and given is not None and not given:
@@ -356,7 +355,7 @@ def refuse_arguments() -> None:
 
 def _refuse_lists(native: Any) -> None:
     chosen = setting(native, "cuda_graph_scope") or []
-    scopes = {plain_name(scope) for scope in balance.as_list(chosen)}
+    scopes = {plain_name(scope) for scope in fields.as_list(chosen)}
     if cuda_graphs(native) and scopes != {"attn"}:
         raise ValueError(
             f"cuda_graph_impl={short(native.cuda_graph_impl)} with scope {sorted(scopes)} is not "

@@ -10,8 +10,8 @@ from typing import Any
 
 from moe_plugin.config import ObserveConfig, RunConfig, run_config
 from moe_plugin.config.flags import add_arguments
-from moe_plugin.config.lacks import HOSTS, refuse_lacking
 from moe_plugin.config.options import MOST_SECONDS, check
+from moe_plugin.config.refusals import HOSTS, refuse_lacking
 from moe_plugin.hosts.timm.data import EXAMPLES
 from moe_plugin.hosts.timm.ensemble import HEAD
 from moe_plugin.hosts.timm.model import PRESETS

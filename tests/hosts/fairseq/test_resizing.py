@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from moe_plugin.config import run_from_dict
-from moe_plugin.hosts.fairseq import resizing
+from moe_plugin.hosts.fairseq import run as resizing
 from moe_plugin.observe.history.reader import read_run
 from moe_plugin.observe.report.text import summary
 from moe_plugin.training.resilience.resizing import ExpertParallelSteps
@@ -134,7 +134,7 @@ def test_what_cannot_follow_is_refused(monkeypatch: pytest.MonkeyPatch, section:
         ema=SimpleNamespace(store_ema=False), common=SimpleNamespace(amp=False),
         optimizer=SimpleNamespace(_name="adam"))
     model: Any = None
-    resizing.check(cfg, model)
+    resizing.check_resizing(cfg, model)
     setattr(getattr(cfg, section), name, value)
     with pytest.raises(ValueError, match=f"--moe-expert-parallel-at 3=2 {said}"):
-        resizing.check(cfg, model)
+        resizing.check_resizing(cfg, model)

@@ -17,8 +17,8 @@ from moe_plugin.training.run import Run
 
 pytest.importorskip("fairseq")
 
+from moe_plugin.hosts.fairseq.run import FileTurns  # noqa: E402
 from moe_plugin.hosts.fairseq.trainer import MoETrainer  # noqa: E402
-from moe_plugin.hosts.fairseq.votes import FileTurns  # noqa: E402
 
 
 def checked(comm: Comm, norms: list[float]) -> str:

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torchft", reason="needs torchft: pip install 'moe-plugin[elastic]'")
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from moe_plugin.hosts.megatron import replicas
+from moe_plugin.hosts.megatron.run import check_replicas
 from tests.hosts.megatron.training import MODEL, arguments_of
 
 pytestmark = pytest.mark.megatron
@@ -25,4 +25,4 @@ def test_what_replicas_cannot_be_is_named(flags: str, message: str) -> None:
     args = arguments_of([*MODEL, "--train-iters", "2", "--moe-lighthouse", "http://a:1",
                          *flags.split()])
     with pytest.raises(ValueError, match=message):
-        replicas.check(args)
+        check_replicas(args)

@@ -29,9 +29,9 @@ pytest.importorskip("megatron.core",
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.config import run_from_dict
 from moe_plugin.hosts.megatron import checkpoint_files as files
-from moe_plugin.hosts.megatron import resizing
 from moe_plugin.hosts.megatron import script_checkpoint as checkpoint
 from moe_plugin.hosts.megatron.checkpoint_files import META
+from moe_plugin.hosts.megatron.run import check_resizing
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import MODEL, launched, own_loop, trained
 
@@ -233,9 +233,9 @@ def given(**changed: Any) -> argparse.Namespace:
     ({"num_experts": 6}, "does not fit --num-experts 6: .* must be divisible by 4")])
 def test_what_cannot_follow_is_refused(changed: dict[str, Any], said: str) -> None:
     run = run_from_dict({"resize": {"expert_parallel_at": {3: 4}}})
-    resizing.check(given(), run)
+    check_resizing(given(), run)
     with pytest.raises(ValueError, match="resize.expert_parallel_at={3: 4} " + said):
-        resizing.check(given(**changed), run)
+        check_resizing(given(**changed), run)
 
 
 def _saved(argv: list[str]) -> tuple[list[str], bool]:
@@ -267,8 +267,7 @@ def _script_saves(folder: str) -> tuple[bool, bool]:
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
-    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
+    from moe_plugin.hosts.megatron.compat.checkpointing import saves_whose_writers_end, wrap
 
     seen = []
 
@@ -293,7 +292,7 @@ def _killed_while_saving(guarded: bool) -> bool:
     """A process forks a writer and is killed; whether the writer ends with it."""
     import contextlib
 
-    from moe_plugin.hosts.megatron.compat.writers import writers_end_with_us
+    from moe_plugin.hosts.megatron.compat.checkpointing import writers_end_with_us
 
     read, write = os.pipe()
     if os.fork() == 0:

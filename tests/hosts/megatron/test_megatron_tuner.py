@@ -119,8 +119,7 @@ def _megatrons_own_load(folder: str) -> int:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
-    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
+    from moe_plugin.hosts.megatron.compat.checkpointing import saves_whose_writers_end, wrap
 
     wrap("save", saves_whose_writers_end)
     initialise_parallel(Case(ep=2))
@@ -147,8 +146,7 @@ def _predicted(folder: str) -> tuple[list[str], list[bool]]:
     """
     from megatron.core import dist_checkpointing
 
-    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
-    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
+    from moe_plugin.hosts.megatron.compat.checkpointing import saves_whose_writers_end, wrap
     from moe_plugin.hosts.megatron.state import load_without_missing
 
     wrap("load", load_without_missing)

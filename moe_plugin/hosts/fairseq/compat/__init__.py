@@ -28,7 +28,6 @@ def install() -> None:
         checkpoints,
         evaluation,
         flags,
-        hydra_train,
         launch,
         native,
         patching,
@@ -39,6 +38,5 @@ def install() -> None:
 
     hide(FAIRSEQ, FAIRSEQ_LINES)
     # if two patches replace the same name, the later patch calls the earlier one
-    for module in (runtime, launch, userdir, userdir, checkpoints, evaluation, native, flags,
-                   hydra_train):
+    for module in (runtime, launch, userdir, checkpoints, evaluation, native, flags):
         patching.apply(module)

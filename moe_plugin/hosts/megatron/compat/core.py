@@ -378,3 +378,10 @@ def call_supported(fn: Callable[..., Any], **kwargs: Any) -> Any:
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     named = {newer_name(name, known): value for name, value in kwargs.items()}
     return fn(**{name: value for name, value in named.items() if takes_all or name in known})
+
+
+def bare(chunk: Any) -> Any:
+    """Return a model chunk without its data-parallel and precision wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from moe_plugin.checkpoint.layers import full_state
 from moe_plugin.comm import default_comm
+from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.experts.lora import PLACES, ExpertRanks
-from moe_plugin.hosts.plain.adapters.merge import adapted_layers
 from moe_plugin.hosts.plain.huggingface import SwappedBlock, swapped_blocks
+from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.utils import checksums
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import half_of, make_folder, write_remedy
@@ -87,6 +88,20 @@ def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
     return {"in": PeftStack(family.gate_up.rpartition(".")[2], 2 if gated else 1,
                             gated and family.in_turn, flipped),
             "out": PeftStack(family.down.rpartition(".")[2], 1, False, flipped)}
+
+
+def adapted_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """Return a dict of all layers that have adapters, by name.
+
+    Raises:
+        ValueError: If the model has no adapters.
+    """
+    layers = {name: layer for name, layer in named_layers_in(model).items()
+              if isinstance(layer.experts, FFNExperts) and layer.experts.adapters is not None}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no experts with adapters. Call "
+                         "add_lora(model) first")
+    return layers
 
 
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
