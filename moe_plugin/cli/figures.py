@@ -20,9 +20,7 @@ _LINKS = {"rate": "200mbit", "delay": "1ms", "message_cost": "0us"}
 
 
 def add_links(p: argparse.ArgumentParser) -> None:
-    """Add the options that describe the links of an emulated cluster. `links_of` reads these
-    options.
-    """
+    """Add the options of an emulated cluster's links, which `links_of` reads."""
     for name, metavar, text in (
             ("rate", "RATE", "rate of an emulated node's link"),
             ("delay", "TIME", "one-way delay between emulated nodes"),
@@ -120,9 +118,7 @@ def check_figure(path: str | os.PathLike[str]) -> str:
 
 
 def pyplot() -> Any:
-    """Return `matplotlib.pyplot` with a backend that does not need a display. Raise `ValueError` if
-    matplotlib is not installed.
-    """
+    """Return `matplotlib.pyplot` without a display. Raise a `ValueError` if missing."""
     try:
         import matplotlib
     except ImportError as error:

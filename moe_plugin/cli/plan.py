@@ -234,9 +234,7 @@ def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> N
 
 
 def _plot_plans(path: Path, plans: list[Any]) -> None:
-    """Plot the step times of the plans as stacked bars, and the MoE layer of the best plan as a
-    timeline.
-    """
+    """Plot the plans' step times as bars, and the best plan's MoE layer over time."""
     from moe_plugin.cli.figures import pyplot, save_figure
 
     plt = pyplot()
@@ -266,9 +264,7 @@ def _plot_plans(path: Path, plans: list[Any]) -> None:
 
 
 def _plan_prefill(args: argparse.Namespace) -> None:
-    """For each prompt length, choose the kernel and the number of pieces into which the rows are
-    divided.
-    """
+    """Choose the kernel and the number of pieces for each prompt length."""
     from moe_plugin.cli.planning.pipeline import (
         explain_prefill,
         prefill_as_dict,

@@ -68,9 +68,7 @@ def recommend_options(p: argparse.ArgumentParser) -> None:
 
 
 def recommend(args: argparse.Namespace) -> int:
-    """Measure the ranks, plan the model, write the plan and print the result. Only rank 0 writes
-    files and prints output.
-    """
+    """Measure the ranks, plan the model, and write and print the plan on rank 0."""
     from moe_plugin.cli.measure.own_cluster import own_ranks
     from moe_plugin.planner.model import load_model
 
@@ -137,9 +135,7 @@ def _check_links(grid: tuple[int, int], wanted: tuple[int, int]) -> None:
 
 def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
             device: Device) -> list[PlanCost]:
-    """Return the plans that fit in memory, including plans that recompute the activations of some
-    layers.
-    """
+    """Return the plans that fit in memory, also by recomputing some layers."""
     from moe_plugin.planner.all_to_all_cost import distinct
     from moe_plugin.planner.cluster import MAX_NUMBER
     from moe_plugin.planner.model_search import Space, search
@@ -194,9 +190,7 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
 
 def _kept(args: argparse.Namespace, comm: Comm, kind: type[Record], name: str,
           about: dict[str, str]) -> tuple[bool, Record | None]:
-    """Return whether the folder of rank 0 contains measurements that can be reused. On rank 0, also
-    return the stored measurements.
-    """
+    """Return whether rank 0 has reusable measurements, and on rank 0 these, too."""
     from moe_plugin.planner.model import load
 
     record, path = None, args.out / name

@@ -166,9 +166,7 @@ def schedule_options(p: argparse.ArgumentParser) -> None:
 
 
 def schedule(args: argparse.Namespace) -> int:
-    """Plan the schedule of a collective, compare it with other algorithms, and print and write the
-    results.
-    """
+    """Plan a collective, compare it with other algorithms, and print and write it."""
     from moe_plugin.cli.planning.forest import Report, compare, text
     from moe_plugin.cli.planning.pictures import drawing, page
     from moe_plugin.planner.forest import plan

@@ -58,8 +58,7 @@ def readers_of(setting: str, value: Any) -> Collection[str]:
 
 
 def may_be_read(names: Collection[str], readers: Collection[str]) -> bool:
-    """Return whether a router in `names` may read a setting, given the built-in routers `readers`
-    that read it. Routers registered by users may read any setting."""
+    """Return whether a router may read a setting, given the built-in `readers`."""
     return not set(names).isdisjoint(readers) or None in map(reads_of, names)
 
 

@@ -153,8 +153,7 @@ class MoEConfig(SettingsSection):
                          "use router.name=ta_moe or losses.ta_moe", "costs", "far")
 
     def prepare(self) -> None:
-        """Import the user's modules, and check the requirements that apply only when a layer is
-        built."""
+        """Import the user's modules, and check what matters only when a layer is built."""
         import_user_modules(self.imports)
         determinism.check(self.deterministic)
         check(self.model_dim >= 1, "model_dim", self.model_dim, ">= 1",
@@ -210,8 +209,7 @@ def _build(tree: type[_Tree], values: Mapping[str, Any], base: _Tree | None = No
 
 
 def _part(tree: type[MoEConfig] | type[RunConfig], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that belong to the given settings tree. `values` may be nested or keyed by
-    dotted path."""
+    """Return the values of a settings tree, given nested or by dotted path."""
     names = {f.name for f in dataclasses.fields(tree)}
     return {path: value for path, value in values.items() if str(path).split(".")[0] in names}
 
@@ -231,8 +229,7 @@ def of_layer(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_config(settings: Mapping[str, Any]) -> RunConfig:
-    """Build the settings of a run from a mapping of dotted paths to values. Layer settings in the
-    mapping are ignored."""
+    """Build a run's settings from values by dotted path. Layer settings are ignored."""
     return with_overrides(RunConfig(), of_run(settings))
 
 
@@ -282,8 +279,7 @@ def without_hosts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describes_layers(settings: Mapping[str, Any]) -> bool:
-    """Return whether the given dotted paths fully specify a layer, that is, whether they include
-    `num_experts`.
+    """Return whether the paths fully specify a layer (include `num_experts`).
 
     With `num_experts`, missing settings for routing, losses, dispatch and capacity get the defaults
     of `MoEConfig` in every host. Without `num_experts`, missing settings get the host's own
@@ -349,14 +345,12 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def to_dict(config: MoEConfig | RunConfig) -> dict[str, Any]:
-    """Convert the settings of a layer or run to a nested dictionary. This function is the inverse
-    of `from_dict`."""
+    """Convert settings to a nested dictionary. The inverse of `from_dict`."""
     return dataclasses.asdict(config)
 
 
 def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
-    """Return new settings in which the values of the given dotted paths are replaced, for example
-    `{"router.top_k": 1}`.
+    """Return settings with values replaced by dotted path, e.g. `{"router.top_k": 1}`.
 
     Sections without replaced values are shared between the old and the new settings."""
     values: dict[str, Any] = {}
@@ -374,8 +368,7 @@ def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
 
 def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: list[str],
                 path: str) -> dict[str, Any]:
-    """Return the mapping for the section with the path `above`, and add it to `values` if it does
-    not exist."""
+    """Return the mapping of the section `above`, adding it to `values` if missing."""
     hint: Any = type(config)
     for part in above:
         hint = hints_of(hint).get(part) if is_section(hint) else None
@@ -391,8 +384,7 @@ def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: li
 
 
 def register_hydra() -> None:
-    """Register the settings of layers and runs in Hydra's `ConfigStore` as `moe/base` (group `moe`,
-    name `base`)."""
+    """Register all settings in Hydra's `ConfigStore` as `moe/base`."""
     from hydra.core.config_store import ConfigStore
 
     node = dataclasses.make_dataclass("Settings", (), bases=(RunConfig, MoEConfig), kw_only=True)

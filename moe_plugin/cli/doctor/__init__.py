@@ -167,8 +167,7 @@ def first() -> dict[str, Any]:
 
 
 def rest(everything: bool) -> dict[str, Any]:
-    """Collect the sections that are shown only on request, such as missing components and stored
-    measurements.
+    """Collect the sections that are shown only on request.
 
     everything: whether the user requested the full report. If False, the returned dict is empty.
     """
@@ -276,9 +275,7 @@ def _missing(report: dict[str, Any]) -> str:
 
 
 def _load(load: str) -> str:
-    """Shorten the text that describes the load of a measurement. The omitted details are shown in
-    other columns and in the output of `--json`.
-    """
+    """Shorten a measurement's load. Other columns and `--json` show the rest."""
     return load.split(": ", 1)[-1].split(", of ")[0]
 
 
@@ -299,8 +296,7 @@ def doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Run the checks. Print whether the layer works. Then collect and print the sections of the
-    report that take longer to compute.
+    """Run the checks, print the verdict, and then print the slower sections.
 
     Returns: 0 if the layer works, and 1 otherwise.
     """

@@ -167,9 +167,7 @@ def _why_no_cuda() -> str:
 
 
 def unused_gpu() -> str | None:
-    """If a GPU driver is loaded but torch does not use a GPU, return the reason. Otherwise, return
-    None.
-    """
+    """Return why torch does not use a GPU whose driver is loaded, or None."""
     if torch.cuda.is_available() or not os.path.exists(DRIVER):
         return None
     return f"the driver of a GPU is loaded, but {_why_no_cuda()}"
@@ -243,9 +241,7 @@ _TIMEOUT_S = 300
 
 
 def installed_version(package: Package) -> str | None:
-    """Return the version of an installed package, `unknown` if the package has no metadata, or None
-    if the package is not installed.
-    """
+    """Return a package's version, `unknown` without metadata, None if not installed."""
     try:
         if find_spec(package.module) is None:
             return None
@@ -258,9 +254,7 @@ def installed_version(package: Package) -> str | None:
 
 
 def requirement(name: str) -> str:
-    """Return the version requirement in moe-plugin's metadata (such as `tensorboard>=2.14`), or the
-    bare package name if the metadata do not list the package.
-    """
+    """Return moe-plugin's requirement of a package (`tensorboard>=2.14`), or its name."""
     try:
         stated = metadata.requires("moe-plugin") or []
     except metadata.PackageNotFoundError:
@@ -278,8 +272,7 @@ def install_command(package: Package) -> str:
 
 
 def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
-    """Return one row for each package, with the name, the version, the use and the state. The row
-    of a missing package also contains the install command.
+    """Return name, version, use, state and (if missing) install command of each package.
 
     The state is `installed`, `missing` or `not needed here (no GPU)`.
     """
@@ -293,9 +286,7 @@ def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
 
 
 def host_rows() -> list[dict[str, Any]]:
-    """Return one row for each host, with the name, the version, the state and the reason. The row
-    of a missing host also contains the install command.
-    """
+    """Return name, version, state, reason and (if missing) install command of each host."""
     started = {name: _start(name) for name in ADAPTER}
     return [_row(name, process) for name, process in started.items()]
 

@@ -98,8 +98,7 @@ class RankTimes:
 
 def measure_rank(plan: Plan,
                  comm: Comm | None = None) -> tuple[tuple[tuple[int, ...], ...], list[RankTimes]]:
-    """Measure all algorithms on every rank. Return the nodes of the group, and one `RankTimes` for
-    each algorithm and size.
+    """Measure all algorithms. Return the nodes, and `RankTimes` by algorithm and size.
 
     Each repeat runs all algorithms once, in an order that rotates from repeat to repeat.
     """
@@ -128,9 +127,7 @@ def measure_rank(plan: Plan,
 
 
 def _warm_up(comm: Comm, name: str, x: torch.Tensor) -> None:
-    """Run an all-to-all algorithm once before it is timed. `auto` is run repeatedly until it has
-    selected an algorithm.
-    """
+    """Run an algorithm once untimed, or `auto` until it has selected one."""
     run = algorithms.get(name)
     run(comm, x)
     for _ in range(100):
@@ -162,8 +159,7 @@ def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -
 
 def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int,
            helper: int | None) -> tuple[float, float, float]:
-    """Run `burst` exchanges after a single barrier, so that the barrier has less effect on the
-    measured time.
+    """Run `burst` exchanges after one barrier, which then affects the time less.
 
     Return the start time, the end time, and the CPU time of this rank in seconds.
     """
@@ -178,9 +174,7 @@ def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int,
 
 
 def _cpu_s(comm: Comm, helper: int | None) -> float:
-    """Return the CPU time of this rank in seconds. On rank 0, the CPU time of the helper process is
-    included.
-    """
+    """Return this rank's CPU time in seconds; on rank 0, with the helper's."""
     if helper is None or comm.rank:
         return time.process_time()
     return time.process_time() + int(Path(f"/proc/{helper}/schedstat").read_text().split()[0]) / 1e9
@@ -197,8 +191,7 @@ def row_of(topology: Topology, cell: RankTimes, floor_ms: float | None = None,
 
 
 def messages_out(topology: Topology, name: str) -> float | None:
-    """Return the number of messages that a node sends to other nodes. The number is computed by a
-    formula, or counted by running the algorithm on simulated ranks.
+    """Return a node's messages to other nodes, by a formula or counted by a simulation.
 
     If the nodes have different numbers of ranks, return the mean over all nodes, or None if the
     group has more than `COUNTED_RANKS` ranks.
@@ -216,8 +209,7 @@ def messages_out(topology: Topology, name: str) -> float | None:
 
 
 def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
-    """Return the measurements of all algorithms that have a cost model. The planner fits its
-    network model to these measurements.
+    """Return the measurements of all algorithms with a cost model, for the planner.
 
     Each measurement is a median, because the fastest repeat is an outlier when many ranks share few
     cores.
@@ -231,8 +223,7 @@ def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
 
 def measure_rows(args: argparse.Namespace, plan: Plan, command: str
                  ) -> tuple[list[ExchangeRow], dict[str, Any]]:
-    """Measure all algorithms. Return the measurements and a description of the ranks. On all ranks
-    except rank 0, the list of measurements is empty.
+    """Measure all algorithms. Return the rows (on rank 0) and a description of the ranks.
 
     command: name of the command for error messages, such as `bench all-to-all`.
     """

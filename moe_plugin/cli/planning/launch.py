@@ -150,9 +150,7 @@ class LaunchCommand:
 
 
 def torchrun_words(start: LaunchCommand) -> list[str]:
-    """Return the word `torchrun` followed by its options. If there are several nodes, the command
-    must be run on each node.
-    """
+    """Return `torchrun` and its options, for a command to run on each node."""
     words = [f"OMP_NUM_THREADS={start.threads}"] if start.cpu and start.threads else []
     if start.nodes == 1:
         return [*words, "torchrun", "--standalone", "--nproc_per_node", str(start.ranks_per_node)]
@@ -239,9 +237,7 @@ def launch_text(words: list[str]) -> str:
 
 
 def launch_script(text: str, note: str) -> str:
-    """Return a shell script that runs the launch command and appends the arguments passed to the
-    script.
-    """
+    """Return a shell script that launches the training with further arguments."""
     return f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n'
 
 

@@ -36,8 +36,7 @@ SLOW = 0.45  # added to a link's length for each factor of 10 in bandwidth below
 
 
 def network_layout(network: Network) -> dict[str, tuple[float, float]]:
-    """Return the positions of all network nodes within [0, 1] x [0, 1]. Identical networks are
-    drawn with identical positions.
+    """Return the nodes' positions in [0, 1] x [0, 1], equal for equal networks.
 
     The distances between nodes approximate the distances along the links (Kamada and Kawai, 1989).
     Fast links are shorter, so nodes with fast connections are drawn close to each other.
@@ -63,9 +62,7 @@ def network_layout(network: Network) -> dict[str, tuple[float, float]]:
 
 
 def _spread(wanted: np.ndarray) -> np.ndarray:
-    """Place network nodes by classical multidimensional scaling, along the two directions in which
-    their distances vary most.
-    """
+    """Place nodes by multidimensional scaling in the two widest directions."""
     count = len(wanted)
     centre = np.eye(count) - 1 / count
     values, vectors = np.linalg.eigh(-centre @ wanted**2 @ centre / 2)
@@ -129,8 +126,7 @@ def svg(height: float, content: str) -> str:
 
 
 def network_picture(schedule: Schedule, top: float) -> tuple[str, float]:
-    """Draw a network below the y coordinate `top`. Return the SVG text and the y coordinate of the
-    lower edge.
+    """Draw a network below `top`. Return the SVG text and its lower edge.
 
     Ranks are circles with their numbers, and switches are boxes. Nodes on one side of the cut are
     filled, and links that cross the cut are dashed.
@@ -192,9 +188,7 @@ def _links(network: Network, spot: dict[str, tuple[float, float]], rates: Sequen
 
 
 def _arrow(x: float, y: float, u: float, v: float, color: str, share: float = 0.62) -> str:
-    """Draw an arrowhead that points from (x, y) to (u, v). The arrowhead is placed at the fraction
-    `share` of the distance.
-    """
+    """Draw an arrowhead from (x, y) to (u, v) at the fraction `share` of the way."""
     length = hypot(u - x, v - y) or 1.0
     dx, dy = (u - x) / length, (v - y) / length
     px, py = x + (u - x) * share, y + (v - y) * share
@@ -221,9 +215,7 @@ def _node(network: Network, index: int, at: tuple[float, float], radius: float, 
 
 
 def _box(x: float, y: float, half: float, tall: float, fill: str) -> str:
-    """Draw a box around (x, y) as a path, because the style sheet of the report changes `rect`
-    elements.
-    """
+    """Draw a box around (x, y) as a path, because the report restyles `rect`."""
     return (f'<path d="M{x - half:.1f} {y - tall:.1f}h{2 * half:.1f}v{2 * tall:.1f}'
             f'h{-2 * half:.1f}z" fill="{fill}" stroke="{SOFT}" stroke-width="1.3" '
             'stroke-linejoin="round"/>')
@@ -255,8 +247,7 @@ def _legend(rates: Sequence[Fraction], x: float, y: float, has_switches: bool, h
 
 
 def trees_picture(schedule: Schedule, top: float) -> tuple[str, float]:
-    """Draw up to `PANELS` trees of a schedule below the y coordinate `top`. Return the SVG text and
-    the y coordinate of the lower edge.
+    """Draw up to `PANELS` trees below `top`. Return the SVG text and its lower edge.
 
     The root of a tree is on the left, and each column contains the ranks at the same number of hops
     from the root. Ranks are labelled with their numbers, and each edge has the color of its slowest

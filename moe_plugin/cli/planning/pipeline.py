@@ -159,9 +159,7 @@ def _load(model: ModelShape, cluster: Cluster, tokens: int, here: int,
 
 
 def explain_prefill(found: PrefillTable) -> str:
-    """Format the EPS-MoE table as text. The text contains a line for each length, the lengths at
-    which the kernel changes, and the settings.
-    """
+    """Format the table: a line per length, lengths at which kernels change, settings."""
     lines = [f"{'tokens/rank':>13}{'rows/expert':>16}{'one piece':>12}{'best':>12}"
              "  pieces, kernel"]
     for row in found.rows:

@@ -63,8 +63,7 @@ class BlockOptimizers(FairseqOptimizer):
         self.trainer.forget()
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Store a factor. In 16-bit training, the gradients of a block are multiplied by this
-        factor when the block is updated.
+        """Store a factor by which 16-bit training multiplies the gradients of each block.
 
         In float32 training, this method has no effect, because the gradients have already been
         divided by the sample size.
@@ -73,9 +72,7 @@ class BlockOptimizers(FairseqOptimizer):
         clip.multiply(c)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """Return the global gradient norm without clipping the gradients. The gradients of each
-        block are clipped when the block is updated.
-        """
+        """Return the gradient norm. Gradients are clipped when their block is updated."""
         return self.gradient_norm
 
     def step(self, closure: Any = None, scale: float = 1.0, groups: Any = None) -> None:
@@ -101,8 +98,7 @@ class BlockOptimizers(FairseqOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any],
                         optimizer_overrides: Mapping[str, Any] | None = None) -> None:
-        """Load a state that `state_dict` returned, or that of a single optimizer for the whole
-        model.
+        """Load a state of `state_dict`, or of a single optimizer for the whole model.
 
         Raises:
             ValueError: If the number of parameters in the state differs from that of the model.
@@ -221,9 +217,7 @@ class FairseqNorm:
             self._product = factor
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Scale these gradients down if the global gradient norm exceeds `max_norm`. If the norm is
-        NaN, these gradients become NaN.
-        """
+        """Scale gradients down if the norm exceeds `max_norm`. A NaN norm makes them NaN."""
         if self.size is None:
             multi_tensor.scale_(gradients, self._product)
             return
@@ -235,8 +229,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """A version of `fairseq.optim.adam.Adam` that reads and writes the memory of each parameter
-    only once. `FusedAdam` runs on CPU and GPU.
+    """fairseq's Adam on CPU and GPU with one read and write of each parameter's memory.
 
     The updated parameters equal those of fairseq's Adam up to rounding errors. The state has the
     same names, types and dtypes as in fairseq (`step` as an int, `exp_avg` and `exp_avg_sq` in
@@ -334,8 +327,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class _Halves(NamedTuple):
-    """The first moment `exp_avg` and the square root of the second moment `exp_avg_sq`, stored in
-    16 bits. See `encoded`.
+    """The moments `exp_avg` and sqrt(`exp_avg_sq`), stored in 16 bits. See `encoded`.
 
     The square root is stored because `exp_avg_sq` itself has a larger range than a 16-bit type.
     """

@@ -50,8 +50,7 @@ def changed_line(cfg: Any) -> str:
 
 
 def changed(cfg: Any) -> dict[str, tuple[str, str]]:
-    """Return all settings that differ from their defaults, as a dict from flag names to tuples
-    (value, default).
+    """Return all settings that differ from their defaults: flag name -> (value, default).
 
     Settings of an architecture are included if they differ from the defaults of the architecture's
     model. Settings that do not declare a default are left out.

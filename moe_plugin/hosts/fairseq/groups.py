@@ -93,9 +93,7 @@ class MeasuredComm(TorchComm):
                 self._events.append((begun, record_event(device)))
 
     def take_times(self) -> tuple[float, float]:
-        """Return the total times of all exchanges since the last call, in milliseconds, as (cpu_ms,
-        cuda_ms). This method waits for the device.
-        """
+        """Wait for the device. Return (cpu_ms, cuda_ms) of all exchanges since the last call."""
         if self._events:
             self._events[-1][1].synchronize()
         cpu_ms, cuda_ms = sum(self._cpu_s) * 1000, sum(
@@ -262,8 +260,7 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
 
 
 def _consecutive(size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Return the process group that consists of `size` consecutive ranks, including the current
-    rank. This is a collective operation.
+    """Return the group of `size` consecutive ranks with this one. A collective operation.
 
     Groups are cached. If the size changes back to an earlier value, no new connections are opened.
     """

@@ -84,8 +84,7 @@ def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
 
 
 class FairseqMoELayer(TakesTokenIds, nn.Module):
-    """A `MoELayer` for fairseq. The layer returns a single gate loss, and stores statistics for the
-    criterion.
+    """A `MoELayer` for fairseq with one gate loss, and statistics for the criterion.
 
     The gate loss is the weighted sum of all router losses. The gradients of expert parameters are
     multiplied by `gradient_factor` and by the number of replicas of the experts. The trainer later
@@ -235,9 +234,7 @@ class MoEDecoderLayer(_MoEMixin, TransformerDecoderLayerBase):
 
 
 class MoEEncoderLayer(_MoEMixin, TransformerEncoderLayerBase):
-    """fairseq's encoder layer with experts instead of the feed-forward network. torch's fused
-    inference path is disabled.
-    """
+    """fairseq's encoder layer with experts, and without torch's fused inference path."""
 
     def __init__(self, cfg: Any, return_fc: bool, settings: LayerSettings) -> None:
         super().__init__(cfg, return_fc)

@@ -67,9 +67,7 @@ def _experts(args: Any) -> dict[str, int]:
 
 
 def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
-    """Return an architecture for a decoder-only language model like GPT. By default, every second
-    layer has 8 experts.
-    """
+    """Return a GPT-like architecture with 8 experts in every second layer by default."""
 
     def architecture(args: Any) -> None:
         set_missing(args, {

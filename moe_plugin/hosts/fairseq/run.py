@@ -111,18 +111,14 @@ def run_of(trainer: Any) -> Run:
 
 
 def seams_of(model: nn.Module, world: Any) -> HostSeams:
-    """Return the model, its named MoE layers and the communicator for the run. Layers are named by
-    their position in the model, for example `decoder.layers.1`.
-    """
+    """Return the model, its MoE layers by name, and the communicator for the run."""
     names = {id(module): name for name, module in model.named_modules()}
     return HostSeams(host="fairseq", models=[model], world=world, records=world, layers={
         names[id(layer)]: layer.moe_layer for layer in moe_layers(model)})
 
 
 def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:
-    """Return the object that offloads or recomputes the activations of encoder and decoder layers,
-    or None if all activations are kept.
-    """
+    """Return the object that offloads or recomputes the layers' activations, or None."""
     asked = run_settings(model)
     stacks: dict[str, Any] = dict(model.named_children())
     layers = {f"{stack}.layers.{i}": layer for stack in ("encoder", "decoder")
@@ -218,8 +214,7 @@ def check_resizing(cfg: Any, model: nn.Module) -> None:
 
 
 def steps_of(trainer: Any, world: Comm) -> ExpertParallelSteps | None:
-    """Return the run feature that changes the expert-parallel size, or None if the trainer's
-    settings do not request it.
+    """Return the run feature that changes the expert-parallel size, or None.
 
     world: communicator of all data-parallel ranks.
     """
@@ -282,8 +277,7 @@ class FileTurns(StepVotes):
         return shared + self.ballots.sharing.all_reduce(experts)
 
     def check_norm(self, norm: Tensor) -> None:
-        """Log a warning if some ranks have a different gradient norm than the majority. This is a
-        collective operation.
+        """Warn if ranks differ from the majority's gradient norm. A collective operation.
 
         This method replaces fairseq's check that all ranks have the same norm.
 
@@ -339,8 +333,6 @@ class FileTurns(StepVotes):
         return kept or [{name: value * 0 for name, value in entry.items()} for entry in logged[:1]]
 
     def sample_size(self) -> float:
-        """Return the total sample size of all files. The ranks agree on this number by vote. This
-        is a collective operation.
-        """
+        """Return the total sample size by vote of the ranks. A collective operation."""
         sizes = torch.tensor(self._sizes or [0.0], dtype=torch.float64)
         return float(self.agreed_sums(sizes.split(1)))

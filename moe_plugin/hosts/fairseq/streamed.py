@@ -120,8 +120,7 @@ class DecoderPart(nn.Module):
 
 
 def _names(decoder: Any, first: bool) -> list[str]:
-    """Return the names of the modules that the decoder runs before its layers (if `first` is True)
-    or after its layers.
+    """Return the names of the modules before (`first`) or after the decoder's layers.
 
     Modules that share their weight with the embedding are left out.
     """
@@ -142,8 +141,7 @@ def _features(decoder: Any, names: Mapping[str, Any], x: Tensor, tokens: Tensor,
 
 
 class StreamedLanguageModel:
-    """A fairseq language model with streamed weights, which implements the interface that fairseq's
-    trainer expects.
+    """A fairseq language model with streamed weights, for fairseq's trainer.
 
     Args:
         cfg: settings that were passed to fairseq's trainer.
@@ -208,9 +206,7 @@ class StreamedLanguageModel:
         self._given, self._numbers, self.trainer.steps = given, iter(()), updates
 
     def train_step(self, sample: Any, *_: Any, **__: Any) -> Numbers:
-        """Return the criterion's values for the next batch. The first call in each step computes
-        all batches of the step.
-        """
+        """Return the next batch's values. The first call of a step computes all batches."""
         numbers = next(self._numbers, None)
         if numbers is None:
             self._numbers = iter(self._passes())

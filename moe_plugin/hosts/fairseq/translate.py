@@ -51,9 +51,7 @@ DISPATCH_FLAGS = ("moe_dispatch", "moe_capacity_factor", "moe_eval_capacity_fact
 
 
 def setting(args: Any, name: str, default: Any = None) -> Any:
-    """Return an attribute of a namespace or config, or `default` if the attribute does not exist.
-    Enum members are returned as strings.
-    """
+    """Return a setting of a namespace or config, or `default`. Enum members become strings."""
     return plain_value(getattr(args, name, default))
 
 
@@ -135,9 +133,7 @@ def run_config(args: Any) -> RunConfig:
 
 
 def flag_values(args: Any) -> dict[str, Any]:
-    """Return a dict of the generated flags in a namespace or config. The keys are the `dest` names
-    of the flags. Flags that the user did not set have the value None.
-    """
+    """Return the generated flags by `dest`, with None for flags that the user did not set."""
     return {spec.dest: setting(args, spec.dest) for spec in flag_specs()}
 
 
@@ -168,8 +164,7 @@ def _changed_branch_paths(args: Any) -> dict[str, str]:
 
 
 def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> set[int]:
-    """Return all numbers of experts per token that a run uses: the initial number, and the numbers
-    in `router.top_k_at`.
+    """Return all numbers of experts per token that a run uses (see `router.top_k_at`).
 
     The initial number is taken from the first of these sources that contains it: the generated
     flag, the file, and the branch's flag. This function does not check the numbers.

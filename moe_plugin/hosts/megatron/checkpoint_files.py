@@ -45,8 +45,7 @@ def folder(root: str, iteration: int) -> str:
 
 
 def part_of(final: str) -> str:
-    """Create the empty temporary folder for a checkpoint. The folder is renamed to `final` when the
-    checkpoint is complete.
+    """Create the empty temporary folder of a checkpoint, which is renamed to `final` at the end.
 
     This is a collective operation, so all ranks must call this function. Returns the path of the
     temporary folder.
@@ -63,8 +62,7 @@ def part_of(final: str) -> str:
 
 
 def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: Any) -> None:
-    """Raise an error on every rank if a weight, buffer or optimizer state is not finite on any
-    rank. This is a collective operation.
+    """Raise an error on all ranks if a value is not finite on any rank. A collective operation.
 
     Args:
         root: folder that contains the checkpoints. The error message names this folder.
@@ -91,8 +89,7 @@ def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: A
 
 
 def together(folder: str, work: Callable[[], None]) -> None:
-    """Call `work` on every rank, and raise an error on all ranks if it fails on any rank. This is a
-    collective operation.
+    """Call `work` on all ranks, and raise an error on all if one fails. A collective operation.
 
     Raises:
         CheckpointError: If `work` failed on any rank.
@@ -147,8 +144,7 @@ def abandon(final: str) -> None:
 
 @contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Convert errors raised while the block loads a checkpoint to a `ValueError` that tells the
-    user what to do.
+    """Convert errors raised while the block loads a checkpoint to a `ValueError` with advice.
 
     If a file is damaged, Megatron, torch and pickle raise many different types of errors.
     """
@@ -225,8 +221,7 @@ def write_meta(folder: str, values: Mapping[str, Any], sums_by_name: Mapping[str
 
 
 def verified_meta(folder: str) -> dict[str, Any]:
-    """Verify all files of a checkpoint and return the description of the checkpoint. This is a
-    collective operation.
+    """Verify all files of a checkpoint and return its description. A collective operation.
 
     Raises:
         CheckpointError: On all ranks, if a file does not match the description of the checkpoint.
@@ -372,9 +367,7 @@ def say_lost(root: str) -> None:
 
 
 def nothing_found(root: str, evaluates: bool) -> None:
-    """Handle a missing checkpoint: warn that training starts from scratch, or raise a `ValueError`
-    in an evaluation run.
-    """
+    """Warn that training starts from scratch, or raise a `ValueError` in an evaluation run."""
     if evaluates:
         raise ValueError(f"no checkpoint found in {root}, so there is nothing to evaluate. Set "
                          "--load to the folder of a run that contains iter_... folders.")

@@ -95,9 +95,7 @@ class FileSteps(StepVotes):
         self.chunk.finish_grad_sync = lambda **_: None
 
     def batches(self, own: list[Any]) -> list[Any]:
-        """Return the micro-batches that the current worker has to compute. `own` contains the
-        micro-batches of all ranks.
-        """
+        """Return the micro-batches of this worker, given those of all ranks."""
         return self.deal(own)
 
     def compute(self, passes: Passes, sums: Callable[[Logged], Tensor]) -> Tensor:

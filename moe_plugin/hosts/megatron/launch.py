@@ -122,8 +122,7 @@ def _replaced_flags() -> dict[str, str]:
 
 
 def chained(first: Provider | None) -> Provider:
-    """Return an argument provider that runs the script's own provider first, and then the provider
-    of this package.
+    """Return an argument provider that runs the script's own provider, then this package's.
 
     The script's parser is also changed so that it prints short error messages.
     """
@@ -281,8 +280,7 @@ def end_process(main: Callable[[], int]) -> None:
 
 
 def of_a_script(error: Exception) -> str | None:
-    """Return the message of an error that is reported without a traceback, or None if the error
-    must be reported with a traceback.
+    """Return the message of an error that needs no traceback, or None.
 
     A `ValueError` raised by user code is reported with a traceback. A `ValueError` raised by this
     package is reported without a traceback. Errors raised while Megatron checks its arguments are

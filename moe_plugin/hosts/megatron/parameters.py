@@ -42,8 +42,7 @@ def mark(experts: nn.Module) -> None:
 
 
 def wait_for(experts: nn.Module) -> None:
-    """Wait until Megatron has gathered the parameters of these experts (with
-    `overlap_param_gather`).
+    """Wait until Megatron has gathered these experts' parameters (`overlap_param_gather`).
 
     Megatron waits in a hook that runs before the forward pass of the module that owns the
     parameters. The layer of this package skips this forward pass if it gathers or broadcasts the
@@ -78,8 +77,7 @@ def gather(chunks: Iterable[Any]) -> None:
 
 def initialise(experts: nn.Module, placement: Placement, weight_init: Callable[[Tensor], Any],
                output_init: Callable[[Tensor], Any]) -> None:
-    """Initialise expert weights with Megatron's init methods. The initial weights do not depend on
-    the number of ranks.
+    """Initialise expert weights with Megatron's init methods, identically for any ranks.
 
     One random number is drawn from torch's generator. The seed of each expert is the sum of this
     random number and the global index of the expert. Biases become zero.

@@ -115,9 +115,7 @@ class Rewindable:
         self.at = 0
 
     def rest(self, begin: int) -> Iterator[Any]:
-        """Return an iterator over all items after the first `begin` items. Items after the first
-        `begin` items are not stored, so `rewind` does not apply to them.
-        """
+        """Return an iterator over the items after the first `begin` items, without rewinding."""
         later = self._seen[begin:]
         return itertools.chain(later, self._source) if later else self._source
 
@@ -179,9 +177,7 @@ def read_over(iterators: Any, count: int) -> None:
 
 def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
            given: Mapping[str, Any]) -> Logged:
-    """Run the passes for the files (groups of micro-batches) assigned to the current rank. Return
-    the logged values of all files.
-    """
+    """Run the passes of this rank's files (groups of micro-batches). Return their logged values."""
     iterator = given["data_iterator"]
     iterator = iterator[0] if isinstance(iterator, list) else iterator
     total = given["num_microbatches"] * ps.get_data_parallel_world_size()
@@ -271,8 +267,7 @@ class _Ahead:
 
 
 def prepared(args: argparse.Namespace) -> StageLayouts | None:
-    """Return the pipeline stages that the parsed arguments describe. The arguments for the stage of
-    the current rank are set in `args`.
+    """Return the pipeline stages in the arguments, and set the arguments of this rank's stage.
 
     Raises:
         ValueError: see `stages_of`.
@@ -294,9 +289,7 @@ def prepared(args: argparse.Namespace) -> StageLayouts | None:
 
 
 def passes_of(stages: StageLayouts, chunks: list[Any], optimizer: Any) -> Callable[..., Any]:
-    """Return the function that runs the forward and backward passes of a step. See
-    `unequal_passes`. This is a collective operation.
-    """
+    """Return the function that runs the passes of a step. This is a collective operation."""
     unequal = unequal_passes(stages, argparse.Namespace(**script_arguments()),
                              get_model_config(chunks[0]), optimizer)
     # Megatron's model-parallel group, in which ranks agree whether to make a step, would differ
@@ -309,8 +302,7 @@ def passes_of(stages: StageLayouts, chunks: list[Any], optimizer: Any) -> Callab
 
 
 def use_stage_layouts(stages: Callable[[], StageLayouts | None]) -> None:
-    """Until the process ends, make Megatron use the process groups of the stages and a matching
-    checkpoint format.
+    """Until the process ends, make Megatron use the stages' groups and checkpoint format.
 
     stages: function that returns the stages of the run, or None if all stages have the same layout.
         `stages` is called after the script has parsed its arguments.

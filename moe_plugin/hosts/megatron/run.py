@@ -45,8 +45,7 @@ def of_stage(config: ObserveConfig) -> ObserveConfig:
 
 def traced(config: ObserveConfig, args: Any,
            layers: Sequence[PluginMoELayer]) -> ObserveConfig:
-    """Return the `observe` settings with the routing trace that `--moe-routing-trace-path`
-    requests.
+    """Return the `observe` settings with the trace that `--moe-routing-trace-path` requests.
 
     If Megatron's own router is used, return the settings unchanged, because Megatron then writes
     the trace itself.
@@ -71,9 +70,7 @@ def traced(config: ObserveConfig, args: Any,
 
 
 def named(layers: Sequence[PluginMoELayer]) -> dict[str, PluginMoELayer]:
-    """Return a dict of the layers. The keys are the names under which the layers appear in the
-    run's records.
-    """
+    """Return the layers by their names in the run's records."""
     return {f"layer{layer.layer_number}": layer for layer in layers}
 
 
@@ -105,8 +102,7 @@ def check_resizing(args: argparse.Namespace, run: RunConfig) -> None:
 
 
 def steps_of(run: RunConfig, chunks: list[Any], optimizer: Any) -> ExpertParallelSteps | None:
-    """Return the run feature that changes the expert-parallel size during the run. Return None if
-    no change is requested or if the run does not train.
+    """Return the feature that changes the expert-parallel size during training, or None.
 
     Args:
         chunks: model chunks with their wrappers.
@@ -157,8 +153,7 @@ def check_replicas(args: argparse.Namespace) -> bool:
 
 def place_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: Any,
              scheduler: Any, taken: dict[int, int]) -> ReplicaPlace | None:
-    """Return an object that gives the replicas access to the state of this run, or None if the run
-    has no replicas.
+    """Return the object through which replicas access the state of this run, or None.
 
     Args:
         models: model chunks of the current rank, without their wrappers.

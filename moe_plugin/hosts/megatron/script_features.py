@@ -54,8 +54,7 @@ from moe_plugin.training.run_features import HostSeams, make_run
 # set_up and save replace Megatron's functions under `--weights-on host`.
 def set_up(given: Mapping[str, Any], run: Callable[[], Run]
            ) -> tuple[list[StreamedModel], StreamedOptimizer | None, Any]:
-    """Build the model, optimizer and learning rate scheduler, and return them like Megatron's
-    `setup_model_and_optimizer`.
+    """Return what Megatron's `setup_model_and_optimizer` returns: model, optimizer, scheduler.
 
     Args:
         given: dict of the arguments of `setup_model_and_optimizer`, by name.
@@ -125,8 +124,7 @@ def save(given: Mapping[str, Any]) -> None:
 
 def activations_of(settings: OffloadConfig, config: Any,
                    chunks: Sequence[nn.Module]) -> Activations | None:
-    """Return the object that offloads or recomputes the activations of the transformer layers on
-    the current pipeline stage. Return None if all activations are kept.
+    """Return the object that offloads or recomputes this stage's activations, or None.
 
     Args:
         settings: the `offload` section of the settings.
@@ -179,8 +177,7 @@ logger = logging.getLogger(__name__)
 
 def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, int]
            ) -> tuple[Run, StatsRecorder]:
-    """Return the run object for a script with these model chunks, and the recorder for the run's
-    log. This is a collective operation.
+    """Return the run of a script, and the recorder for its log. A collective operation.
 
     Args:
         chunks: model chunks of the current pipeline stage.

@@ -96,8 +96,7 @@ def swap_attention(spec: Any) -> Any:
 
 def script_spec(settings: Mapping[str, Any] | str | None = None, *,
                 transformer_engine: bool | None = None) -> Any:
-    """Return an object for `--spec`. The object builds the layers that the script's arguments
-    describe, with this package's MoE layer.
+    """Return an object for `--spec` that builds the script's layers with our MoE layer.
 
     If the arguments and process groups do not exist yet, the object is a function, which the
     script's model builder calls later.

@@ -120,9 +120,7 @@ class StageLayouts:
         return made
 
     def activation(self, stage: int, length: int, width: int) -> TensorLayout:
-        """Return how a micro-batch tensor [sequence, batch, width] is distributed over the ranks of
-        a stage. The ranks are numbered from 0.
-        """
+        """Return how a micro-batch tensor [sequence, batch, width] is split over a stage."""
         tp = self.layouts[stage].tp
         mesh = {"data": self.replicas(stage), "tensor": tp}
         spec = [["tensor"] if self.split and tp > 1 else [], ["data"], []]
@@ -215,8 +213,7 @@ class _Boundary:
 
 def boundaries(stages: StageLayouts, world: Comm,
                args: argparse.Namespace) -> list[_Boundary | None]:
-    """Return a list with one boundary for each pair of neighbouring stages. The element is None if
-    the current rank belongs to neither stage.
+    """Return the boundaries of neighbouring stages, with None for those of other ranks.
 
     The gradients on a replica are those of the replica's mean loss, and Megatron averages gradients
     over replicas. To correct for this, the gradients are multiplied by the ratio of the replica

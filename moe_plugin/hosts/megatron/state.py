@@ -85,8 +85,7 @@ def drop_repeated(layer: Any, state: dict[str, Any], prefix: str, _metadata: Any
 
 
 def add_repeated(layer: Any, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
-    """Hook that runs before `load_state_dict`. The hook reverses the changes made by
-    `drop_repeated`.
+    """Hook before `load_state_dict` that reverses the changes made by `drop_repeated`.
 
     The state dict may lack the tuner state. If the layer has no tuner, tuner state in the state
     dict is ignored.
@@ -105,8 +104,7 @@ def add_repeated(layer: Any, state: dict[str, Any], prefix: str, *_rest: Any) ->
 
 
 def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call `dist_checkpointing.load` so that it accepts checkpoints of Megatron's own experts as
-    well as checkpoints of this package's experts.
+    """Make `dist_checkpointing.load` accept Megatron's own experts and this package's.
 
     If the checkpoint does not contain the tuner state of a layer, this state is not requested. This
     function also works in Megatron's own training script.
@@ -120,8 +118,7 @@ def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any
 
 def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
                  offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
-    """Return the object that stores the tuner state in a distributed checkpoint, as a dict with one
-    key. The dict is empty if there is no tuner.
+    """Return the object that stores the tuner state, by key, or {} without a tuner.
 
     offsets: leading axes that Megatron adds to the tensors, for example the layer axis.
     """
@@ -146,8 +143,7 @@ def without_missing(models: Iterable[dict[str, Any]], path: str) -> None:
 
 
 def load_either_layout(original: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call `megatron.core.dist_checkpointing.load`. The experts in the checkpoint may have
-    Megatron's format or this package's format.
+    """Call `dist_checkpointing.load` for experts in Megatron's or this package's format.
 
     Args:
         original: Megatron's `load`.

@@ -129,8 +129,7 @@ def _sum(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 class StreamedNorm:
-    """Gradient clipping (a `memory.weights.streamed.Clip`) that gives bitwise the same gradients as
-    Megatron's own clipping.
+    """Gradient clipping (a `memory.weights.streamed.Clip`), bitwise equal to Megatron's.
 
     The gradients are bitwise equal only if neither Apex nor Transformer Engine is installed. Like
     Megatron, this class first computes the norm of each tensor, and then the norm of these norms.
@@ -169,9 +168,7 @@ class StreamedNorm:
                 norms.append(torch.norm(parameter.grad))
 
     def norm(self) -> Tensor:
-        """Return the norm of all gradients that were added since the last call, as a float64 scalar
-        tensor. This is a collective operation.
-        """
+        """Return the norm of all added gradients (float64 scalar). A collective operation."""
         norms = [self._norm_of(expert) for expert in (False, True)]
         kinds = [norm for norm in norms if norm is not None]
         total = kinds[0] if len(kinds) == 1 else math.sqrt(sum(norm**2 for norm in kinds))

@@ -118,8 +118,7 @@ def timeout_of(settings: Mapping[str, Any]) -> float:
 
 def translate(native: Any, settings: Mapping[str, Any], *,
               injected_router: bool = False) -> Translation:
-    """Return the `MoEConfig` and the other settings of this package that correspond to a Megatron
-    `TransformerConfig`.
+    """Return this package's settings that correspond to a Megatron `TransformerConfig`.
 
     Args:
         native: `TransformerConfig` of any supported version of Megatron.
@@ -159,8 +158,7 @@ def translate(native: Any, settings: Mapping[str, Any], *,
 
 
 def native_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Megatron that correspond to the given settings of this package, by
-    attribute name.
+    """Return the arguments of Megatron that correspond to our settings, by attribute name.
 
     Settings that have no corresponding argument are left out.
     """
@@ -207,8 +205,7 @@ def _without_open(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(native: Any, settings: Mapping[str, Any], whole: bool) -> dict[str, Any]:
-    """Check that Megatron's settings do not contradict the user's settings of this package, and
-    translate them to settings of this package.
+    """Translate Megatron's settings, and check that the user's settings do not contradict them.
 
     whole: True if the user's settings describe complete layers. If True, a value that only this
         package's layer supports overrides Megatron's default value.
@@ -340,8 +337,7 @@ def refuse_unsupported(native: Any) -> None:
 
 
 def refuse_arguments() -> None:
-    """Raise a `ValueError` for the first argument of Megatron's training script that this package
-    does not support.
+    """Raise a `ValueError` for the first argument of Megatron's script without support.
 
     This function does not check arguments that are fields of `TransformerConfig`. An expert-related
     argument that this package does not know also raises an error.

@@ -114,8 +114,7 @@ def plan(rank: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] |
 
 
 def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return the local rank and the number of local ranks. Both numbers are read from environment
-    variables that the launcher sets.
+    """Return the local rank and the number of local ranks from the launcher's variables.
 
     Raises:
         ValueError: If the launcher has not set these environment variables.

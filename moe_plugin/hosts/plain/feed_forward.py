@@ -65,8 +65,7 @@ class FeedForward:
 
 
 def read_feed_forward(module: nn.Module) -> FeedForward | None:
-    """Return the feed-forward function that a module computes. Return None if the module is not a
-    feed-forward module.
+    """Return the feed-forward function that a module computes, or None for other modules.
 
     The test runs a copy of the module in float32 with random weights. The module's own weights
     could be zero and would then hide the activation function. First, the copy is run in evaluation
@@ -133,8 +132,7 @@ def _run(twin: nn.Module, width: int) -> _Ran | None:
 
 
 def _trains_alike(twin: nn.Module, ran: _Ran) -> bool:
-    """Return True if the module computes the same output in training mode as in evaluation mode
-    when all dropouts are disabled.
+    """Return True if training without dropout computes the same output as evaluation.
 
     A module fails this test if it drops or normalizes values by other means than `nn.Dropout`. This
     function changes the dropout modules of `twin`, so `twin` must not be used afterwards.

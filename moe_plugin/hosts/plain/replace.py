@@ -209,9 +209,7 @@ def _of_transformer(layer: Any) -> FeedForward | None:
 
 
 def _put_at(model: nn.Module, names: list[str]) -> Callable[[MoEBlock], None]:
-    """Return a function that inserts a block in place of a module. If the module has several names,
-    the block is inserted under all of them.
-    """
+    """Return a function that inserts a block in place of a module, under all its names."""
     ends = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name in names]
 

@@ -36,9 +36,7 @@ def below_block(name: str, config: Mapping[str, Any]) -> str:
 
 
 def of_experts(block: nn.Module) -> nn.Parameter:
-    """Return a parameter of the experts in a block. Parameters of the router are not suitable,
-    because they may have a different dtype.
-    """
+    """Return a parameter of a block's experts. The router may have a different dtype."""
     return next(cast(nn.Module, block.experts).parameters())
 
 
@@ -114,8 +112,7 @@ def _theirs(state: Mapping[str, Tensor], config: dict[str, Any]) -> Source:
 
 def _carry_back(moe: MoELayer, block: nn.Module, state: Mapping[str, Tensor],
                 config: dict[str, Any]) -> None:
-    """Make each parameter of the block trainable if the corresponding parameter of the layer is
-    trainable, and freeze it otherwise. Inverse of `_carry_frozen`.
+    """Freeze those parameters of the block that are frozen in the layer (see `_carry_frozen`).
 
     state: dict of the layer's tensors, with all experts.
     """

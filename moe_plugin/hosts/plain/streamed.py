@@ -92,8 +92,7 @@ class BlockGradients:
         self._replicas: dict[str, Comm | None] = {}  # by the name of the expert-parallel group
 
     def __call__(self, block: nn.Module) -> None:
-        """Reduce the gradients of a block, so that they are the gradients of the mean loss over all
-        ranks. This is a collective operation.
+        """Reduce a block's gradients to those of the mean loss. A collective operation.
 
         Raises:
             ValueError: If the block's layers have different expert-parallel groups, these groups

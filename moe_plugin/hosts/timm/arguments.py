@@ -29,9 +29,7 @@ ENSEMBLE = (
 
 
 def parser(description: str | None = None) -> argparse.ArgumentParser:
-    """Build the argument parser of the training script. Options of MoE layers have the same flags
-    as in the other hosts.
-    """
+    """Build the training script's parser. MoE layers have the same flags in all hosts."""
     p = Parser(prog="python -m moe_plugin.hosts.timm.train", description=description,
                formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--data", type=Path, required=True,
@@ -116,8 +114,7 @@ def run_settings_of(given: Mapping[str, Any], stats: Path) -> RunConfig:
 
 
 def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` if an argument is out of bounds, or if it requires experts but the model
-    has no experts.
+    """Raise a `ValueError` for arguments out of bounds, or that need missing experts.
 
     given: dict of the layers' settings, by dotted path.
     """

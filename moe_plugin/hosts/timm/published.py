@@ -77,8 +77,7 @@ def write_published(model: nn.Module, path: Path, comm: Comm | None = None) -> P
 
 @torch.no_grad()
 def read_published(model: nn.Module, path: Path, leave: Leave | None = None) -> None:
-    """Read a published checkpoint, written by any number of ranks, into a model. The model is
-    changed only if all files match the model.
+    """Read a published checkpoint of any number of ranks if all its files match the model.
 
     Args:
         model: model created by `moe_plugin.hosts.timm.model`.

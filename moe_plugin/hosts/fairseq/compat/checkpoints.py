@@ -35,9 +35,7 @@ FLAGS = {
 
 @patch
 def saving_flags() -> None:
-    """Add the flags in `FLAGS`, which come from fairseq's `moe` branch. fairseq <= 0.12.3 does not
-    define these flags.
-    """
+    """Add the flags in `FLAGS` of fairseq's `moe` branch, which fairseq <= 0.12.3 lacks."""
     from fairseq.dataclass.configs import CheckpointConfig
 
     for name, text in FLAGS.items():
@@ -150,8 +148,7 @@ def checksums(original: Callable[..., None], obj: Any, filename: str,
 @replaces("checkpoint_utils.load_checkpoint")
 def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: Any,
                              **kwargs: Any) -> Any:
-    """Make every training flag that names a checkpoint accept either `X.pt` or one of the files
-    `X-rank-0.pt`, `X-rank-1.pt`, ...
+    """Make training flags that name a checkpoint accept `X.pt` or any `X-rank-N.pt`.
 
     fairseq <= 0.12.3 inserts the rank only into the path of `--restore-file`. In fairseq <= 0.12.3,
     each rank checks whether its own `checkpoint_last` exists to decide whether the run is new. If a
@@ -170,8 +167,7 @@ def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: An
 
 
 def _names(cfg: Any) -> dict[str, str | None]:
-    """Return the settings that contain checkpoint names, with each name converted to the form that
-    fairseq requires.
+    """Return the settings with checkpoint names in the form that fairseq requires.
 
     Raises:
         ValueError: If a named checkpoint does not exist.
@@ -196,9 +192,7 @@ def _names(cfg: Any) -> dict[str, str | None]:
 
 
 def _existing(path: str) -> str | None:
-    """Return the path of a checkpoint file, or the path of the first rank's file. Return None if
-    neither file exists. Remote files are assumed to exist.
-    """
+    """Return the file of a checkpoint or of its first rank, or None if a local file is missing."""
     from fairseq.file_io import PathManager
 
     from moe_plugin.checkpoint.formats.fairseq import files
@@ -218,8 +212,7 @@ def _missing(flag: str, path: str) -> ValueError:
 @replaces("checkpoint_utils.load_model_ensemble_and_task")
 def evaluation_from_rank_files(original: Callable[..., Any], filenames: Any,
                                arg_overrides: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Make `--path X.pt` also accept a checkpoint that consists of the files `X-rank-0.pt`,
-    `X-rank-1.pt`, ... in evaluation.
+    """Make `--path X.pt` in evaluation also accept a checkpoint of files `X-rank-N.pt`.
 
     fairseq <= 0.12.3 can evaluate only a checkpoint that consists of a single file. With this
     patch, each process reads only its own share of the experts (see `Evaluation`). A single process
@@ -268,9 +261,7 @@ def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwarg
 
 @contextmanager
 def giving(state: dict[str, Any]) -> Iterator[None]:
-    """Inside the block, make `Trainer.load_checkpoint` of fairseq <= 0.12.3 use `state` instead of
-    reading a file.
-    """
+    """Inside the block, make `Trainer.load_checkpoint` of fairseq <= 0.12.3 use `state`."""
     import torch
     from fairseq import checkpoint_utils
 

@@ -180,8 +180,7 @@ def _counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> An
 
 
 def _over_ranks(logged: Mapping[str, Any], count: int, evaluation: Evaluation) -> Any:
-    """Return the loss (in bits per word) and the perplexity that `eval_lm` computes, averaged over
-    the words of all ranks.
+    """Return the loss (bits per word) and perplexity of `eval_lm` over all ranks' words.
 
     count: number of words on the current rank.
     """
@@ -212,9 +211,7 @@ class _SharedScorer:
         return add
 
     def share(self) -> None:
-        """Send this rank's hypotheses to all ranks, and add the hypotheses of all other ranks to
-        this scorer. This is a collective operation.
-        """
+        """Add the other ranks' hypotheses to this scorer. This is a collective operation."""
         everyone = gather_objects(self._given, "hypotheses to be scored")
         for rank, given in enumerate(everyone):
             for name, args in given if rank != dist.get_rank() else ():

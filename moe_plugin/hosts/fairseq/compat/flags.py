@@ -170,16 +170,13 @@ def short_errors() -> None:
 
 @replaces("options.get_parser")
 def short_errors_of_user_dirs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Report errors in the user directory in one line. In fairseq <= 0.12.3, the replaced function
-    imports the user directory.
-    """
+    """Report errors in the user directory, which fairseq's parser imports, in one line."""
     with errors_of_use_in_one_line():
         return original(*args, **kwargs)
 
 
 def _in_file(words: list[str]) -> list[str]:
-    """Convert fairseq's arguments in the `--moe-config` file to command-line arguments for
-    fairseq's parser.
+    """Return fairseq's arguments in the `--moe-config` file as command-line arguments.
 
     fairseq's arguments in this file are the width of the layers (`model_dim`), and all names in the
     section `fairseq`, which maps names to values.
@@ -281,9 +278,7 @@ def settings_by_hydra() -> None:
 
 
 def _with_bundled(words: list[str]) -> list[str]:
-    """Replace the path of a settings folder that does not exist with the path of the settings
-    folder that is installed with this package.
-    """
+    """Replace a settings folder that does not exist with the one in this package."""
     replaced = list(words)
     for i, word in enumerate(words):
         flag, _, value = word.partition("=")

@@ -119,8 +119,7 @@ def _check_common(common: Any) -> None:
 
 @contextmanager
 def errors_of_use_in_one_line(cfg: Any = None) -> Iterator[None]:
-    """If this package raises an error inside the block, exit with a one-line message. See
-    `end_errors_of_use`.
+    """If this package raises an error in the block, exit with a one-line message.
 
     cfg: all settings of fairseq, or None if they are not known yet.
     """

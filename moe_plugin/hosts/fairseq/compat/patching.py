@@ -156,9 +156,7 @@ def stand_for(name: str, model: type, dataclass: type | None) -> None:
 
 
 def use_trainer(trainer: type) -> None:
-    """Make fairseq use a different trainer class. fairseq 0.12.2 looks up its trainer class in
-    `fairseq_cli.train`.
-    """
+    """Make fairseq use a different trainer class, also in `fairseq_cli.train`."""
     import fairseq.trainer
 
     set_name(fairseq.trainer, "Trainer", trainer)
@@ -183,8 +181,7 @@ def tell_of_validations() -> None:
 
 
 def sharding_without_fairscale() -> None:
-    """Remove fairseq's check that fairscale is installed when sharding is used. `MoETrainer` shards
-    without fairscale.
+    """Remove fairseq's check for fairscale, because `MoETrainer` shards without it.
 
     fairseq 0.12.2 imports fairscale in two cases: before it builds a model with
     `--ddp-backend fully_sharded`, and when it builds an optimizer with `--zero-sharding os`.

@@ -122,8 +122,7 @@ def gather_lists_without_cuda(original: Callable[..., Any], data: Any, group: An
 @replaces("models.distributed_fairseq_model.DistributedDataParallel")
 def ddp_wrapping(original: Callable[..., Any], module: torch.nn.Module, device_ids: Any = None,
                  output_device: Any = None, **options: Any) -> Any:
-    """On CPU, wrap models in torch's DDP without device ids. Copies of weights that are not used
-    are also removed.
+    """On CPU, wrap models in torch's DDP without device ids and without unused copies.
 
     fairseq always passes `device_ids`, which DDP rejects for parameters on CPU. fairseq 0.12.2 and
     0.12.3 store copies of weights in each encoder layer, for torch's fused inference path. These
@@ -265,8 +264,7 @@ def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, para
 @replaces("distributed.LegacyDistributedDataParallel.__init__")
 def gradients_in_their_own_dtype(original: Callable[..., None], self: Any, module: torch.nn.Module,
                                  *args: Any, **kwargs: Any) -> None:
-    """With `legacy_ddp`, reduce each gradient in its own dtype, and do not allocate buffer space
-    that is not needed.
+    """With `legacy_ddp`, reduce each gradient in its own dtype, in a buffer that just fits.
 
     fairseq <= 0.12.3 copies all gradients into one buffer, which has the dtype of the first
     parameter. With `--fp16` and `--bf16`, the buffer therefore lowers the precision of the

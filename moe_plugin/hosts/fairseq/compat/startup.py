@@ -59,9 +59,7 @@ class _Loader:
 
 
 class _Finder:
-    """A module finder that waits for the first `import fairseq`. Looking up the module spec of
-    fairseq without importing it does not apply any patch.
-    """
+    """A module finder that waits for the first `import fairseq` (not for a look-up)."""
 
     searching = False
 
@@ -82,8 +80,7 @@ class _Finder:
 
 
 def hashable_fairseq_dataclasses(original: Any) -> Any:
-    """Return a version of `dataclasses.dataclass` that adds an identity hash to subclasses of
-    `FairseqDataclass`.
+    """Return a `dataclass` that adds an identity hash to subclasses of `FairseqDataclass`.
 
     fairseq <= 0.12.3 contains fields such as `common: CommonConfig = CommonConfig()`. Python >=
     3.11 rejects these fields, because the default is not hashable. `dataclasses.dataclass` does not
@@ -114,8 +111,7 @@ def _install() -> None:
 
 
 def boot() -> None:
-    """Install the module finder that waits for fairseq. The `.pth` file calls this function when
-    Python starts.
+    """Install the module finder. The `.pth` file calls this function when Python starts.
 
     Further calls have no effect.
     """

@@ -111,8 +111,7 @@ def _checked_home(given: str) -> str:
 
 
 def take_moe_group(cfg: Any) -> None:
-    """Convert the settings in the Hydra config group `moe` to model flags. Flags that are already
-    set take precedence over the group.
+    """Convert the settings of the Hydra group `moe` to model flags, unless these are set.
 
     Raises:
         ValueError: If the group contains unknown keys, wrong types or invalid values, or if the
@@ -196,8 +195,7 @@ def group_in_hydra() -> None:
 @replaces("models.build_model")
 def models_of_the_user_dir(original: Callable[..., Any], cfg: Any, *args: Any,
                            **kwargs: Any) -> Any:
-    """Raise an error if a model with experts is used without the user directory. The model may come
-    from a checkpoint.
+    """Raise an error if a model with experts is used without the user directory.
 
     Without this check, fairseq 0.12.2 fails with a KeyError or a list of unexpected parameters.
     """

@@ -80,9 +80,7 @@ class LoggedLoss:
 
 
 def _loss_records() -> dict[str, Any]:
-    """Return Megatron's records of auxiliary losses, by name. A record is a dict up to Megatron
-    0.17, and an object from 0.18 on.
-    """
+    """Return Megatron's loss records by name: dicts up to Megatron 0.17, then objects."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:
@@ -121,8 +119,7 @@ def set_logged_losses(values: dict[str, Tensor]) -> None:
 
 @contextlib.contextmanager
 def router_losses() -> Iterator[dict[str, Tensor]]:
-    """Yield a dict. While the block runs, the dict collects the losses that Megatron's router logs,
-    without their coefficients.
+    """Yield a dict that collects the losses that Megatron's router logs inside the block.
 
     The keys of the dict are the names of the losses in Megatron's log. To log losses, Megatron uses
     a tracker object from 0.18 on, and a function in earlier versions.
@@ -145,8 +142,7 @@ def router_losses() -> Iterator[dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def weighed_by_tokens(router: nn.Module, local: Count, every: Count, ranks: int) -> Iterator[None]:
-    """Inside the block, multiply the losses of this router by the number of all tokens in the
-    micro-batch. This weighting is the same in every Megatron version.
+    """Inside the block, multiply this router's losses by the micro-batch's number of tokens.
 
     The values in Megatron's log do not change.
 

@@ -129,8 +129,7 @@ def writers_end_with_us() -> Iterator[None]:
 
 
 def saves_whose_writers_end(save: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call `dist_checkpointing.save` so that its writer processes exit when the current process
-    exits.
+    """Call `dist_checkpointing.save` with writers that exit when the current process exits.
 
     Asynchronous saves (`--async-save`) are passed through unchanged.
     """

@@ -109,8 +109,7 @@ def has_groups() -> bool:
 
 
 def destroy_groups() -> None:
-    """Destroy Megatron's process groups, including the groups that `destroy_model_parallel` of
-    Megatron 0.15 to 0.19 leaves behind.
+    """Destroy Megatron's groups, and those that its own `destroy_model_parallel` leaves behind.
 
     Records of auxiliary losses still refer to some of the groups that are left behind. Without this
     function, a child process that is forked later and creates new groups would destroy the groups
@@ -204,8 +203,7 @@ def call_native_router(router: Any, x_SBD: Tensor, padding_SB: Tensor | None
 
 @contextlib.contextmanager
 def _undropped() -> Iterator[list[Undropped]]:
-    """Yield a list. When Megatron's router runs, its selection before tokens are dropped is
-    appended to this list.
+    """Yield a list to which Megatron's router appends its selection before tokens are dropped.
 
     The selection that Megatron's router returns is different, because tokens have been dropped and
     experts have been padded to their capacity.

@@ -122,9 +122,7 @@ class _Stream:
         return None
 
     def wait(self, *_args: Any) -> None:
-        """Return at once. Do nothing. Do nothing. `record`, `synchronize` and other calls that only
-        order work are aliases of this method.
-        """
+        """Return at once. Other methods that only order work are aliases of this method."""
 
     wait_stream = wait_event = synchronize = record = wait
 

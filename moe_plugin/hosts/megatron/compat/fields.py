@@ -185,9 +185,7 @@ def names(by: By, rows: Mapping[str, Row] = FIELDS) -> list[str]:
 
 
 def without_row(settings: Iterable[str], rows: Mapping[str, Row] = FIELDS) -> list[str]:
-    """Return the names of expert-related settings that are missing from the table. A setting that
-    the table contains under its older name is not missing.
-    """
+    """Return the expert-related settings whose older and newer names are not in the table."""
     known = {*rows, *(RENAMED.get(name, name) for name in rows)}
     return sorted(name for name in settings if of_experts(name) and name not in known)
 
@@ -205,8 +203,7 @@ def refuse_by_row(values: Any, rows: Mapping[str, Row] = FIELDS) -> None:
 
 
 def refuse_unknown(native: Any) -> None:
-    """Raise a `ValueError` if an expert-related setting is missing from the table and does not have
-    its default value.
+    """Raise a `ValueError` for an expert-related setting without a row and its default value.
 
     Without this check, the MoE layer of this package would silently ignore the setting.
     """
@@ -270,8 +267,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def refuse_unknown_balance(native: Any) -> None:
-    """Raise a `ValueError` if the router of the installed Megatron does not support a
-    load-balancing type.
+    """Raise a `ValueError` for a load-balancing type that Megatron's router does not support.
 
     Megatron would silently ignore an unsupported type, so the load would not be balanced.
     """
@@ -285,8 +281,7 @@ def refuse_unknown_balance(native: Any) -> None:
 
 
 def refuse_unmatched_balance(native: Any) -> None:
-    """Raise a `ValueError` if the number of load-balancing types differs from the number of
-    coefficients, or if a type is repeated.
+    """Raise a `ValueError` unless there is one coefficient for each load-balancing type.
 
     native: Megatron's `TransformerConfig`, or the arguments from which it is built.
     """

@@ -51,8 +51,7 @@ def scaler_of(args: argparse.Namespace) -> Any:
 
 
 class _WithVectors:
-    """Wrapper around a model chunk in which each expert bias is replaced by a vector, because
-    Megatron's own expert biases are vectors.
+    """A model chunk in which each expert bias is replaced by a vector, as in Megatron's experts.
 
     stacks: dict to which this class adds each vector (key) with the bias that it replaces (value).
     """
@@ -77,8 +76,7 @@ class _WithVectors:
 
 @functools.cache
 def biases_are_vectors() -> None:
-    """Make Megatron's optimizers treat the biases of this package's experts like those of
-    Megatron's own experts.
+    """Make Megatron's optimizers treat our experts' biases like those of its own experts.
 
     The expert biases of this package are stacks of vectors. After this call, expert biases have no
     weight decay. With `--use-mup`, the learning rates of expert biases do not depend on the width
@@ -100,23 +98,18 @@ def biases_are_vectors() -> None:
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """Return the list of optimizers in a chain, or a list with a single optimizer. Megatron 0.15 to
-    0.19 creates a chain only if there are several optimizers.
-    """
+    """Return the optimizers of a chain, which Megatron creates only for several optimizers."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def gradients_of_norm(part: Any) -> list[Tensor]:
-    """Return the current rank's gradients that contribute to the gradient norm. Megatron 0.19
-    renamed the method that returns these gradients.
-    """
+    """Return this rank's gradients that count in the norm (a method renamed in Megatron 0.19)."""
     get = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
     return list(get())
 
 
 def norm_of_all_ranks(optimizer: Any, norm: Callable[[], float]) -> None:
-    """Make an optimizer use `norm` as the gradient norm. If gradients overflow on one rank, all
-    ranks are informed.
+    """Make an optimizer use `norm` as the gradient norm, and agree on overflows over all ranks.
 
     Without this change, the ranks of a group in Megatron 0.19 would have to agree whether the model
     has multi-token prediction, whose gradient norm is computed separately. The change is safe
@@ -191,8 +184,7 @@ def _match_strides(adam: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def float32_parameters_first() -> None:
-    """Make a distributed optimizer save parameter groups correctly if they contain both float32 and
-    16-bit parameters.
+    """Make distributed optimizers save groups of float32 and 16-bit parameters correctly.
 
     Megatron 0.15 to 0.19 numbers the parameters of a group in the order of the gradient buffers,
     but the group lists the float32 parameters first. As a result, the checkpoint would assign

@@ -33,8 +33,7 @@ def use_expert_groups(groups: Mapping[str, Any]) -> None:
 
 
 def make_expert_groups(size: int, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Create expert process groups for a different expert-parallel size. The current groups do not
-    change. This is a collective operation.
+    """Create expert process groups for a different expert-parallel size. A collective operation.
 
     args: dict of the script's arguments.
     """
@@ -83,8 +82,7 @@ def follow_groups(model: nn.Module, collection: Any, size: int) -> None:
 
 
 def rewrap(chunk: Any) -> None:
-    """Recreate the gradient buffers of a `DistributedDataParallel` object for its current
-    parameters and groups.
+    """Recreate the gradient buffers of a `DistributedDataParallel` for its current parameters.
 
     The `DistributedDataParallel` object itself is not replaced.
     """

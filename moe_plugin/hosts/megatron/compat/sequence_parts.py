@@ -60,8 +60,7 @@ def is_told(extra: dict[str, Any]) -> bool:
 
 
 def prediction_of(extra: dict[str, Any]) -> int | None:
-    """Return the multi-token prediction to which an MoE layer of a hybrid model belongs, as a
-    0-based index.
+    """Return the 0-based index of the multi-token prediction to which a hybrid's layer belongs.
 
     Return None if the layer does not belong to multi-token prediction. `extra` contains the
     arguments that are passed to the layer's constructor.
@@ -93,8 +92,7 @@ _KINDS = {"LayerNorm": (fused.LAYER_NORM, nn.LayerNorm), "RMSNorm": (fused.RMS_N
 
 
 class LocalNorm:
-    """Builder of norms. The norms are apex's fused `LayerNorm` or `RMSNorm`, or torch's norms if
-    apex cannot be used.
+    """Builder of norms: apex's fused `LayerNorm` or `RMSNorm`, or torch's norms without apex.
 
     See `gradients.fused`. Each norm is marked so that Megatron's sequence parallelism supports it.
 
@@ -230,8 +228,7 @@ def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
 
 
 def _packed(given: dict[str, Any], packed: Any, parts: int, causal: bool, window: Any) -> None:
-    """Convert packed sequences [t, heads, channels] to a batch that contains a single sequence,
-    with shape [t, 1, heads, channels].
+    """Convert packed sequences [t, heads, channels] to one sequence [t, 1, heads, channels].
 
     A mask prevents attention between different documents.
     """

@@ -45,9 +45,7 @@ def setting(config: Any, name: str, default: Any = None) -> Any:
 
 
 def with_known_names(config: Any) -> Any:
-    """Add attributes for settings that Megatron has renamed to a config, and return the config. The
-    additional attributes have the older names, which this package uses.
-    """
+    """Add the older names of renamed settings, which this package uses, to a config."""
     for known, newer in RENAMED.items():
         if not hasattr(config, known) and hasattr(config, newer):
             setattr(config, known, getattr(config, newer))
@@ -78,8 +76,7 @@ def cuda_graphs(config: Any) -> str | None:
 
 
 def script_arguments() -> dict[str, Any]:
-    """Return a dict of the parsed arguments of Megatron's own training script, or an empty dict if
-    the script is not running.
+    """Return the parsed arguments of Megatron's own training script, or {} if it is not running.
 
     The dict is also empty if only megatron-core is installed.
     """
@@ -89,8 +86,7 @@ def script_arguments() -> dict[str, Any]:
 
 
 def vocabulary_sizes() -> list[int]:
-    """Return a list of two sizes: the number of token ids of the script's tokenizer, and the number
-    of embedding rows after padding.
+    """Return the tokenizer's number of token ids, and the padded number of embedding rows.
 
     The padding depends on the tensor-parallel size. Unknown sizes are left out, so the list can
     also contain one size or be empty.
@@ -235,8 +231,7 @@ def mend_config_warning() -> None:
 
 
 def keep_compiled_helpers() -> None:
-    """If Megatron's compiled dataset helpers can be imported, prevent Megatron from compiling them
-    again.
+    """Prevent Megatron from compiling its dataset helpers again if they can be imported.
 
     In Megatron 0.17 to 0.19, the training code always runs `make` to compile the helpers. Wheels
     contain the compiled helpers but no Makefile. In a source checkout, the Makefile uses the
@@ -278,8 +273,7 @@ def compile_helpers(folder: Path) -> None:
 
 def extend_parse_args(ours: Callable[[Provider | None], Provider],
                       after: Callable[[argparse.Namespace], object] = lambda args: None) -> None:
-    """Make Megatron's `parse_args` use the argument provider `ours(provider)` instead of the
-    script's own `provider`.
+    """Make Megatron's `parse_args` use the argument provider `ours(provider)`.
 
     In Megatron 0.15 to 0.19, the function `pretrain` passes the provider to `parse_args`. From
     Megatron 0.18 on, the script may also pass the provider directly.

@@ -49,8 +49,7 @@ class EagerSchedule(PipelineSchedule):
 
 
 class SplitStep(Step):
-    """A step in which each backward pass sends the gradient of the stage's input before it computes
-    weight gradients.
+    """A step whose backward passes send the input's gradient before they compute weight gradients.
 
     Attributes:
         left: dict of the weight gradients whose computation the backward pass has postponed. The
@@ -106,8 +105,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Autograd function that replaces Megatron's linear function `LINEAR`, but does not compute the
-    gradient of the weight.
+    """Megatron's linear function `LINEAR` without the gradient of the weight.
 
     The forward pass and the gradient of the input use the same operations as in Megatron. The
     backward pass calls `leave` with the input and the gradient of the output.

@@ -79,9 +79,7 @@ class SliceTrials:
         return equal_slices(self.length, self.multiple, count), self._steps > 0
 
     def after(self, step: SliceStep) -> None:
-        """Record a step. After the last trial and after each check, this method runs a collective,
-        so all ranks must call it.
-        """
+        """Record a step. All ranks must call this method, because it may run a collective."""
         if self.chosen is not None:
             if step.timed:
                 self._check(step)
@@ -189,8 +187,7 @@ class SliceSchedule(PipelineSchedule):
 
 
 def given_slices(text: str | None, length: int, multiple: int) -> tuple[int, ...]:
-    """Return the slice lengths that the setting `pipeline.slices` specifies. Return an empty tuple
-    if the setting is `best` or None.
+    """Return the slice lengths in the setting `pipeline.slices`, or () for `best` or None.
 
     Args:
         text: value of the setting. The setting contains either slice lengths such as `512,256,256`,
