@@ -23,8 +23,9 @@ from moe_plugin.experts.base import is_expert
 from moe_plugin.hosts.fairseq import refusals
 from moe_plugin.hosts.fairseq.compat.names import EpochBatchIterator
 from moe_plugin.hosts.fairseq.compat.runtime import follow_parameters, fp32_copies
-from moe_plugin.hosts.fairseq.groups import FairseqGroups, make_groups
+from moe_plugin.hosts.fairseq.groups import FairseqGroups
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
+from moe_plugin.hosts.fairseq.models import training_groups
 from moe_plugin.hosts.fairseq.translate import setting
 from moe_plugin.memory.activations.auto import manage_layers
 from moe_plugin.memory.activations.offload import Activations
@@ -223,10 +224,7 @@ def steps_of(trainer: Any, world: Comm) -> ExpertParallelSteps | None:
 
     def change(size: int) -> None:
         if size not in known:
-            known[size] = make_groups(
-                size, moe.config.comm.timeout_s,
-                measured=bool(setting(trainer.cfg.model, "record_a2a_perf_stats", False)),
-                dummy=bool(setting(trainer.cfg.model, "dummy_a2a", False)))
+            known[size] = training_groups(trainer.cfg.model, size, moe.config.comm.timeout_s)
         _move_experts(trainer, known[size], world)
 
     return expert_parallel_steps(run_settings(model), [model], moe.comm.size, change, world,

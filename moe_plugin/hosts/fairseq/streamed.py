@@ -35,6 +35,7 @@ from moe_plugin.memory.weights.files import SegmentsOnce
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.units import parse_size
+from moe_plugin.utils.replaced import replaced
 
 logger = logging.getLogger(__name__)
 Given = tuple[dict[str, Any], bool]  # a batch on the device, and whether it is a dummy to ignore
@@ -242,11 +243,8 @@ class StreamedLanguageModel:
         for layer, gate in call.gates.items():
             layer.gate_loss = call.slopes[layer] = gate.clone().requires_grad_()
             layer.moe_layer.stats = call.stats[layer]
-        self.model.forward = lambda **_: (output, {"attn": [None]})
-        try:
+        with replaced(self.model, forward=lambda **_: (output, {"attn": [None]})):
             loss, size, logged = self.criterion(self.model, call.sample)
-        finally:
-            del self.model.forward
         call.numbers = loss.detach(), size, logged
         loss = loss if self._scaler is None else self._scaler.scale(loss)
         return loss * 0 if call.ignored else loss

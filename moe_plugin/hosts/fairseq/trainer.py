@@ -47,6 +47,7 @@ from moe_plugin.training.gradients.replicas import (
 )
 from moe_plugin.training.resilience.averaging_peers import PeerSteps
 from moe_plugin.tuning.collectives import prepare_replicas
+from moe_plugin.utils.replaced import replaced
 from moe_plugin.utils.run_feature import StepGradients, StepInput
 
 logger = logging.getLogger(__name__)
@@ -139,11 +140,8 @@ class MoETrainer(Trainer):
         If rows do not fit into their buffers, all ranks repeat the batch or raise an error.
         """
         original = super().valid_step
-        self._validating = True
-        try:
+        with replaced(self, _validating=True):
             return self.run.compute(lambda: original(sample, raise_oom))
-        finally:
-            self._validating = False
 
     def _reduce_and_log_stats(self, *args: Any, **kwargs: Any) -> Any:
         if self._validating:
@@ -218,11 +216,8 @@ class MoETrainer(Trainer):
             updated = [part.local for part in parts]  # the tensors that the optimizer updates
             parts += [Part(p, p, p.shape, None) for p in self.criterion.parameters()]
             count_once(parts, self.data_parallel_world_size)
-            self._wrapped_model = Overlay(model, parameters=lambda: updated)
-            try:
+            with replaced(self, _wrapped_model=Overlay(model, parameters=lambda: updated)):
                 super()._build_optimizer()
-            finally:
-                self._wrapped_model = model
         if self.is_sharded:
             sharding.shard_optimizer(self._optimizer, [p for p in parts if p.local.requires_grad])
         if self.has_experts and reduces:

@@ -360,12 +360,6 @@ def newest_whole(root: str, iteration: int, verified: Callable[[str], dict[str, 
         raise
 
 
-def say_lost(root: str) -> None:
-    """Log a warning that the file that records the newest checkpoint is missing or empty."""
-    logger.warning("%s is missing or empty in %s: training resumes from its newest "
-                   "checkpoint", LATEST, root)
-
-
 def nothing_found(root: str, evaluates: bool) -> None:
     """Warn that training starts from scratch, or raise a `ValueError` in an evaluation run."""
     if evaluates:

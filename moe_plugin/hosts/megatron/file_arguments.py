@@ -31,7 +31,7 @@ from moe_plugin.config.flags import CONFIG_FLAG, TRUST_FLAG, setting_specs
 from moe_plugin.hosts.megatron.compat.settings import newer_name
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, native_arguments
 from moe_plugin.utils.messages import did_you_mean, short, similar_names
-from moe_plugin.utils.yaml_file import read_yaml
+from moe_plugin.utils.yaml_file import host_section, read_yaml
 
 Flag = tuple[str, dict[str, Any]]
 
@@ -175,25 +175,13 @@ def file_arguments(words: Iterable[str]) -> FileArguments:
             section[override[1].removeprefix(f"{SECTION}.")] = _value(override[2])
         else:
             kept.append(_as_flag(override[1], override[2]) or word if override else word)
-    section_of_file = _section_of(path)
+    section_of_file = host_section(read_yaml(path), path, SECTION, "Megatron") if path else {}
     # single settings replace those of the file, whose names may be spelled with - or _
     in_file = {name.replace("-", "_"): name for name in section_of_file}
     section = {**section_of_file, **{in_file.get(name.replace("-", "_"), name): value
                                      for name, value in section.items()}}
     return FileArguments(kept, path, section,
                          settings_from_yaml(path, trust_imports=trusted) if path else {})
-
-
-def _section_of(path: str | None) -> dict[str, Any]:
-    if not path:
-        return {}
-    section = read_yaml(path).get(SECTION)
-    if section is None:
-        return {}
-    if not isinstance(section, Mapping):
-        raise ValueError(f"config file {short(path)}: {SECTION}={short(section)} must be a mapping "
-                         "of Megatron's arguments to values. Write one argument per line.")
-    return {str(name): value for name, value in section.items()}
 
 
 def _value(text: str) -> Any:

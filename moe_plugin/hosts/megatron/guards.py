@@ -22,6 +22,7 @@ from moe_plugin.hosts.megatron.run import MegatronStart
 from moe_plugin.planner.vote_assignments import assign
 from moe_plugin.training.resilience.step_votes import StepVotes
 from moe_plugin.training.resilience.vote import Ballots, refuse_reported_loads
+from moe_plugin.utils.replaced import replaced
 
 Logged = list[dict[str, Tensor]]
 Passes = Callable[[list[Iterator[Any]], int], Logged]
@@ -111,17 +112,13 @@ class FileSteps(StepVotes):
             sums: function that adds up the logged values of several micro-batches. The returned
                 float tensor has at least two elements.
         """
-        config = self.config
-        finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
-        losses = []
-        try:
+        losses, finalize = [], self.config.finalize_model_grads_func
+        with replaced(self.config, finalize_model_grads_func=None):
             for file_batches in self.files_dealt():
                 self.begin_file()
                 self.chunk.zero_grad_buffer()
                 logged = passes([iter(file_batches)], len(file_batches))
                 losses += [sums(logged).double()] if logged else []
-        finally:
-            config.finalize_model_grads_func = finalize
         agreed = self.agreed_sums(losses) if losses else torch.zeros(0)
         # Megatron divides a micro-batch's loss by the number of micro-batches of one rank
         scale = 1 / self.ballots.sharing.size

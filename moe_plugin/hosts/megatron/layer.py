@@ -365,6 +365,12 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     def _with_losses(self, y: Tensor, losses: Mapping[str, Tensor], tokens: int | Tensor) -> Tensor:
         return self.losses.attach(y, losses, tokens, self.layer_number) if wanted(self) else y
 
+    def router_and_preprocess(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Not supported. Raises a `ValueError` that names the setting to change."""
+        raise ValueError(
+            "moe-plugin's layer does not implement MoELayer.router_and_preprocess. "
+            f"overlap_moe_expert_parallel_comm needs megatron-core {OVERLAPPED}.")
+
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
                            metadata: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the layer's sharded tensors for Megatron's distributed checkpoint.
@@ -379,18 +385,3 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 def plugin_layers(*chunks: nn.Module) -> list[PluginMoELayer]:
     """Return all MoE layers of this package in the given model chunks, in order."""
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)]
-
-
-def _refused(name: str) -> Any:
-    def call(self: PluginMoELayer, *_args: Any, **_kwargs: Any) -> Any:
-        raise ValueError(
-            f"moe-plugin's layer does not implement MoELayer.{name}. "
-            f"overlap_moe_expert_parallel_comm needs megatron-core {OVERLAPPED}.")
-
-    call.__name__, call.__doc__ = name, ("Not supported. Raises a `ValueError` that names the "
-                                         "setting to change.")
-    return call
-
-
-for _name in ("router_and_preprocess",):
-    setattr(PluginMoELayer, _name, _refused(_name))

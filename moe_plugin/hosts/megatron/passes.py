@@ -42,6 +42,7 @@ from moe_plugin.hosts.megatron.stage_layouts import (
 from moe_plugin.training.resilience.elastic import ReplicaSteps
 from moe_plugin.training.resilience.skipped_steps import RowsFit
 from moe_plugin.training.run import Run
+from moe_plugin.utils.replaced import replaced
 
 _APART = "non_homogeneous_layers"
 
@@ -227,25 +228,11 @@ def loss_of(given: Mapping[str, Any], batch: Any) -> torch.Tensor:
 
     given: dict of the arguments that Megatron passed to `train_step`.
     """
-    with _results_not_validated():
+    # the loss function of a script may validate results, which Megatron supports only in a step
+    with replaced(get_rerun_state_machine(), validate_result=lambda *_, **__: None):
         output, loss = given["forward_step_func"](iter([batch]), core.bare(given["model"][0]))
         result = loss(output)
     return result[0] if isinstance(result, tuple) else result
-
-
-@contextmanager
-def _results_not_validated() -> Iterator[None]:
-    """Inside the block, disable Megatron's validation of results.
-
-    A script's loss function may request this validation, but Megatron supports the validation only
-    during a step.
-    """
-    machine = get_rerun_state_machine()
-    machine.validate_result = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        del machine.validate_result
 
 
 class _Ahead:

@@ -9,13 +9,14 @@ modified in place instead of being replaced.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch import nn
+from torch import Tensor, nn
 
 from moe_plugin.checkpoint.resize import change_expert_parallel
 from moe_plugin.comm.base import Comm
@@ -74,6 +75,18 @@ def named(layers: Sequence[PluginMoELayer]) -> dict[str, PluginMoELayer]:
     return {f"layer{layer.layer_number}": layer for layer in layers}
 
 
+@contextmanager
+def tracker_states(states: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside the block, Megatron's tracker of random generators has other states."""
+    tracker = get_cuda_rng_tracker()
+    before = tracker.get_states()
+    tracker.set_states(dict(states))
+    try:
+        yield
+    finally:
+        tracker.set_states(before)
+
+
 class MegatronStart(StepStart):
     """A snapshot of the state that Megatron's forward and backward passes change. The snapshot is
     restored before the passes are repeated.
@@ -118,7 +131,7 @@ def steps_of(run: RunConfig, chunks: list[Any], optimizer: Any) -> ExpertParalle
         arguments = script_arguments()
         if size not in known:
             known[size] = regrouping.make_expert_groups(size, arguments)
-        regrouping.use_expert_groups(known[size])
+        regrouping.restore_groups(known[size])
         _change(chunks[0], optimizer, world)
         arguments["expert_model_parallel_size"] = size
 

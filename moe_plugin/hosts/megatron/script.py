@@ -8,7 +8,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -61,7 +61,7 @@ def observe_script() -> Script:
         replace_training(name, _seam(around))
     for name, what in (("_initialize_distributed", "making of process groups"),
                        ("build_train_valid_test_data_iterators", "reading of data")):
-        replace_training(name, functools.partial(_in_collectives, what))
+        replace_training(name, _named(what))
     replace_training("get_model", script.around_model)
     replace_training("dummy_train_step", lambda native: script.read_over)
     replace_training("build_pretraining_data_loader", script.around_loader)
@@ -320,21 +320,9 @@ def _seam(around: Callable[[Mapping[str, Any], Callable[[], Any]], Any]
     return replaced
 
 
-def _in_collectives(what: str, native: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a Megatron function so that errors in its collectives contain the description `what`."""
-
-    @functools.wraps(native)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _named(what):
-            return native(*args, **kwargs)
-
-    return call
-
-
-@contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    with collectives_named(f"a collective of Megatron's {what}"):
-        yield
+def _named(what: str) -> Any:
+    """Return a context, or decorator, in which errors of collectives contain `what`."""
+    return collectives_named(f"a collective of Megatron's {what}")
 
 
 def _check_arguments() -> None:

@@ -280,7 +280,8 @@ def latest_iteration(root: str) -> int | None:
         return None if text == "release" else files.latest(root)
     left = files.older(root, 10**15)
     if left:
-        files.say_lost(root)
+        logger.warning("%s is missing or empty in %s: training resumes from its newest checkpoint",
+                       files.LATEST, root)
     if text is None:
         return left[0] if left else None
     # the file is empty because a run was killed while writing it; Megatron cannot read an empty

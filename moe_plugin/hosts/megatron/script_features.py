@@ -36,7 +36,15 @@ from moe_plugin.hosts.megatron.guards import FileSteps, guard_of, twins_apart
 from moe_plugin.hosts.megatron.layer import PluginMoELayer, plugin_layers
 from moe_plugin.hosts.megatron.model_settings import model_settings
 from moe_plugin.hosts.megatron.refusals import ACTIVATIONS
-from moe_plugin.hosts.megatron.run import MegatronStart, named, of_stage, place_of, steps_of, traced
+from moe_plugin.hosts.megatron.run import (
+    MegatronStart,
+    named,
+    of_stage,
+    place_of,
+    steps_of,
+    traced,
+    tracker_states,
+)
 from moe_plugin.hosts.megatron.script_report import log_path
 from moe_plugin.hosts.megatron.streamed import MakePart, StreamedModel, build
 from moe_plugin.hosts.megatron.streamed_optimizer import StreamedOptimizer
@@ -64,17 +72,9 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run]
     args = argparse.Namespace(**arguments)
     model, built = build(stages_of(given), args, settings_from_flags(arguments))
     optimizer = None if args.skip_train else built
-    model.model_type = arguments["model_type"] = given.get("model_type")
-    scheduler = None
-    if optimizer is not None:
-        PreparedGradients(optimizer, run)
-        scheduler = training_module("training").get_optimizer_param_scheduler(optimizer)
-    arguments.update(iteration=0, num_floating_point_operations_so_far=0)
     progress = {} if args.load is None else streamed_checkpoint.load(
         args.load, model, optimizer, model_settings(args, model.config), args.ckpt_step)
-    if progress:
-        resume(arguments, progress, scheduler)
-    return [model], optimizer, scheduler
+    return [model], optimizer, begin(given, run, model, optimizer, progress)
 
 
 def stages_of(given: Mapping[str, Any]) -> MakePart:
@@ -91,8 +91,30 @@ def stages_of(given: Mapping[str, Any]) -> MakePart:
     return lambda **stage: core.call_supported(provide, **stage, config=None, pg_collection=groups)
 
 
-def resume(arguments: dict[str, Any], progress: Mapping[str, Any], scheduler: Any) -> None:
-    """Make the script's training loop continue from the progress in a checkpoint."""
+def begin(given: Mapping[str, Any], run: Callable[[], Run], model: Any, optimizer: Any,
+          progress: Mapping[str, Any]) -> Any:
+    """Prepare the script's training loop, which continues from the progress in a checkpoint.
+
+    Args:
+        given: dict of the arguments of `setup_model_and_optimizer`, by name.
+        run: function that returns the current run object.
+        model: the only model chunk.
+        optimizer: the optimizer of the model, or None if the run only evaluates.
+        progress: progress of the run, or {} for a new run.
+    Returns: the learning rate scheduler, or None without an optimizer.
+    """
+    arguments, scheduler = script_arguments(), None
+    model.model_type = arguments["model_type"] = given.get("model_type")
+    if optimizer is not None:
+        PreparedGradients(optimizer, run)
+        scheduler = training_module("training").get_optimizer_param_scheduler(optimizer)
+    arguments.update(iteration=0, num_floating_point_operations_so_far=0)
+    if progress:
+        _resume(arguments, progress, scheduler)
+    return scheduler
+
+
+def _resume(arguments: dict[str, Any], progress: Mapping[str, Any], scheduler: Any) -> None:
     arguments["iteration"] = progress["iteration"]
     arguments["consumed_train_samples"] = progress["consumed_samples"]
     for name in ("consumed_valid_samples", "num_floating_point_operations_so_far"):
@@ -106,20 +128,25 @@ def resume(arguments: dict[str, Any], progress: Mapping[str, Any], scheduler: An
         scheduler.step(increment=progress["consumed_samples"])
 
 
+def progress_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the progress of a run, given the arguments of `save_checkpoint` by name."""
+    arguments = script_arguments()
+    return {
+        "iteration": given["iteration"], "scheduler": given["opt_param_scheduler"].state_dict(),
+        "consumed_samples": arguments["consumed_train_samples"],
+        "consumed_valid_samples": arguments["consumed_valid_samples"],
+        "num_floating_point_operations_so_far": given["num_floating_point_operations_so_far"]}
+
+
 def save(given: Mapping[str, Any]) -> None:
     """Write a checkpoint. This function replaces Megatron's `save_checkpoint`.
 
     given: dict of the arguments of `save_checkpoint`, by name.
     """
     arguments, [model] = script_arguments(), given["model"]
-    progress = {
-        "iteration": given["iteration"], "scheduler": given["opt_param_scheduler"].state_dict(),
-        "consumed_samples": arguments["consumed_train_samples"],
-        "consumed_valid_samples": arguments["consumed_valid_samples"],
-        "num_floating_point_operations_so_far": given["num_floating_point_operations_so_far"]}
     streamed_checkpoint.save(
         arguments["save"], model, given["optimizer"],
-        model_settings(argparse.Namespace(**arguments), model.config), progress)
+        model_settings(argparse.Namespace(**arguments), model.config), progress_of(given))
 
 
 def activations_of(settings: OffloadConfig, config: Any,
@@ -162,12 +189,8 @@ def _random_states() -> tuple[AbstractContextManager[None], AbstractContextManag
 
     @contextmanager
     def again() -> Iterator[None]:
-        now = tracker.get_states()
-        tracker.set_states(dict(states[0]))
-        try:
+        with tracker_states(states[0]):
             yield
-        finally:
-            tracker.set_states(now)
 
     return first(), again()
 

@@ -25,6 +25,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core import parallel_state
+
 from moe_plugin.config import run_config, settings_from_yaml
 from moe_plugin.config.options import MOST_EXPERTS
 from moe_plugin.config.tree import unread
@@ -110,7 +112,7 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
         transformer_engine = False
     if arguments.get("hybrid_layer_pattern"):
         return _hybrid_stack(settings, transformer_engine)
-    if arguments and core.has_groups():
+    if arguments and parallel_state.model_parallel_is_initialized():
         return _block(settings, transformer_engine)
     # newer scripts import the spec before process groups exist; their model builder accepts a
     # function in place of a spec and calls it

@@ -17,7 +17,7 @@ import copy
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ from moe_plugin.hosts.megatron.compat.optimizer import (
     norm_of_all_ranks,
     parts,
 )
+from moe_plugin.hosts.megatron.compat.regrouping import group_state, restore_groups
 from moe_plugin.hosts.megatron.compat.settings import UNEQUAL_STAGES
 from moe_plugin.hosts.megatron.refusals import STAGE_LAYOUTS, values_of
 from moe_plugin.hosts.megatron.translate import settings_from_flags
@@ -172,28 +173,14 @@ def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
     the parallel sizes of the layout.
     """
     stage = stages.stage_of(torch.distributed.get_rank())
-    before, made = _state(ps), {}
+    before, made = group_state(), {}
     for layout in dict.fromkeys(stages.layouts):
         groups(**{field: getattr(layout, name) for name, field in _FIELDS.items()})
-        made[layout] = _state(ps)
-        _restore(ps, before)
+        made[layout] = group_state()
+        restore_groups(before)
     across = {name: value for name, value in made[stages.layouts[0]].items()
               if name.startswith(("_PIPELINE", "_EMBEDDING", "_POSITION_EMBEDDING"))}
-    _restore(ps, made[stages.layouts[stage]] | across)
-
-
-def _state(module: Any) -> dict[str, Any]:
-    """Return the global variables of a module that store parallel groups. Lists and dicts are
-    copied, because Megatron appends to them.
-    """
-    return {name: copy.copy(value) if isinstance(value, (list, dict)) else value
-            for name, value in vars(module).items()
-            if re.fullmatch(r"_[A-Z_]+|_global_process_group_list", name)}
-
-
-def _restore(module: Any, state: Mapping[str, Any]) -> None:
-    for name, value in state.items():
-        setattr(module, name, copy.copy(value) if isinstance(value, (list, dict)) else value)
+    restore_groups(made[stages.layouts[stage]] | across)
 
 
 @dataclass(frozen=True)

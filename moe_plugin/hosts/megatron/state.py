@@ -47,7 +47,6 @@ from moe_plugin.checkpoint.formats.megatron.experts import GATES, PAIRS
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.hosts.megatron import parameters, restricted
-from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.checkpointing import changed, is_wrapped
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.hosts.megatron.compat.names import (
@@ -57,6 +56,7 @@ from moe_plugin.hosts.megatron.compat.names import (
     ShardedTensorFactory,
     dict_list_map_outplace,
     make_sharded_object_for_checkpoint,
+    sharded_state_dict_default,
 )
 from moe_plugin.layer import MoELayer
 from moe_plugin.utils.messages import short
@@ -304,8 +304,8 @@ def layer_shards(layer: Any, prefix: str, sharded_offsets: tuple[Any, ...],
     sharded: dict[str, Any] = parameters.expert_shards(layer.experts, layer.moe.placement, groups,
                                                        f"{prefix}experts.", sharded_offsets)
     if layer.plan.native_router:
-        sharded.update(
-            core.module_shards(layer.router, f"{prefix}router.", sharded_offsets, metadata))
+        sharded.update(sharded_state_dict_default(layer.router, f"{prefix}router.",
+                                                  sharded_offsets, metadata))
     else:  # saved under the native router's name, so that either router loads it
         for name, tensor in layer.router.state_dict(keep_vars=True).items():
             saved = f"{prefix}router." + ("weight" if name == "weight_ED" else name)

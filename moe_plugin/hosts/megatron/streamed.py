@@ -16,7 +16,7 @@ import argparse
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,8 +31,9 @@ from torch import Tensor, nn
 from moe_plugin.config import OffloadConfig, run_config
 from moe_plugin.hosts.megatron.compat import aux_losses, core
 from moe_plugin.hosts.megatron.compat.optimizer import scaler_of
-from moe_plugin.hosts.megatron.layer import plugin_layers
+from moe_plugin.hosts.megatron.layer import PluginMoELayer, plugin_layers
 from moe_plugin.hosts.megatron.refusals import STREAMED, values_of
+from moe_plugin.hosts.megatron.run import tracker_states
 from moe_plugin.hosts.megatron.streamed_optimizer import (
     RankGradients,
     StreamedNorm,
@@ -107,8 +108,7 @@ def own_randomness() -> Iterator[None]:
 
     The separate states are seeded with random numbers from torch's generator.
     """
-    tracker = get_cuda_rng_tracker()
-    before, cuda_states = tracker.get_states(), {}
+    before, cuda_states = get_cuda_rng_tracker().get_states(), {}
     first, *seeds = torch.randint(2**62, (1 + len(before),), device="cpu").tolist()
     for name, seed in zip(before, seeds, strict=True):
         # tensor-parallel ranks need different states for regions in which they have different
@@ -116,11 +116,8 @@ def own_randomness() -> Iterator[None]:
         torch.manual_seed(seed + ps.get_tensor_model_parallel_rank() * ("model" in name))
         cuda_states[name] = torch.cuda.get_rng_state()
     torch.manual_seed(first)
-    tracker.set_states(cuda_states)
-    try:
+    with tracker_states(cuda_states):
         yield
-    finally:
-        tracker.set_states(before)
 
 
 class StreamedModel(nn.Module):
@@ -271,13 +268,17 @@ def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
         raise ValueError("offload.weights=host cannot be used with Megatron's own MoE layers, "
                          "because their routing cannot be repeated. Use --spec "
                          "moe_plugin.hosts.megatron.spec moe_layer, or --weights-on device.")
+    refuse_token_ids(layers, "offload.weights=host", ", or --weights-on device")
+    return model, StreamedOptimizer(model, micro_batches(args))
+
+
+def refuse_token_ids(layers: Iterable[PluginMoELayer], request: str, remedy: str = "") -> None:
+    """Raise a `ValueError` if a router needs token ids, which layers do not receive here."""
     for layer in layers:
         if "token_ids" in layer.needs:
             raise ValueError(
-                f"router {layer.plan.config.router.name} cannot be used with offload.weights=host, "
-                "because layers do not receive token ids. Use another router, or --weights-on "
-                "device.")
-    return model, StreamedOptimizer(model, micro_batches(args))
+                f"router {layer.plan.config.router.name} cannot be used with {request}, because "
+                f"layers do not receive token ids. Use another router{remedy}.")
 
 
 def micro_batches(args: argparse.Namespace) -> int:

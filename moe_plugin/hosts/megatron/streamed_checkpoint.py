@@ -19,13 +19,12 @@ from megatron.core import parallel_state as ps
 
 from moe_plugin.comm.host_collectives import refused_together
 from moe_plugin.hosts.megatron import checkpoint_files as files
-from moe_plugin.hosts.megatron.model_settings import check_settings, differs
+from moe_plugin.hosts.megatron.model_settings import differs, read_progress
 from moe_plugin.hosts.megatron.streamed import StreamedModel
 from moe_plugin.hosts.megatron.streamed_optimizer import StreamedOptimizer
 from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.utils import checksums
-from moe_plugin.utils.messages import short
-from moe_plugin.utils.regular_files import check_input, write_whole
+from moe_plugin.utils.regular_files import write_whole
 
 META, _SCALER = "streamed.json", "loss_scaler"
 _RANKS = "ranks (all, tensor-, expert-, expert-tensor-parallel)"
@@ -80,29 +79,15 @@ def load(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
         ValueError: If the checkpoint belongs to a different model, is damaged, or does not contain
             streamed weights. A missing checkpoint is also an error if the run only evaluates.
     """
-    iteration = iteration or files.latest(root)
-    if iteration is None:
-        files.nothing_found(root, optimizer is None)
+    found = read_progress(
+        root, iteration, META, settings, "the checkpoint was not written with --weights-on host. "
+        "Pass another folder to --load, or use --weights-on device.", optimizer is None)
+    if found is None:
         return {}
-    path = Path(files.folder(root, iteration)) / META
-    if not path.exists():
-        raise ValueError(f"{path.parent} has no {META}, so the checkpoint was not written with "
-                         "--weights-on host. Pass another folder to --load, or use "
-                         "--weights-on device.")
-    check_input(path)
-    try:
-        meta, _ = checksums.open_json(path.read_text(encoding="utf-8"))
-        progress = {**meta, "iteration": int(meta["iteration"]),
-                    "consumed_samples": int(meta["consumed_samples"])}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged ({short(error)}). To load another checkpoint, write "
-                         "its iteration number into "
-                         f"{os.path.join(root, files.LATEST)}.") from error
-    folder = str(path.parent)
-    check_settings(folder, meta.get("settings") or {}, settings)
-    if optimizer is not None and meta.get("optimizer", optimizer.kind) != optimizer.kind:
-        raise ValueError(differs(folder, "optimizer", meta["optimizer"], optimizer.kind))
-    if (ranks := meta.get("ranks", [1])) != _ranks():
+    progress, folder = found[0], str(found[1])
+    if optimizer is not None and progress.get("optimizer", optimizer.kind) != optimizer.kind:
+        raise ValueError(differs(folder, "optimizer", progress["optimizer"], optimizer.kind))
+    if (ranks := progress.get("ranks", [1])) != _ranks():
         raise ValueError(differs(folder, _RANKS, ranks, _ranks()))
     load_weights(model.trainer, _own(folder))
     if model.scaler is not None and (scaler := progress.pop(_SCALER, {})):

@@ -13,13 +13,14 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, add_field, patch, replaces
 from moe_plugin.training.resilience.stopping import RUN
 from moe_plugin.utils.messages import did_you_mean, short, similar_names
+from moe_plugin.utils.replaced import replaced
 
 logger = logging.getLogger(__name__)
 _LAST = "checkpoint_last.pt"  # fairseq's default, in the run's folder
@@ -259,18 +260,12 @@ def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwarg
     return state
 
 
-@contextmanager
-def giving(state: dict[str, Any]) -> Iterator[None]:
+def giving(state: dict[str, Any]) -> AbstractContextManager[None]:
     """Inside the block, make `Trainer.load_checkpoint` of fairseq <= 0.12.3 use `state`."""
     import torch
     from fairseq import checkpoint_utils
 
-    before = checkpoint_utils.torch
-    checkpoint_utils.torch = Overlay(torch, load=lambda *_, **__: state)
-    try:
-        yield
-    finally:
-        checkpoint_utils.torch = before
+    return replaced(checkpoint_utils, torch=Overlay(torch, load=lambda *_, **__: state))
 
 
 def _refuse_imports(path: str, state: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:

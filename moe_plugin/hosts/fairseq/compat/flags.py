@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -25,7 +25,7 @@ from moe_plugin.config.flags import CONFIG_FLAG, as_given, flag_specs, setting_s
 from moe_plugin.hosts.fairseq.compat.launch import STATUS_OF_USE, errors_of_use_in_one_line, is_ours
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, patch, replace, replaces
 from moe_plugin.utils.messages import Parser, did_you_mean, flag_names, short, similar_names
-from moe_plugin.utils.yaml_file import bundled, read_yaml
+from moe_plugin.utils.yaml_file import bundled, host_section, read_yaml
 
 logger = logging.getLogger(__name__)
 _USER_DIR, _SECTION = "--user-dir", "fairseq"
@@ -188,12 +188,8 @@ def _in_file(words: list[str]) -> list[str]:
     if not args.moe_config:
         return []
     values = read_yaml(args.moe_config)
-    section = values.get(_SECTION) or {}
-    if not isinstance(section, Mapping):
-        raise ValueError(f"config file {short(args.moe_config)}: {_SECTION}={short(section)} must "
-                         "be a mapping of fairseq's arguments to values. Write one argument per "
-                         "line")
-    section = {str(name).replace("_", "-"): value for name, value in section.items()}
+    section = {name.replace("_", "-"): value for name, value in host_section(
+        values, args.moe_config, _SECTION, "fairseq").items()}
     ours = {spec.flag.removeprefix("--"): spec.path for spec in flag_specs()}
     for name in ours.keys() & section.keys():
         raise ValueError(f"config file {short(args.moe_config)}: {_SECTION}.{name} is a setting "

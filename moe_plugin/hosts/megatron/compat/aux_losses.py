@@ -31,6 +31,8 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe import router as router_module
 from torch import Tensor, nn
 
+from moe_plugin.utils.replaced import replaced
+
 Group = dist.ProcessGroup
 Count = int | Tensor
 
@@ -46,16 +48,10 @@ def scaled_losses(factor: float) -> contextlib.AbstractContextManager[None]:
     return auxiliary_scale(None if before is None else before * factor)
 
 
-@contextlib.contextmanager
-def auxiliary_scale(scale: Tensor | None) -> Iterator[None]:
+def auxiliary_scale(scale: Tensor | None) -> contextlib.AbstractContextManager[None]:
     """Inside the block, set the gradient scale of auxiliary losses."""
-    scaler = moe_utils.MoEAuxLossAutoScaler
-    before = scaler.main_loss_backward_scale
-    scaler.main_loss_backward_scale = scale  # `set_loss_scale` would overwrite `before` in place
-    try:
-        yield
-    finally:
-        scaler.main_loss_backward_scale = before
+    # `set_loss_scale` would overwrite the earlier scale in place
+    return replaced(moe_utils.MoEAuxLossAutoScaler, main_loss_backward_scale=scale)
 
 
 def log_loss(name: str, value: Tensor, layer_number: int | None, config: Any,
@@ -133,11 +129,9 @@ def router_losses() -> Iterator[dict[str, Tensor]]:
         losses[name] = value.detach()
         log(name, value, *args, **kwargs)
 
-    setattr(router_module, seam, (lambda: SimpleNamespace(record=noted)) if tracked else noted)
-    try:
+    with replaced(router_module, **{
+            seam: (lambda: SimpleNamespace(record=noted)) if tracked else noted}):
         yield losses
-    finally:
-        setattr(router_module, seam, before)
 
 
 @contextlib.contextmanager

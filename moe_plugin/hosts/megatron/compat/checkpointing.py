@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_plugin.utils.machine import die_with_parent
+from moe_plugin.utils.replaced import replaced
 
 Around = Callable[[Callable[..., Any], dict[str, Any]], Any]
 
@@ -84,11 +85,8 @@ def changed(change: Change, strategy_given: bool) -> Iterator[dict[str, Any]]:
     names = module.load.__code__.co_names
     name = "load_common_state_dict" if "load_common_state_dict" in names else "load_common"
     original = getattr(module, name)
-    setattr(module, name, lambda folder: change(original(folder)))
-    try:
+    with replaced(module, **{name: lambda folder: change(original(folder))}):
         yield {}
-    finally:
-        setattr(module, name, original)
 
 
 def _strategy(base: type, change: Change) -> Any:
@@ -101,7 +99,6 @@ def _strategy(base: type, change: Change) -> Any:
     return Changed()
 
 
-_QUEUE = "_results_queue"
 _thread = threading.local()  # attribute `parent`: id of this process while this thread saves
 
 
@@ -118,14 +115,9 @@ os.register_at_fork(after_in_child=_after_fork)
 @contextlib.contextmanager
 def writers_end_with_us() -> Iterator[None]:
     """Inside the block, make the processes of a synchronous save exit with the current process."""
-    kept = vars(filesystem_async).get(_QUEUE)
-    setattr(filesystem_async, _QUEUE, queue.Queue())
-    _thread.parent = os.getpid()
-    try:
+    with (replaced(filesystem_async, _results_queue=queue.Queue()),
+          replaced(_thread, parent=os.getpid())):
         yield
-    finally:
-        _thread.parent = None
-        setattr(filesystem_async, _QUEUE, kept)
 
 
 def saves_whose_writers_end(save: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -160,8 +152,5 @@ def _causes() -> Iterator[list[Exception]]:
             failed.append(output[1])
         return output
 
-    writer.write_preloaded_data = staticmethod(noted)
-    try:
+    with replaced(writer, write_preloaded_data=staticmethod(noted)):
         yield failed
-    finally:
-        writer.write_preloaded_data = staticmethod(write)

@@ -32,13 +32,13 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat.aux_losses import forget_losses
 from moe_plugin.hosts.megatron.compat.sequence_parts import NUMBER, tell_layers
 from moe_plugin.hosts.megatron.compat.settings import newer_name, setting
 from moe_plugin.utils.messages import warn_once
+from moe_plugin.utils.replaced import replaced
 
 OLDEST, NEWEST = (0, 15), (0, 20)  # tested versions; the newest is a state of the main branch
 Group = dist.ProcessGroup
@@ -101,11 +101,6 @@ def all_data_group(collection: Any) -> Group:
     return _group(collection, "tp_dp_cp",
                   lambda: parallel_state.get_tensor_and_data_parallel_group(
                       with_context_parallel=True))
-
-
-def has_groups() -> bool:
-    """Return True if Megatron's parallel groups have been created."""
-    return parallel_state.model_parallel_is_initialized()
 
 
 def destroy_groups() -> None:
@@ -246,12 +241,6 @@ def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> tor
     return build_module(builder, **kwargs)
 
 
-def module_shards(module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...],
-                  metadata: Any) -> dict[str, Any]:
-    """Return the sharded state dict of a torch module, which need not be a Megatron module."""
-    return sharded_state_dict_default(module, prefix, offsets, metadata)
-
-
 def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
     """Return a copy of a MoELayer's `mlp` spec with another class, or any other `mlp` unchanged."""
     if isinstance(mlp, functools.partial) and mlp.func is MoELayer:  # 0.18 on
@@ -333,11 +322,8 @@ def chosen_layers(choose: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
         block = all_layers(*args, **kwargs)
         return replace(block, layer_specs=choose(block.layer_specs))
 
-    transformer_block._get_block_submodules = chosen
-    try:
+    with replaced(transformer_block, _get_block_submodules=chosen):
         yield
-    finally:
-        transformer_block._get_block_submodules = all_layers
 
 
 def gpt_block_spec(config: Any, transformer_engine: bool | None,

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from moe_plugin.utils.replaced import replaced
+
 
 def refuse_empty_splits() -> None:
     """Until the process ends, make Megatron raise a `ValueError` for a dataset without documents.
@@ -61,16 +63,13 @@ def of_all_ranks(build: Callable[..., Any], dataset: Any) -> Iterator[None]:
     if split_of(dataset) not in (None, "train"):
         yield
         return
-    module = vars(sys.modules[build.__module__])
-    if "mpu" not in module:
+    module: Any = sys.modules[build.__module__]
+    if not hasattr(module, "mpu"):
         raise ValueError(
             f"{build.__module__} does not read ranks in the same way as in megatron-core 0.15 to "
             "0.19. Install one of these versions, or leave out guard.votes.")
-    native, module["mpu"] = module["mpu"], _OneRank(module["mpu"])
-    try:
+    with replaced(module, mpu=_OneRank(module.mpu)):
         yield
-    finally:
-        module["mpu"] = native
 
 
 class _OneRank:

@@ -234,12 +234,6 @@ def _sgd_state(optimizer: torch.optim.SGD, config: Any = None) -> None:
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
-def _load(optimizer: Any, state: Any, load: Callable[[Any, Any], None]) -> None:
-    _complete_groups(optimizer, state)
-    with _step_out_of_sight(optimizer):
-        load(optimizer, state)
-
-
 def _complete_groups(optimizer: Any, state: Any) -> None:
     """Add missing identifiers to the parameter groups in a checkpoint.
 
@@ -320,7 +314,9 @@ def mend_loading_of_all_optimizers() -> None:
 
     @functools.wraps(load)
     def load_state_dict(self: Any, state: Any) -> None:
-        _load(self, state, load)
+        _complete_groups(self, state)
+        with _step_out_of_sight(self):
+            load(self, state)
 
     Optimizer.sharded_state_dict, Optimizer.load_state_dict = sharded_state_dict, load_state_dict
 

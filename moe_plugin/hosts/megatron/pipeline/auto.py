@@ -35,7 +35,7 @@ from moe_plugin.hosts.megatron.pipeline.base import (
 )
 from moe_plugin.hosts.megatron.pipeline.eager import EagerSchedule
 from moe_plugin.hosts.megatron.pipeline.executor import Step, transfer_s
-from moe_plugin.hosts.megatron.pipeline.slice_step import check_slices
+from moe_plugin.hosts.megatron.pipeline.slice_step import check_model
 from moe_plugin.hosts.megatron.pipeline.terapipe import SliceSchedule, given_slices
 from moe_plugin.hosts.megatron.refusals import MEASURED_SLICES
 from moe_plugin.planner.pipeline.choice import Predicted, StageProfile, choose, predict
@@ -220,7 +220,8 @@ class AutoSchedule(PipelineSchedule):
         if self.settings.slices is None:
             return
         MEASURED_SLICES.refuse(values_of_schedule(self.name, config))
-        check_slices(passes, config)
+        [model] = passes["model"] if isinstance(passes["model"], list) else [passes["model"]]
+        check_model(model, config)
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
         """Run one step and measure its passes. All ranks then agree on the measurements."""

@@ -41,9 +41,7 @@ def check_model(model: Any, config: Any) -> Any:
         ValueError: If a module of the model or one of Megatron's settings does not support slices.
     """
     SLICES.refuse(values_of_schedule(NAME, config))
-    bare: Any = model
-    while isinstance(getattr(bare, "module", None), nn.Module):  # Megatron's wrappers
-        bare = bare.module
+    bare = core.bare(model)
     positions = getattr(bare, "position_embedding_type", None)  # of GPT models
     if positions not in ("learned_absolute", "rope", "none"):
         refuse(NAME, "position_embedding_type", positions,
@@ -55,6 +53,14 @@ def check_model(model: Any, config: Any) -> Any:
                    "SliceAttention in every layer",
                    "use --spec moe_plugin.hosts.megatron.spec moe_layer, or a spec from "
                    "moe_plugin.hosts.megatron.spec.swap_attention")
+    recomputes = setting(config, "recompute_granularity") is not None
+    for layer in layers_in(bare) if recomputes else []:
+        router = layer.config.router
+        for name, value in (("router.pre_gate", router.pre_gate),
+                            ("router.predict", router.predict)):
+            if value:
+                refuse(NAME, name, value, "off if activations are recomputed",
+                       f"leave out --recompute-granularity or {name}")
     return bare
 
 
@@ -152,7 +158,7 @@ def weighed(part: SlicePart) -> Iterator[None]:
     way, unless Megatron itself weights losses by tokens.
     """
     share = part.length / part.sequences.length
-    before = {name: entry.values.clone() for name, entry in aux_losses.logged_losses().items()}
+    before = aux_losses.losses_so_far()
     yield
     for name, entry in aux_losses.logged_losses().items():
         start = before.get(name, 0 * entry.values)
@@ -177,7 +183,7 @@ class SliceStep(Step):
                  slices: Sequence[int], timed: bool = False) -> None:
         self.slices, self.starts = tuple(slices), [0, *accumulate(slices)]
         super().__init__(passes, config, group, gradients)
-        bare = _checked(self.model, config)
+        bare = check_model(self.model, config)
         self.cut = CutModel(bare, self.starts[-1])
         self.again = None if self.data is None else Again(self.data)
         self.batch_parts: dict[int, list[SlicePart]] = {}
@@ -298,22 +304,3 @@ class SliceStep(Step):
     def _took(self, direction: str, part: SlicePart, began: float) -> None:
         if self.timed:
             self.seconds[direction, part.length, part.start].append(self._now() - began)
-
-
-def check_slices(passes: dict[str, Any], config: Any) -> None:
-    """Raise a `ValueError` if the model or one of Megatron's settings does not support slices."""
-    [model] = passes["model"] if isinstance(passes["model"], list) else [passes["model"]]
-    _checked(model, config)
-
-
-def _checked(model: Any, config: Any) -> torch.nn.Module:
-    bare = check_model(model, config)
-    recomputes = setting(config, "recompute_granularity") is not None
-    for layer in layers_in(bare) if recomputes else []:
-        router = layer.config.router
-        for name, value in (("router.pre_gate", router.pre_gate),
-                            ("router.predict", router.predict)):
-            if value:
-                refuse(NAME, name, value, "off if activations are recomputed",
-                       f"leave out --recompute-granularity or {name}")
-    return bare
