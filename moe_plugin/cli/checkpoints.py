@@ -270,10 +270,7 @@ def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _has_unaligned_experts(model: Any) -> bool:
-    """Return whether torch's grouped products, the default of `transformers`, refuse the experts.
-
-    These products need rows whose length is a multiple of 16 bytes.
-    """
+    """Return True if torch's grouped products refuse rows of the experts' lengths."""
     from moe_plugin.experts.matrices import of_transformers  # loads torch
 
     return any(width * weight.element_size() % 16

@@ -134,10 +134,7 @@ def byte_token(byte: int) -> str:
 
 
 def token_lines(text: bytes) -> Iterator[str]:
-    """For each line of a text, yield its tokens, separated by spaces.
-
-    Line breaks are omitted, because fairseq adds an end-of-sentence token to each line.
-    """
+    """Yield each line's tokens, separated by spaces, without line breaks (fairseq adds them)."""
     names = [byte_token(b) for b in range(256)]
     for line in text.splitlines():
         yield " ".join(names[b] for b in line)

@@ -171,11 +171,7 @@ def _one_line(error: Exception) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the options of a command. `options.run(options)` then runs the command.
-
-    Raises:
-        SystemExit: If argparse finds invalid arguments (status 2).
-    """
+    """Parse the options of a command (or exit with status 2). `options.run(options)` runs it."""
     parser = Parser(
         prog="moe-plugin", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Mixture-of-Experts layers for plain PyTorch, transformers, fairseq and "

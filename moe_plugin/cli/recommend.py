@@ -41,9 +41,8 @@ def recommend_options(p: argparse.ArgumentParser) -> None:
     """Add the options of `moe-plugin recommend`."""
     p.description = (
         "Measures the network and the processors of the ranks it runs on (start it with torchrun, "
-        "like the training), plans the model for them, and prints the launch line of the host "
-        "with the predicted step time and the errors of the fits. The measurements are stored in "
-        "--out.")
+        "like the training), plans the model for them, and prints the launch line of the host with "
+        "the predicted step time and the errors of the fits. The measurements are stored in --out.")
     p.add_argument("--model", type=Path, required=True, metavar="FILE",
                    help="model file (see configs/plans/)")
     host_options(p, "DATA", 4)

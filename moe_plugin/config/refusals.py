@@ -219,11 +219,7 @@ LACKS: Mapping[tuple[str, str], Lack] = {
 
 
 def refuse_lacking(settings: RunConfig, host: str) -> None:
-    """Raise a `ValueError` if a run uses a setting that its host does not support.
-
-    Args:
-        host: a key of `HOSTS`.
-    """
+    """Raise a `ValueError` if a run uses a setting that `host` (of `HOSTS`) lacks."""
     defaults, given = (flatten(to_dict(config)) for config in (RunConfig(), settings))
     for (path, lacking), lack in LACKS.items():
         if lacking == host and given.get(path) != defaults.get(path):

@@ -48,10 +48,7 @@ from moe_plugin.utils.yaml_file import read_yaml
 
 @dataclass(kw_only=True)
 class MoEConfig(SettingsSection):
-    """All settings of one MoE layer, which can be set with flags, in a YAML file or in Python.
-
-    Hosts set `model_dim`.
-    """
+    """All settings of one MoE layer, set with flags, a YAML file or Python, or by the host."""
 
     model_dim: int = option(0, "width of a token; the host sets it")
     num_experts: int = option(8, "number of experts in the whole expert-parallel group",
@@ -186,11 +183,7 @@ def from_dict(values: Mapping[str, Any]) -> MoEConfig:
 
 
 def run_from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """Build and validate the settings of a run from plain nested values.
-
-    Raises:
-        ValueError: If a value is invalid, or if a setting belongs to the settings of a layer.
-    """
+    """Build a run's settings from nested values, or raise a `ValueError`."""
     return _build(RunConfig, values)
 
 
@@ -220,10 +213,7 @@ def of_run(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_layer(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all values that are not run settings.
-
-    Unknown names are included, so that they are later reported as unknown layer settings.
-    """
+    """Return all values that are not run settings. Unknown names are reported later."""
     run = of_run(values)
     return {path: value for path, value in values.items() if path not in run}
 
@@ -300,10 +290,7 @@ def _read(path: str, trust_imports: bool) -> dict[str, Any]:
 
 
 def settings_from_yaml(path: str, *, trust_imports: bool = False) -> dict[str, Any]:
-    """Return all layer settings and run settings in a YAML file, by dotted path.
-
-    Arguments and errors are the same as in `from_yaml`, except that run settings are accepted.
-    """
+    """Return a file's layer and run settings by dotted path. See `from_yaml`."""
     values = _read(path, trust_imports)
     with _of_file(path), unread_allowed():  # errors name keys, types and bounds
         trees = _trees_of(values)
@@ -331,10 +318,7 @@ def _trees_of(values: Mapping[str, Any]) -> tuple[MoEConfig, RunConfig]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Convert nested values to values by dotted path.
-
-    Empty mappings and the mappings listed in `MAPPINGS` are kept as single values.
-    """
+    """Convert nested values to dotted paths. Empty mappings and `MAPPINGS` stay values."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value and prefix + str(key) not in MAPPINGS:

@@ -167,10 +167,7 @@ def first() -> dict[str, Any]:
 
 
 def rest(everything: bool) -> dict[str, Any]:
-    """Collect the sections that are shown only on request.
-
-    everything: whether the user requested the full report. If False, the returned dict is empty.
-    """
+    """Collect the sections of the full report (`everything`), or {}."""
     if not everything:
         return {}
     return {
@@ -296,10 +293,7 @@ def doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Run the checks, print the verdict, and then print the slower sections.
-
-    Returns: 0 if the layer works, and 1 otherwise.
-    """
+    """Run the checks, print the verdict and the slower sections. Return 0 if the layer works."""
     if args.forget_decisions:
         files = ChoiceFiles()
         print(f"{files.forget_all()} kept decisions removed from {files.place()}")

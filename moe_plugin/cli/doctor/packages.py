@@ -44,10 +44,7 @@ _OPTIONAL = {"rich", "triton"}
 
 
 def import_everything() -> list[dict[str, str]]:
-    """Import all modules except hosts and commands, so that all components are registered.
-
-    Returns: For each module that cannot be imported, a row with the keys `module` and `reason`.
-    """
+    """Import all modules but hosts and commands. Return `module` and `reason` of failures."""
     failed = []
     names = [m.name for m in pkgutil.iter_modules(moe_plugin.__path__, "moe_plugin.")]
     while names:
@@ -131,8 +128,7 @@ def devices() -> list[dict[str, str]]:
         p = torch.cuda.get_device_properties(index)
         rows.append({
             "name": f"cuda:{index}", "state": "active",
-            "what": f"{p.name}, {show_size(p.total_memory)}, compute capability "
-                    f"{p.major}.{p.minor}"
+            "what": f"{p.name}, {show_size(p.total_memory)}, compute capability {p.major}.{p.minor}"
         })
     if not torch.cuda.is_available():
         rows.append({"name": "cuda", "state": "not available", "what": _why_no_cuda()})
@@ -147,10 +143,7 @@ def _widened() -> str:
 
 
 def compiled() -> list[dict[str, str]]:
-    """Return one row for each C++ function that can replace torch operations on the CPU.
-
-    Functions that have not been compiled yet are compiled during this call.
-    """
+    """Return a row for each C++ function for the CPU, which is compiled if necessary."""
     parts = [(f"experts' {name}", functions.why_not(name)) for name in ACTIVATIONS]
     parts.append(("several experts at a time, float32", products.why_one_by_one()))
     parts.append((f"routers of up to {functions.EXPERTS} experts, bfloat16",
@@ -272,10 +265,7 @@ def install_command(package: Package) -> str:
 
 
 def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
-    """Return name, version, use, state and (if missing) install command of each package.
-
-    The state is `installed`, `missing` or `not needed here (no GPU)`.
-    """
+    """Return a row for each package, which is `installed`, `missing` or `not needed here`."""
     rows = []
     for package in PACKAGES:
         version, needed = installed_version(package), has_gpu or not package.gpu

@@ -98,10 +98,7 @@ class RankTimes:
 
 def measure_rank(plan: Plan,
                  comm: Comm | None = None) -> tuple[tuple[tuple[int, ...], ...], list[RankTimes]]:
-    """Measure all algorithms. Return the nodes, and `RankTimes` by algorithm and size.
-
-    Each repeat runs all algorithms once, in an order that rotates from repeat to repeat.
-    """
+    """Measure all algorithms in rotating order. Return the nodes and all `RankTimes`."""
     comm = comm or TorchComm()
     prepare(comm, plan.settings or CommConfig())
     cells = []
@@ -159,10 +156,7 @@ def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -
 
 def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int,
            helper: int | None) -> tuple[float, float, float]:
-    """Run `burst` exchanges after one barrier, which then affects the time less.
-
-    Return the start time, the end time, and the CPU time of this rank in seconds.
-    """
+    """Run `burst` exchanges after one barrier. Return start, end and CPU time of this rank."""
     run = algorithms.get(name)
     comm.barrier()
     wait_for_device(x.device)
@@ -223,10 +217,7 @@ def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
 
 def measure_rows(args: argparse.Namespace, plan: Plan, command: str
                  ) -> tuple[list[ExchangeRow], dict[str, Any]]:
-    """Measure all algorithms. Return the rows (on rank 0) and a description of the ranks.
-
-    command: name of the command for error messages, such as `bench all-to-all`.
-    """
+    """Measure all algorithms. Return the rows (on rank 0) and a description of the ranks."""
     if args.repeats < 1:
         raise ValueError(f"--repeats {short(args.repeats)} must be >= 1, e.g. 7")
     memory = memory_bytes(torch.device("cpu")) or float("inf")

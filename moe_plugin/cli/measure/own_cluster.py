@@ -61,11 +61,7 @@ def own_ranks(cuda: bool) -> Iterator[Comm]:
 
 
 def grid_of(comm: Comm) -> tuple[int, int]:
-    """Return the number of nodes and the ranks per node. Collective.
-
-    Raises:
-        ValueError: If the nodes have different numbers of ranks.
-    """
+    """Return nodes and ranks per node (collective), or raise a `ValueError` if unequal."""
     nodes = comm.prepare().nodes
     sizes = sorted({len(node) for node in nodes})
     if len(sizes) > 1:
@@ -317,10 +313,7 @@ def _device(name: str) -> torch.device:
 
 def fit_products(rows: tuple[int, ...], seconds: list[float], launch: float,
                  operations: float) -> tuple[float, float]:
-    """Return (flops, half_rows) of the line with the least squared relative errors.
-
-    operations: number of floating-point operations per row.
-    """
+    """Return (flops, half_rows) of the line with the least squared relative errors."""
     a = np.array([[n / s, 1 / s] for n, s in zip(rows, seconds, strict=True)])
     shares = np.array([(s - launch) / s for s in seconds]).clip(min=0.0)
     slope, offset = nonnegative_least_squares(a, shares)

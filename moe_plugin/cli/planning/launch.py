@@ -60,11 +60,7 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
 
 
 def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
-    """Return the host's own command-line flags for a plan, as a list of command-line words.
-
-    Raises:
-        ValueError: If the host is unknown or cannot run the plan.
-    """
+    """Return a host's own flags for a plan as words, or raise a `ValueError`."""
     if host == "megatron":
         flags = [
             "--tensor-model-parallel-size", plan.tp, "--pipeline-model-parallel-size", plan.pp,
@@ -216,10 +212,7 @@ def _megatron(start: LaunchCommand) -> list[str]:
 
 
 def launch_text(words: list[str]) -> str:
-    """Return the launch command for a shell, wrapped to lines of at most `COLUMNS` columns.
-
-    A flag and its values always stay on the same line.
-    """
+    """Return the launch command in lines of `COLUMNS`, with each flag next to its values."""
     parts: list[str] = []
     for word in words:
         shown = word if word == FAIRSEQ or _assigns(word) else shlex.quote(word)

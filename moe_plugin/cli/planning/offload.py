@@ -23,10 +23,7 @@ def keep_all_bytes(plan: SwapPlan) -> int:
 
 
 def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
-    """Return how many seconds each other decision for a block would add to the step.
-
-    The value is inf if the alternative would exceed the memory.
-    """
+    """Return the seconds that each other decision for a block adds, or inf without memory."""
     by_block = []
     for j, (block, taken) in enumerate(zip(plan.problem.blocks, plan.decisions, strict=True)):
         costs = {}

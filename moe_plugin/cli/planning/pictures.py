@@ -74,10 +74,7 @@ def _spread(wanted: np.ndarray) -> np.ndarray:
 
 
 def tree_layout(tree: Tree) -> dict[int, tuple[int, float]]:
-    """For each rank in a tree, return its depth and its row in the drawing.
-
-    Leaves are placed one below the other, and each parent is placed halfway between its children.
-    """
+    """Return the depth and the row of each rank. Parents are drawn between their children."""
     import igraph
 
     edges = list(tree.from_root())
@@ -100,11 +97,7 @@ FONT = 'font-family="system-ui, -apple-system, Segoe UI, DejaVu Sans, sans-serif
 
 
 def drawing(schedule: Schedule) -> str:
-    """Return the picture of a schedule as SVG text.
-
-    Raises:
-        ValueError: If the network has too many nodes to be drawn legibly.
-    """
+    """Return a schedule's SVG text, or raise a `ValueError` for too many nodes."""
     network, top = network_picture(schedule, 96)
     trees, bottom = trees_picture(schedule, top + 44)
     head = _text(MARGIN, 34, f"{schedule.network.name}: {schedule.collective}", 20, INK, "start",

@@ -160,8 +160,7 @@ def _load(model: ModelShape, cluster: Cluster, tokens: int, here: int,
 
 def explain_prefill(found: PrefillTable) -> str:
     """Format the table: a line per length, lengths at which kernels change, settings."""
-    lines = [f"{'tokens/rank':>13}{'rows/expert':>16}{'one piece':>12}{'best':>12}"
-             "  pieces, kernel"]
+    lines = [f"{'tokens/rank':>13}{'rows/expert':>16}{'one piece':>12}{'best':>12}  pieces, kernel"]
     for row in found.rows:
         best = row.best
         cut = "one" if best.pieces == 1 else f"{best.pieces} along {best.cut}"

@@ -98,11 +98,7 @@ class BlockOptimizers(FairseqOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any],
                         optimizer_overrides: Mapping[str, Any] | None = None) -> None:
-        """Load a state of `state_dict`, or of a single optimizer for the whole model.
-
-        Raises:
-            ValueError: If the number of parameters in the state differs from that of the model.
-        """
+        """Load a `state_dict` of this class, or of one optimizer for the whole model."""
         [group], state = state_dict["param_groups"], state_dict["state"]
         saved, expected = len(group["params"]), sum(len(b.trained) for b in self.trainer.blocks)
         if saved != expected:
@@ -144,10 +140,7 @@ class _DropsGradients:
 
 
 def in_16_bits(cfg: Any, blocks: BlockOptimizers) -> FairseqOptimizer:
-    """Wrap the blocks' optimizers in fairseq's 16-bit optimizer, which contains a loss scaler.
-
-    The blocks store the float32 copies of the weights.
-    """
+    """Wrap the blocks' optimizers in fairseq's 16-bit optimizer, which scales the loss."""
     efficient = memory_efficient(cfg)
     base = MemoryEfficientFP16Optimizer if efficient else FP16Optimizer
     # checkpoints store the name of the class, and fairseq compares it when it loads them
@@ -186,10 +179,7 @@ class FairseqNorm:
 
     @torch.no_grad()
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide a block's gradients by the sample size of the step, and collect their norms.
-
-        place: index of the block.
-        """
+        """Divide the gradients of block `place` by the step's sample size, and collect norms."""
         owners = [(p, p.grad) for p in parameters if p.grad is not None]
         if self.size is not None:
             multi_tensor.scale_([grad for _, grad in owners], 1 / self.size())
@@ -268,11 +258,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. Return the loss that the closure computed.
-
-        Raises:
-            RuntimeError: If the gradient of a parameter is sparse.
-        """
+        """Update all parameters with gradients. Return the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

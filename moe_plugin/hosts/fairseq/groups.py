@@ -65,10 +65,7 @@ class MeasuredComm(TorchComm):
             return super().all_to_all(x, send, recv)
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """Call `TorchComm.send_receive` and measure the time of the call.
-
-        With `--dummy-a2a`, only the exchange of rows is skipped. Row counts are still exchanged.
-        """
+        """Exchange and measure messages. `--dummy-a2a` skips rows, but not row counts."""
         if self.dummy and all(x.is_floating_point() for _, x in (*sends, *recvs)):
             for _, buffer in recvs:
                 buffer.zero_()
@@ -130,10 +127,7 @@ class Turns:
         return len(self._layers) - 1
 
     def wait_for(self, number: int) -> None:
-        """Take part in the calls of other layers until all ranks agree to compute layer `number`.
-
-        All ranks that wait for layer `number` then call the layer.
-        """
+        """Take part in other layers' calls until all ranks agree to compute layer `number`."""
         while (turn := self._next(number)) != number:
             self._layers[turn]()
 
@@ -260,10 +254,7 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
 
 
 def _consecutive(size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Return the group of `size` consecutive ranks with this one. A collective operation.
-
-    Groups are cached. If the size changes back to an earlier value, no new connections are opened.
-    """
+    """Return the (cached) group of `size` consecutive ranks with this one. Collective."""
     part = TorchComm(None, timeout_s).contiguous_subgroup(size)
     assert isinstance(part, TorchComm)
     return part.group

@@ -80,10 +80,7 @@ def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]
 
 
 def translation_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
-    """Return an architecture for an encoder-decoder model with pre-norm layers.
-
-    By default, every second layer has 8 experts.
-    """
+    """Return a pre-norm encoder-decoder with 8 experts in every second layer by default."""
 
     def architecture(args: Any) -> None:
         for stack in ("encoder", "decoder"):

@@ -83,10 +83,7 @@ def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, 
 
 
 def damage(paths: tuple[str, ...], flag: str = "--restore-file") -> str | None:
-    """Return an error message about the first damaged file, or None if no file is damaged.
-
-    flag: name of the flag that the error message recommends for selecting a different checkpoint.
-    """
+    """Return an error message, which recommends `flag`, if a file is damaged, or None."""
     for path in paths:
         try:
             checksums.verify(path)
@@ -234,11 +231,7 @@ def _first_undamaged(paths: Sequence[str]) -> str | None:
 
 
 def newest_common(filename: str, everyone: Sequence[Mapping[int, str]]) -> int | None:
-    """Return the newest step that is complete on every rank, or None if no rank has a file.
-
-    Raises:
-        ValueError: If there are files, but no training step is complete on all ranks.
-    """
+    """Return the newest step of all ranks, None without files, or raise a `ValueError`."""
     steps = set(everyone[0]).intersection(*everyone[1:])
     if not steps and any(everyone):
         seen = "; ".join(f"rank {rank}: {sorted(entry) or 'none'}"

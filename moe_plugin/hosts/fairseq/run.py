@@ -77,11 +77,7 @@ def check(cfg: Any, model: nn.Module) -> None:
 
 
 def wants_replicas(cfg: Any, model: nn.Module) -> bool:
-    """Return True if the run is one of several replicas.
-
-    Raises:
-        ValueError: If a setting cannot be used together with replicas.
-    """
+    """Return True for one of several replicas. Unfit settings raise a `ValueError`."""
     lighthouse, replica = (setting(cfg.model, f"moe_{name}") for name in ("lighthouse", "replica"))
     return is_replica(lighthouse, replica or 0, lambda: refusals.REPLICAS.refuse(
         refusals.values_of(cfg, run_settings(model), dense=config_of(model) is None)))
@@ -192,10 +188,7 @@ def batches_of(iterator: Any) -> int:
 
 
 def total_updates(cfg: Any, batches: int) -> int | None:
-    """Return the number of updates in the whole run, from `--max-update` and `--max-epoch`.
-
-    Return None if neither flag determines the number. batches: number of batches in an epoch.
-    """
+    """Return a run's updates by `--max-update` and `--max-epoch`, or None if unknown."""
     settings, ends = cfg.optimization, []
     if settings.max_update:
         ends.append(settings.max_update)
@@ -215,10 +208,7 @@ def check_resizing(cfg: Any, model: nn.Module) -> None:
 
 
 def steps_of(trainer: Any, world: Comm) -> ExpertParallelSteps | None:
-    """Return the run feature that changes the expert-parallel size, or None.
-
-    world: communicator of all data-parallel ranks.
-    """
+    """Return the feature that changes the expert-parallel size over `world`, or None."""
     model, known = trainer.get_model(), dict[int, FairseqGroups]()
     moe = moe_layers(model)[0].moe_layer.moe
 
@@ -264,10 +254,7 @@ class FileTurns(StepVotes):
         self.finish(scale / self.ballots.sharing.size, scale)
 
     def norm_squared(self, parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-        """Return the squared norm of a worker's gradients after the vote, as a float64 tensor.
-
-        Each parameter is counted once. This is a collective operation of the worker's ranks.
-        """
+        """Return a worker's squared norm after the vote (float64). A collective operation."""
         grads: dict[bool, list[Any]] = {
             expert: [p.grad for p in parameters if is_expert(p) == expert]
             for expert in (False, True)}

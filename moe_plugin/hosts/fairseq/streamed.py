@@ -121,10 +121,7 @@ class DecoderPart(nn.Module):
 
 
 def _names(decoder: Any, first: bool) -> list[str]:
-    """Return the names of the modules before (`first`) or after the decoder's layers.
-
-    Modules that share their weight with the embedding are left out.
-    """
+    """Return the names of the modules before (`first`) or after the layers, except tied ones."""
     names = [name for name, _ in decoder.named_children()]
     at = names.index("layers")
     if first:
@@ -268,11 +265,7 @@ class StreamedLanguageModel:
         return state
 
     def load_state_dict(self, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load the state of a run that was trained with or without streamed weights.
-
-        Raises:
-            RuntimeError: If the state belongs to a different model.
-        """
+        """Load the state of a run of the same model, with or without streamed weights."""
         self.model.upgrade_state_dict(state)
         self.trainer.settle()
         self.trainer.forget_places()

@@ -135,10 +135,7 @@ class MoETrainer(Trainer):
                                  *sums, ignore=ignore)
 
     def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
-        """Run fairseq's validation step.
-
-        If rows do not fit into their buffers, all ranks repeat the batch or raise an error.
-        """
+        """Run a validation step, which all ranks repeat if rows do not fit."""
         original = super().valid_step
         with replaced(self, _validating=True):
             return self.run.compute(lambda: original(sample, raise_oom))

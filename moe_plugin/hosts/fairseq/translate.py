@@ -71,18 +71,14 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
         raise ValueError(
             f"model_dim={in_file} in {short(setting(args, CONFIG_FLAG.dest))} contradicts the "
             f"width {model_dim} of fairseq's layers; set both to the same value "
-            "(--decoder-embed-dim, "
-            "--encoder-embed-dim), or remove model_dim from the file")
+            "(--decoder-embed-dim, --encoder-embed-dim), or remove model_dim from the file")
     config = _settings(args, model_dim, ffn_dim, activation)
     _warn(args, config)
     return config
 
 
 def check_flags(args: Any) -> None:
-    """Raise a `ValueError` for invalid settings that can be detected before a model is built.
-
-    args: parsed flags of a model, which may have no experts.
-    """
+    """Raise a `ValueError` for a model's flags that are invalid before it is built."""
     freqs = [freq for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")
              if (freq := setting(args, name, 0))]
     for freq in freqs:
@@ -122,11 +118,7 @@ def _settings(args: Any, model_dim: int, ffn_dim: int, activation: str) -> MoECo
 
 
 def run_config(args: Any) -> RunConfig:
-    """Return the settings (`RunConfig`) of a whole fairseq run.
-
-    Raises:
-        ValueError: If fairseq does not support a setting, or if a value is invalid.
-    """
+    """Return the run's settings, or raise a `ValueError` for those without support."""
     run = run_from_flags(flag_values(args))
     refuse_lacking(run, "fairseq")
     return run
@@ -261,10 +253,7 @@ def check_experts_given(args: Any, freq: int) -> None:
 
 
 def masks_padding(args: Any, config: MoEConfig) -> bool:
-    """Return whether padding tokens are excluded from routing.
-
-    Padding tokens are excluded with `--use-moe-pad-mask`, and always if dispatch is dropless.
-    """
+    """Return True if routing excludes padding, as it always does with dropless dispatch."""
     return bool(setting(args, "use_moe_pad_mask", False)) or config.dispatch.capacity_factor is None
 
 

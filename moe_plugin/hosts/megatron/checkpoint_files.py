@@ -89,11 +89,7 @@ def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: A
 
 
 def together(folder: str, work: Callable[[], None]) -> None:
-    """Call `work` on all ranks, and raise an error on all if one fails. A collective operation.
-
-    Raises:
-        CheckpointError: If `work` failed on any rank.
-    """
+    """Call `work` on all ranks, and raise a `CheckpointError` on all if one fails. Collective."""
     error: BaseException | None = None
     try:
         work()
@@ -192,9 +188,8 @@ def unreadable(path: str, error: BaseException) -> ValueError:
     said = (f"{what.filename}: {what.strerror}" if isinstance(what, OSError) and what.filename
             else f"{type(what).__name__}: {short(what, 300)}")
     return ValueError(
-        f"checkpoint {path!r} cannot be loaded{where}: {said}; "
-        f"to use an earlier checkpoint, write its iteration number into "
-        f"{os.path.join(os.path.dirname(path), LATEST)}")
+        f"checkpoint {path!r} cannot be loaded{where}: {said}; to use an earlier checkpoint, write "
+        f"its iteration number into {os.path.join(os.path.dirname(path), LATEST)}")
 
 
 def gather(value: Any) -> list[Any]:
@@ -318,11 +313,7 @@ def tracked(root: str) -> str | None:
 
 
 def latest(root: str) -> int | None:
-    """Return the iteration of the newest checkpoint, or None if there is no checkpoint.
-
-    Raises:
-        ValueError: If the file that records the newest checkpoint is damaged.
-    """
+    """Return the newest checkpoint's iteration or None. A damaged file raises a `ValueError`."""
     text = tracked(root)
     if text is None:
         return None

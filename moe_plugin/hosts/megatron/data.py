@@ -103,10 +103,9 @@ def check_prefix(prefix: str) -> None:
         if not os.path.isfile(path) or not os.path.getsize(path):
             raise ValueError(
                 f"dataset {short(prefix)}: {path} is "
-                f"{'empty' if os.path.isfile(path) else 'missing'}. Pass the path "
-                "without .bin/.idx, or write the dataset with: python -m "
-                "moe_plugin.hosts.megatron.data --input "
-                f"TEXT --output-prefix {prefix}")
+                f"{'empty' if os.path.isfile(path) else 'missing'}. Pass the path without "
+                ".bin/.idx, or write the dataset with: python -m moe_plugin.hosts.megatron.data "
+                f"--input TEXT --output-prefix {prefix}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -37,11 +37,7 @@ _COUNTS = 1 + len(_ERRORS)  # the number of tokens, and the number of wrong toke
 
 
 def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
-    """Return the ensemble settings in the arguments of a run, or None without an ensemble.
-
-    Raises:
-        ValueError: If an argument is out of bounds, or cannot be used together with an ensemble.
-    """
+    """Return a run's ensemble settings or None. Raises a `ValueError` for unfit arguments."""
     if not args.ensemble_heads:
         return given_settings(args, FLAGS)
     untied = args.untie_embeddings_and_output_weights

@@ -122,10 +122,7 @@ def _replaced_flags() -> dict[str, str]:
 
 
 def chained(first: Provider | None) -> Provider:
-    """Return an argument provider that runs the script's own provider, then this package's.
-
-    The script's parser is also changed so that it prints short error messages.
-    """
+    """Return a provider that runs the script's own one, then ours, with short error messages."""
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if type(parser) is argparse.ArgumentParser:
@@ -165,10 +162,7 @@ def _found(name: str) -> str:
 
 
 def _alone() -> None:
-    """Without torchrun, set the environment variables for a single process.
-
-    Megatron reads the number of ranks only from these environment variables.
-    """
+    """Without torchrun, set the variables from which Megatron reads the number of ranks."""
     if "RANK" in os.environ:
         return
     with socket.socket() as free:

@@ -35,10 +35,7 @@ def in_model(layer_number: int | None, config: Any, is_mtp: bool,
 
 def trace_key(number: int, config: Any,
               prediction: int | None) -> tuple[str, int | None, int]:
-    """Return a layer's block, depth of prediction and index (0-based), as in routing traces.
-
-    number: 1-based number of the layer, as returned by `in_model`.
-    """
+    """Return block, depth of prediction and index (0-based) of layer `number` (see `in_model`)."""
     mtp_index = number - 1 - config.num_layers
     if mtp_index < 0:
         return "decoder", None, number - 1
@@ -48,10 +45,7 @@ def trace_key(number: int, config: Any,
 
 
 def moe_layers_before(config: Any, number: int) -> int | None:
-    """Count the MoE layers before layer `number` (see `in_model`) on all pipeline stages.
-
-    Return None if the model is a hybrid model whose layer pattern is unknown.
-    """
+    """Count the MoE layers before layer `number` (see `in_model`), or None if unknown."""
     pattern = _pattern(config)
     if pattern is None:
         return None
@@ -59,10 +53,7 @@ def moe_layers_before(config: Any, number: int) -> int | None:
 
 
 def last_layer_is_moe(config: Any) -> bool:
-    """Return True if the model's last layer is an MoE layer or the layer pattern is unknown.
-
-    Layers of multi-token prediction have the same type as the last layer.
-    """
+    """Return True if the last layer, and so each prediction's, is or may be an MoE layer."""
     pattern = _pattern(config)
     return pattern is None or bool(pattern[config.num_layers - 1])
 

@@ -224,10 +224,7 @@ def first_batch(iterators: Any) -> Any:
 
 
 def loss_of(given: Mapping[str, Any], batch: Any) -> torch.Tensor:
-    """Return the loss of a micro-batch. The model is called without its wrappers.
-
-    given: dict of the arguments that Megatron passed to `train_step`.
-    """
+    """Return a micro-batch's loss without wrappers, given `train_step`'s arguments by name."""
     # the loss function of a script may validate results, which Megatron supports only in a step
     with replaced(get_rerun_state_machine(), validate_result=lambda *_, **__: None):
         output, loss = given["forward_step_func"](iter([batch]), core.bare(given["model"][0]))
@@ -254,11 +251,7 @@ class _Ahead:
 
 
 def prepared(args: argparse.Namespace) -> StageLayouts | None:
-    """Return the pipeline stages in the arguments, and set the arguments of this rank's stage.
-
-    Raises:
-        ValueError: see `stages_of`.
-    """
+    """Return the pipeline stages in the arguments (see `stages_of`), and set this rank's sizes."""
     # arguments from a file (--yaml-cfg) do not include our arguments
     stages = stages_of(args, args.world_size) if getattr(args, "stage_layouts", None) else None
     if stages is None:

@@ -106,10 +106,7 @@ def _limited(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _numpy_load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `numpy.load` so that Megatron's modules cannot load pickled objects.
-
-    The index files of datasets contain arrays of numbers, so pickled objects are not needed.
-    """
+    """Wrap `numpy.load` so that Megatron's modules load arrays only, not pickled objects."""
     @functools.wraps(load)
     def call(file: Any, *args: Any, **options: Any) -> Any:
         if _is_unlimited():

@@ -35,10 +35,7 @@ from moe_plugin.training.resilience.skipped_steps import StepStart
 
 
 def of_stage(config: ObserveConfig) -> ObserveConfig:
-    """Return the `observe` settings for the current pipeline stage.
-
-    Only one process may write to a file, so all stages but the first write to separate files.
-    """
+    """Return the `observe` settings of this stage. Stages after the first write separate files."""
     stage = ps.get_pipeline_model_parallel_rank()
     return replace(config, jsonl=f"{config.jsonl}.stage{stage}") if (
         stage and config.jsonl) else config
@@ -155,11 +152,7 @@ def _change(chunk: Any, optimizer: Any, world: Comm) -> None:
 
 
 def check_replicas(args: argparse.Namespace) -> bool:
-    """Return True if the run is one of several replicas.
-
-    Raises:
-        ValueError: If an argument cannot be used together with replicas.
-    """
+    """Return True for one of several replicas. Unfit arguments raise a `ValueError`."""
     return is_replica(args.moe_lighthouse, args.moe_replica, lambda: REPLICAS.refuse(
         values_of(args, settings_from_flags(vars(args)))))
 

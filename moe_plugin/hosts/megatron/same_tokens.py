@@ -88,10 +88,7 @@ class StepClock:
         self.left: int | None = None
 
     def new_step(self, microbatches: int | None) -> bool:
-        """Return True in the first pass of a step. Call this method once per training pass.
-
-        microbatches: number of micro-batches per step, or None if it is unknown.
-        """
+        """Return True in the first pass of a step, given its number of micro-batches."""
         if microbatches is None:
             return False
         ended = self.left == 0
@@ -99,10 +96,7 @@ class StepClock:
         return ended
 
     def ended(self) -> bool:
-        """Return True once if a step has ended and `new_step` has not reported it.
-
-        Call this method before a checkpoint is written.
-        """
+        """Return True once after the end of a step that `new_step` has not reported."""
         ended, self.left = self.left == 0, None if self.left == 0 else self.left
         return ended
 

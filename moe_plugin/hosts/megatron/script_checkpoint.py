@@ -297,10 +297,7 @@ def _newest_number(root: str, iteration: int) -> int:
 
 
 def _track(root: str, newest: int | None) -> None:
-    """Write the iteration of the newest checkpoint to its file, or delete the file for None.
-
-    Only the first rank writes or deletes the file.
-    """
+    """Record the newest checkpoint's iteration on the first rank, or delete the file for None."""
     path = os.path.join(root, files.LATEST)
     if dist.get_rank() != 0:
         return

@@ -78,10 +78,7 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run]
 
 
 def stages_of(given: Mapping[str, Any]) -> MakePart:
-    """Return the function that builds one pipeline stage of the script's model.
-
-    Older scripts pass a model provider to Megatron. Newer scripts pass a builder.
-    """
+    """Return the function that builds a stage by the script's model provider or builder."""
     groups = given.get("pg_collection")
     described = getattr(given.get("cfg_container"), "model", None)
     if described is not None:
@@ -139,10 +136,7 @@ def progress_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save(given: Mapping[str, Any]) -> None:
-    """Write a checkpoint. This function replaces Megatron's `save_checkpoint`.
-
-    given: dict of the arguments of `save_checkpoint`, by name.
-    """
+    """Write a checkpoint, given the arguments of Megatron's `save_checkpoint` by name."""
     arguments, [model] = script_arguments(), given["model"]
     streamed_checkpoint.save(
         arguments["save"], model, given["optimizer"],

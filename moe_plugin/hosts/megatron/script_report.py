@@ -61,10 +61,7 @@ class ScriptReport:
         self._forget(args.get("consumed_train_samples") or 0)
 
     def begin(self) -> None:
-        """Log the first iteration, and prepare the message that a stopped run prints.
-
-        Call this method after the model has been loaded.
-        """
+        """Log the first iteration (of a loaded model), and prepare what a stopped run prints."""
         args, done = self.args, self.args.get("iteration") or 0
         self.done = self._begun = done
         if args.get("skip_train"):
@@ -216,10 +213,7 @@ def log_path(args: Mapping[str, Any]) -> str | None:
 
 def layer_records(recorder: StatsRecorder, iteration: int,
                   finds: bool = True) -> dict[str, Any]:
-    """Return the records of all layers since the last call. A collective operation.
-
-    finds: True to search the records for problems and log them.
-    """
+    """Return all layers' records, and log their problems (`finds`). A collective operation."""
     sums = recorder.reduce()
     recorder.write(iteration, sums)
     by_stage = gather_objects(sums, "the layers' records", ps.get_pipeline_model_parallel_group())

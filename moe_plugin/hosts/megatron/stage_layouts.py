@@ -67,11 +67,7 @@ class StageLayout:
 
 
 def parse(entries: Sequence[str]) -> list[StageLayout]:
-    """Parse entries such as "tp=2,ep=4", and return one layout per stage.
-
-    Raises:
-        ValueError: If an entry is not a list of sizes such as "tp=2,ep=4".
-    """
+    """Parse entries such as "tp=2,ep=4" to one layout per stage, or raise a `ValueError`."""
     return [_parse(entry) for entry in entries]
 
 

@@ -72,10 +72,7 @@ class Stages:
 
     def route(self: Any, hidden_states: Tensor,
               padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the gate weights [T, K] and int64 expert ids [T, K] of tokens [s, b, h].
-
-        padding_mask: bool tensor [b, s] that is True for padding tokens.
-        """
+        """Return gate weights [T, K] and int64 expert ids [T, K]. Padding is True in the mask."""
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
         info, moe = self._before_routing(hidden_states), self.moe
         traffic = TrafficMeter(moe.comm.counters)

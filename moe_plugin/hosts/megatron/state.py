@@ -118,10 +118,7 @@ def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any
 
 def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
                  offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
-    """Return the object that stores the tuner state, by key, or {} without a tuner.
-
-    offsets: leading axes that Megatron adds to the tensors, for example the layer axis.
-    """
+    """Return the object that stores the tuner state, by its key, or {} without a tuner."""
     tuner = tuner_state(moe)
     if tuner is None or not (moe.config.parallel.mode == "auto" or is_wrapped(
             "load", load_without_missing)):

@@ -104,10 +104,7 @@ class MegatronTrainer(StreamedTrainer):
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
-    """Inside the block, Megatron's tracker uses separate random states.
-
-    The separate states are seeded with random numbers from torch's generator.
-    """
+    """Inside the block, seed other states of Megatron's tracker from torch's generator."""
     before, cuda_states = get_cuda_rng_tracker().get_states(), {}
     first, *seeds = torch.randint(2**62, (1 + len(before),), device="cpu").tolist()
     for name, seed in zip(before, seeds, strict=True):
@@ -187,10 +184,7 @@ class StreamedModel(nn.Module):
         return ModelPart(part, self._calls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Record the arguments with which the forward step calls the model. Return an empty tensor.
-
-        The actual computation happens later, in `passes`.
-        """
+        """Record the forward step's call of the model for `passes`, and return an empty tensor."""
         self._calls.given.append(self._signature.bind(*args, **kwargs).arguments)
         return torch.zeros(0)
 

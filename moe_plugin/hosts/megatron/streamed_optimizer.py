@@ -210,10 +210,7 @@ def device_of_parts() -> torch.device:
 
 def torch_optimizer(args: argparse.Namespace, params: Sequence[nn.Parameter]
                     ) -> torch.optim.Optimizer:
-    """Create a torch optimizer with the same options and parameter groups that Megatron would use.
-
-    Vectors have a separate parameter group without weight decay.
-    """
+    """Create a torch optimizer like Megatron's, in which vectors have no weight decay."""
     kinds = [(1.0, [p for p in params if not is_vector(p)]),
              (0.0, [p for p in params if is_vector(p)])]
     groups = [{"params": chosen, "weight_decay": args.weight_decay * times, "wd_mult": times,

@@ -107,11 +107,7 @@ def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def timeout_of(settings: Mapping[str, Any]) -> float:
-    """Return the setting `comm.timeout_s`. `settings` is a dict of settings by dotted path.
-
-    Raises:
-        ValueError: If the timeout is out of bounds.
-    """
+    """Return `comm.timeout_s` of settings by dotted path, or raise a `ValueError`."""
     given = {path: settings[path] for path in ("comm.timeout_s",) if path in settings}
     return with_overrides(MoEConfig(), given).comm.timeout_s
 
@@ -158,10 +154,7 @@ def translate(native: Any, settings: Mapping[str, Any], *,
 
 
 def native_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Megatron that correspond to our settings, by attribute name.
-
-    Settings that have no corresponding argument are left out.
-    """
+    """Return Megatron's arguments (by attribute name) for those settings that have one."""
     settings = _without_open(settings)
     arguments = {name: settings[path] for path, name in _ATTRIBUTES.items()
                  if settings.get(path) or settings.get(path) is False}
@@ -284,8 +277,7 @@ def _losses(native: Any, given: Mapping[str, float] | None,
     if both:
         raise ValueError(
             f"losses.{both[0]}={short(extra[both[0]])} contradicts {short(weights[both[0]])} from "
-            "moe_aux_loss_coeff/moe_z_loss_coeff. "
-            "Use only one of the two.")
+            "moe_aux_loss_coeff/moe_z_loss_coeff. Use only one of the two.")
     if whole and given is None and not weights:
         return dict(MoEConfig().losses)
     return {**weights, **extra}
@@ -313,8 +305,7 @@ def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str
         if settings[path] != defaults[path]:
             raise ValueError(
                 f"{path}={short(settings[path])} cannot be used with Megatron's own router, which "
-                f"{', '.join(reasons)} requires. "
-                "Leave out one of the two.")
+                f"{', '.join(reasons)} requires. Leave out one of the two.")
 
 
 def refuse_unsupported(native: Any) -> None:

@@ -109,10 +109,7 @@ class _Ran:
 
 
 def _run(twin: nn.Module, width: int) -> _Ran | None:
-    """Call a module with random tokens.
-
-    Return None if the module raises an error, or if it returns a tensor with a different shape.
-    """
+    """Call a module with random tokens. Return None for errors or another shape."""
     parts: list[Any] = []
     watched = [*_linear_maps(twin), *(p for p in twin.modules() if isinstance(p, nn.Dropout))]
     hooks = [part.register_forward_hook(lambda part, *_: parts.append(part)) for part in watched]

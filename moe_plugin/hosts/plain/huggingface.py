@@ -67,10 +67,7 @@ class SwappedBlock(MoEBlock):
         self.family = family
 
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]  # transformers passes no mask
-        """Apply the MoE layer to `x`.
-
-        Return a tensor, or a tuple (tensor, None) if the model's block also returns router logits.
-        """
+        """Apply the layer to `x`. Return a tensor, or (tensor, None) if the model's block does."""
         y = super().forward(x)
         return (y, None) if self.family.pair else y
 
@@ -194,10 +191,7 @@ class _SaveTheirs:
 
 
 def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Hook before `load_state_dict` that converts tensors with `transformers` names.
-
-    The tensors can have either the names in the model or the names in its files.
-    """
+    """Hook before `load_state_dict` for tensors named as in the model or in its files."""
     (start, decoder), config = _decoder_in(model), _config_of(model)
     start, block = prefix + start, block_of(config)
     for index, layer in enumerate(decoder.layers):
@@ -271,11 +265,7 @@ def _checked(model: nn.Module) -> dict[str, Any]:
 
 
 def _decoder_in(model: nn.Module) -> tuple[str, Any]:
-    """Return the module that contains the decoder layers, and the prefix of its parameter names.
-
-    Raises:
-        AttributeError: If the model contains no `transformers` decoder.
-    """
+    """Return the module with the decoder layers and its prefix, or raise an AttributeError."""
     whole = cast(Any, model).get_decoder()
     decoder = next((module for module in whole.modules()
                     if isinstance(getattr(module, "layers", None), nn.ModuleList)), whole)

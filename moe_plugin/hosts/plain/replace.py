@@ -189,10 +189,7 @@ def _matches(match: Match, name: str, module: nn.Module) -> bool:
 
 
 class _FFNPart(nn.Module):
-    """The feed-forward network of an `nn.Transformer` layer as a separate module.
-
-    In torch, this network is a method of the layer.
-    """
+    """The feed-forward network of an `nn.Transformer` layer (a method in torch) as a module."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()

@@ -112,10 +112,7 @@ def _theirs(state: Mapping[str, Tensor], config: dict[str, Any]) -> Source:
 
 def _carry_back(moe: MoELayer, block: nn.Module, state: Mapping[str, Tensor],
                 config: dict[str, Any]) -> None:
-    """Freeze those parameters of the block that are frozen in the layer (see `_carry_frozen`).
-
-    state: dict of the layer's tensors, with all experts.
-    """
+    """Freeze the block's parameters like the layer's tensors `state` (see `_carry_frozen`)."""
     if all_alike(moe, block):
         return
     trains = {name: value.requires_grad for name, value in moe.named_parameters()}
@@ -133,6 +130,5 @@ def _load(block: nn.Module, view: Source) -> None:
     missing, unexpected = block.load_state_dict(values, strict=False)
     if missing or unexpected:
         raise CheckpointError(
-            f"the weights of {type(block).__name__} differ from those of this package's "
-            f"layer: {[*missing, *unexpected]}. Use a version of transformers that the extra `hf` "
-            "allows")
+            f"the weights of {type(block).__name__} differ from those of this package's layer: "
+            f"{[*missing, *unexpected]}. Use a version of transformers that the extra `hf` allows")

@@ -81,11 +81,7 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
 
 
 class BlockGradients:
-    """A callable for `StreamedTrainer` that reduces the gradients of one block over all ranks.
-
-    Args:
-        world: communicator of all data-parallel ranks.
-    """
+    """Reduces the gradients of one block over all ranks, for `StreamedTrainer`."""
 
     def __init__(self, world: Comm) -> None:
         self.world = world

@@ -24,11 +24,7 @@ _declared: list[torch.library.Library] = []  # torch removes a library without r
 
 
 def optional(module: str) -> Any:
-    """Import and return a module of timm or torchvision.
-
-    Raises:
-        ValueError: If the package is not installed. The message states which package to install.
-    """
+    """Return a module of timm or torchvision, or raise a `ValueError` that says what to install."""
     try:
         with _apart():
             importlib.import_module("torchvision")

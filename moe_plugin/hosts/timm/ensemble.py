@@ -112,10 +112,7 @@ class ClassHead(nn.Module):
         self.heads = heads
 
     def forward(self, stages: list[list[Tensor]]) -> Tensor:
-        """Compute the logits. stages: list with the features of each stage. Each element is a list
-        of the features of all members. If all members share the features, the inner list has a
-        single element.
-        """
+        """Compute logits from each stage's list of features (one, or one per member)."""
         pooled = [h_BHWD.mean((1, 2)) for h_BHWD in stages[-1]]
         if len(pooled) == 1:
             return self.heads(pooled[0])
@@ -142,10 +139,7 @@ class SegmentHead(nn.Module):
         self.decoders = nn.ModuleList(_Decoder(widths) for _ in range(decoders))
 
     def forward(self, stages: list[list[Tensor]]) -> Tensor:
-        """Compute the logits. stages: list with the features of each stage. Each element is a list
-        of the features of all members. If all members share the features, the inner list has a
-        single element.
-        """
+        """Compute logits from each stage's list of features (one, or one per member)."""
         features = [decoder([states[m % len(states)] for states in stages])
                     for m, decoder in enumerate(self.decoders)]
         separate = len(features) > 1

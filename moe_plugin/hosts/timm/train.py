@@ -251,10 +251,7 @@ class Trainer:
                 begun, images, total = time.perf_counter(), 0, torch.zeros(2)
 
     def loss_of(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor, int]) -> Tensor:
-        """Return this rank's loss of a step, and store it without router losses.
-
-        Averaged over all ranks, `loss` is the mean loss of all images in the step.
-        """
+        """Return the rank's loss of a step; the mean over ranks is that over the step's images."""
         x_BCSS, y, real_B, of_all = batch
         loss_B = self.task.losses(model(x_BCSS), y, training=True)
         # gradients are averaged over ranks: the factor gives each image of a short last step the

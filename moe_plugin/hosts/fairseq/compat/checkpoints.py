@@ -168,11 +168,7 @@ def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: An
 
 
 def _names(cfg: Any) -> dict[str, str | None]:
-    """Return the settings with checkpoint names in the form that fairseq requires.
-
-    Raises:
-        ValueError: If a named checkpoint does not exist.
-    """
+    """Return the settings with checkpoint names for fairseq, or raise a `ValueError`."""
     from moe_plugin.checkpoint.formats.fairseq import files
 
     names: dict[str, str | None] = {}
@@ -292,10 +288,7 @@ def _names_of_settings() -> set[str]:
 
 
 def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for `moe_...` settings unknown to this package and the checkpoint.
-
-    fairseq <= 0.12.3 silently ignores such settings.
-    """
+    """Raise a `ValueError` for unknown `moe_...` settings, which fairseq would ignore."""
     groups = [written.get("args"), *(dict(written.get("cfg") or {}).values())]
     known = _names_of_settings()
     for name in _names_in(overrides):

@@ -180,10 +180,7 @@ def _counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> An
 
 
 def _over_ranks(logged: Mapping[str, Any], count: int, evaluation: Evaluation) -> Any:
-    """Return the loss (bits per word) and perplexity of `eval_lm` over all ranks' words.
-
-    count: number of words on the current rank.
-    """
+    """Return the loss (bits per word) and the perplexity over the words of all ranks."""
     if evaluation.ranks == 1:
         return logged
     everyone = gather_objects((float(logged["loss"]) * count, count), "losses of an evaluation")

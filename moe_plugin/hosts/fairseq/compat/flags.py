@@ -79,10 +79,7 @@ def _for_evaluation(parser: Any) -> None:
 
 
 def _adding(add: Callable[[Any], None]) -> Callable[..., Any]:
-    """Wrap a function that builds a parser so that the parser gets additional flags.
-
-    fairseq <= 0.12.3 has no other way to add flags to a command.
-    """
+    """Wrap a function that builds a parser, so that the parser gets additional flags."""
     def make(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         parser = original(*args, **kwargs)
         add(args[0] if parser is None else parser)
@@ -108,10 +105,7 @@ def more_flags() -> None:
 
 
 def place_experts(state: dict[str, Any]) -> str | None:
-    """Copy the placement flags of the current command into the model settings of a checkpoint.
-
-    Returns: the value of `--moe-experts-on`, or None if the flag is not used.
-    """
+    """Copy the command's placement flags into a checkpoint's settings. Return the store."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _for_evaluation(parser)
     values, _ = parser.parse_known_args(sys.argv[1:])
@@ -242,10 +236,7 @@ _FULL = "HYDRA_FULL_ERROR"
 
 @patch
 def hydra_sees_fields() -> None:
-    """Register fairseq's dataclasses with Hydra again, with the fields that this package adds.
-
-    fairseq registers its dataclasses when it is imported, before the fields are added.
-    """
+    """Register fairseq's dataclasses with Hydra again, because fields were added later."""
     from fairseq.dataclass.initialize import hydra_init
 
     hydra_init()

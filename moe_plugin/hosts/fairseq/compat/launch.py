@@ -119,10 +119,7 @@ def _check_common(common: Any) -> None:
 
 @contextmanager
 def errors_of_use_in_one_line(cfg: Any = None) -> Iterator[None]:
-    """If this package raises an error in the block, exit with a one-line message.
-
-    cfg: all settings of fairseq, or None if they are not known yet.
-    """
+    """If this package raises an error in the block, exit with a one-line message."""
     try:
         yield
     except Exception as error:

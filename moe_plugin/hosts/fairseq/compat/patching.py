@@ -43,10 +43,7 @@ def replaces(*places: str) -> Callable[[_Function], _Function]:
 
 
 def replace(path_of_name: str, function: Callable[..., Any]) -> None:
-    """Replace a single function in fairseq. See `replaces`.
-
-    `fairseq_cli.train` may have imported the function by name, so it is also replaced there.
-    """
+    """Replace one function in fairseq, also in `fairseq_cli.train`. See `replaces`."""
     path, _, name = path_of_name.rpartition(".")
     owner = resolve_name(f"fairseq.{path}")
     original = getattr(owner, name)
@@ -77,10 +74,7 @@ def apply(module: ModuleType) -> None:
 
 
 class Overlay(ModuleType):
-    """A copy of a module or object in which some names are replaced.
-
-    Code that uses the overlay sees the replacements. The original module or object does not change.
-    """
+    """A module or object with some replaced names, for code that uses the overlay."""
 
     def __init__(self, module: Any, **names: Any) -> None:
         super().__init__(getattr(module, "__name__", type(module).__name__))
@@ -163,10 +157,7 @@ def use_trainer(trainer: type) -> None:
 
 
 def tell_of_validations() -> None:
-    """After each validation, call the trainer's method `validated` with the results.
-
-    fairseq 0.12.2 passes only the batches of a validation to the trainer, not the results.
-    """
+    """Pass each validation's results (not only batches) to the trainer's `validated`."""
     train = sys.modules.get("fairseq_cli.train")
     stats_of = getattr(train, "get_valid_stats", None)
     if train is None or stats_of is None:

@@ -97,20 +97,14 @@ def hydra_of_its_time() -> None:
 
 @patch
 def loaders_that_end() -> None:
-    """Stop the run with an error if a data loader worker (`--num-workers`) cannot deliver a batch.
-
-    torch 2.6 to 2.13 would wait forever for this batch.
-    """
+    """Stop the run if a loader's worker cannot deliver a batch, for which torch waits forever."""
     report_lost_batches()
 
 
 @replaces("distributed.utils.all_gather_list")
 def gather_lists_without_cuda(original: Callable[..., Any], data: Any, group: Any = None,
                               max_size: int = 16384) -> list[Any]:
-    """Gather Python objects from all ranks without CUDA.
-
-    fairseq <= 0.12.3 uses `torch.cuda.ByteTensor` to gather objects.
-    """
+    """Gather Python objects without CUDA, which fairseq <= 0.12.3 requires."""
     from fairseq.distributed import utils
 
     if torch.cuda.is_available() and dist.get_backend(group) == "nccl":
@@ -204,10 +198,7 @@ def follow_parameters(wrapped: Any, optimizer: Any,
 
 
 def shards_optimizer_state(cfg: Any) -> bool:
-    """Return True if fairseq's settings request sharding of the optimizer state.
-
-    The optimizer state is sharded with `--ddp-backend fully_sharded` and with `--zero-sharding os`.
-    """
+    """Return True if `fully_sharded` or `--zero-sharding os` shards optimizer state."""
     settings = cfg.distributed_training
     return settings.ddp_backend == "fully_sharded" or settings.zero_sharding == "os"
 
@@ -228,10 +219,7 @@ class _HostScalar(torch.Tensor):
 
 @patch
 def skipped_steps_without_cuda() -> None:
-    """After a gradient overflow, skip the step without using CUDA.
-
-    fairseq <= 0.12.3 calls `torch.tensor(0.0).cuda()` even on machines without CUDA.
-    """
+    """Skip a step after an overflow without CUDA, which fairseq <= 0.12.3 calls."""
     from fairseq import trainer
 
     if not torch.cuda.is_available():

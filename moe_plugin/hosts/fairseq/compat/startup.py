@@ -111,10 +111,7 @@ def _install() -> None:
 
 
 def boot() -> None:
-    """Install the module finder. The `.pth` file calls this function when Python starts.
-
-    Further calls have no effect.
-    """
+    """Install the module finder once. The `.pth` file calls this when Python starts."""
     if "fairseq" not in sys.modules and not any(
             isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

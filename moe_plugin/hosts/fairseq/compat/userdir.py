@@ -180,10 +180,7 @@ def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
 
 @patch
 def group_in_hydra() -> None:
-    """Register the Hydra config group `moe` (node `base`) for `fairseq-hydra-train`.
-
-    The group is registered early, because Hydra needs it before fairseq imports a user directory.
-    """
+    """Register the Hydra group `moe` early, before fairseq imports a user directory."""
     from fairseq.dataclass.configs import FairseqConfig
 
     from moe_plugin.config import register_hydra
@@ -195,10 +192,7 @@ def group_in_hydra() -> None:
 @replaces("models.build_model")
 def models_of_the_user_dir(original: Callable[..., Any], cfg: Any, *args: Any,
                            **kwargs: Any) -> Any:
-    """Raise an error if a model with experts is used without the user directory.
-
-    Without this check, fairseq 0.12.2 fails with a KeyError or a list of unexpected parameters.
-    """
+    """Raise a clear error if a model with experts is used without the user directory."""
     name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None) or ""
     if "moe_plugin.hosts.fairseq.registered" not in sys.modules and (
             name.startswith("moe_") or any(getattr(cfg, freq, 0) for freq in _FREQUENCIES)):

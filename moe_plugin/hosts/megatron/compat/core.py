@@ -268,10 +268,7 @@ def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[A
 
 
 def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Copy the spec of a layer, block or hybrid stack, and apply `change` to the submodules.
-
-    `change(name, value)` is called for each submodule of a layer and for the norm of a block.
-    """
+    """Copy a spec with `change(name, value)` of each layer's submodules and each block's norm."""
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [changed_spec(layer, change) for layer in spec.layer_specs]
         return replace(spec, layer_specs=layers, layer_norm=change("layer_norm", spec.layer_norm))
@@ -304,10 +301,7 @@ def with_engine(wanted: bool | None) -> bool:
 
 
 def gpt_moe_layer_spec(transformer_engine: bool | None, grouped: bool = False) -> Any:
-    """Return Megatron's own spec of a GPT layer with MoE, for any number of experts.
-
-    grouped: True to build the spec for `moe_grouped_gemm`.
-    """
+    """Return Megatron's spec of a GPT layer with MoE (`grouped`: with `moe_grouped_gemm`)."""
     make = (gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
             if with_engine(transformer_engine) else gpt_layer_specs.get_gpt_layer_local_spec)
     return make(num_experts=1, moe_grouped_gemm=grouped)
@@ -328,10 +322,7 @@ def chosen_layers(choose: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
 
 def gpt_block_spec(config: Any, transformer_engine: bool | None,
                    vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return Megatron's spec for the layers of the current pipeline stage, according to `config`.
-
-    vp_stage: index of the virtual pipeline stage, or None if there are no virtual stages.
-    """
+    """Return Megatron's spec for the layers of this (virtual) pipeline stage."""
     return gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=with_engine(transformer_engine),
         normalization=config.normalization,

@@ -250,8 +250,7 @@ def _norm() -> None:
 
 
 @_patch("transformer.moe.moe_utils.te_general_gemm", "0.14 to 0.16",
-        "the native router reads this name, which exists only "
-        "with Transformer Engine")
+        "the native router reads this name, which exists only with Transformer Engine")
 def _te_gemm() -> None:
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):

@@ -191,10 +191,7 @@ def without_row(settings: Iterable[str], rows: Mapping[str, Row] = FIELDS) -> li
 
 
 def refuse_by_row(values: Any, rows: Mapping[str, Row] = FIELDS) -> None:
-    """Raise a `ValueError` for the first setting whose value is rejected by its row in the table.
-
-    values: a `TransformerConfig`, or an object whose attributes are the script's arguments.
-    """
+    """Raise a `ValueError` for the first value, in a config or arguments, that its row rejects."""
     for name in names(By.REFUSED, rows):
         value, row = setting(values, name), rows[name]
         if not row.takes(value):
@@ -203,10 +200,7 @@ def refuse_by_row(values: Any, rows: Mapping[str, Row] = FIELDS) -> None:
 
 
 def refuse_unknown(native: Any) -> None:
-    """Raise a `ValueError` for an expert-related setting without a row and its default value.
-
-    Without this check, the MoE layer of this package would silently ignore the setting.
-    """
+    """Raise a `ValueError` for an expert-related setting that our layer would silently ignore."""
     by_name = {field.name: field for field in dataclasses.fields(native)}
     for name in without_row(by_name):
         default, value = _default(by_name[name]), getattr(native, name)
@@ -267,10 +261,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def refuse_unknown_balance(native: Any) -> None:
-    """Raise a `ValueError` for a load-balancing type that Megatron's router does not support.
-
-    Megatron would silently ignore an unsupported type, so the load would not be balanced.
-    """
+    """Raise a `ValueError` for a load-balancing type that Megatron would silently ignore."""
     known = balance_kinds(native)
     for name in as_list(native.moe_router_load_balancing_type):
         if name not in known:
@@ -281,10 +272,7 @@ def refuse_unknown_balance(native: Any) -> None:
 
 
 def refuse_unmatched_balance(native: Any) -> None:
-    """Raise a `ValueError` unless there is one coefficient for each load-balancing type.
-
-    native: Megatron's `TransformerConfig`, or the arguments from which it is built.
-    """
+    """Raise a `ValueError` unless there is one coefficient for each load-balancing type."""
     kinds, weights = native.moe_router_load_balancing_type, native.moe_aux_loss_coeff
     count, given = len(as_list(kinds)), len(as_list(weights))
     if count != given:

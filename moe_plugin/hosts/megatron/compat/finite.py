@@ -49,11 +49,7 @@ class PreparedGradients:
         self._update_scale = _share_scaler(optimizer)
 
     def __call__(self) -> bool:
-        """Prepare the gradients. All ranks must call this method, because it runs collectives.
-
-        Raises:
-            FloatingPointError: see `FiniteSteps`.
-        """
+        """Prepare the gradients (collective). Raises a `FloatingPointError` like `FiniteSteps`."""
         bad, run = self._prepare() or not self.loss_is_finite, self._run()
         self.loss_is_finite = True
 

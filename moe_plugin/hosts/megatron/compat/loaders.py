@@ -35,10 +35,7 @@ def refuse_empty_splits() -> None:
 
 
 def replace_tokenizer_builder(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function that builds a tokenizer from a metadata file.
-
-    This function does nothing in Megatron 0.15, which does not support metadata files.
-    """
+    """Replace the function that builds a tokenizer from metadata (from Megatron 0.16 on)."""
     with suppress(ImportError):
         tokenizers = importlib.import_module("megatron.core.tokenizers.megatron_tokenizer")
         built = tokenizers.MegatronTokenizer

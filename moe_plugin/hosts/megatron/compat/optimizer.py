@@ -21,18 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_vector(parameter: Tensor) -> bool:
-    """Return True if Megatron's optimizers must treat a parameter as a vector.
-
-    Expert biases are stacks of vectors, and are therefore treated as vectors.
-    """
+    """Return True for vectors and stacks of vectors, which optimizers treat alike."""
     return parameter.dim() == 1 or is_expert(parameter) and parameter.dim() == 2
 
 
 def counts_in_norm(parameter: Tensor) -> bool:
-    """Return True if the current rank's slice of a parameter contributes to the gradient norm.
-
-    If several tensor-parallel ranks store the same slice, it contributes on only one of them.
-    """
+    """Return True on one of the ranks that store the same slice of a parameter."""
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
     return param_is_not_tensor_parallel_duplicate(parameter)

@@ -85,10 +85,7 @@ def follow_groups(model: nn.Module, collection: Any, size: int) -> None:
 
 
 def rewrap(chunk: Any) -> None:
-    """Recreate the gradient buffers of a `DistributedDataParallel` for its current parameters.
-
-    The `DistributedDataParallel` object itself is not replaced.
-    """
+    """Recreate a `DistributedDataParallel`'s gradient buffers, in place, for its parameters."""
     chunk.grad_accs.clear()  # with their hooks
     new = type(chunk)(config=chunk.config, ddp_config=chunk.ddp_config, module=chunk.module)
     attributes = vars(new)  # shared, so that the new hooks see changes of the old object

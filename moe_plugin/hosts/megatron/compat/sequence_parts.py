@@ -47,10 +47,7 @@ _inside: ContextVar[bool] = ContextVar("moe_plugin_inside_mtp", default=False)
 
 
 def is_mtp_layer(extra: dict[str, Any]) -> bool:
-    """Return True if an MoE layer built with these arguments belongs to multi-token prediction.
-
-    Some Megatron versions do not pass this information to layers.
-    """
+    """Return True if an MoE layer belongs to multi-token prediction, in any Megatron version."""
     return is_told(extra) or prediction_of(extra) is not None
 
 
@@ -228,10 +225,7 @@ def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
 
 
 def _packed(given: dict[str, Any], packed: Any, parts: int, causal: bool, window: Any) -> None:
-    """Convert packed sequences [t, heads, channels] to one sequence [t, 1, heads, channels].
-
-    A mask prevents attention between different documents.
-    """
+    """Convert packed sequences to one sequence [t, 1, heads, channels] with a document mask."""
     if window is not None:  # Megatron would replace our mask by the window's mask
         raise ValueError(
             f"window_size={window} with packed sequences needs the attention of Transformer "

@@ -76,10 +76,7 @@ def cuda_graphs(config: Any) -> str | None:
 
 
 def script_arguments() -> dict[str, Any]:
-    """Return the parsed arguments of Megatron's own training script, or {} if it is not running.
-
-    The dict is also empty if only megatron-core is installed.
-    """
+    """Return the arguments that Megatron's own training script has parsed, or {} without it."""
     state = sys.modules.get("megatron.training.global_vars")
     arguments = getattr(state, "_GLOBAL_ARGS", None)
     return {} if arguments is None else vars(with_known_names(arguments))
@@ -107,10 +104,7 @@ def tokens_of_call() -> int | None:
 
 
 def parsed_defaults() -> dict[str, Any]:
-    """Return a dict from each argument that differs from its default value to the default value.
-
-    Only arguments that the script's parser defines have known defaults.
-    """
+    """Return the default of each argument of the script whose value differs from it."""
     values, changed = script_arguments(), dict[str, Any]()
     # `get_default` is avoided, because it searches a thousand arguments for each name
     for parser in _parsers:
@@ -141,10 +135,7 @@ def given_settings() -> dict[str, tuple[str, str]]:
 
 
 def megatrons_own(names: Iterable[str]) -> list[str]:
-    """Return the argument names in `names` that Megatron's own training code defines.
-
-    The list is empty if no parser created by Megatron was recorded.
-    """
+    """Return those of `names` that Megatron's own training code defines."""
     return [name for name in names if name in _own]
 
 
@@ -247,11 +238,7 @@ def keep_compiled_helpers() -> None:
 
 
 def compile_helpers(folder: Path) -> None:
-    """Compile the dataset helpers of a Megatron source checkout for the current Python.
-
-    Raises:
-        ValueError: If a package or compiler is missing.
-    """
+    """Compile Megatron's dataset helpers. A missing package or compiler raises a `ValueError`."""
     what = f"Megatron's dataset helpers in {short(str(folder))}, which the first run compiles,"
     if importlib.util.find_spec("pybind11") is None:
         raise ValueError(f"{what} need the package pybind11. Install it with "

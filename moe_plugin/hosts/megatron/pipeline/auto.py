@@ -107,10 +107,7 @@ class MeasuredStep(Step):
 
 
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes of all tensor storages that autograd saves, except those of parameters.
-
-    A storage that is saved several times is counted once.
-    """
+    """Counts the bytes of all storages that autograd saves, once each, without parameters."""
 
     def __init__(self) -> None:
         self._storages: dict[int, int] = {}

@@ -61,10 +61,7 @@ class Receiver:
 
 
 class Sender:
-    """Sends tensors asynchronously to a neighbouring stage in one direction.
-
-    Each tensor is kept in memory until it has been sent.
-    """
+    """Sends tensors asynchronously in one direction, and keeps them until they are sent."""
 
     def __init__(self, target: int, group: Any, tag: int, what: str) -> None:
         self.target, self.group, self.tag, self.what = target, group, tag, what
@@ -169,10 +166,7 @@ class Step:
         self.links = Links(group, gradients, *self.travelling(), config.pipeline_dtype, self.device)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
-        """Return the shapes of the activations and of the gradients that this stage receives.
-
-        Both lists are in the order in which the passes run.
-        """
+        """Return the shapes of the received activations and gradients, in the order of passes."""
         received, sent = self.shapes()
         return [received] * self.batches, [sent] * self.batches
 

@@ -35,11 +35,7 @@ _NOT_CUT = ("decoder_input", "inference_context", "inference_params", "packed_se
 
 
 def check_model(model: Any, config: Any) -> Any:
-    """Check that a GPT model supports slices, and return the model without its wrappers.
-
-    Raises:
-        ValueError: If a module of the model or one of Megatron's settings does not support slices.
-    """
+    """Return a GPT model without wrappers, or raise a `ValueError` if slices do not fit it."""
     SLICES.refuse(values_of_schedule(NAME, config))
     bare = core.bare(model)
     positions = getattr(bare, "position_embedding_type", None)  # of GPT models
@@ -194,10 +190,7 @@ class SliceStep(Step):
         self.seconds: Seconds = defaultdict(list)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
-        """Return the shapes of the activations and gradients that this stage receives. See `Step`.
-
-        For each micro-batch, the gradients of the slices arrive in reverse order.
-        """
+        """Return the shapes (see `Step`). A micro-batch's gradients arrive in reverse order."""
         (length, *received), (_, *sent) = self.shapes()
         ranks = self.starts[-1] // length  # number of tensor-parallel ranks that share a sequence
         lengths = [part // ranks for part in self.slices]

@@ -61,17 +61,11 @@ class SliceTrials:
         self._seconds: Seconds = defaultdict(list)
 
     def knows(self, length: int) -> bool:
-        """Return True if this object can select slices for sequences of this length.
-
-        While trials are running, only sequences of the length that is being measured are supported.
-        """
+        """Return True for sequences of this length: the measured one, or any after the trials."""
         return self.chosen is not None or length == self.length
 
     def next(self, length: int) -> tuple[tuple[int, ...], bool]:
-        """Return the slices of the next step, and whether the passes of the step must be timed.
-
-        length: length of the sequences in this step, in tokens.
-        """
+        """Return the slices of a step with this length, and whether passes must be timed."""
         if self.chosen is not None:
             self._checks.calls += 1
             return self._best_of(length), length == self.length and self._checks.due()

@@ -59,10 +59,9 @@ def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
     _check(rank, targets, rank_pattern or {})
     layers = dict(_layers(model))
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no MoELayer with experts to adapt."
-                         " Call swap_moe_blocks(model) or replace_ffn(model) first. For a "
-                         "transformers model that keeps its own experts, use peft's "
-                         "target_parameters")
+        raise ValueError(f"{type(model).__name__} has no MoELayer with experts to adapt. Call "
+                         "swap_moe_blocks(model) or replace_ffn(model) first. For a transformers "
+                         "model that keeps its own experts, use peft's target_parameters")
     made = {name: ExpertRanks(_ranks(name, layer, rank, targets, experts, rank_pattern or {}),
                               dict.fromkeys(TARGETS.values(), alpha), use_rslora, use_dora)
             for name, layer in layers.items()}
@@ -193,11 +192,7 @@ def merge_lora(model: nn.Module, keep: bool = False) -> None:
 
 
 def unmerge_lora(model: nn.Module) -> None:
-    """Undo `merge_lora(model, keep=True)` up to rounding errors.
-
-    Raises:
-        ValueError: If the adapters are not merged.
-    """
+    """Undo `merge_lora(model, keep=True)` up to rounding, or raise a `ValueError`."""
     for name, layer in adapted_layers(model).items():
         built = layer.experts
         assert isinstance(built, FFNExperts) and built.adapters is not None

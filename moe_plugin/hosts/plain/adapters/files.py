@@ -84,11 +84,7 @@ def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, MoELayer]:
-    """Return a dict of all layers that have adapters, by name.
-
-    Raises:
-        ValueError: If the model has no adapters.
-    """
+    """Return all layers with adapters by name, or raise a `ValueError` without any."""
     layers = {name: layer for name, layer in named_layers_in(model).items()
               if isinstance(layer.experts, FFNExperts) and layer.experts.adapters is not None}
     if not layers:
