@@ -255,9 +255,7 @@ def check_hf_options(p: argparse.ArgumentParser) -> None:
 def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
     """Print a note if a model refers to Python code, which is never executed.
 
-    Raises:
-        ValueError: If the configuration refers to code in a different repository, because
-            transformers would download and run that code.
+    Raises: ValueError: For code of another repository, which transformers would run.
     """
     for name, value in config.items():
         if name.endswith("_implementation") and "/" in str(value):

@@ -89,12 +89,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Write a figure to a .png or .svg file and close the figure.
+    """Write a figure to a .png or .svg file, identically for equal plots, and close the figure.
 
-    The file contains no dates or random identifiers, so equal plots produce identical files.
-
-    Raises:
-        ValueError: If the suffix is neither .png nor .svg, or if the file cannot be written.
+    Raises: ValueError: If the suffix is neither .png nor .svg, or if the file cannot be written.
     """
     content, suffix = io.BytesIO(), check_figure(path)
     if figure.get_layout_engine() is None:

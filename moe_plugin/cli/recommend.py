@@ -156,11 +156,9 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
 def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: torch.device,
               grid: tuple[int, int], memory: float) -> tuple[MeasuredNetwork | None,
                                                              Processor | None]:
-    """Return the measurements stored in the folder of rank 0 if they can be reused. Otherwise,
-    measure the network and the processor, and store the results.
+    """Measure and store the network (of several ranks) and the processor, or reuse measurements.
 
-    Reused measurements are returned only on rank 0. The network is not measured if there is only
-    one rank.
+    Reused measurements of the folder of rank 0 are returned only on rank 0.
     """
     from moe_plugin.cli.measure.own_cluster import (
         about_network,

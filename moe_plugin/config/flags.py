@@ -192,12 +192,9 @@ def _in_file(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_value(spec: FlagSpec, text: Any) -> Any:
-    """Convert the string given for a flag to the type of its setting.
+    """Convert the string given for a flag (`none`, a number, `name=number,...`) to its type.
 
-    The string `none` is converted to None. A mapping is written as `name=number,...`.
-
-    Raises:
-        ValueError: If the string cannot be converted to the type of the setting.
+    Raises: ValueError: If the string cannot be converted to the type of the setting.
     """
     if not isinstance(text, str):
         return text
@@ -222,13 +219,9 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
 
 
 def flag_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the flags that set these settings, as text. The inverse of `parse_value`.
+    """Return the text of the flags that set these settings, by `FlagSpec.dest`.
 
-    Settings without a flag are omitted.
-
-    Args:
-        settings: values by dotted path.
-    Returns: The string to pass to each flag, by `FlagSpec.dest`.
+    This is the inverse of `parse_value`. Settings without a flag are omitted.
     """
     specs = {spec.path: spec for spec in setting_specs()}
     return {specs[path].dest: _text(value) for path, value in settings.items() if path in specs}
@@ -275,11 +268,7 @@ def config_from_flags(values: Mapping[str, Any],
 def run_from_flags(values: Mapping[str, Any]) -> RunConfig:
     """Build the settings of a run from the defaults, the `--moe-config` file and the flags.
 
-    Args:
-        values: parsed values of the flags, by `FlagSpec.dest`. A flag whose value is missing or
-            None is treated as not given.
-    Raises:
-        ValueError: If a setting is invalid, as in `config_from_flags`.
+    The arguments and errors are those of `config_from_flags`.
     """
     return run_config({**file_settings(values), **settings_from_flags(values)})
 

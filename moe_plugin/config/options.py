@@ -54,13 +54,9 @@ _UNREAD: ContextVar[set[str] | None] = ContextVar("settings that nothing reads",
 
 @contextmanager
 def unread_allowed() -> Iterator[set[str]]:
-    """Inside the block, collect settings that have no effect, without raising errors.
+    """Inside the block, collect the paths of settings that have no effect, without raising errors.
 
-    Use this context for settings that were read from a file and may still be overridden by flags,
-    and for the settings of a finished run.
-
-    Yields: The set of dotted paths of all settings that have no effect, which grows while the block
-        runs.
+    Settings of a file may still be overridden, and those of a finished run cannot be changed.
     """
     token = _UNREAD.set(met := set[str]())
     try:

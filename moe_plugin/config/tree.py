@@ -175,9 +175,7 @@ _Tree = TypeVar("_Tree", MoEConfig, RunConfig)
 def from_dict(values: Mapping[str, Any]) -> MoEConfig:
     """Build and validate the settings of a layer from plain nested values.
 
-    Raises:
-        ValueError: If a key is unknown, a value is invalid, or a setting belongs to the settings of
-            a run. The message contains the key, the allowed values and a remedy.
+    Raises: ValueError: If a key is unknown or a setting of a run, or a value is invalid.
     """
     return _build(MoEConfig, values)
 
@@ -271,9 +269,7 @@ def without_hosts(values: Mapping[str, Any]) -> dict[str, Any]:
 def describes_layers(settings: Mapping[str, Any]) -> bool:
     """Return whether the paths fully specify a layer (include `num_experts`).
 
-    With `num_experts`, missing settings for routing, losses, dispatch and capacity get the defaults
-    of `MoEConfig` in every host. Without `num_experts`, missing settings get the host's own
-    arguments and defaults.
+    Missing settings then have the defaults of `MoEConfig`, instead of the host's own.
     """
     return "num_experts" in settings
 

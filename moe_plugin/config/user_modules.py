@@ -12,13 +12,9 @@ from moe_plugin.utils.messages import short
 
 
 def import_user_modules(names: str | None) -> None:
-    """Import each module of a comma-separated list, once per process.
+    """Import each module (a dotted name, or a path of a `.py` file) of a comma-separated list once.
 
-    Args:
-        names: optional. Comma-separated list of module names in dotted form or paths of `.py`
-            files.
-    Raises:
-        ValueError: If importing a module raises any exception, which the message then contains.
+    Raises: ValueError: If importing a module raises any exception, which the message contains.
     """
     for name in (part.strip() for part in (names or "").split(",")):
         if not name:

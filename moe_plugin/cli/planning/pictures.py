@@ -242,9 +242,8 @@ def _legend(rates: Sequence[Fraction], x: float, y: float, has_switches: bool, h
 def trees_picture(schedule: Schedule, top: float) -> tuple[str, float]:
     """Draw up to `PANELS` trees below `top`. Return the SVG text and its lower edge.
 
-    The root of a tree is on the left, and each column contains the ranks at the same number of hops
-    from the root. Ranks are labelled with their numbers, and each edge has the color of its slowest
-    link.
+    A tree grows from its root on the left, with a column for each number of hops. Each edge has the
+    color of its slowest link.
     """
     chosen = _chosen(schedule.trees)
     rates = sorted({w.bandwidth for w in schedule.network.wires}, reverse=True)

@@ -41,9 +41,8 @@ class FairseqGroups:
 class MeasuredComm(TorchComm):
     """A `TorchComm` that can measure the time spent exchanging rows, or skip the exchange.
 
-    The flags `--record-a2a-perf-stats` and `--dummy-a2a` use this class. For every exchange, the
-    time on the host is measured. On a CUDA device, the time between two events is measured as well.
-    Views of this group (created by `with_tag`) add their times to the same totals.
+    It implements `--record-a2a-perf-stats` and `--dummy-a2a`. Times are those on the host, and
+    between two events on a CUDA device. Views of the group (`with_tag`) add to the same totals.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, measured: bool,
@@ -162,10 +161,8 @@ class Evaluation:
     def expert_ranks(self, experts: int) -> int:
         """Return the number of ranks that share one copy of a model's experts.
 
-        By default, this is the greatest common divisor of the numbers of ranks and experts.
-
-        Raises:
-            ValueError: If the number of ranks that the user requests is invalid.
+        This is the requested number, or the greatest common divisor of ranks and experts.
+        Raises: ValueError: If the requested number is invalid.
         """
         if not self.asked:
             return math.gcd(self.ranks, experts)

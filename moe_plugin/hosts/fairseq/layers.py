@@ -183,20 +183,16 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
 def _counts(layer: nn.Module) -> bool:
     """Return True if the statistics of the current forward pass are recorded.
 
-    With activation recomputation, a layer runs twice per step, but only one of the two passes is
-    recorded. With reentrant checkpoints, the second pass is recorded, because the first pass
-    computes no gradients.
+    A recomputed layer runs twice per step. With reentrant checkpoints, the second pass is recorded.
     """
     return layer.training and torch.is_grad_enabled() and not replaying()
 
 
 class _MoEMixin:
-    """Mixin that makes fairseq's inline code for the feed-forward network call the experts.
+    """Mixin that makes fairseq's inline code `fc2(dropout(act(fc1(x))))` call the experts.
 
-    fairseq computes `fc2(dropout(act(fc1(x))))`. `forward` returns the gate loss as its last
-    output, so that the loss has a gradient when activation checkpointing is used. Before fairseq
-    uses the outputs, a hook removes the gate loss from them. The hook stores the loss in
-    `gate_loss`, where the criterion reads it.
+    `forward` returns the gate loss as its last output, so that it has a gradient with activation
+    checkpointing. A hook then moves it to `gate_loss`, where the criterion reads it.
     """
 
     def _become_moe(self: Any, settings: LayerSettings) -> None:

@@ -49,11 +49,9 @@ TRANSLATION_MODELS = {
 
 
 def set_missing(args: Any, values: dict[str, Any]) -> None:
-    """Set the arguments that the user did not pass.
+    """Set the arguments that the user did not pass, in a Namespace or, with a model, a DictConfig.
 
-    args: a Namespace while fairseq parses the command line, and a DictConfig while fairseq builds
-        the model. The attributes of a DictConfig must not be set through `vars(args)`, because such
-        attributes would hide the values that the user passed.
+    Attributes set through `vars` of a DictConfig would hide the values that the user passed.
     """
     for name, value in values.items():
         if name not in args:

@@ -262,12 +262,9 @@ class FileTurns(StepVotes):
         return shared + self.ballots.sharing.all_reduce(experts)
 
     def check_norm(self, norm: Tensor) -> None:
-        """Warn if ranks differ from the majority's gradient norm. A collective operation.
+        """Warn if ranks differ from the majority's gradient norm, in place of fairseq's own check.
 
-        This method replaces fairseq's check that all ranks have the same norm.
-
-        Raises:
-            FloatingPointError: On all ranks, if there is no majority.
+        Raises: FloatingPointError: On all ranks, if there is no majority. A collective operation.
         """
         norms_K = self.ballots.comm.all_gather(norm.detach().double().view(1)).cpu()
         # the median is the norm of the majority, if there is one

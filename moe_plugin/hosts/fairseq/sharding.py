@@ -158,13 +158,9 @@ class _ShardedOptimizer:
 
 
 def reduce_replicas(optimizer: Any, reducer: Callable[[], ReplicaReducer | None]) -> None:
-    """Make a fairseq optimizer, in place, average the gradients of expert replicas.
+    """Make a fairseq optimizer, in place, average the gradients of expert replicas with dense ones.
 
-    The gradients of replicas are averaged at the point where fairseq reduces the dense gradients.
-
-    Args:
-        optimizer: the optimizer.
-        reducer: function that returns the current gradient reducer, or None without replicas.
+    reducer: function that returns the current gradient reducer, or None without replicas.
     """
     reduce = optimizer.all_reduce_grads
 

@@ -173,10 +173,9 @@ def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -
 def _branch_base(args: Any, chosen_k: set[int], own_dispatch: bool) -> dict[str, Any]:
     """Translate the branch's flags to settings of this package.
 
-    In the branch, an expert has `2*ceil(S/E)` slots for top-2 and `ceil(S/E)` slots for top-1. For
-    top-2 and for top-1, this corresponds to a capacity factor of 1. During evaluation, an expert
-    has `ceil(fraction*S)` slots. The branch normalizes top-2 weights after tokens are dropped, and
-    does not normalize the top-1 weight.
+    In the branch, an expert has `k*ceil(S/E)` slots, which is a capacity factor of 1, and in
+    evaluation `ceil(fraction*S)`. Top-2 weights are normalized after tokens are dropped; top-1
+    weights are not.
     """
     before = setting(args, "moe_normalize_gate_prob_before_dropping", False)
     base: dict[str, Any] = {
@@ -260,10 +259,8 @@ def masks_padding(args: Any, config: MoEConfig) -> bool:
 def gradient_factor(args: Any, world: int) -> float:
     """Return the factor by which the gradients of experts are multiplied.
 
-    fairseq multiplies all gradients by `W / sample_size`, where `W` is the number of ranks. Before
-    this multiplication, the gradients of shared parameters have been divided by `W`. The gradient
-    of an expert is a sum over all ranks. The factor therefore divides the gradient of an expert by
-    `W`, or by the square root of `W` with `--moe-normalize-expert-grad sqrt_world_size`.
+    fairseq multiplies gradients by `W / sample_size` for W ranks. Shared parameters' gradients were
+    divided by `W` before, so experts' sums over ranks are, too, or by its square root if requested.
     """
     rule = setting(args, "moe_normalize_expert_grad", "world_size")
     if rule not in ("world_size", "sqrt_world_size"):

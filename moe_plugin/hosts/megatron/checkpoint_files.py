@@ -155,11 +155,7 @@ def readable(path: str) -> Iterator[None]:
 def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
     """Call `work`, which reads a checkpoint, on the first rank and return the result on all ranks.
 
-    This is a collective operation.
-
-    Raises:
-        ValueError: On all ranks, if `work` failed on the first rank. `unreadable` converts errors
-            of other types to a `ValueError`.
+    This is a collective operation. Errors become a `ValueError` (see `unreadable`) on all ranks.
     """
     result: Any = None
     error: ValueError | None = None
@@ -326,13 +322,10 @@ def latest(root: str) -> int | None:
 
 def newest_whole(root: str, iteration: int, verified: Callable[[str], dict[str, Any]] | None = None
                  ) -> tuple[str, dict[str, Any]]:
-    """Find the newest intact checkpoint that was saved no later than an iteration, and return its
-    folder and description. This is a collective operation.
+    """Return folder and description of the newest intact checkpoint up to an iteration. Collective.
 
-    verified: function that verifies the checkpoint in a folder and returns the description of the
-        checkpoint. Defaults to `verified_meta`.
-    Raises:
-        CheckpointError: If no checkpoint is intact.
+    verified: function that verifies the checkpoint in a folder. Defaults to `verified_meta`.
+    Raises: CheckpointError: If no checkpoint is intact.
     """
     verified = verified or verified_meta
     try:

@@ -23,13 +23,9 @@ BYTE_VOCABULARY = 257
 
 
 def documents(path: str) -> Iterator[bytes]:
-    """Yield the documents of a text file.
+    """Yield a text file's documents: lines with their breaks, separated by blank lines.
 
-    A document is a run of non-empty lines, including their line breaks. Blank lines separate
-    documents.
-
-    Raises:
-        ValueError: If the file cannot be read.
+    Raises: ValueError: If the file cannot be read.
     """
     check_input(path, "text file", "give the path of a text file")
     try:

@@ -85,11 +85,7 @@ class FileArguments:
     def before_those_of(self, parser: Parser) -> tuple[list[str], dict[str, bool]]:
         """Return Megatron's arguments in the file as words, and attributes that no word can set.
 
-        The dict of attributes contains switches that can be turned on or off in the file, but not
-        on the command line.
-
-        Raises:
-            ValueError: If the parser does not define an argument or does not accept its value.
+        Raises: ValueError: If the parser does not accept an argument or its value.
         """
         kept: dict[str, bool] = {}
         known = {action.dest for action in parser._actions}
@@ -154,9 +150,7 @@ def reads_file(parser: Parser) -> Parser:
 def file_arguments(words: Iterable[str]) -> FileArguments:
     """Read the settings file and the individual settings of a command line.
 
-    Raises:
-        ValueError: If the file cannot be read, its section `megatron` is not a mapping, a setting
-            does not exist, or `--yaml-cfg` is used.
+    Raises: ValueError: If the file or a setting is invalid, or `--yaml-cfg` is used.
     """
     kept, section, path, trusted = list[str](), dict[str, Any](), None, False
     words = list(words)

@@ -30,12 +30,9 @@ Passes = Callable[[list[Iterator[Any]], int], Logged]
 
 def guard_of(args: argparse.Namespace, settings: Mapping[str, Any],
              guard: GuardConfig | None = None) -> GuardConfig:
-    """Return the settings of the checks that a run requests.
+    """Return the settings of the checks that a run requests, by default those in `settings`.
 
-    guard: the guard settings that were used to build the layers. `guard` defaults to the guard
-        settings in `settings`.
-    Raises:
-        ValueError: If the run does not support a requested check.
+    Raises: ValueError: If the run does not support a requested check.
     """
     guard = run_config(settings).guard if guard is None else guard
     values = values_of(args, settings, **{"guard.twins": guard.twins, "guard.votes": guard.votes})
@@ -127,12 +124,9 @@ class FileSteps(StepVotes):
         return agreed.cpu()
 
     def log_once(self, before: Mapping[str, Tensor]) -> None:
-        """Correct Megatron's log of auxiliary losses so that each micro-batch is counted once.
+        """Count each micro-batch once in Megatron's log, not once per worker that computes it.
 
-        Without this correction, a micro-batch would be counted once per worker that computes it.
-
-        before: the logged sums before the call of `compute`, as returned by
-        `aux_losses.losses_so_far`.
+        before: the logged sums before `compute`, as returned by `aux_losses.losses_so_far`.
         """
         sums = aux_losses.losses_so_far()
         aux_losses.set_logged_losses({

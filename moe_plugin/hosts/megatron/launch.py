@@ -276,9 +276,8 @@ def end_process(main: Callable[[], int]) -> None:
 def of_a_script(error: Exception) -> str | None:
     """Return the message of an error that needs no traceback, or None.
 
-    A `ValueError` raised by user code is reported with a traceback. A `ValueError` raised by this
-    package is reported without a traceback. Errors raised while Megatron checks its arguments are
-    also reported without a traceback.
+    A `ValueError` of user code needs a traceback. Those of this package, and errors that Megatron
+    raises while it checks its arguments, do not.
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
     if _of_megatrons_checks(error):

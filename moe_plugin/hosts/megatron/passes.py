@@ -123,13 +123,10 @@ class Rewindable:
 
 @contextmanager
 def step_again(iterators: Any, run: Run) -> Iterator[Callable[[int], None]]:
-    """Yield a function that rewinds the data iterators to repeat a step. Call the yielded function
-    when a replica of the run was lost, so that the current step must be repeated.
+    """Yield a function that rewinds the data iterators when a lost replica makes a step repeat.
 
-    The yielded function accepts an integer `n`. If `n` is 0, the micro-batches of the current step
-    are read again. If `n` is positive, the micro-batches of the n-th following step are read. A
-    positive `n` is needed if the run received a newer state from another replica. The micro-batches
-    of the next iteration are not consumed. If the run has no replicas, no data is stored.
+    Called with 0, it makes the step's micro-batches be read again; with `n`, those of the n-th
+    following step, because a newer state was received. Without replicas, no data is stored.
     """
     if run.find(ReplicaSteps) is None:
         yield lambda later: None
@@ -165,9 +162,8 @@ def _read_from(iterators: list[Any], sources: Sequence[Iterator[Any]]) -> None:
 def read_over(iterators: Any, count: int) -> None:
     """Skip a step: read and discard its micro-batches from all data iterators of the current rank.
 
-    Megatron's `dummy_train_step` cannot be used for this purpose. `dummy_train_step` reads data
-    only on the first tensor-parallel rank, although a script may read data on all ranks.
-    Furthermore, `dummy_train_step` does not support virtual stages.
+    Megatron's `dummy_train_step` reads data only on the first tensor-parallel rank, although a
+    script may read data on all ranks, and does not support virtual stages.
     """
     present = iterators if isinstance(iterators, list) else [iterators]
     while get_rerun_state_machine().should_run_forward_backward(iterators):

@@ -56,11 +56,9 @@ _scheduler: ContextVar[tuple[Any, ...]] = ContextVar("scheduler", default=())
 
 
 def optimizer_state(source: Source) -> bool | None:
-    """Return whether a checkpoint contains optimizer state. Return None for a complete checkpoint
-    of Megatron's own training loop, which needs no preparation (see `loading`).
+    """Return whether a checkpoint has optimizer state (None for a complete one of Megatron's loop).
 
-    Raises:
-        CheckpointError: If only the ranks that wrote the optimizer state can read it.
+    Raises: CheckpointError: If only the ranks that wrote the optimizer state can read it.
     """
     kept = source.values.get("megatron") or {}
     common = kept.get("common") or {}
@@ -159,9 +157,8 @@ def _save_whole(save: Callable[..., Any], given: dict[str, Any], final: str, ste
 def begin_again(final: str) -> None:
     """Delete the files that describe a checkpoint before it is overwritten in place.
 
-    A folder that contains both old and new files must not look like a complete checkpoint. The file
-    `common.pt` is also deleted. Megatron versions that do not write this file would otherwise read
-    the old file.
+    A mixture of old and new files must not look complete, and some Megatron versions do not write
+    `common.pt` but read it.
     """
     for name in (files.META, BACKEND, METADATA, COMMON) if dist.get_rank() == 0 else ():
         with contextlib.suppress(FileNotFoundError):
@@ -212,10 +209,7 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
                   scheduler: Any) -> Iterator[None]:
     """Inside the block, set the argument that makes Megatron load an intact checkpoint.
 
-    scheduler: learning rate scheduler, or None if the run only evaluates.
-    Raises:
-        CheckpointError: On all ranks, if there are checkpoints but none of them is intact.
-        ValueError: If there is no checkpoint to evaluate.
+    Raises: CheckpointError: On all ranks, if no checkpoint is intact.
     """
     asked = arguments.get("ckpt_step")
     if not root or "://" in root or arguments.get("ckpt_format", "torch_dist") != "torch_dist":

@@ -100,11 +100,8 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
                 transformer_engine: bool | None = None) -> Any:
     """Return an object for `--spec` that builds the script's layers with our MoE layer.
 
-    If the arguments and process groups do not exist yet, the object is a function, which the
-    script's model builder calls later.
-
-    Raises:
-        ValueError: If an argument requests layers that are not Megatron's standard layers.
+    It is a function, which the model builder calls, if arguments and groups do not exist yet.
+    Raises: ValueError: If an argument requests layers that are not Megatron's standard layers.
     """
     arguments, settings = script_arguments(), _checked(settings)
     SPEC.refuse(arguments)

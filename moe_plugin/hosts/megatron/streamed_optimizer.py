@@ -67,9 +67,7 @@ class StreamedOptimizer:
     def step(self) -> tuple[bool, float | None, None]:
         """Clip the gradients and run an optimizer step.
 
-        Returns: three values. The first value is True if the step was made and False if it was
-            skipped. The second value is the gradient norm. The third value, in Megatron the number
-            of zeros in the gradients, is None.
+        Returns: whether the step was made, the gradient norm, and None for Megatron's zero count.
         """
         skip = self.prepare_grads()
         self.trainer.update(skip)
@@ -80,13 +78,10 @@ class StreamedOptimizer:
 
 
 class RankGradients:
-    """Reduces the gradients of one part of a model over the ranks.
+    """Reduces the gradients of one part of a model over the ranks, with Megatron's arithmetic.
 
-    The gradients are reduced with the same arithmetic as in Megatron's `DistributedDataParallel`
-    and `finalize_model_grads`. First, the gradients are divided by the data-parallel size and
-    summed over all ranks that store the parameter. If tensor-parallel ranks apply a parameter to
-    different tokens, its gradient is also summed over these ranks. Megatron's process groups must
-    already be initialised.
+    Gradients are divided by the data-parallel size and summed over the ranks that store the
+    parameter, and over the tensor-parallel ranks that apply it to different tokens.
     """
 
     def __init__(self) -> None:

@@ -107,11 +107,9 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
 
 
 def _leave_out_of_files(model: Any) -> None:
-    """Make `save_pretrained` of `transformers` skip the extra state of the layers.
+    """Make `save_pretrained` of `transformers` skip the layers' extra state, which is no tensor.
 
-    The extra state is not a tensor, so `save_pretrained` would fail. This function is not called if
-    there are several ranks: `save_pretrained` should then fail, because the file would contain the
-    experts of only one rank.
+    With several ranks, `save_pretrained` should fail, because it would write one rank's experts.
     """
     if hasattr(model, "save_pretrained"):
         model._keys_to_ignore_on_save = {

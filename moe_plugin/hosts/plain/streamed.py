@@ -90,9 +90,7 @@ class BlockGradients:
     def __call__(self, block: nn.Module) -> None:
         """Reduce a block's gradients to those of the mean loss. A collective operation.
 
-        Raises:
-            ValueError: If the block's layers have different expert-parallel groups, these groups
-                together do not contain all ranks, or ranks of one group have the same tokens.
+        Raises: ValueError: If the layers' expert-parallel groups differ or cannot be used here.
         """
         layers = layers_in(block)
         groups = {layer.comm.name: layer.comm for layer in layers}

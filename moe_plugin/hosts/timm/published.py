@@ -39,9 +39,7 @@ _BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_
 def published_name(name: str) -> str:
     """Return the published name of a parameter that does not belong to an MoE layer.
 
-    In published files, the layer that halves the resolution is the last layer of a stage. In timm,
-    the layer that halves the resolution is the first layer of the following stage. The head in
-    published files has no submodules.
+    The layer that halves the resolution ends a stage there, and begins the next stage in timm.
     """
     name = re.sub(r"^layers\.(\d+)\.downsample\.",
                   lambda found: f"layers.{int(found[1]) - 1}.downsample.", name)

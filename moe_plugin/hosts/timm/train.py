@@ -263,9 +263,7 @@ class Trainer:
     def set_rate(self, epochs: float) -> None:
         """Set the learning rate: a linear warm-up, then half a cosine down to 1 %.
 
-        epochs: number of completed epochs, including the completed fraction of the current epoch.
-            The number of completed steps is not used, because it would be wrong in a run that
-            continues with a different batch size.
+        epochs: completed epochs and fractions; steps would be wrong with another batch size.
         """
         args, steps = self.args, self.args.epochs * self.epoch_steps
         warm, step = max(1, round(args.warm_up * steps)), round(epochs * self.epoch_steps)

@@ -107,11 +107,9 @@ def _is_last(trainer: Any, epoch_itr: Any) -> bool:
 @replaces("checkpoint_utils.load_checkpoint")
 def runs_say_where_they_are(original: Callable[..., Any], cfg: Any, trainer: Any,
                             **kwargs: Any) -> Any:
-    """If a run is already finished, report this instead of training another step. Also record the
-    update from which a stopped run can resume.
+    """Report that a run is finished, or record the update from which a stopped run can resume.
 
-    If a finished run is started again, fairseq <= 0.12.3 trains one more step. If a run is stopped,
-    every rank of fairseq <= 0.12.3 prints a traceback.
+    fairseq <= 0.12.3 trains one more step, or prints a traceback on every rank.
     """
     extra_state, epoch_itr = original(cfg, trainer, **kwargs)
     done, limits = trainer.get_num_updates(), trainer.cfg.optimization
@@ -151,9 +149,8 @@ def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: An
                              **kwargs: Any) -> Any:
     """Make training flags that name a checkpoint accept `X.pt` or any `X-rank-N.pt`.
 
-    fairseq <= 0.12.3 inserts the rank only into the path of `--restore-file`. In fairseq <= 0.12.3,
-    each rank checks whether its own `checkpoint_last` exists to decide whether the run is new. If a
-    different number of ranks wrote the files, the ranks could come to different decisions.
+    fairseq <= 0.12.3 does so only for `--restore-file`, and each rank looks for its own file to
+    decide whether the run is new, which can differ after a change of the number of ranks.
     """
     names = _names(cfg)
     wanted = names.get("restore_file", cfg.restore_file)
@@ -211,9 +208,7 @@ def evaluation_from_rank_files(original: Callable[..., Any], filenames: Any,
                                arg_overrides: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Make `--path X.pt` in evaluation also accept a checkpoint of files `X-rank-N.pt`.
 
-    fairseq <= 0.12.3 can evaluate only a checkpoint that consists of a single file. With this
-    patch, each process reads only its own share of the experts (see `Evaluation`). A single process
-    reads all experts.
+    Each process reads only its share of the experts (see `Evaluation`); a single process reads all.
     """
     from moe_plugin.hosts.fairseq.groups import evaluating
 

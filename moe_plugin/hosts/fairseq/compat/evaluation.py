@@ -154,13 +154,9 @@ def re_ranked(path: str, rank: int) -> str:
 
 
 def _counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> Any:
-    """Return a subclass of fairseq's `SequenceScorer` that counts words. `eval_lm` divides the loss
-    by the number of words that this class counts.
+    """Return a subclass of fairseq's `SequenceScorer` that adds the number of words to `counts[0]`.
 
-    Args:
-        scorer: the class.
-        counts: list with a single element, to which the number of words is added.
-        settings: arguments with which `eval_lm` was called.
+    `eval_lm`, which was called with `settings`, divides the loss by this number.
     """
     words, mark = settings["source_dictionary"], (settings.get("post_process") or "").rstrip()
     # word pieces that are continued by another piece do not count as words

@@ -121,10 +121,7 @@ def native_module() -> ModuleType | None:
 def swap_native(module: ModuleType) -> type:
     """Replace `MOELayer` in the `moe` branch and in all modules that imported its name.
 
-    This function is needed only for fairseq's `moe` branch, which has no registry for layers. The
-    new class is a subclass of the original class, so that `isinstance` checks still pass.
-
-    Returns: the class that replaces `MOELayer`.
+    The branch has no registry for layers. The returned class is a subclass of the original.
     """
     native = module.MOELayer
     if getattr(native, "_moe_plugin", False):

@@ -124,13 +124,10 @@ def store_in_hydra(group: str, name: str, settings: type) -> None:
 
 # Replace fairseq's models and trainer by ours, after the user directory is loaded.
 def stand_for(name: str, model: type, dataclass: type | None) -> None:
-    """Make fairseq build `model` whenever a standard model or one of its architectures is
-    requested. `model` must be a subclass of the standard model.
+    """Make fairseq build `model`, a subclass, in place of a standard model and its architectures.
 
-    In fairseq 0.12.2, flags cannot be added to models that are already registered. However, launch
-    scripts for fairseq's `moe` branch pass MoE flags to standard architectures
-    (`--arch transformer_lm_gpt --moe-freq 2`). Without MoE flags, the subclass builds exactly the
-    same model as the standard class.
+    fairseq 0.12.2 cannot add flags to registered models, but scripts for the `moe` branch pass MoE
+    flags to standard architectures. Without MoE flags, the same model is built as before.
     """
     from fairseq import models
 

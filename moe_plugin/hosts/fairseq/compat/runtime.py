@@ -46,9 +46,8 @@ def numpy_names() -> None:
 def full_checkpoints() -> None:
     """Make fairseq load checkpoints and broadcasts that contain config objects.
 
-    By default, torch >= 2.6 loads only tensors and plain values. fairseq's checkpoints also contain
-    settings. Broadcasts contain settings too. Loading settings from broadcasts is safe, because
-    broadcasts come only from ranks of the same run.
+    By default, torch >= 2.6 loads only tensors and plain values. Broadcasts come only from ranks of
+    the same run, so it is safe to load their settings.
     """
     from fairseq import checkpoint_utils
     from fairseq.distributed import utils
@@ -72,9 +71,8 @@ def full_checkpoints() -> None:
 def hydra_of_its_time() -> None:
     """While fairseq composes its settings, set hydra's `version_base` to 1.1.
 
-    fairseq <= 0.12.3 imports the module `hydra.experimental`. If any code in the process has
-    started hydra with a `version_base` of 1.2 or more, hydra >= 1.2 rejects `hydra.experimental`.
-    The previous `version_base` is restored afterwards.
+    hydra >= 1.2 otherwise rejects `hydra.experimental`, which fairseq <= 0.12.3 imports, if any
+    code of the process has started hydra with a newer `version_base`.
     """
     from fairseq.dataclass import utils
     from hydra import initialize_config_dir
@@ -118,9 +116,8 @@ def ddp_wrapping(original: Callable[..., Any], module: torch.nn.Module, device_i
                  output_device: Any = None, **options: Any) -> Any:
     """On CPU, wrap models in torch's DDP without device ids and without unused copies.
 
-    fairseq always passes `device_ids`, which DDP rejects for parameters on CPU. fairseq 0.12.2 and
-    0.12.3 store copies of weights in each encoder layer, for torch's fused inference path. These
-    copies of weights never receive a gradient, so DDP would wait forever.
+    fairseq always passes `device_ids`, which DDP rejects on CPU. Its encoder layers store copies of
+    weights, for torch's fused inference, whose gradients DDP would wait for forever.
     """
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
         device_ids = output_device = None
@@ -149,9 +146,8 @@ def encoder_layers_by_their_own_code(original: Callable[..., None], self: Any, *
                                      **kwargs: Any) -> None:
     """During evaluation, run fairseq's own encoder code instead of torch's fused operator.
 
-    fairseq 0.12 calls the fused operator without the type of the mask. torch >= 1.13 requires the
-    type of the mask for batches with padding. In addition, the operator changes the order of
-    dimensions for all layers of an encoder at once, which MoE layers do not support.
+    fairseq 0.12 calls the operator without the type of the mask, which torch >= 1.13 requires. The
+    operator also reorders dimensions for all layers at once, which MoE layers do not support.
     """
     original(self, *args, **kwargs)
     self.can_use_fastpath = False
@@ -232,9 +228,8 @@ def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, para
                          **kwargs: Any) -> Any:
     """Enable `--fp16-no-flatten-grads` for models with experts, on CPU, and with sharding.
 
-    Without this flag, fairseq <= 0.12.3 packs all fp32 copies of the weights into a single tensor
-    on the current CUDA device. The packed tensor preserves neither the boundaries between
-    parameters nor the attributes that mark expert parameters.
+    Without it, fairseq <= 0.12.3 packs all fp32 copies into one CUDA tensor, which loses the
+    boundaries of parameters and the marks of experts.
     """
     from omegaconf import open_dict
 
@@ -279,9 +274,8 @@ def empty_validation_batches(original: Callable[..., Any], self: Any, sample: An
                              criterion: Any, **kwargs: Any) -> Any:
     """Support validation when some ranks have no data.
 
-    If `fairseq-validate` of fairseq <= 0.12.3 runs on several ranks, ranks without data receive an
-    empty batch and fail with a `KeyError`. With this patch, a rank without data runs one sentence,
-    so that all ranks run the same collectives. The results do not include this sentence.
+    fairseq <= 0.12.3 fails with a `KeyError`. Instead, a rank without data runs one sentence, which
+    the results do not include, so that all ranks run the same collectives.
     """
     if sample:
         return original(self, sample, model, criterion, **kwargs)
@@ -295,10 +289,8 @@ def records_have_gradients(original: Callable[..., None], self: Any,
                            module: torch.nn.Module) -> None:
     """Let fairseq find the first module whose output contains a non-finite value.
 
-    After fairseq <= 0.12.3 has detected a non-finite value, it repeats the step with torch's
-    deprecated `register_backward_hook`. If a module returns a record of several tensors, as routers
-    and this package's layers do, the hooks of fairseq fail with a `TypeError`, which hides the
-    original error. With this patch, each tensor in the record is checked separately.
+    fairseq <= 0.12.3 then repeats the step with torch's deprecated `register_backward_hook`. Its
+    hooks fail with a `TypeError` for records of several tensors, which are now checked one by one.
     """
     from moe_plugin.memory.activations.offload import tensors
     from moe_plugin.routing.contract import RouterModule

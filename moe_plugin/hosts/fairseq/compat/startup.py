@@ -82,11 +82,9 @@ class _Finder:
 def hashable_fairseq_dataclasses(original: Any) -> Any:
     """Return a `dataclass` that adds an identity hash to subclasses of `FairseqDataclass`.
 
-    fairseq <= 0.12.3 contains fields such as `common: CommonConfig = CommonConfig()`. Python >=
-    3.11 rejects these fields, because the default is not hashable. `dataclasses.dataclass` does not
-    replace a `__hash__` that a class already defines. Therefore, each subclass of
-    `FairseqDataclass` gets a `__hash__` when it is created. A `default_factory` cannot be used,
-    because fairseq reads the attribute `.default` of these fields.
+    Python >= 3.11 rejects unhashable defaults such as `common: CommonConfig = CommonConfig()`. A
+    class with a `__hash__` keeps it. fairseq reads `.default`, so a `default_factory` cannot be
+    used.
     """
 
     def dataclass(cls: type | None = None, /, **options: Any) -> Any:

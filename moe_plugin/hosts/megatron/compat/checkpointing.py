@@ -33,13 +33,9 @@ Around = Callable[[Callable[..., Any], dict[str, Any]], Any]
 
 
 def wrap(name: str, around: Around) -> None:
-    """Replace a function with `around(original, given)` until the process ends.
+    """Replace a `dist_checkpointing` function by `around(original, given)` until the process ends.
 
-    A second call with the same `around` has no effect.
-
-    name: name of the function in `megatron.core.dist_checkpointing`.
-    around: function that is called with the original function and a dict. The dict maps parameter
-        names to the arguments of the call.
+    `given` maps parameter names to the arguments of a call. A second call has no effect.
     """
     original = getattr(dist_checkpointing, name)
     if is_wrapped(name, around):

@@ -106,10 +106,8 @@ def all_data_group(collection: Any) -> Group:
 def destroy_groups() -> None:
     """Destroy Megatron's groups, and those that its own `destroy_model_parallel` leaves behind.
 
-    Records of auxiliary losses still refer to some of the groups that are left behind. Without this
-    function, a child process that is forked later and creates new groups would destroy the groups
-    that are left behind. The child process would then wait forever for threads that exist only in
-    the parent process.
+    Records of auxiliary losses still refer to some of these groups. A child process that is forked
+    later and creates new groups would destroy them, and wait forever for threads of its parent.
     """
     parallel_state.destroy_model_parallel()
     forget_losses()
@@ -182,10 +180,7 @@ def call_native_router(router: Any, x_SBD: Tensor, padding_SB: Tensor | None
                        ) -> tuple[Tensor, Tensor, Undropped | None]:
     """Run Megatron's router and return (probs_TE, routing_map_TE, undropped).
 
-    `undropped` is the routing decision before tokens are dropped, or None without a capacity.
-
-    padding_SB: boolean mask that is True for padding tokens. If the installed router does not
-    accept a mask, `padding_SB` is ignored.
+    `undropped` is None without a capacity. Routers that accept no padding mask ignore `padding_SB`.
     """
     takes_mask = "padding_mask" in inspect.signature(router.forward).parameters
     given = {"padding_mask": padding_SB} if takes_mask and padding_SB is not None else {}

@@ -216,9 +216,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def refuse_unknown_arguments(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise a `ValueError` for an unknown expert-related argument of Megatron's own script.
 
-    Args:
-        defaults: dict from each argument that differs from its default value to the default value.
-        given: dict of all arguments by name.
+    defaults: the default of each argument whose value (in `given`) differs from it.
     """
     for name in without_row(defaults, {**FIELDS, **ARGUMENTS}):
         raise _unknown(name, given[name], defaults[name])

@@ -86,10 +86,8 @@ def _share_scaler(optimizer: Any) -> Callable[[bool], None]:
     """Make the optimizers of a chain share one loss scaler. Return the function that updates it.
 
     The returned function must be called once per step. In Megatron 0.15 to 0.19, each optimizer has
-    its own dynamic loss scaler. Each loss scaler is adjusted only by the gradients of its own
-    optimizer. If only the gradients of experts overflow, only the scale of the experts' optimizer
-    is reduced. The loss is still multiplied by the scale of the first optimizer. From then on, the
-    gradients of all experts are wrong by a constant factor.
+    a dynamic loss scaler, but the loss is multiplied by the first one. If only the gradients of
+    experts overflow, these gradients would be wrong by a constant factor from then on.
     """
     scaled = [part for part in parts(optimizer) if getattr(part, "grad_scaler", None) is not None]
     if not scaled:

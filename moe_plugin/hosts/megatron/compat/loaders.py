@@ -12,11 +12,9 @@ from moe_plugin.utils.replaced import replaced
 
 
 def refuse_empty_splits() -> None:
-    """Until the process ends, make Megatron raise a `ValueError` for a dataset without documents.
+    """Make Megatron raise a `ValueError` for a dataset without documents, if samples are requested.
 
-    An empty dataset is still allowed if no samples are requested from it. For an empty dataset,
-    Megatron 0.15 to 0.19 would otherwise enter an endless loop: it repeats the documents until
-    there are enough samples.
+    Megatron 0.15 to 0.19 would repeat the documents forever until there are enough samples.
     """
     datasets = importlib.import_module("megatron.core.datasets.gpt_dataset")
     native = datasets.GPTDataset._get_num_epochs
@@ -52,10 +50,9 @@ def split_of(dataset: Any) -> str | None:
 def of_all_ranks(build: Callable[..., Any], dataset: Any) -> Iterator[None]:
     """Inside the block, make `build_pretraining_data_loader` return the micro-batches of all ranks.
 
-    Every rank receives the training micro-batches of all ranks, in an order that alternates between
-    the ranks. This is needed for steps in which several ranks compute the same micro-batches.
-    Megatron 0.15 to 0.19 reads the rank and the number of ranks from `parallel_state`. Inside the
-    block, the rank is 0 and the number of ranks is 1.
+    Several ranks can then compute the same training micro-batches, which alternate between the
+    ranks. Megatron 0.15 to 0.19 reads rank and size from `parallel_state`; inside the block, these
+    are 0 and 1.
     """
     if split_of(dataset) not in (None, "train"):
         yield

@@ -34,10 +34,8 @@ _SINCE = "megatron-core 0.18 or newer"
 def prepare(experts: nn.Module, shards: int) -> None:
     """Make Megatron's optimizers treat these experts' weights like those of Megatron's experts.
 
+    Raises a `ValueError` if the script's Muon is missing or cannot be extended.
     shards: number of shards into which each expert is split.
-    Raises:
-        ValueError: If the script's `--optimizer` is Muon but the installed Megatron has no Muon or
-            cannot be extended.
     """
     mark_matrices(experts, shards)
     name = str(script_arguments().get("optimizer", ""))

@@ -110,10 +110,9 @@ def main_copies(part: Any) -> dict[Tensor, Tensor]:
 
 def follow_parameters(part: Any, changed: Mapping[Tensor, Tensor],
                       copies: Mapping[Tensor, Tensor]) -> None:
-    """Replace old parameters with new parameters in the lists of an optimizer.
+    """Replace parameters in the lists of the optimizer `part`.
 
     Args:
-        part: the optimizer.
         changed: dict that maps each old parameter to its replacement, with Megatron's attributes.
         copies: dict that maps each new parameter to its float32 copy (see `main_copies`).
     """

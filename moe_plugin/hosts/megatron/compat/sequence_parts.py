@@ -192,11 +192,9 @@ def _say_once(parts: int) -> None:
 
 
 def tokens_of_part(length: int, parts: int, part: int) -> Tensor:
-    """Return the indices of the tokens on a context-parallel rank, in the order in which the rank
-    stores the tokens. The indices are an int64 tensor [length / parts].
+    """Return the indices of a context-parallel rank's tokens as an int64 tensor [length / parts].
 
-    The sequence is split into `2 * parts` chunks of equal length. Rank `i` stores two chunks: chunk
-    `i` counted from the start of the sequence, and chunk `i` counted from the end.
+    Rank `i` stores two of `2 * parts` equal chunks: chunk `i` from the start and from the end.
     """
     pieces_PN = torch.arange(length).view(2 * parts, -1)
     return pieces_PN[[part, -1 - part]].flatten()

@@ -147,11 +147,9 @@ def script_config() -> Any:
 
 
 def training_module(name: str) -> ModuleType:
-    """Import the module `megatron.training.NAME` and return it.
+    """Return the module `megatron.training.NAME`.
 
-    Raises:
-        ValueError: If the module or a package that the module needs is missing. The message
-            contains the installation command.
+    Raises: ValueError: If a module is missing. The message contains the installation command.
     """
     _older_python()
     try:
@@ -188,9 +186,8 @@ def _older_python() -> None:
 def _training_names(count: int) -> list[str]:
     """Return the names of all imported modules that belong to Megatron's training code.
 
-    count: number of all imported modules. The result is cached until this number changes. The cache
-        is useful because a run replaces about 26 functions. Without the cache, each replacement
-        would search thousands of imported modules.
+    The names are cached until the number `count` of imported modules changes, because a run
+    replaces about 26 functions, and each replacement would search thousands of modules.
     """
     return [name for name in sys.modules if name.startswith("megatron.training")]
 
@@ -224,9 +221,8 @@ def mend_config_warning() -> None:
 def keep_compiled_helpers() -> None:
     """Prevent Megatron from compiling its dataset helpers again if they can be imported.
 
-    In Megatron 0.17 to 0.19, the training code always runs `make` to compile the helpers. Wheels
-    contain the compiled helpers but no Makefile. In a source checkout, the Makefile uses the
-    headers and the module suffix of the first `python3` in PATH, which may be a different Python.
+    The training code of Megatron 0.17 to 0.19 always runs `make`. Wheels have no Makefile, and a
+    source checkout uses the first `python3` in PATH, which may be a different Python.
     """
     datasets = importlib.import_module("megatron.core.datasets.utils")
     compiled: Callable[[], None] = functools.partial(
@@ -262,10 +258,8 @@ def extend_parse_args(ours: Callable[[Provider | None], Provider],
                       after: Callable[[argparse.Namespace], object] = lambda args: None) -> None:
     """Make Megatron's `parse_args` use the argument provider `ours(provider)`.
 
-    In Megatron 0.15 to 0.19, the function `pretrain` passes the provider to `parse_args`. From
-    Megatron 0.18 on, the script may also pass the provider directly.
-
-    after: function that is called with the parsed arguments.
+    A script passes its provider to `pretrain`, or directly from Megatron 0.18 on. `after` is called
+    with the parsed arguments.
     """
 
     def extend(parse: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,11 +298,9 @@ _ADDED = re.compile(r"( when instantiating \w+)+\Z")
 
 
 class SettingsError(ValueError):
-    """A `ValueError` whose message ends by telling the user what to do.
+    """A `ValueError` without the words " when instantiating CLASS", so that its remedy comes last.
 
-    If Megatron 0.15 to 0.19 cannot build a module of a spec, it raises a new error of the same
-    class, to whose message it appends " when instantiating CLASS". Megatron repeats this for each
-    level of the spec. `SettingsError` removes the appended text.
+    Megatron 0.15 to 0.19 appends these words for each level of a spec that it cannot build.
     """
 
     def __init__(self, words: str) -> None:

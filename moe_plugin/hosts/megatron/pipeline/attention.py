@@ -101,11 +101,9 @@ class SlicePart:
 
     @cached_property
     def seen(self) -> Tensor:
-        """Bool tensor [1 or B, 1, l, start + l]. An element is True if the token of the slice
-        (third dimension) attends to the token of the sequence (fourth dimension).
+        """Bool tensor [1 or B, 1, l, start + l]: whether a token of the slice attends to another.
 
-        Raises:
-            ValueError: If the mask allows a token to attend to tokens in later slices.
+        Raises: ValueError: If the mask allows a token to attend to tokens in later slices.
         """
         end, mask, device = (self.start + self.length, self.sequences.mask, self.sequences.device)
         if mask is None:
@@ -122,9 +120,6 @@ class SlicePart:
 
 class SliceAttention(DotProductAttention):
     """Replacement for Megatron's `core_attention` that supports `pipeline.schedule=terapipe`.
-
-    Whole sequences are computed by Megatron's own `DotProductAttention`. The layer has no
-    parameters.
 
     Attributes:
         part: the slice to process (set by the schedule), or None to process whole sequences.

@@ -147,11 +147,9 @@ class Again:
 
 @contextmanager
 def weighed(part: SlicePart) -> Iterator[None]:
-    """Scale the auxiliary losses that are computed inside the block by the slice's share of the
-    tokens in the sequence.
+    """Scale the logged auxiliary losses inside the block by the slice's share of the tokens.
 
-    This context manager scales only the logged values. `SliceStep` scales the gradients in the same
-    way, unless Megatron itself weights losses by tokens.
+    `SliceStep` scales the gradients in the same way, unless Megatron weights losses by tokens.
     """
     share = part.length / part.sequences.length
     before = aux_losses.losses_so_far()

@@ -141,12 +141,9 @@ class SliceTrials:
 
 @register
 class SliceSchedule(PipelineSchedule):
-    """A schedule that splits sequences into slices. Stage `i` of `n` starts with `n - i + S - 1`
-    forward passes of slices.
+    """A schedule that splits sequences into S slices (see docs/pipeline.md).
 
-    `S` is the number of slices. See docs/pipeline.md.
-
-    trials: trials that determine the fastest slices, or None if the user chose the slices.
+    Stage `i` of `n` starts with `n - i + S - 1` forward passes. `trials` is None for given slices.
     """
 
     name = NAME

@@ -119,9 +119,8 @@ def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted
            rest: dict[str, Tensor]) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     """Yield (`lora_A`, `lora_B`) of each adapter with its stack's name, and remove it.
 
-    How `peft` nests the adapters depends on the version of `peft`. This function therefore
-    identifies the stack of an adapter by the adapter's shapes. If both stacks have the same shape,
-    the order of `targeted` decides.
+    The nesting of adapters depends on the version of `peft`. Therefore, shapes identify the stacks,
+    and the order of `targeted` decides between equal shapes.
     """
     config = layer.config
     widths = {"in": (config.row_dim, config.hidden_dim), "out": (config.hidden_dim, config.row_dim)}
