@@ -120,7 +120,8 @@ def plan(args: argparse.Namespace) -> int:
         check_figure(args.plot)
     if args.trace:
         check_output(args.trace)
-    if args.memory is None and (given := given_options(args, ("link", "tokens"))):
+    experts = args.profile is None and None not in (args.memory, args.model, args.device)
+    if not experts and (given := given_options(args, ("link", "tokens"))):
         raise ValueError(f"--{given[0]} needs --memory, --model and --device. Add these options, "
                          f"or leave --{given[0]} out")
     if args.pipeline is not None:

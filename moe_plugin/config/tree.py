@@ -40,9 +40,9 @@ from moe_plugin.config.options import (
 from moe_plugin.config.parallel import ParallelConfig, TunerConfig
 from moe_plugin.config.router import RouterConfig
 from moe_plugin.config.run import RunConfig, reader_of
-from moe_plugin.config.user_modules import import_user_modules
 from moe_plugin.utils import determinism
 from moe_plugin.utils.messages import cut, short
+from moe_plugin.utils.registry import import_user_modules
 from moe_plugin.utils.yaml_file import read_yaml
 
 

@@ -20,7 +20,6 @@ from torch import nn
 from moe_plugin.comm.host_collectives import comm_of, gather_objects, refused_together
 from moe_plugin.config import ObserveConfig, OffloadConfig, run_config
 from moe_plugin.config.refusals import Values
-from moe_plugin.hosts.megatron import streamed_checkpoint
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.core import bare
 from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
@@ -46,7 +45,13 @@ from moe_plugin.hosts.megatron.run import (
     tracker_states,
 )
 from moe_plugin.hosts.megatron.script_report import log_path
-from moe_plugin.hosts.megatron.streamed import MakePart, StreamedModel, build
+from moe_plugin.hosts.megatron.streamed import (
+    MakePart,
+    StreamedModel,
+    build,
+    load_streamed,
+    save_streamed,
+)
 from moe_plugin.hosts.megatron.streamed_optimizer import StreamedOptimizer
 from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
 from moe_plugin.memory.activations.auto import manage_layers
@@ -72,7 +77,7 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run]
     args = argparse.Namespace(**arguments)
     model, built = build(stages_of(given), args, settings_from_flags(arguments))
     optimizer = None if args.skip_train else built
-    progress = {} if args.load is None else streamed_checkpoint.load(
+    progress = {} if args.load is None else load_streamed(
         args.load, model, optimizer, model_settings(args, model.config), args.ckpt_step)
     return [model], optimizer, begin(given, run, model, optimizer, progress)
 
@@ -138,7 +143,7 @@ def progress_of(given: Mapping[str, Any]) -> dict[str, Any]:
 def save(given: Mapping[str, Any]) -> None:
     """Write a checkpoint, given the arguments of Megatron's `save_checkpoint` by name."""
     arguments, [model] = script_arguments(), given["model"]
-    streamed_checkpoint.save(
+    save_streamed(
         arguments["save"], model, given["optimizer"],
         model_settings(argparse.Namespace(**arguments), model.config), progress_of(given))
 

@@ -34,7 +34,6 @@ from moe_plugin.config import (
 from moe_plugin.config.refusals import Values
 from moe_plugin.config.router import router_names
 from moe_plugin.config.tree import describes_layers
-from moe_plugin.config.user_modules import import_user_modules
 from moe_plugin.hosts.megatron.compat import fields, recipes
 from moe_plugin.hosts.megatron.compat.settings import (
     cuda_graphs,
@@ -50,6 +49,7 @@ from moe_plugin.kernels.scores import score_functions
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.routing import only_read
 from moe_plugin.utils.messages import short
+from moe_plugin.utils.registry import import_user_modules
 
 logger = logging.getLogger(__name__)
 
