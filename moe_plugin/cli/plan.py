@@ -70,8 +70,7 @@ def plan_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--scale", default=None, metavar="LIST",
         help="instead of planning, compare one MoE layer with a static layer, on these numbers of "
-             "nodes (e.g. 1,2,4)"
-    )
+             "nodes (e.g. 1,2,4)")
     p.add_argument("--experts-per-rank", type=float, default=1.0, metavar="X",
                    help="with --scale: number of experts per rank (default: %(default)s)")
     group = p.add_argument_group("memory of one device, instead of parallel sizes")
@@ -266,11 +265,7 @@ def _plot_plans(path: Path, plans: list[Any]) -> None:
 
 def _plan_prefill(args: argparse.Namespace) -> None:
     """Choose the kernel and the number of pieces for each prompt length."""
-    from moe_plugin.cli.planning.pipeline import (
-        explain_prefill,
-        prefill_as_dict,
-        prefill_table,
-    )
+    from moe_plugin.cli.planning.pipeline import explain_prefill, prefill_as_dict, prefill_table
     from moe_plugin.planner.cluster import load_cluster
     from moe_plugin.planner.model import load_model
     from moe_plugin.planner.prefill import load_kernels

@@ -6,13 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import (
-    MOST_EXPERTS,
-    MOST_RANKS,
-    MOST_STEPS,
-    SettingsSection,
-    option,
-)
+from moe_plugin.config.options import MOST_EXPERTS, MOST_RANKS, MOST_STEPS, SettingsSection, option
 
 CUTS = ("rows", "experts", "peers")
 MOST_PIECES, MOST_TRIALS = 4096, 10_000  # far above any practical value

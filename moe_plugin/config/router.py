@@ -17,13 +17,7 @@ from moe_plugin.config.declared import (
     router_class,
     router_remedy,
 )
-from moe_plugin.config.options import (
-    MOST_EXPERTS,
-    MOST_STEPS,
-    MOST_WIDTH,
-    SettingsSection,
-    option,
-)
+from moe_plugin.config.options import MOST_EXPERTS, MOST_STEPS, MOST_WIDTH, SettingsSection, option
 from moe_plugin.utils.messages import short
 
 

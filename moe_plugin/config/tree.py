@@ -69,8 +69,7 @@ class MoEConfig(SettingsSection):
             "help": "weights of the router losses by registered name: gshard, switch, sequence, "
                     "global_batch, z, ... (see docs/balance.md)",
             "flag": "losses", "entry": "name=weight"
-        },
-    )
+        })
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     comm: CommConfig = field(default_factory=CommConfig)

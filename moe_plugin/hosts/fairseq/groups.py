@@ -233,8 +233,7 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
         if expert_parallel_size > 1:
             raise ValueError(
                 f"--moe-expert-parallel-size {expert_parallel_size} is out of bounds. There is "
-                "only 1 data-parallel rank. Use 0"
-            )
+                "only 1 data-parallel rank. Use 0")
         return FairseqGroups(LocalComm(), 1, 1)
     shorten_timeouts(timeout_s)
     size = expert_parallel_size or world

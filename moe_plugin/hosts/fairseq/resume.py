@@ -274,8 +274,7 @@ def _step_of(path: str, state: Mapping[str, Any], wanted: Mapping[str, int]) -> 
         if manifest[key] != value:
             raise ValueError(
                 f"checkpoint {path!r} has {key}={manifest[key]}, but this run has {key}={value}; "
-                f"{_remedy(key, manifest[key])}"
-            )
+                f"{_remedy(key, manifest[key])}")
     return int(manifest["num_updates"])
 
 

@@ -19,12 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.hosts.fairseq.adam import (
-    BlockOptimizers,
-    FairseqNorm,
-    in_16_bits,
-    memory_efficient,
-)
+from moe_plugin.hosts.fairseq.adam import BlockOptimizers, FairseqNorm, in_16_bits, memory_efficient
 from moe_plugin.hosts.fairseq.compat.names import FairseqTask, build_optimizer, utils
 from moe_plugin.hosts.fairseq.compat.patching import Overlay
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings

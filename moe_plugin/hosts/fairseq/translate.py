@@ -133,8 +133,7 @@ def _activation(name: str) -> str:
     if name not in ACTIVATIONS:
         raise ValueError(
             f"--activation-fn {short(name)} is not available for experts; use one of "
-            f"{', '.join(ACTIVATIONS)}"
-        )
+            f"{', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
@@ -216,8 +215,7 @@ def _refuse_contradictions(args: Any, flags: Mapping[str, Any], base: Mapping[st
         if by_flag != said:
             raise ValueError(
                 f"--{name.replace('_', '-')} ({spec.path}={short(said)}) contradicts {spec.flag} "
-                f"{short(given)}; use only one of the two flags"
-            )
+                f"{short(given)}; use only one of the two flags")
 
 
 def _warn(args: Any, config: MoEConfig) -> None:
@@ -243,8 +241,7 @@ def check_experts_given(args: Any, freq: int) -> None:
     if freq and not named:
         raise ValueError(
             f"--moe-freq {freq} requests MoE layers, but --moe-expert-count is 0; set it, e.g. to "
-            "8, or use --moe-freq 0"
-        )
+            "8, or use --moe-freq 0")
     if not freq and setting(args, "moe_expert_count", 0):
         logger.warning("--moe-expert-count %s has no effect, because --moe-freq 0 builds a dense "
                        "model",

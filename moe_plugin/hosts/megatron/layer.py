@@ -270,8 +270,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         if intermediate_tensors is not None:
             raise ValueError(
                 "CUDA graphs of a part of the MoE layer are not supported. Set "
-                "cuda_graph_impl='none', or capture attention only (scope 'attn')."
-            )
+                "cuda_graph_impl='none', or capture attention only (scope 'attn').")
         if self.config.gradient_accumulation_fusion and torch.compiler.is_compiling():
             # the backward pass adds to main_grad, which a compiled graph cannot express
             from moe_plugin.tuning.uncompiled import uncompiled

@@ -55,8 +55,7 @@ class NativeRouter(RouterModule):
         if top_k not in (None, self.top_k):
             raise ValueError(
                 f"top_k={top_k} cannot be used with Megatron's own router, which is configured "
-                f"with {self.top_k} experts per token. Pass None."
-            )
+                f"with {self.top_k} experts per token. Pass None.")
         padding_SB = None if mask_T is None else ~mask_T.view(-1, self.batch_size)
         x_SBD = x_TD.view(-1, self.batch_size, x_TD.shape[-1])
         notes: Any = nullcontext({}) if torch.compiler.is_compiling() else router_losses()

@@ -164,8 +164,7 @@ def _check_inside(asked: str, groups: MegatronGroups) -> None:
             f"{asked} cannot be used with experts on ranks {experts} and tensor-parallel ranks "
             f"{tensor}, because the two groups must be equal. Use "
             f"expert_model_parallel_size=1 and expert_tensor_parallel_size={len(tensor)}. The "
-            f"nearest setting for these groups is {nearest}."
-        )
+            f"nearest setting for these groups is {nearest}.")
 
 
 def _check_whole_groups(asked: str, groups: MegatronGroups) -> None:

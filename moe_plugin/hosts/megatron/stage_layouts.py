@@ -33,11 +33,7 @@ from moe_plugin.hosts.megatron.compat.names import (
     ProcessGroupCollection,
     get_forward_backward_func,
 )
-from moe_plugin.hosts.megatron.compat.optimizer import (
-    gradients_of_norm,
-    norm_of_all_ranks,
-    parts,
-)
+from moe_plugin.hosts.megatron.compat.optimizer import gradients_of_norm, norm_of_all_ranks, parts
 from moe_plugin.hosts.megatron.compat.regrouping import group_state, restore_groups
 from moe_plugin.hosts.megatron.compat.settings import UNEQUAL_STAGES
 from moe_plugin.hosts.megatron.refusals import STAGE_LAYOUTS, values_of

@@ -262,8 +262,7 @@ def _losses(native: Any, given: Mapping[str, float] | None,
         if extra:
             raise ValueError(
                 f"losses={short(dict(extra))} cannot be used with Megatron's own router. Use "
-                "moe_aux_loss_coeff and moe_z_loss_coeff."
-            )
+                "moe_aux_loss_coeff and moe_z_loss_coeff.")
         return {}
     weights = {"switch": fields.aux_coefficient(native),
                "z": float(native.moe_z_loss_coeff or 0.0)}
@@ -271,8 +270,7 @@ def _losses(native: Any, given: Mapping[str, float] | None,
     if weights and given is not None and not given:
         raise ValueError(
             f"losses=none contradicts {weights} from moe_aux_loss_coeff/moe_z_loss_coeff. Set "
-            "these two to 0, or leave losses out."
-        )
+            "these two to 0, or leave losses out.")
     both = sorted(set(weights) & set(extra))
     if both:
         raise ValueError(
@@ -317,8 +315,7 @@ def refuse_unsupported(native: Any) -> None:
     if not native.num_moe_experts:
         raise ValueError(
             f"num_moe_experts={short(native.num_moe_experts)} must be >= 1 for an MoE layer. Set "
-            "--num-experts."
-        )
+            "--num-experts.")
     fields.refuse_by_row(native)
     fields.refuse_unknown_score(native)
     fields.refuse_unknown(native)
@@ -353,8 +350,7 @@ def _refuse_lists(native: Any) -> None:
     if setting(native, "fine_grained_activation_offloading", False) and offloaded:
         raise ValueError(
             f"offload_modules contains {sorted(offloaded)}, which is not supported. Remove these "
-            "modules."
-        )
+            "modules.")
 
 
 def _followed(recipe: Mapping[str, Any]) -> Iterable[str]:

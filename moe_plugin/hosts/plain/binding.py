@@ -90,8 +90,7 @@ def plan(rank: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] |
     if not 0 <= rank < count:
         raise ValueError(
             f"local rank {rank} is out of range for {count} rank(s): it must be 0 to {count - 1}. "
-            "Start the ranks with torchrun, Slurm or mpirun"
-        )
+            "Start the ranks with torchrun, Slurm or mpirun")
     nodes = numa_nodes(sysfs, os.sched_getaffinity(0) if allowed is None else allowed)
     known = [gpu_node(sysfs, bus_id) for bus_id in bus_ids]
     names = list(nodes)
@@ -117,8 +116,7 @@ def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
             return int(environment[rank]), int(environment[size])
     raise ValueError(
         "the local rank of this process is unknown. Start the process with torchrun (which sets "
-        "LOCAL_RANK and LOCAL_WORLD_SIZE), with Slurm and --ntasks-per-node, or with mpirun"
-    )
+        "LOCAL_RANK and LOCAL_WORLD_SIZE), with Slurm and --ntasks-per-node, or with mpirun")
 
 
 def gpu_bus_ids() -> list[str]:

@@ -134,8 +134,7 @@ def stand_for(name: str, model: type, dataclass: type | None) -> None:
     stock = models.MODEL_REGISTRY[name]
     if not issubclass(model, stock):
         raise ValueError(  # noqa: TRY004  (an error of our own code, not of a user)
-            f"{model.__name__} cannot replace {name!r}: it must be a subclass of {stock.__name__}"
-        )
+            f"{model.__name__} cannot replace {name!r}: it must be a subclass of {stock.__name__}")
     for registry in (models.MODEL_REGISTRY, models.ARCH_MODEL_REGISTRY):
         for key, value in list(registry.items()):
             if value is stock:

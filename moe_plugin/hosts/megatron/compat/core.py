@@ -224,8 +224,7 @@ def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> tor
         raise ValueError(
             "moe_shared_expert_intermediate_size is set, but the layer spec has no shared experts. "
             "Build the spec with Megatron's own functions, and replace its MoE layers with "
-            "moe_plugin.hosts.megatron.spec.swap_moe."
-        )
+            "moe_plugin.hosts.megatron.spec.swap_moe.")
     config = copy.copy(config)
     config.moe_shared_expert_overlap = False  # overlap needs Megatron's own dispatcher
     kwargs = {"config": config, "pg_collection": groups_.collection}
