@@ -212,7 +212,6 @@ class AutoSchedule(PipelineSchedule):
         return self.native(**passes) if self.steps == 1 else super().__call__(**passes)
 
     def check(self, passes: dict[str, Any], config: Any) -> None:
-        """Check settings and arguments. See `PipelineSchedule`."""
         super().check(passes, config)
         if self.settings.slices is None:
             return

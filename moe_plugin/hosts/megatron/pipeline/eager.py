@@ -37,12 +37,10 @@ class EagerSchedule(PipelineSchedule):
     name = "eager-1f1b"
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
-        """Run one step. See `PipelineSchedule`."""
         step = SplitStep if self.settings.delay_weights else Step
         return step(passes, config, self.group, self.gradients, "eager").run()
 
     def check(self, passes: dict[str, Any], config: Any) -> None:
-        """Check settings and arguments. See `PipelineSchedule`."""
         super().check(passes, config)
         if self.settings.delay_weights:
             check_split(passes["model"], config)
@@ -59,7 +57,6 @@ class SplitStep(Step):
     """
 
     def run(self) -> list[Any]:
-        """Run the step. See `Step`."""
         layers, native = tensor_parallel.layers, getattr(tensor_parallel.layers, LINEAR)
         experts: list[Any] = [each for each in self.model.modules() if hasattr(each, "later")]
         self.embeddings = {id(p) for each in self.model.modules()
@@ -77,7 +74,6 @@ class SplitStep(Step):
                 each.later = None
 
     def finish_backward(self) -> None:
-        """Compute the postponed weight gradients. See `Step`."""
         for owner, later in self.left.items():
             later.compute({"": owner} if isinstance(owner, Tensor) else
                           dict(owner.named_parameters(recurse=False)), hooks=True)

@@ -196,7 +196,6 @@ class SliceStep(Step):
                 [(part, *sent) for part in lengths[::-1]] * self.batches)
 
     def run(self) -> list[Any]:
-        """Run the step. See `Step`."""
         try:
             with self.cut.cutting():
                 return super().run()

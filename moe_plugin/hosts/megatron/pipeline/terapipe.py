@@ -155,7 +155,6 @@ class SliceSchedule(PipelineSchedule):
         self.trials: SliceTrials | None = None
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
-        """Run one step. See `PipelineSchedule`."""
         length = passes.get("decoder_seq_length") or passes["seq_length"]
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         slices, timed = self._next(length, multiple, config.deterministic_mode)
