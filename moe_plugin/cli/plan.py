@@ -265,7 +265,7 @@ def _plot_plans(path: Path, plans: list[Any]) -> None:
 
 def _plan_prefill(args: argparse.Namespace) -> None:
     """Choose the kernel and the number of pieces for each prompt length."""
-    from moe_plugin.cli.planning.pipeline import explain_prefill, prefill_as_dict, prefill_table
+    from moe_plugin.cli.planning.pipeline import explain_prefill, prefill_table
     from moe_plugin.planner.cluster import load_cluster
     from moe_plugin.planner.model import load_model
     from moe_plugin.planner.prefill import load_kernels
@@ -282,7 +282,7 @@ def _plan_prefill(args: argparse.Namespace) -> None:
                           cluster.resized(args.nodes or cluster.nodes, args.ranks_per_node),
                           load_kernels(args.kernels),
                           parse_counts("--prefill", args.prefill, "256,4096"))
-    print(json.dumps(prefill_as_dict(table), indent=1) if args.json else explain_prefill(table))
+    print(json.dumps(asdict(table), indent=1) if args.json else explain_prefill(table))
 
 
 def _plan_pipeline(args: argparse.Namespace) -> None:

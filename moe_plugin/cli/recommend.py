@@ -200,13 +200,10 @@ def _kept(args: argparse.Namespace, comm: Comm, kind: type[Record], name: str,
             reason = str(error)
         if reason:
             record = None
-        _say(args, f"{path}: measured again, {short(reason)}" if reason else f"{path}: reused")
+        if not args.json:
+            print(f"{path}: measured again, {short(reason)}" if reason else f"{path}: reused",
+                  flush=True)
     return comm.agree_max([float(record is not None)])[0] > 0, record
-
-
-def _say(args: argparse.Namespace, line: str) -> None:
-    if not args.json:
-        print(line, flush=True)
 
 
 def _write(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost], cluster: Cluster,

@@ -235,7 +235,7 @@ def test_kept_decisions_are_listed_with_age_and_spread_and_forgotten_by_a_comman
     files.put(("a CPU: 64 rows an expert, of fused grouped", ()),
               KeptDecision("fused", "measured", 0.07))
     monkeypatch.setattr(packages, "ChoiceFiles", lambda: files)
-    text = render({"hosts": [], **first(), **rest(everything=True)})
+    text = render({"hosts": [], **first(), **rest()})
     [line] = [line for line in text.splitlines() if "64 rows an expert" in line]
     assert "fused" in line and " ago" in line and line.rstrip().endswith("spread 7 %")
     assert main(["doctor", "--forget-decisions"]) == 0

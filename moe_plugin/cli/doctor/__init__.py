@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -156,20 +157,18 @@ def first() -> dict[str, Any]:
     for JSON. The value `works` is True if all checks of the layer passed.
     """
     gpu = torch.cuda.is_available()
-    checks = check_rows([torch.device("cpu"),
-                                   *([torch.device("cuda")] if gpu else [])])
+    checks = check_rows([torch.device("cpu"), *([torch.device("cuda")] if gpu else [])])
     return {
-        "moe_plugin": __version__, **packages.environment(),
+        "moe_plugin": __version__, "python": platform.python_version(),
+        "platform": platform.platform(),
         "works": bool(checks) and all(row["ok"] for row in checks), "self_check": checks,
         "devices": packages.devices(), "unused_gpu": packages.unused_gpu(),
         "compiled": packages.compiled(), "packages": packages.package_rows(gpu),
     }
 
 
-def rest(everything: bool) -> dict[str, Any]:
-    """Collect the sections of the full report (`everything`), or {}."""
-    if not everything:
-        return {}
+def rest() -> dict[str, Any]:
+    """Collect the sections that only the full report has."""
     return {
         "failed_imports": packages.import_everything(), "fused": packages.fused_rows(),
         "missing": packages.missing_rows(), "runs": packages.run_rows(),
@@ -305,6 +304,8 @@ def doctor(args: argparse.Namespace) -> int:
         report = first()
         if not args.json:
             print(verdict(report), flush=True)
-        report |= {**rest(everything=args.all or args.json), "hosts": imports.result()}
+        if args.all or args.json:
+            report |= rest()
+        report["hosts"] = imports.result()
     print(json.dumps(report, indent=1) if args.json else render(report))
     return 0 if report["works"] else 1

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
-import platform
 import re
 import shlex
 import subprocess
@@ -53,15 +52,11 @@ def import_everything() -> list[dict[str, str]]:
             continue
         try:
             module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name in _OPTIONAL:
-                # such modules are imported only where the extra is used, and the list of packages
-                # already reports that the extra is missing
-                continue
-            failed.append({"module": name, "reason": str(error)})
-            continue
         except ImportError as error:
-            failed.append({"module": name, "reason": str(error)})
+            # modules of extras are imported only where the extra is used, and the list of packages
+            # already reports that the extra is missing
+            if not (isinstance(error, ModuleNotFoundError) and error.name in _OPTIONAL):
+                failed.append({"module": name, "reason": str(error)})
             continue
         paths = vars(module).get("__path__", [])  # only packages have one
         names += [m.name for m in pkgutil.iter_modules(paths, f"{name}.")]
@@ -164,11 +159,6 @@ def unused_gpu() -> str | None:
     if torch.cuda.is_available() or not os.path.exists(DRIVER):
         return None
     return f"the driver of a GPU is loaded, but {_why_no_cuda()}"
-
-
-def environment() -> dict[str, Any]:
-    """Return the versions of Python and the platform."""
-    return {"python": platform.python_version(), "platform": platform.platform()}
 
 
 @dataclass(frozen=True)

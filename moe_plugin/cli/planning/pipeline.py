@@ -8,7 +8,7 @@ and the number of pieces into which the rows are divided.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from moe_plugin.planner.cluster import Cluster
@@ -170,8 +170,3 @@ def explain_prefill(found: PrefillTable) -> str:
               for tokens, before, after in found.kernels]
     return "\n".join([*lines, "", "for one fixed length, set parallel.d (pieces) and parallel.cut; "
                       "for any length, set parallel.prefill: true"])
-
-
-def prefill_as_dict(found: PrefillTable) -> dict[str, Any]:
-    """Convert the EPS-MoE table to plain values for JSON."""
-    return asdict(found)
