@@ -32,7 +32,7 @@ from moe_plugin.hosts.megatron.compat.checkpointing import wrap
 from moe_plugin.hosts.megatron.compat.core import bare
 from moe_plugin.hosts.megatron.compat.names import get_model_config, get_rerun_state_machine
 from moe_plugin.hosts.megatron.compat.settings import replace_training, script_arguments
-from moe_plugin.hosts.megatron.guards import FileSteps, Logged
+from moe_plugin.hosts.megatron.run import FileSteps, Logged
 from moe_plugin.hosts.megatron.stage_layouts import (
     StageLayouts,
     initialize,

@@ -328,8 +328,7 @@ def _named(what: str) -> Any:
 def _check_arguments() -> None:
     """Check the arguments before the model is built, because building a model takes minutes."""
     # imported late: these modules import Megatron, which may be located next to the script
-    from moe_plugin.hosts.megatron.guards import guard_of
-    from moe_plugin.hosts.megatron.run import check_replicas, check_resizing
+    from moe_plugin.hosts.megatron.run import check_replicas, check_resizing, guard_of
 
     arguments = script_arguments()
     args = argparse.Namespace(**arguments)

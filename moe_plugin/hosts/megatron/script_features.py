@@ -31,18 +31,20 @@ from moe_plugin.hosts.megatron.compat.settings import (
     training_module,
 )
 from moe_plugin.hosts.megatron.ensemble import EnsembleErrors, add_heads, ensemble_of
-from moe_plugin.hosts.megatron.guards import FileSteps, guard_of, twins_apart
 from moe_plugin.hosts.megatron.layer import PluginMoELayer, plugin_layers
 from moe_plugin.hosts.megatron.model_settings import model_settings
 from moe_plugin.hosts.megatron.refusals import ACTIVATIONS
 from moe_plugin.hosts.megatron.run import (
+    FileSteps,
     MegatronStart,
+    guard_of,
     named,
     of_stage,
     place_of,
     steps_of,
     traced,
     tracker_states,
+    twins_apart,
 )
 from moe_plugin.hosts.megatron.script_report import log_path
 from moe_plugin.hosts.megatron.streamed import (
