@@ -89,7 +89,7 @@ def profile_device(args: argparse.Namespace) -> int:
     import torch
     import yaml
 
-    from moe_plugin.cli.measure.device import measure_device, measure_kernels
+    from moe_plugin.cli.measure.own_cluster import measure_device, measure_kernels
     from moe_plugin.planner.units import show_time
 
     for path in (args.out, args.kernels):
@@ -212,9 +212,7 @@ def simulate_routing(args: argparse.Namespace) -> int:
 
 
 def _emulate_routing(args: argparse.Namespace) -> int:
-    """Run the layer on an emulated cluster with the expert choices of a routing trace, and print
-    the measured times.
-    """
+    """Run the layer on an emulated cluster with a trace's choices. Print the times."""
     from moe_plugin.cli.figures import links_of
     from moe_plugin.observe.traces import read_traces
     from moe_plugin.planner.model import load_model

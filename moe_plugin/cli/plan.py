@@ -70,8 +70,7 @@ def plan_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--scale", default=None, metavar="LIST",
         help="instead of planning, compare one MoE layer with a static layer, on these numbers of "
-             "nodes (e.g. 1,2,4)"
-    )
+             "nodes (e.g. 1,2,4)")
     p.add_argument("--experts-per-rank", type=float, default=1.0, metavar="X",
                    help="with --scale: number of experts per rank (default: %(default)s)")
     group = p.add_argument_group("memory of one device, instead of parallel sizes")
@@ -120,7 +119,8 @@ def plan(args: argparse.Namespace) -> int:
         check_figure(args.plot)
     if args.trace:
         check_output(args.trace)
-    if args.memory is None and (given := given_options(args, ("link", "tokens"))):
+    experts = args.profile is None and None not in (args.memory, args.model, args.device)
+    if not experts and (given := given_options(args, ("link", "tokens"))):
         raise ValueError(f"--{given[0]} needs --memory, --model and --device. Add these options, "
                          f"or leave --{given[0]} out")
     if args.pipeline is not None:
@@ -234,9 +234,7 @@ def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> N
 
 
 def _plot_plans(path: Path, plans: list[Any]) -> None:
-    """Plot the step times of the plans as stacked bars, and the MoE layer of the best plan as a
-    timeline.
-    """
+    """Plot the plans' step times as bars, and the best plan's MoE layer over time."""
     from moe_plugin.cli.figures import pyplot, save_figure
 
     plt = pyplot()
@@ -266,10 +264,8 @@ def _plot_plans(path: Path, plans: list[Any]) -> None:
 
 
 def _plan_prefill(args: argparse.Namespace) -> None:
-    """For each prompt length, choose the kernel and the number of pieces into which the rows are
-    divided.
-    """
-    from moe_plugin.cli.planning.prefill import as_dict, explain, prefill_table
+    """Choose the kernel and the number of pieces for each prompt length."""
+    from moe_plugin.cli.planning.pipeline import explain_prefill, prefill_table
     from moe_plugin.planner.cluster import load_cluster
     from moe_plugin.planner.model import load_model
     from moe_plugin.planner.prefill import load_kernels
@@ -286,7 +282,7 @@ def _plan_prefill(args: argparse.Namespace) -> None:
                           cluster.resized(args.nodes or cluster.nodes, args.ranks_per_node),
                           load_kernels(args.kernels),
                           parse_counts("--prefill", args.prefill, "256,4096"))
-    print(json.dumps(as_dict(table), indent=1) if args.json else explain(table))
+    print(json.dumps(asdict(table), indent=1) if args.json else explain_prefill(table))
 
 
 def _plan_pipeline(args: argparse.Namespace) -> None:

@@ -41,9 +41,8 @@ def recommend_options(p: argparse.ArgumentParser) -> None:
     """Add the options of `moe-plugin recommend`."""
     p.description = (
         "Measures the network and the processors of the ranks it runs on (start it with torchrun, "
-        "like the training), plans the model for them, and prints the launch line of the host "
-        "with the predicted step time and the errors of the fits. The measurements are stored in "
-        "--out.")
+        "like the training), plans the model for them, and prints the launch line of the host with "
+        "the predicted step time and the errors of the fits. The measurements are stored in --out.")
     p.add_argument("--model", type=Path, required=True, metavar="FILE",
                    help="model file (see configs/plans/)")
     host_options(p, "DATA", 4)
@@ -68,9 +67,7 @@ def recommend_options(p: argparse.ArgumentParser) -> None:
 
 
 def recommend(args: argparse.Namespace) -> int:
-    """Measure the ranks, plan the model, write the plan and print the result. Only rank 0 writes
-    files and prints output.
-    """
+    """Measure the ranks, plan the model, and write and print the plan on rank 0."""
     from moe_plugin.cli.measure.own_cluster import own_ranks
     from moe_plugin.planner.model import load_model
 
@@ -137,9 +134,7 @@ def _check_links(grid: tuple[int, int], wanted: tuple[int, int]) -> None:
 
 def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
             device: Device) -> list[PlanCost]:
-    """Return the plans that fit in memory, including plans that recompute the activations of some
-    layers.
-    """
+    """Return the plans that fit in memory, also by recomputing some layers."""
     from moe_plugin.planner.all_to_all_cost import distinct
     from moe_plugin.planner.cluster import MAX_NUMBER
     from moe_plugin.planner.model_search import Space, search
@@ -161,11 +156,9 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
 def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: torch.device,
               grid: tuple[int, int], memory: float) -> tuple[MeasuredNetwork | None,
                                                              Processor | None]:
-    """Return the measurements stored in the folder of rank 0 if they can be reused. Otherwise,
-    measure the network and the processor, and store the results.
+    """Measure and store the network (of several ranks) and the processor, or reuse measurements.
 
-    Reused measurements are returned only on rank 0. The network is not measured if there is only
-    one rank.
+    Reused measurements of the folder of rank 0 are returned only on rank 0.
     """
     from moe_plugin.cli.measure.own_cluster import (
         about_network,
@@ -194,9 +187,7 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
 
 def _kept(args: argparse.Namespace, comm: Comm, kind: type[Record], name: str,
           about: dict[str, str]) -> tuple[bool, Record | None]:
-    """Return whether the folder of rank 0 contains measurements that can be reused. On rank 0, also
-    return the stored measurements.
-    """
+    """Return whether rank 0 has reusable measurements, and on rank 0 these, too."""
     from moe_plugin.planner.model import load
 
     record, path = None, args.out / name
@@ -209,13 +200,10 @@ def _kept(args: argparse.Namespace, comm: Comm, kind: type[Record], name: str,
             reason = str(error)
         if reason:
             record = None
-        _say(args, f"{path}: measured again, {short(reason)}" if reason else f"{path}: reused")
+        if not args.json:
+            print(f"{path}: measured again, {short(reason)}" if reason else f"{path}: reused",
+                  flush=True)
     return comm.agree_max([float(record is not None)])[0] > 0, record
-
-
-def _say(args: argparse.Namespace, line: str) -> None:
-    if not args.json:
-        print(line, flush=True)
 
 
 def _write(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost], cluster: Cluster,

@@ -42,9 +42,6 @@ def plan_memory(args: argparse.Namespace) -> None:
                          "Leave one of them out")
     if experts and args.weights_on == "host":
         raise ValueError("--weights-on host needs --profile FILE instead of --model")
-    if not experts and (given := given_options(args, ("link", "tokens"))):
-        raise ValueError(f"--{given[0]} needs --memory, --model and --device. Add these options, "
-                         f"or leave --{given[0]} out")
     if args.accumulate is not None and args.weights_on == "device":
         raise ValueError(f"--accumulate {short(args.accumulate)} needs --weights-on host")
     limit = parse_size(args.memory)
@@ -166,9 +163,7 @@ def schedule_options(p: argparse.ArgumentParser) -> None:
 
 
 def schedule(args: argparse.Namespace) -> int:
-    """Plan the schedule of a collective, compare it with other algorithms, and print and write the
-    results.
-    """
+    """Plan a collective, compare it with other algorithms, and print and write it."""
     from moe_plugin.cli.planning.forest import Report, compare, text
     from moe_plugin.cli.planning.pictures import drawing, page
     from moe_plugin.planner.forest import plan

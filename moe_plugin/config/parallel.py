@@ -6,13 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_plugin.config.options import (
-    MOST_EXPERTS,
-    MOST_RANKS,
-    MOST_STEPS,
-    SettingsSection,
-    option,
-)
+from moe_plugin.config.options import MOST_EXPERTS, MOST_RANKS, MOST_STEPS, SettingsSection, option
 
 CUTS = ("rows", "experts", "peers")
 MOST_PIECES, MOST_TRIALS = 4096, 10_000  # far above any practical value
@@ -110,12 +104,9 @@ class ParallelConfig(SettingsSection):
         return self.mode in (None, "auto")
 
     def rank_speeds(self, ranks: int) -> tuple[float, ...] | None:
-        """Return the setting `speeds` as a sequence of numbers.
+        """Return each rank's relative speed in `speeds`, or None if not given or to be measured.
 
-        Returns: The relative speed of each rank, or None if the user gave no speeds or requested
-            that they be measured.
-        Raises:
-            ValueError: If the number of speeds differs from `ranks`.
+        Raises: ValueError: If the number of speeds differs from `ranks`.
         """
         if self.speeds is None or self.speeds == MEASURED:
             return None

@@ -1,8 +1,9 @@
-"""Tables of settings that a host cannot combine with another setting.
+"""Tables of settings that a host does not support, or cannot combine with another setting.
 
-Each host has one table, `hosts/NAME/refusals.py`. Three programs use these tables: a host raises
-errors from its table when it builds a run, `moe-plugin doctor --all` prints the tables, and
-docs/refusals_HOST.md is generated from them.
+`LACKS` lists the run settings that some hosts do not support. In addition, each host has a table of
+combinations, `hosts/NAME/refusals.py`. Three programs use these tables: a host raises errors from
+them when it builds a run, `moe-plugin doctor --all` prints them, and docs/refusals_HOST.md is
+generated from the hosts' tables.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from moe_plugin.config.flags import setting_specs
+from moe_plugin.config.run import RunConfig
+from moe_plugin.config.tree import flatten, to_dict
 from moe_plugin.utils.messages import short
 
 # all hosts refuse these for the same reason
@@ -39,9 +43,7 @@ class Values(dict[str, Any]):
         return self._read(name)
 
     def fill(self, text: str) -> str:
-        """Replace `{name}` in a text with the value of the setting `name`, and `{name!r}` with the
-        value's `repr`.
-        """
+        """Replace `{name}` with the setting's value, and `{name!r}` with its `repr`."""
         return _PLACEHOLDER.sub(lambda found: (short if found[2] else str)(self[found[1]]), text)
 
 
@@ -100,8 +102,7 @@ class Request:
         return Values(self.example).fill(self.name).partition(", w")[0]
 
     def refuse(self, values: Mapping[str, Any]) -> None:
-        """Raise a `ValueError` for the first setting in `values` that cannot be combined with the
-        request."""
+        """Raise a `ValueError` for the first value that excludes the request."""
         known = values if isinstance(values, Values) else Values(values)
         for row in self.rows:
             if row.excluded(known):
@@ -109,9 +110,7 @@ class Request:
 
 
 def flag(name: str) -> str:
-    """Return the command-line flag of an argument. An argument in a group is written as
-    `group.name`.
-    """
+    """Return the flag of an argument, which may be written as `group.name`."""
     return "--" + name.rpartition(".")[2].replace("_", "-")
 
 
@@ -145,18 +144,14 @@ def at_most_one(remedy: str, *names: str, shown: str = "{flag}") -> tuple[Refusa
 
 
 def one_of(remedy: str, name: str, *accepted: Any, shown: str, given: Any) -> tuple[Refusal, ...]:
-    """Return a `Refusal` for a setting that may only have one of the accepted values or not be set.
-    See `off`.
-    """
+    """Refuse all values of a setting except None and the accepted values. See `off`."""
     return (Refusal(_named(shown, name), lambda values: values[name] not in (None, *accepted),
                     _named(remedy, name), {name: given}),)
 
 
 def when(setting: str, excluded: Callable[[Values], Any], remedy: str,
          **example: Any) -> tuple[Refusal, ...]:
-    """Return a `Refusal` with an arbitrary condition. In the keyword arguments of the example, `__`
-    stands for a dot.
-    """
+    """Refuse on any condition. In the example's keywords, `__` stands for a dot."""
     return (Refusal(setting, excluded, remedy,
                     {name.replace("__", "."): value for name, value in example.items()}),)
 
@@ -175,3 +170,61 @@ def streamed_peer(lighthouse: str) -> tuple[Refusal, ...]:
             Refusal(f"--moe-average-every {{{every}}} without --moe-lighthouse",
                     lambda values: values[every] and not values[lighthouse],
                     "set the address of the lighthouse", {every: 5}))
+
+
+HOSTS = {"fairseq": "fairseq", "megatron": "Megatron", "pytorch": "a training loop of your own",
+         "vision": "the training of images"}
+REPLICAS = "--moe-lighthouse"  # a flag of the hosts, not a setting
+# Settings of a whole model that a host implements itself. All other settings of a run are features
+# that wrap the host's training steps.
+OF_HOSTS = "offload.weights", "pipeline.schedule", "swarm.role"
+
+
+@dataclass(frozen=True)
+class Lack:
+    """The reason why a host does not support a setting, and what to use instead."""
+
+    reason: str
+    remedy: str
+
+
+_STAGES = Lack("it has no pipeline stages", "train with moe_plugin.hosts.megatron.train")
+_ON_DEVICE = Lack("its training steps need all weights on the device",
+                  "train with moe_plugin.hosts.plain.streamed.streamed_trainer")
+_IN_HOSTS = "use TrainingSteps in a training loop of your own, or a host, fairseq or Megatron"
+_SPREAD = Lack("its experts are spread over all ranks, so no two ranks compute the same "
+               "results", _IN_HOSTS)
+_ALL_RANKS = Lack("its experts are always spread over all ranks", _IN_HOSTS)
+LACKS: Mapping[tuple[str, str], Lack] = {
+    ("pipeline.schedule", "fairseq"): _STAGES,
+    ("pipeline.schedule", "pytorch"): _STAGES,
+    ("pipeline.schedule", "vision"): _STAGES,
+    ("swarm.role", "fairseq"): _STAGES,
+    ("swarm.role", "pytorch"): Lack("its model is in one process",
+                                    "create a "
+                                    "moe_plugin.training.resilience.swarm.Swarm and its peers"),
+    ("swarm.role", "vision"): _STAGES,
+    ("offload.weights", "pytorch"): _ON_DEVICE,
+    ("offload.weights", "vision"): _ON_DEVICE,
+    ("guard.twins", "vision"): _SPREAD,
+    ("guard.votes", "vision"): _SPREAD,
+    ("resize.expert_parallel_at", "pytorch"): Lack(
+        "you created the groups of ranks of its model",
+        "call moe_plugin.checkpoint.resize.change_expert_parallel between two steps"),
+    ("resize.expert_parallel_at", "vision"): _ALL_RANKS,
+    (REPLICAS, "vision"): Lack(
+        "each epoch is a pass over all images, which replicas do not divide among themselves",
+        _IN_HOSTS),
+}
+
+
+def refuse_lacking(settings: RunConfig, host: str) -> None:
+    """Raise a `ValueError` if a run uses a setting that `host` (of `HOSTS`) lacks."""
+    defaults, given = (flatten(to_dict(config)) for config in (RunConfig(), settings))
+    for (path, lacking), lack in LACKS.items():
+        if lacking == host and given.get(path) != defaults.get(path):
+            flag = next(spec.flag for spec in setting_specs() if spec.path == path)
+            raise ValueError(
+                f"{path}={short(given[path])} is not supported in {HOSTS[host]}, because "
+                f"{lack.reason}. The value must be {defaults[path]}; leave {flag} out, or "
+                f"{lack.remedy}")

@@ -58,9 +58,7 @@ class ObserveConfig(SettingsSection):
 
     @property
     def writes(self) -> bool:
-        """True if statistics are also written elsewhere than to the host's log, or if routing
-        choices are read from a trace.
-        """
+        """True if statistics are written beyond the log, or a trace is replayed."""
         return bool(self.jsonl or self.tensorboard or self.wandb or self.trace or self.replay)
 
     def check_bounds(self) -> None:
@@ -184,9 +182,7 @@ class OffloadConfig(SettingsSection):
                         "use swap, auto or offload.weights=host", "path")
 
     def each_layer(self) -> list[str]:
-        """Return the policies in `activations`, a comma-separated string that contains one policy
-        for all layers or one policy per layer.
-        """
+        """The policies in `activations`: one for all layers, or one per layer."""
         return [name.strip() for name in self.activations.split(",")]
 
 
@@ -336,7 +332,5 @@ class RunConfig(SettingsSection):
 
 
 def reader_of(path: str) -> str:
-    """Return a sentence that explains how to use a run setting without the fairseq or Megatron
-    host.
-    """
+    """Return how to use a run setting without the hosts fairseq and Megatron."""
     return next(text for start, text in READERS.items() if f"{path}.".startswith(start))

@@ -2,7 +2,7 @@
 
 To add a feature, add a row to `FEATURES` with the setting that enables it, and a function that
 creates it from `HostSeams`. If a host framework does not support a feature,
-`moe_plugin.config.lacks` contains the feature and the reason.
+`moe_plugin.config.refusals` contains the feature and the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from moe_plugin.comm import Comm
 from moe_plugin.config import GuardConfig, OffloadConfig, RunConfig
-from moe_plugin.config.lacks import HOSTS, REPLICAS, refuse_lacking
+from moe_plugin.config.refusals import HOSTS, REPLICAS, refuse_lacking
 from moe_plugin.memory.activations.offload import Activations
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.observe.features import DropWarning, FirstStepLine, LayerRecords, listen

@@ -64,7 +64,7 @@ FAIRSEQ = (
     Known("__main__", _SCHEMA),  # in fairseq-generate
     Known("sys", _SCHEMA),
     Known("fairseq_cli.hydra_train", _SCHEMA),
-    Known("moe_plugin.hosts.fairseq.compat.hydra_train", _SCHEMA),
+    Known("moe_plugin.hosts.fairseq.compat.flags", _SCHEMA),
     Known("fairseq.tasks.fairseq_task", r"`torch.cuda.amp.autocast\(args...\)` is deprecated"),
     Known("torch.nn.functional", "Support for mismatched key_padding_mask and attn_mask is depr"),
     _PIN_MEMORY,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,19 @@ def read_yaml(path: str | Path, what: str = "config file",
     if interpolated:
         raise ValueError(f"{where} uses an interpolation ${{...}}; replace it with the value")
     return values
+
+
+def host_section(values: Mapping[str, Any], path: str, name: str, host: str) -> dict[str, Any]:
+    """Return the section of a settings file with a host's own arguments, by name as written.
+
+    Raises:
+        ValueError: If the section is not a mapping.
+    """
+    section = values.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise ValueError(f"config file {short(path)}: {name}={short(section)} must be a mapping of "
+                         f"{host}'s arguments to values. Write one argument per line.")
+    return {str(argument): value for argument, value in section.items()}
 
 
 def _check_size(text: str) -> None:

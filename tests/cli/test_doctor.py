@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import moe_plugin.cli.doctor as selfcheck
 from moe_plugin import MoELayer
-from moe_plugin.cli.doctor import packages
-from moe_plugin.cli.doctor import report as selfcheck
-from moe_plugin.cli.doctor.report import first, render, rest
+from moe_plugin.cli.doctor import first, packages, render, rest
 from moe_plugin.cli.main import main
 from moe_plugin.dispatch import dispatchers
 from moe_plugin.dispatch.ragged import RaggedDispatcher
@@ -236,7 +235,7 @@ def test_kept_decisions_are_listed_with_age_and_spread_and_forgotten_by_a_comman
     files.put(("a CPU: 64 rows an expert, of fused grouped", ()),
               KeptDecision("fused", "measured", 0.07))
     monkeypatch.setattr(packages, "ChoiceFiles", lambda: files)
-    text = render({"hosts": [], **first(), **rest(everything=True)})
+    text = render({"hosts": [], **first(), **rest()})
     [line] = [line for line in text.splitlines() if "64 rows an expert" in line]
     assert "fused" in line and " ago" in line and line.rstrip().endswith("spread 7 %")
     assert main(["doctor", "--forget-decisions"]) == 0

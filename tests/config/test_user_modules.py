@@ -11,7 +11,7 @@ import torch
 from moe_plugin import MoELayer
 from moe_plugin.config import from_dict, from_yaml, settings_from_yaml
 from moe_plugin.config.flags import config_from_flags
-from moe_plugin.config.user_modules import import_user_modules
+from moe_plugin.utils.registry import import_user_modules
 
 pytestmark = pytest.mark.fast
 

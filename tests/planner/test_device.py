@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.cli.main import main
-from moe_plugin.cli.measure.device import ROWS, fit_products
+from moe_plugin.cli.measure.own_cluster import ROWS, fit_products
 from moe_plugin.planner.cluster import Device, load_cluster, load_device
 from moe_plugin.planner.prefill import load_kernels
 

@@ -14,7 +14,7 @@ from moe_plugin import MoELayer, TorchComm
 from moe_plugin.cli.doctor.packages import run_rows
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import RunConfig, from_dict, run_from_dict
-from moe_plugin.config.lacks import HOSTS, LACKS, OF_HOSTS, REPLICAS, refuse_lacking
+from moe_plugin.config.refusals import HOSTS, LACKS, OF_HOSTS, REPLICAS, refuse_lacking
 from moe_plugin.hosts.plain.run import TrainingSteps
 from moe_plugin.hosts.plain.sharding import ddp_model
 from moe_plugin.training.run_features import FEATURES, HostSeams, make_run

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
-import platform
 import re
 import shlex
 import subprocess
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 import moe_plugin
-from moe_plugin.config.lacks import HOSTS, LACKS, OF_HOSTS
+from moe_plugin.config.refusals import HOSTS, LACKS, OF_HOSTS
 from moe_plugin.hosts.fairseq import refusals as fairseq
 from moe_plugin.hosts.megatron import refusals as megatron
 from moe_plugin.kernels.activations import ACTIVATIONS
@@ -44,10 +43,7 @@ _OPTIONAL = {"rich", "triton"}
 
 
 def import_everything() -> list[dict[str, str]]:
-    """Import all modules except hosts and commands, so that all components are registered.
-
-    Returns: For each module that cannot be imported, a row with the keys `module` and `reason`.
-    """
+    """Import all modules but hosts and commands. Return `module` and `reason` of failures."""
     failed = []
     names = [m.name for m in pkgutil.iter_modules(moe_plugin.__path__, "moe_plugin.")]
     while names:
@@ -56,15 +52,11 @@ def import_everything() -> list[dict[str, str]]:
             continue
         try:
             module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name in _OPTIONAL:
-                # such modules are imported only where the extra is used, and the list of packages
-                # already reports that the extra is missing
-                continue
-            failed.append({"module": name, "reason": str(error)})
-            continue
         except ImportError as error:
-            failed.append({"module": name, "reason": str(error)})
+            # modules of extras are imported only where the extra is used, and the list of packages
+            # already reports that the extra is missing
+            if not (isinstance(error, ModuleNotFoundError) and error.name in _OPTIONAL):
+                failed.append({"module": name, "reason": str(error)})
             continue
         paths = vars(module).get("__path__", [])  # only packages have one
         names += [m.name for m in pkgutil.iter_modules(paths, f"{name}.")]
@@ -131,8 +123,7 @@ def devices() -> list[dict[str, str]]:
         p = torch.cuda.get_device_properties(index)
         rows.append({
             "name": f"cuda:{index}", "state": "active",
-            "what": f"{p.name}, {show_size(p.total_memory)}, compute capability "
-                    f"{p.major}.{p.minor}"
+            "what": f"{p.name}, {show_size(p.total_memory)}, compute capability {p.major}.{p.minor}"
         })
     if not torch.cuda.is_available():
         rows.append({"name": "cuda", "state": "not available", "what": _why_no_cuda()})
@@ -147,10 +138,7 @@ def _widened() -> str:
 
 
 def compiled() -> list[dict[str, str]]:
-    """Return one row for each C++ function that can replace torch operations on the CPU.
-
-    Functions that have not been compiled yet are compiled during this call.
-    """
+    """Return a row for each C++ function for the CPU, which is compiled if necessary."""
     parts = [(f"experts' {name}", functions.why_not(name)) for name in ACTIVATIONS]
     parts.append(("several experts at a time, float32", products.why_one_by_one()))
     parts.append((f"routers of up to {functions.EXPERTS} experts, bfloat16",
@@ -167,17 +155,10 @@ def _why_no_cuda() -> str:
 
 
 def unused_gpu() -> str | None:
-    """If a GPU driver is loaded but torch does not use a GPU, return the reason. Otherwise, return
-    None.
-    """
+    """Return why torch does not use a GPU whose driver is loaded, or None."""
     if torch.cuda.is_available() or not os.path.exists(DRIVER):
         return None
     return f"the driver of a GPU is loaded, but {_why_no_cuda()}"
-
-
-def environment() -> dict[str, Any]:
-    """Return the versions of Python and the platform."""
-    return {"python": platform.python_version(), "platform": platform.platform()}
 
 
 @dataclass(frozen=True)
@@ -243,9 +224,7 @@ _TIMEOUT_S = 300
 
 
 def installed_version(package: Package) -> str | None:
-    """Return the version of an installed package, `unknown` if the package has no metadata, or None
-    if the package is not installed.
-    """
+    """Return a package's version, `unknown` without metadata, None if not installed."""
     try:
         if find_spec(package.module) is None:
             return None
@@ -258,9 +237,7 @@ def installed_version(package: Package) -> str | None:
 
 
 def requirement(name: str) -> str:
-    """Return the version requirement in moe-plugin's metadata (such as `tensorboard>=2.14`), or the
-    bare package name if the metadata do not list the package.
-    """
+    """Return moe-plugin's requirement of a package (`tensorboard>=2.14`), or its name."""
     try:
         stated = metadata.requires("moe-plugin") or []
     except metadata.PackageNotFoundError:
@@ -278,11 +255,7 @@ def install_command(package: Package) -> str:
 
 
 def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
-    """Return one row for each package, with the name, the version, the use and the state. The row
-    of a missing package also contains the install command.
-
-    The state is `installed`, `missing` or `not needed here (no GPU)`.
-    """
+    """Return a row for each package, which is `installed`, `missing` or `not needed here`."""
     rows = []
     for package in PACKAGES:
         version, needed = installed_version(package), has_gpu or not package.gpu
@@ -293,9 +266,7 @@ def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
 
 
 def host_rows() -> list[dict[str, Any]]:
-    """Return one row for each host, with the name, the version, the state and the reason. The row
-    of a missing host also contains the install command.
-    """
+    """Return name, version, state, reason and (if missing) install command of each host."""
     started = {name: _start(name) for name in ADAPTER}
     return [_row(name, process) for name, process in started.items()]
 

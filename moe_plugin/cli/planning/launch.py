@@ -22,6 +22,7 @@ CONFIG, LINE = "moe.yaml", "launch.sh"  # the files of a plan
 SCRIPT = "pretrain_gpt_moe"  # a script of this package, by its name in the launcher
 FAIRSEQ = '"$(which fairseq-train)"'  # already quoted, and expanded by the shell
 BALANCE = "0.01"  # weight of the balance loss
+STEPS, RATE = "10000", "0.0005"  # number of training steps, and Adam's learning rate
 
 
 def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
@@ -60,11 +61,7 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
 
 
 def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
-    """Return the host's own command-line flags for a plan, as a list of command-line words.
-
-    Raises:
-        ValueError: If the host is unknown or cannot run the plan.
-    """
+    """Return a host's own flags for a plan as words, or raise a `ValueError`."""
     if host == "megatron":
         flags = [
             "--tensor-model-parallel-size", plan.tp, "--pipeline-model-parallel-size", plan.pp,
@@ -133,8 +130,6 @@ class LaunchCommand:
         data: path of the training data, which is a folder (fairseq) or a prefix (Megatron).
         config: path of the plan's file for `--moe-config`.
         script: path of Megatron-LM's `pretrain_gpt.py`. Optional. Defaults to `SCRIPT`.
-        steps: number of training steps in the run.
-        learning_rate: learning rate of Adam.
     """
 
     nodes: int = 1
@@ -145,14 +140,10 @@ class LaunchCommand:
     data: str = "DATA"
     config: Path = Path("moe.yaml")
     script: str | None = None
-    steps: int = 10000
-    learning_rate: float = 5e-4
 
 
 def torchrun_words(start: LaunchCommand) -> list[str]:
-    """Return the word `torchrun` followed by its options. If there are several nodes, the command
-    must be run on each node.
-    """
+    """Return `torchrun` and its options, for a command to run on each node."""
     words = [f"OMP_NUM_THREADS={start.threads}"] if start.cpu and start.threads else []
     if start.nodes == 1:
         return [*words, "torchrun", "--standalone", "--nproc_per_node", str(start.ranks_per_node)]
@@ -203,28 +194,25 @@ def _fairseq(model: ModelShape, start: LaunchCommand) -> list[str]:
         words += [f"--decoder-{name}", str(size)]
     words += [
         "--moe-expert-count", str(model.experts), "--criterion", "moe_cross_entropy",
-        "--moe-gate-loss-wt", BALANCE, "--dropout", "0", "--optimizer", "adam", "--lr",
-        f"{start.learning_rate:g}", "--max-update", str(start.steps)
+        "--moe-gate-loss-wt", BALANCE, "--dropout", "0", "--optimizer", "adam", "--lr", RATE,
+        "--max-update", STEPS
     ]
     return [*words, *(["--cpu", "--distributed-backend", "gloo"] if start.cpu else [])]
 
 
 def _megatron(start: LaunchCommand) -> list[str]:
     return [
-        "--data-path", start.data, "--train-iters", str(start.steps), "--lr",
-        f"{start.learning_rate:g}", "--moe-aux-loss-coeff", BALANCE, "--hidden-dropout", "0",
-        "--attention-dropout", "0", "--disable-bias-linear"
+        "--data-path", start.data, "--train-iters", STEPS, "--lr", RATE, "--moe-aux-loss-coeff",
+        BALANCE, "--hidden-dropout", "0", "--attention-dropout", "0", "--disable-bias-linear"
     ]
 
 
 def launch_text(words: list[str]) -> str:
-    """Return the launch command for a shell, wrapped to lines of at most `COLUMNS` columns.
-
-    A flag and its values always stay on the same line.
-    """
+    """Return the launch command in lines of `COLUMNS`, with each flag next to its values."""
     parts: list[str] = []
     for word in words:
-        shown = word if word == FAIRSEQ or _assigns(word) else shlex.quote(word)
+        assigns = word.startswith("OMP_NUM_THREADS=")
+        shown = word if word == FAIRSEQ or assigns else shlex.quote(word)
         if word.startswith("--") or not parts:
             parts.append(shown)
         else:
@@ -239,11 +227,5 @@ def launch_text(words: list[str]) -> str:
 
 
 def launch_script(text: str, note: str) -> str:
-    """Return a shell script that runs the launch command and appends the arguments passed to the
-    script.
-    """
+    """Return a shell script that launches the training with further arguments."""
     return f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n'
-
-
-def _assigns(word: str) -> bool:
-    return word.startswith("OMP_NUM_THREADS=")

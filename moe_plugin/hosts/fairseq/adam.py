@@ -63,8 +63,7 @@ class BlockOptimizers(FairseqOptimizer):
         self.trainer.forget()
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Store a factor. In 16-bit training, the gradients of a block are multiplied by this
-        factor when the block is updated.
+        """Store a factor by which 16-bit training multiplies the gradients of each block.
 
         In float32 training, this method has no effect, because the gradients have already been
         divided by the sample size.
@@ -73,9 +72,7 @@ class BlockOptimizers(FairseqOptimizer):
         clip.multiply(c)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """Return the global gradient norm without clipping the gradients. The gradients of each
-        block are clipped when the block is updated.
-        """
+        """Return the gradient norm. Gradients are clipped when their block is updated."""
         return self.gradient_norm
 
     def step(self, closure: Any = None, scale: float = 1.0, groups: Any = None) -> None:
@@ -101,12 +98,7 @@ class BlockOptimizers(FairseqOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any],
                         optimizer_overrides: Mapping[str, Any] | None = None) -> None:
-        """Load a state that `state_dict` returned, or that of a single optimizer for the whole
-        model.
-
-        Raises:
-            ValueError: If the number of parameters in the state differs from that of the model.
-        """
+        """Load a `state_dict` of this class, or of one optimizer for the whole model."""
         [group], state = state_dict["param_groups"], state_dict["state"]
         saved, expected = len(group["params"]), sum(len(b.trained) for b in self.trainer.blocks)
         if saved != expected:
@@ -148,10 +140,7 @@ class _DropsGradients:
 
 
 def in_16_bits(cfg: Any, blocks: BlockOptimizers) -> FairseqOptimizer:
-    """Wrap the blocks' optimizers in fairseq's 16-bit optimizer, which contains a loss scaler.
-
-    The blocks store the float32 copies of the weights.
-    """
+    """Wrap the blocks' optimizers in fairseq's 16-bit optimizer, which scales the loss."""
     efficient = memory_efficient(cfg)
     base = MemoryEfficientFP16Optimizer if efficient else FP16Optimizer
     # checkpoints store the name of the class, and fairseq compares it when it loads them
@@ -190,10 +179,7 @@ class FairseqNorm:
 
     @torch.no_grad()
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide a block's gradients by the sample size of the step, and collect their norms.
-
-        place: index of the block.
-        """
+        """Divide the gradients of block `place` by the step's sample size, and collect norms."""
         owners = [(p, p.grad) for p in parameters if p.grad is not None]
         if self.size is not None:
             fused.scale_([grad for _, grad in owners], 1 / self.size())
@@ -221,9 +207,7 @@ class FairseqNorm:
             self._product = factor
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Scale these gradients down if the global gradient norm exceeds `max_norm`. If the norm is
-        NaN, these gradients become NaN.
-        """
+        """Scale gradients down if the norm exceeds `max_norm`. A NaN norm makes them NaN."""
         if self.size is None:
             fused.scale_(gradients, self._product)
             return
@@ -235,8 +219,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """A version of `fairseq.optim.adam.Adam` that reads and writes the memory of each parameter
-    only once. `FusedAdam` runs on CPU and GPU.
+    """fairseq's Adam on CPU and GPU with one read and write of each parameter's memory.
 
     The updated parameters equal those of fairseq's Adam up to rounding errors. The state has the
     same names, types and dtypes as in fairseq (`step` as an int, `exp_avg` and `exp_avg_sq` in
@@ -275,11 +258,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. Return the loss that the closure computed.
-
-        Raises:
-            RuntimeError: If the gradient of a parameter is sparse.
-        """
+        """Update all parameters with gradients. Return the closure's loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -334,8 +313,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class _Halves(NamedTuple):
-    """The first moment `exp_avg` and the square root of the second moment `exp_avg_sq`, stored in
-    16 bits. See `encoded`.
+    """The moments `exp_avg` and sqrt(`exp_avg_sq`), stored in 16 bits. See `encoded`.
 
     The square root is stored because `exp_avg_sq` itself has a larger range than a 16-bit type.
     """

@@ -41,9 +41,8 @@ class FairseqGroups:
 class MeasuredComm(TorchComm):
     """A `TorchComm` that can measure the time spent exchanging rows, or skip the exchange.
 
-    The flags `--record-a2a-perf-stats` and `--dummy-a2a` use this class. For every exchange, the
-    time on the host is measured. On a CUDA device, the time between two events is measured as well.
-    Views of this group (created by `with_tag`) add their times to the same totals.
+    It implements `--record-a2a-perf-stats` and `--dummy-a2a`. Times are those on the host, and
+    between two events on a CUDA device. Views of the group (`with_tag`) add to the same totals.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, measured: bool,
@@ -65,10 +64,7 @@ class MeasuredComm(TorchComm):
             return super().all_to_all(x, send, recv)
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """Call `TorchComm.send_receive` and measure the time of the call.
-
-        With `--dummy-a2a`, only the exchange of rows is skipped. Row counts are still exchanged.
-        """
+        """Exchange and measure messages. `--dummy-a2a` skips rows, but not row counts."""
         if self.dummy and all(x.is_floating_point() for _, x in (*sends, *recvs)):
             for _, buffer in recvs:
                 buffer.zero_()
@@ -93,9 +89,7 @@ class MeasuredComm(TorchComm):
                 self._events.append((begun, record_event(device)))
 
     def take_times(self) -> tuple[float, float]:
-        """Return the total times of all exchanges since the last call, in milliseconds, as (cpu_ms,
-        cuda_ms). This method waits for the device.
-        """
+        """Wait for the device. Return (cpu_ms, cuda_ms) of all exchanges since the last call."""
         if self._events:
             self._events[-1][1].synchronize()
         cpu_ms, cuda_ms = sum(self._cpu_s) * 1000, sum(
@@ -132,10 +126,7 @@ class Turns:
         return len(self._layers) - 1
 
     def wait_for(self, number: int) -> None:
-        """Take part in the calls of other layers until all ranks agree to compute layer `number`.
-
-        All ranks that wait for layer `number` then call the layer.
-        """
+        """Take part in other layers' calls until all ranks agree to compute layer `number`."""
         while (turn := self._next(number)) != number:
             self._layers[turn]()
 
@@ -170,10 +161,8 @@ class Evaluation:
     def expert_ranks(self, experts: int) -> int:
         """Return the number of ranks that share one copy of a model's experts.
 
-        By default, this is the greatest common divisor of the numbers of ranks and experts.
-
-        Raises:
-            ValueError: If the number of ranks that the user requests is invalid.
+        This is the requested number, or the greatest common divisor of ranks and experts.
+        Raises: ValueError: If the requested number is invalid.
         """
         if not self.asked:
             return math.gcd(self.ranks, experts)
@@ -244,8 +233,7 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
         if expert_parallel_size > 1:
             raise ValueError(
                 f"--moe-expert-parallel-size {expert_parallel_size} is out of bounds. There is "
-                "only 1 data-parallel rank. Use 0"
-            )
+                "only 1 data-parallel rank. Use 0")
         return FairseqGroups(LocalComm(), 1, 1)
     shorten_timeouts(timeout_s)
     size = expert_parallel_size or world
@@ -262,11 +250,7 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
 
 
 def _consecutive(size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Return the process group that consists of `size` consecutive ranks, including the current
-    rank. This is a collective operation.
-
-    Groups are cached. If the size changes back to an earlier value, no new connections are opened.
-    """
+    """Return the (cached) group of `size` consecutive ranks with this one. Collective."""
     part = TorchComm(None, timeout_s).contiguous_subgroup(size)
     assert isinstance(part, TorchComm)
     return part.group

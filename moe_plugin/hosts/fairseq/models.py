@@ -152,9 +152,15 @@ def _for_other_ranks(config: MoEConfig) -> MoEConfig:
 def _groups(args: Any, config: MoEConfig, evaluation: Evaluation | None) -> FairseqGroups:
     if evaluation is not None:
         return evaluation.groups(config.num_experts, config.comm.timeout_s)
-    return make_groups(setting(args, "moe_expert_parallel_size", 0), config.comm.timeout_s,
-                       measured=bool(setting(args, "record_a2a_perf_stats", False)),
-                       dummy=bool(setting(args, "dummy_a2a", False)))
+    return training_groups(args, setting(args, "moe_expert_parallel_size", 0),
+                           config.comm.timeout_s)
+
+
+def training_groups(args: Any, size: int, timeout_s: float) -> FairseqGroups:
+    """Create the process groups of a model that is trained. See `make_groups`."""
+    return make_groups(
+        size, timeout_s, measured=bool(setting(args, "record_a2a_perf_stats", False)),
+        dummy=bool(setting(args, "dummy_a2a", False)))
 
 
 def _stack_config(module: Any, stack: str, args: Any) -> MoEConfig:
@@ -181,10 +187,7 @@ def _exchange_layers(module: Any, stack: str, freq: int, settings: LayerSettings
 
 
 def _widen_dense_layers(decoder: Any, freq: int, width: int) -> None:
-    """Set a different inner width for every `freq`-th layer of a decoder.
-
-    Implements `--alternate-decoder-ffn-embed-dim`.
-    """
+    """Implement `--alternate-decoder-ffn-embed-dim` for every `freq`-th layer."""
     for index in range(freq - 1, len(decoder.layers), freq):
         layer = decoder.layers[index]
         layer.fc1 = layer.build_fc1(layer.embed_dim, width, layer.quant_noise,

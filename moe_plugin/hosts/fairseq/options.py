@@ -53,8 +53,7 @@ class BranchFlags(FairseqDataclass):
     moe_eval_capacity_token_fraction: float = _option(
         0.25,
         "slots of an expert in evaluation, as a fraction of the batch's tokens; <= 0: as in "
-        "training (fairseq moe)"
-    )
+        "training (fairseq moe)")
     moe_normalize_expert_grad: ChoiceEnum(["world_size", "sqrt_world_size"]) = _option(  # type: ignore[valid-type]
         "world_size",
         "divide expert gradients by the world size, or by its square root (fairseq moe)")
@@ -67,13 +66,11 @@ class BranchFlags(FairseqDataclass):
     moe_expert_parallel_size: int = _option(
         0,
         "number of ranks that share one copy of the experts; 0: all data-parallel ranks. Smaller "
-        "groups store replicas"
-    )
+        "groups store replicas")
     moe_lighthouse: Optional[str] = _option(
         None,
         "http://HOST:PORT of a torchft lighthouse: this run is one of several replicas that may "
-        "join and leave (docs/replicas.md); without it this run is the only one"
-    )
+        "join and leave (docs/replicas.md); without it this run is the only one")
     moe_replica: int = _option(0, "number of this run among the replicas of --moe-lighthouse")
 
 

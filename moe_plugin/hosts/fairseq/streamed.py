@@ -19,12 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.hosts.fairseq.adam import (
-    BlockOptimizers,
-    FairseqNorm,
-    in_16_bits,
-    memory_efficient,
-)
+from moe_plugin.hosts.fairseq.adam import BlockOptimizers, FairseqNorm, in_16_bits, memory_efficient
 from moe_plugin.hosts.fairseq.compat.names import FairseqTask, build_optimizer, utils
 from moe_plugin.hosts.fairseq.compat.patching import Overlay
 from moe_plugin.hosts.fairseq.layers import moe_layers, run_settings
@@ -35,6 +30,7 @@ from moe_plugin.memory.weights.files import SegmentsOnce
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.units import parse_size
+from moe_plugin.utils.replaced import replaced
 
 logger = logging.getLogger(__name__)
 Given = tuple[dict[str, Any], bool]  # a batch on the device, and whether it is a dummy to ignore
@@ -120,11 +116,7 @@ class DecoderPart(nn.Module):
 
 
 def _names(decoder: Any, first: bool) -> list[str]:
-    """Return the names of the modules that the decoder runs before its layers (if `first` is True)
-    or after its layers.
-
-    Modules that share their weight with the embedding are left out.
-    """
+    """Return the names of the modules before (`first`) or after the layers, except tied ones."""
     names = [name for name, _ in decoder.named_children()]
     at = names.index("layers")
     if first:
@@ -142,8 +134,7 @@ def _features(decoder: Any, names: Mapping[str, Any], x: Tensor, tokens: Tensor,
 
 
 class StreamedLanguageModel:
-    """A fairseq language model with streamed weights, which implements the interface that fairseq's
-    trainer expects.
+    """A fairseq language model with streamed weights, for fairseq's trainer.
 
     Args:
         cfg: settings that were passed to fairseq's trainer.
@@ -208,9 +199,7 @@ class StreamedLanguageModel:
         self._given, self._numbers, self.trainer.steps = given, iter(()), updates
 
     def train_step(self, sample: Any, *_: Any, **__: Any) -> Numbers:
-        """Return the criterion's values for the next batch. The first call in each step computes
-        all batches of the step.
-        """
+        """Return the next batch's values. The first call of a step computes all batches."""
         numbers = next(self._numbers, None)
         if numbers is None:
             self._numbers = iter(self._passes())
@@ -246,11 +235,8 @@ class StreamedLanguageModel:
         for layer, gate in call.gates.items():
             layer.gate_loss = call.slopes[layer] = gate.clone().requires_grad_()
             layer.moe_layer.stats = call.stats[layer]
-        self.model.forward = lambda **_: (output, {"attn": [None]})
-        try:
+        with replaced(self.model, forward=lambda **_: (output, {"attn": [None]})):
             loss, size, logged = self.criterion(self.model, call.sample)
-        finally:
-            del self.model.forward
         call.numbers = loss.detach(), size, logged
         loss = loss if self._scaler is None else self._scaler.scale(loss)
         return loss * 0 if call.ignored else loss
@@ -274,11 +260,7 @@ class StreamedLanguageModel:
         return state
 
     def load_state_dict(self, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load the state of a run that was trained with or without streamed weights.
-
-        Raises:
-            RuntimeError: If the state belongs to a different model.
-        """
+        """Load the state of a run of the same model, with or without streamed weights."""
         self.model.upgrade_state_dict(state)
         self.trainer.settle()
         self.trainer.forget_places()

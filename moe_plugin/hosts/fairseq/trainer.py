@@ -35,8 +35,8 @@ from moe_plugin.hosts.fairseq.criterion import check_balance
 from moe_plugin.hosts.fairseq.layers import moe_layers
 from moe_plugin.hosts.fairseq.refusals import EXPERTS, values_of
 from moe_plugin.hosts.fairseq.resume import agree, newest_of_other_size, read_part
+from moe_plugin.hosts.fairseq.run import FileTurns
 from moe_plugin.hosts.fairseq.streamed import streamed_model
-from moe_plugin.hosts.fairseq.votes import FileTurns
 from moe_plugin.training.gradients import fused
 from moe_plugin.training.gradients.parts import Part, count_once, shards, slices
 from moe_plugin.training.gradients.replicas import (
@@ -47,6 +47,7 @@ from moe_plugin.training.gradients.replicas import (
 )
 from moe_plugin.training.resilience.averaging_peers import PeerSteps
 from moe_plugin.tuning.collectives import prepare_replicas
+from moe_plugin.utils.replaced import replaced
 from moe_plugin.utils.run_feature import StepGradients, StepInput
 
 logger = logging.getLogger(__name__)
@@ -134,16 +135,10 @@ class MoETrainer(Trainer):
                                  *sums, ignore=ignore)
 
     def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
-        """Run fairseq's validation step.
-
-        If rows do not fit into their buffers, all ranks repeat the batch or raise an error.
-        """
+        """Run a validation step, which all ranks repeat if rows do not fit."""
         original = super().valid_step
-        self._validating = True
-        try:
+        with replaced(self, _validating=True):
             return self.run.compute(lambda: original(sample, raise_oom))
-        finally:
-            self._validating = False
 
     def _reduce_and_log_stats(self, *args: Any, **kwargs: Any) -> Any:
         if self._validating:
@@ -218,11 +213,8 @@ class MoETrainer(Trainer):
             updated = [part.local for part in parts]  # the tensors that the optimizer updates
             parts += [Part(p, p, p.shape, None) for p in self.criterion.parameters()]
             count_once(parts, self.data_parallel_world_size)
-            self._wrapped_model = Overlay(model, parameters=lambda: updated)
-            try:
+            with replaced(self, _wrapped_model=Overlay(model, parameters=lambda: updated)):
                 super()._build_optimizer()
-            finally:
-                self._wrapped_model = model
         if self.is_sharded:
             sharding.shard_optimizer(self._optimizer, [p for p in parts if p.local.requires_grad])
         if self.has_experts and reduces:
@@ -347,12 +339,9 @@ class MoETrainer(Trainer):
                    self.data_parallel_process_group)
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint, after all ranks have agreed on files from the same step.
+        """Load a checkpoint of any number of ranks, after all ranks have agreed on files of a step.
 
-        A different number of ranks may have written the files.
-
-        Raises:
-            ValueError: On all ranks, if files are missing or damaged, or expert counts differ.
+        Raises: ValueError: On all ranks, for missing or damaged files, or other expert counts.
         """
         extra_state = self._load(filename, *args, **kwargs)
         if (peers := self.run.find(PeerSteps)) is not None and extra_state is not None:

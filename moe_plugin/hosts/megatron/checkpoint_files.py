@@ -45,8 +45,7 @@ def folder(root: str, iteration: int) -> str:
 
 
 def part_of(final: str) -> str:
-    """Create the empty temporary folder for a checkpoint. The folder is renamed to `final` when the
-    checkpoint is complete.
+    """Create the empty temporary folder of a checkpoint, which is renamed to `final` at the end.
 
     This is a collective operation, so all ranks must call this function. Returns the path of the
     temporary folder.
@@ -63,8 +62,7 @@ def part_of(final: str) -> str:
 
 
 def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: Any) -> None:
-    """Raise an error on every rank if a weight, buffer or optimizer state is not finite on any
-    rank. This is a collective operation.
+    """Raise an error on all ranks if a value is not finite on any rank. A collective operation.
 
     Args:
         root: folder that contains the checkpoints. The error message names this folder.
@@ -91,12 +89,7 @@ def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: A
 
 
 def together(folder: str, work: Callable[[], None]) -> None:
-    """Call `work` on every rank, and raise an error on all ranks if it fails on any rank. This is a
-    collective operation.
-
-    Raises:
-        CheckpointError: If `work` failed on any rank.
-    """
+    """Call `work` on all ranks, and raise a `CheckpointError` on all if one fails. Collective."""
     error: BaseException | None = None
     try:
         work()
@@ -147,8 +140,7 @@ def abandon(final: str) -> None:
 
 @contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Convert errors raised while the block loads a checkpoint to a `ValueError` that tells the
-    user what to do.
+    """Convert errors raised while the block loads a checkpoint to a `ValueError` with advice.
 
     If a file is damaged, Megatron, torch and pickle raise many different types of errors.
     """
@@ -163,11 +155,7 @@ def readable(path: str) -> Iterator[None]:
 def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
     """Call `work`, which reads a checkpoint, on the first rank and return the result on all ranks.
 
-    This is a collective operation.
-
-    Raises:
-        ValueError: On all ranks, if `work` failed on the first rank. `unreadable` converts errors
-            of other types to a `ValueError`.
+    This is a collective operation. Errors become a `ValueError` (see `unreadable`) on all ranks.
     """
     result: Any = None
     error: ValueError | None = None
@@ -196,9 +184,8 @@ def unreadable(path: str, error: BaseException) -> ValueError:
     said = (f"{what.filename}: {what.strerror}" if isinstance(what, OSError) and what.filename
             else f"{type(what).__name__}: {short(what, 300)}")
     return ValueError(
-        f"checkpoint {path!r} cannot be loaded{where}: {said}; "
-        f"to use an earlier checkpoint, write its iteration number into "
-        f"{os.path.join(os.path.dirname(path), LATEST)}")
+        f"checkpoint {path!r} cannot be loaded{where}: {said}; to use an earlier checkpoint, write "
+        f"its iteration number into {os.path.join(os.path.dirname(path), LATEST)}")
 
 
 def gather(value: Any) -> list[Any]:
@@ -225,8 +212,7 @@ def write_meta(folder: str, values: Mapping[str, Any], sums_by_name: Mapping[str
 
 
 def verified_meta(folder: str) -> dict[str, Any]:
-    """Verify all files of a checkpoint and return the description of the checkpoint. This is a
-    collective operation.
+    """Verify all files of a checkpoint and return its description. A collective operation.
 
     Raises:
         CheckpointError: On all ranks, if a file does not match the description of the checkpoint.
@@ -323,11 +309,7 @@ def tracked(root: str) -> str | None:
 
 
 def latest(root: str) -> int | None:
-    """Return the iteration of the newest checkpoint, or None if there is no checkpoint.
-
-    Raises:
-        ValueError: If the file that records the newest checkpoint is damaged.
-    """
+    """Return the newest checkpoint's iteration or None. A damaged file raises a `ValueError`."""
     text = tracked(root)
     if text is None:
         return None
@@ -340,13 +322,10 @@ def latest(root: str) -> int | None:
 
 def newest_whole(root: str, iteration: int, verified: Callable[[str], dict[str, Any]] | None = None
                  ) -> tuple[str, dict[str, Any]]:
-    """Find the newest intact checkpoint that was saved no later than an iteration, and return its
-    folder and description. This is a collective operation.
+    """Return folder and description of the newest intact checkpoint up to an iteration. Collective.
 
-    verified: function that verifies the checkpoint in a folder and returns the description of the
-        checkpoint. Defaults to `verified_meta`.
-    Raises:
-        CheckpointError: If no checkpoint is intact.
+    verified: function that verifies the checkpoint in a folder. Defaults to `verified_meta`.
+    Raises: CheckpointError: If no checkpoint is intact.
     """
     verified = verified or verified_meta
     try:
@@ -365,16 +344,8 @@ def newest_whole(root: str, iteration: int, verified: Callable[[str], dict[str, 
         raise
 
 
-def say_lost(root: str) -> None:
-    """Log a warning that the file that records the newest checkpoint is missing or empty."""
-    logger.warning("%s is missing or empty in %s: training resumes from its newest "
-                   "checkpoint", LATEST, root)
-
-
 def nothing_found(root: str, evaluates: bool) -> None:
-    """Handle a missing checkpoint: warn that training starts from scratch, or raise a `ValueError`
-    in an evaluation run.
-    """
+    """Warn that training starts from scratch, or raise a `ValueError` in an evaluation run."""
     if evaluates:
         raise ValueError(f"no checkpoint found in {root}, so there is nothing to evaluate. Set "
                          "--load to the folder of a run that contains iter_... folders.")

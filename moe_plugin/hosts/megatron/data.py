@@ -23,13 +23,9 @@ BYTE_VOCABULARY = 257
 
 
 def documents(path: str) -> Iterator[bytes]:
-    """Yield the documents of a text file.
+    """Yield a text file's documents: lines with their breaks, separated by blank lines.
 
-    A document is a run of non-empty lines, including their line breaks. Blank lines separate
-    documents.
-
-    Raises:
-        ValueError: If the file cannot be read.
+    Raises: ValueError: If the file cannot be read.
     """
     check_input(path, "text file", "give the path of a text file")
     try:
@@ -103,10 +99,9 @@ def check_prefix(prefix: str) -> None:
         if not os.path.isfile(path) or not os.path.getsize(path):
             raise ValueError(
                 f"dataset {short(prefix)}: {path} is "
-                f"{'empty' if os.path.isfile(path) else 'missing'}. Pass the path "
-                "without .bin/.idx, or write the dataset with: python -m "
-                "moe_plugin.hosts.megatron.data --input "
-                f"TEXT --output-prefix {prefix}")
+                f"{'empty' if os.path.isfile(path) else 'missing'}. Pass the path without "
+                ".bin/.idx, or write the dataset with: python -m moe_plugin.hosts.megatron.data "
+                f"--input TEXT --output-prefix {prefix}")
 
 
 def main(argv: list[str] | None = None) -> int:

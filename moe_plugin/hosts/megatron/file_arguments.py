@@ -31,7 +31,7 @@ from moe_plugin.config.flags import CONFIG_FLAG, TRUST_FLAG, setting_specs
 from moe_plugin.hosts.megatron.compat.settings import newer_name
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, native_arguments
 from moe_plugin.utils.messages import did_you_mean, short, similar_names
-from moe_plugin.utils.yaml_file import read_yaml
+from moe_plugin.utils.yaml_file import host_section, read_yaml
 
 Flag = tuple[str, dict[str, Any]]
 
@@ -49,7 +49,13 @@ NATIVE_MOE: Flag = ("native-moe", {
     "moe_plugin.hosts.megatron.spec, for comparison"})
 TRUST: Flag = ("trust-checkpoint", {
     "action": "store_true", "help": "also load checkpoints whose files could run code"})
-ALL = FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS, NATIVE_MOE, TRUST
+LIGHTHOUSE: Flag = ("moe-lighthouse", {
+    "help": "http://HOST:PORT of a torchft lighthouse, which makes this run one of several "
+    "replicas that may join and leave (docs/replicas.md); default: no replicas"})
+REPLICA: Flag = ("moe-replica", {
+    "type": int, "default": 0,
+    "help": "number of this run among the replicas of --moe-lighthouse"})
+ALL = FUSED_ADAM, LOG_FILE, STAGE_LAYOUTS, NATIVE_MOE, TRUST, LIGHTHOUSE, REPLICA
 
 
 SECTION = "megatron"
@@ -77,14 +83,9 @@ class FileArguments:
     settings: Mapping[str, Any]
 
     def before_those_of(self, parser: Parser) -> tuple[list[str], dict[str, bool]]:
-        """Convert Megatron's arguments in the file to command-line arguments. Also return a dict of
-        attributes that no command-line argument can set.
+        """Return Megatron's arguments in the file as words, and attributes that no word can set.
 
-        The dict of attributes contains switches that can be turned on or off in the file, but not
-        on the command line.
-
-        Raises:
-            ValueError: If the parser does not define an argument or does not accept its value.
+        Raises: ValueError: If the parser does not accept an argument or its value.
         """
         kept: dict[str, bool] = {}
         known = {action.dest for action in parser._actions}
@@ -95,9 +96,7 @@ class FileArguments:
                         for word in self._words(parser, name, value, kept)], kept
 
     def _words(self, parser: Parser, name: str, value: Any, kept: dict[str, bool]) -> list[str]:
-        """Return the command-line arguments for one argument in the file. Attributes that no flag
-        can set are added to `kept`.
-        """
+        """Return the words for one argument in the file, or add its attribute to `kept`."""
         key = str(name).replace("-", "_")
         if value is None:
             value = _Nothing
@@ -151,9 +150,7 @@ def reads_file(parser: Parser) -> Parser:
 def file_arguments(words: Iterable[str]) -> FileArguments:
     """Read the settings file and the individual settings of a command line.
 
-    Raises:
-        ValueError: If the file cannot be read, its section `megatron` is not a mapping, a setting
-            does not exist, or `--yaml-cfg` is used.
+    Raises: ValueError: If the file or a setting is invalid, or `--yaml-cfg` is used.
     """
     kept, section, path, trusted = list[str](), dict[str, Any](), None, False
     words = list(words)
@@ -172,25 +169,13 @@ def file_arguments(words: Iterable[str]) -> FileArguments:
             section[override[1].removeprefix(f"{SECTION}.")] = _value(override[2])
         else:
             kept.append(_as_flag(override[1], override[2]) or word if override else word)
-    section_of_file = _section_of(path)
+    section_of_file = host_section(read_yaml(path), path, SECTION, "Megatron") if path else {}
     # single settings replace those of the file, whose names may be spelled with - or _
     in_file = {name.replace("-", "_"): name for name in section_of_file}
     section = {**section_of_file, **{in_file.get(name.replace("-", "_"), name): value
                                      for name, value in section.items()}}
     return FileArguments(kept, path, section,
                          settings_from_yaml(path, trust_imports=trusted) if path else {})
-
-
-def _section_of(path: str | None) -> dict[str, Any]:
-    if not path:
-        return {}
-    section = read_yaml(path).get(SECTION)
-    if section is None:
-        return {}
-    if not isinstance(section, Mapping):
-        raise ValueError(f"config file {short(path)}: {SECTION}={short(section)} must be a mapping "
-                         "of Megatron's arguments to values. Write one argument per line.")
-    return {str(name): value for name, value in section.items()}
 
 
 def _value(text: str) -> Any:

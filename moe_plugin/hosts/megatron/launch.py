@@ -9,7 +9,8 @@ launcher runs the example script with this name in `examples`. This package's ar
 through Megatron's `extra_args_provider`, which is meant for arguments of scripts. The layers read
 the arguments from the namespace that Megatron parsed. Megatron's arguments can also be written in
 the `--moe-config` file (see `file_arguments`). The script runs on the CPU if no GPU is found, or if
-`--moe-cpu` precedes the script's name.
+`--moe-cpu` precedes the script's name. Usage errors are reported in one line. If a rank fails, all
+ranks report the same reason and exit with the same status.
 """
 
 from __future__ import annotations
@@ -23,12 +24,19 @@ import re
 import runpy
 import socket
 import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from moe_plugin.config.flags import add_arguments, setting_specs
-from moe_plugin.hosts.megatron import ensemble, replicas
+from moe_plugin.comm.watchdog import claim_first_report, is_of_another_rank, leave, says_why
+from moe_plugin.config.flags import add_arguments, as_given, setting_specs
+from moe_plugin.dispatch.rows_limit import RowsOverflow
+from moe_plugin.hosts.megatron import ensemble
 from moe_plugin.hosts.megatron import file_arguments as own_flags
 from moe_plugin.hosts.megatron.compat import script_cpu
 from moe_plugin.hosts.megatron.compat.cpu import engine_installed
@@ -41,27 +49,44 @@ from moe_plugin.hosts.megatron.compat.settings import (
     mend_config_warning,
     script_arguments,
 )
-from moe_plugin.hosts.megatron.endings import end_process, status_of
 from moe_plugin.hosts.megatron.file_arguments import file_arguments, reads_file
 from moe_plugin.hosts.megatron.script import observe_script
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS
+from moe_plugin.memory.tiers import TierError
+from moe_plugin.training.resilience.stopping import stops_in_one_line
+from moe_plugin.training.resilience.twins import WrongResultError
 from moe_plugin.utils.data_workers import report_lost_batches
-from moe_plugin.utils.messages import Parser, first_process, removed, short
+from moe_plugin.utils.messages import Parser, first_process, printable, removed, short
+from moe_plugin.utils.quiet import MEGATRON, hidden
 
 logger = logging.getLogger("moe_plugin.megatron")
 _LIST = re.compile(r"argument --moe-layer-freq: invalid .* '([01](?:, ?[01])+)'")
 CPU = "--moe-cpu"
 EXAMPLES = Path(__file__).with_name("examples")
+# errors whose message is complete without a traceback
+_SAY_ALL = ValueError, FloatingPointError, RowsOverflow, WrongResultError, TierError
+# seconds for which other ranks let the first rank print its message: a launcher ends all ranks
+# as soon as one rank has ended
+WAIT_S = 5.0
+_OURS = str(Path(__file__).parents[2])
+# files in which Megatron checks arguments, also against the arguments stored in a checkpoint
+_CHECKS = tuple(str(Path("megatron", *parts)) for parts in (
+    ("training", "arguments.py"), ("training", "argument_utils.py"),
+    ("training", "checkpointing.py"), ("core", "optimizer_param_scheduler.py"),
+    ("core", "model_parallel_config.py"), ("core", "transformer", "transformer_config.py"),
+    ("core", "num_microbatches_calculator.py"), ("core", "parallel_state.py")))
+# types of errors that Megatron's checks raise for invalid arguments
+_OF_USE = ValueError, AssertionError, RuntimeError, NotImplementedError, ImportError
 
 
 def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the generated flags to a parser, and make the parser read the `--moe-config` file.
 
     A flag is left out if Megatron has an equivalent flag. The flags in `own_flags` and the flags of
-    ensembles and replicas are also added. A script that calls Megatron's `pretrain` directly can
+    ensembles are also added. A script that calls Megatron's `pretrain` directly can
     pass this function as the argument provider.
     """
-    for name, options in (*own_flags.ALL, *ensemble.FLAGS, *replicas.FLAGS):
+    for name, options in (*own_flags.ALL, *ensemble.FLAGS):
         parser.add_argument("--" + name, **options)
     add_arguments(parser, NATIVE_ARGUMENTS)
     for action in parser._actions:
@@ -97,11 +122,7 @@ def _replaced_flags() -> dict[str, str]:
 
 
 def chained(first: Provider | None) -> Provider:
-    """Return an argument provider that runs the script's own provider first, and then the provider
-    of this package.
-
-    The script's parser is also changed so that it prints short error messages.
-    """
+    """Return a provider that runs the script's own one, then ours, with short error messages."""
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if type(parser) is argparse.ArgumentParser:
@@ -141,10 +162,7 @@ def _found(name: str) -> str:
 
 
 def _alone() -> None:
-    """Without torchrun, set the environment variables for a single process.
-
-    Megatron reads the number of ranks only from these environment variables.
-    """
+    """Without torchrun, set the variables from which Megatron reads the number of ranks."""
     if "RANK" in os.environ:
         return
     with socket.socket() as free:
@@ -176,8 +194,7 @@ def run(script: str, arguments: list[str], on_cpu: bool) -> None:
     report_lost_batches()
     # imported late: these modules import Megatron, which may be located next to the script
     from moe_plugin.hosts.megatron import restricted
-    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
-    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
+    from moe_plugin.hosts.megatron.compat.checkpointing import saves_whose_writers_end, wrap
     from moe_plugin.hosts.megatron.script_checkpoint import readable_loads, whole_saves
     from moe_plugin.hosts.megatron.state import load_without_missing
 
@@ -194,6 +211,104 @@ def run(script: str, arguments: list[str], on_cpu: bool) -> None:
             if restricted.refused and not seen.stepped:
                 raise restricted.refused[0] from None
             raise
+
+
+def status_of(prog: str, work: Callable[[], object], given: Callable[[], Mapping[str, Any]]) -> int:
+    """Call the main function of a process and return the exit status of the process.
+
+    After a usage error, the status is 2. The status is 1 on every rank if non-finite values
+    persist, a rank computes wrong results, the disk is full, or another rank has exited. The first
+    rank that has an error message then prints it in one line, without a traceback.
+
+    Args:
+        prog: name of the program, which is printed at the start of the message.
+        work: main function to call.
+        given: function that returns a dict of the parsed arguments. The message uses these
+            arguments to name each setting as the user wrote it.
+    """
+    status = 0
+    try:
+        with stops_in_one_line(), hidden(MEGATRON), says_why():
+            work()
+    except Exception as error:
+        text = of_a_script(error)
+        if text is None:
+            raise
+        logging.getLogger().setLevel(logging.ERROR)
+        rank = os.environ.get("RANK", "0")
+        if not dist.is_initialized() and rank != "0":
+            time.sleep(WAIT_S)
+        # without a process group the ranks cannot agree on who reports: every rank prints its
+        # own error, because the error may have happened on this rank only
+        if not dist.is_initialized() or claim_first_report(text):
+            where = "" if rank == "0" else f" (rank {rank})"
+            text = printable(as_given(text, given(), NATIVE_ARGUMENTS))
+            sys.stderr.write(f"{prog}: error: {text}{where}\n")
+            sys.stderr.flush()
+        leave()
+        status = 2 if isinstance(error, ValueError) or _of_megatrons_checks(error) else 1
+    finally:
+        # after an error the group is not destroyed: that could wait for ranks that still work;
+        # `end_process` ends the process without it
+        failed = isinstance(sys.exc_info()[1], Exception) or status
+        if dist.is_initialized() and not failed:
+            dist.destroy_process_group()
+    return status
+
+
+def end_process(main: Callable[[], int]) -> None:
+    """Run the main function and exit the process with the status that the function returns.
+
+    After an error, the process exits immediately. The process does not wait for the threads of its
+    process groups, because other ranks may still be using these groups.
+    """
+    try:
+        status = main()
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = 1
+    if status:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+
+
+def of_a_script(error: Exception) -> str | None:
+    """Return the message of an error that needs no traceback, or None.
+
+    A `ValueError` of user code needs a traceback. Those of this package, and errors that Megatron
+    raises while it checks its arguments, do not.
+    """
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if _of_megatrons_checks(error):
+        checked = (last.line or "").removeprefix("assert ")
+        said = short(error, 600) if str(error) else f"this condition must be true: {checked}"
+        return f"Megatron refuses these arguments: {said}{_remedy(last, said)}"
+    ours = last.filename.startswith(_OURS) or type(error).__module__.startswith("moe_plugin.")
+    if isinstance(error, (ValueError, FloatingPointError)) and not ours:
+        return None
+    return str(error) if isinstance(error, _SAY_ALL) or is_of_another_rank(error) else None
+
+
+def _of_megatrons_checks(error: Exception) -> bool:
+    """Return True if Megatron raised the error while checking arguments and parallel sizes."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return isinstance(error, _OF_USE) and last.filename.endswith(_CHECKS)
+
+
+def _remedy(last: traceback.FrameSummary, said: str) -> str:
+    """Return advice to append to Megatron's error message, or "" if no advice is known."""
+    if last.name == "_check_and_set":  # compares the checkpoint's schedule with the arguments
+        return "; add --override-opt_param-scheduler to use the values of this run"
+    if "scheduler" in last.filename and "decay_steps" in said:
+        return ("; the learning rate must decay over more steps than it warms up. Increase "
+                "--train-iters (or --lr-decay-iters), or reduce --lr-warmup-iters.")
+    if last.filename.endswith("parallel_state.py") and "divisible" in said:
+        return (f"; this run has {os.environ.get('WORLD_SIZE', '1')} ranks. The number of ranks "
+                "must be a multiple of tensor x pipeline x context parallel size and of "
+                "expert-tensor x expert x pipeline parallel size. Start more ranks, or reduce "
+                "--expert-model-parallel-size or another of these sizes.")
+    return ""
 
 
 if __name__ == "__main__":

@@ -243,7 +243,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         return number
 
     def follow_groups(self, groups: core.MegatronGroups) -> None:
-        """Use new process groups, and the current experts and router of `moe`. See `resizing`."""
+        """Use new process groups, and the current experts and router of `moe`. See `run`."""
         self.groups, self.experts = groups, self.moe.experts
         if not self.plan.native_router:
             self.router = self.moe.router
@@ -270,8 +270,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         if intermediate_tensors is not None:
             raise ValueError(
                 "CUDA graphs of a part of the MoE layer are not supported. Set "
-                "cuda_graph_impl='none', or capture attention only (scope 'attn')."
-            )
+                "cuda_graph_impl='none', or capture attention only (scope 'attn').")
         if self.config.gradient_accumulation_fusion and torch.compiler.is_compiling():
             # the backward pass adds to main_grad, which a compiled graph cannot express
             from moe_plugin.tuning.uncompiled import uncompiled
@@ -365,6 +364,12 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     def _with_losses(self, y: Tensor, losses: Mapping[str, Tensor], tokens: int | Tensor) -> Tensor:
         return self.losses.attach(y, losses, tokens, self.layer_number) if wanted(self) else y
 
+    def router_and_preprocess(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Not supported. Raises a `ValueError` that names the setting to change."""
+        raise ValueError(
+            "moe-plugin's layer does not implement MoELayer.router_and_preprocess. "
+            f"overlap_moe_expert_parallel_comm needs megatron-core {OVERLAPPED}.")
+
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
                            metadata: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the layer's sharded tensors for Megatron's distributed checkpoint.
@@ -379,18 +384,3 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
 def plugin_layers(*chunks: nn.Module) -> list[PluginMoELayer]:
     """Return all MoE layers of this package in the given model chunks, in order."""
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, PluginMoELayer)]
-
-
-def _refused(name: str) -> Any:
-    def call(self: PluginMoELayer, *_args: Any, **_kwargs: Any) -> Any:
-        raise ValueError(
-            f"moe-plugin's layer does not implement MoELayer.{name}. "
-            f"overlap_moe_expert_parallel_comm needs megatron-core {OVERLAPPED}.")
-
-    call.__name__, call.__doc__ = name, ("Not supported. Raises a `ValueError` that names the "
-                                         "setting to change.")
-    return call
-
-
-for _name in ("router_and_preprocess",):
-    setattr(PluginMoELayer, _name, _refused(_name))

@@ -1,15 +1,21 @@
-"""Compare the settings that determine what a model computes with those in a checkpoint."""
+"""Read a run's progress from a checkpoint, and compare the settings that determine what a model
+computes with those in the checkpoint.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.translate import settings_from_flags
+from moe_plugin.utils import checksums
 from moe_plugin.utils.messages import short
+from moe_plugin.utils.regular_files import check_input
 
 logger = logging.getLogger("moe_plugin.megatron")
 _OF_CONFIG = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
@@ -32,8 +38,7 @@ _COMPUTED = ("norm_epsilon", "rotary_base", "rotary_percent", "position_embeddin
 
 
 def model_settings(args: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """Return the settings that determine what the model computes. The values can be stored as JSON
-    in a checkpoint.
+    """Return the settings that determine what the model computes, as values for JSON.
 
     The keys are the names of Megatron's arguments. The settings of this package are stored under
     the key "moe_plugin".
@@ -82,3 +87,36 @@ def differs(path: str, name: str, saved: Any, current: Any) -> str:
     """Return the error message for a setting that differs between a checkpoint and this run."""
     return (f"checkpoint {path!r} has {name}={short(saved)}, but this run has {name}={current!r}. "
             "Use the arguments with which the checkpoint was saved, or another --load.")
+
+
+def read_progress(root: str, iteration: int | None, name: str, settings: Mapping[str, Any],
+                  otherwise: str, evaluates: bool = False) -> tuple[dict[str, Any], Path] | None:
+    """Return the progress that a checkpoint's file `name` describes, and the checkpoint's folder.
+
+    Return None if there is no checkpoint to resume from.
+
+    Args:
+        root: folder of the checkpoints.
+        iteration: iteration of the checkpoint. Defaults to that of the newest checkpoint.
+        settings: `model_settings` of this run.
+        otherwise: what a missing file means, and what to do, for the error message.
+        evaluates: True if the run only evaluates. A missing checkpoint is then an error.
+    Raises:
+        ValueError: If the file is missing or damaged, or belongs to a different model.
+    """
+    iteration = iteration or files.latest(root)
+    if iteration is None:
+        files.nothing_found(root, evaluates)
+        return None
+    path = Path(files.folder(root, iteration)) / name
+    if not path.exists():
+        raise ValueError(f"{path.parent} has no {name}, so {otherwise}")
+    check_input(path)
+    try:
+        progress, _ = checksums.open_json(path.read_text(encoding="utf-8"))
+        progress |= {key: int(progress[key]) for key in ("iteration", "consumed_samples")}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({short(error)}). To load another checkpoint, write "
+                         f"its iteration number into {Path(root, files.LATEST)}.") from error
+    check_settings(str(path.parent), progress.get("settings") or {}, settings)
+    return progress, path.parent

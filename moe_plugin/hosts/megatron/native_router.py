@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.compat.native_losses import logged_losses, weighed_by_tokens
+from moe_plugin.hosts.megatron.compat.aux_losses import router_losses, weighed_by_tokens
 from moe_plugin.hosts.megatron.losses import AuxiliaryLosses, Count, wanted
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing import RouterModule
 
 
 class NativeRouter(RouterModule):
-    """A router that calls a Megatron router, and converts the returned tuple (probs, routing_map)
-    to a `Routing`.
+    """A router that converts the results of a Megatron router to a `Routing`.
 
     Megatron's router logs its losses itself. The router also attaches its losses to the
     probabilities, so that the backward pass computes their gradients. `Routing.losses` contains
@@ -56,11 +55,10 @@ class NativeRouter(RouterModule):
         if top_k not in (None, self.top_k):
             raise ValueError(
                 f"top_k={top_k} cannot be used with Megatron's own router, which is configured "
-                f"with {self.top_k} experts per token. Pass None."
-            )
+                f"with {self.top_k} experts per token. Pass None.")
         padding_SB = None if mask_T is None else ~mask_T.view(-1, self.batch_size)
         x_SBD = x_TD.view(-1, self.batch_size, x_TD.shape[-1])
-        notes: Any = nullcontext({}) if torch.compiler.is_compiling() else logged_losses()
+        notes: Any = nullcontext({}) if torch.compiler.is_compiling() else router_losses()
         with self._weighed(x_TD.shape[0] if mask_T is None else mask_T.sum()), notes as losses:
             probs_TE, map_TE, undropped = core.call_native_router(self.native, x_SBD, padding_SB)
         probs_TE = probs_TE.view(-1, probs_TE.shape[-1])

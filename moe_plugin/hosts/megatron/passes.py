@@ -3,28 +3,48 @@
 A feature can repeat the passes, or compute them redundantly on several ranks that then vote on the
 gradients. This module can also read the first micro-batch of a step ahead of time.
 
+For `--stage-layouts`, this module sets the arguments for the pipeline stage of each rank and builds
+the process groups of all layouts. Checkpoints then store the tensors of each layer separately.
+
 Megatron calls `get_forward_backward_func` to obtain the function that runs the passes, and then
 calls this function with iterators over micro-batches.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
+import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
 
-from moe_plugin.hosts.megatron.compat import aux_losses
-from moe_plugin.hosts.megatron.compat.names import get_rerun_state_machine
-from moe_plugin.hosts.megatron.guards import FileSteps, Logged
+from moe_plugin.hosts.megatron.compat import aux_losses, core
+from moe_plugin.hosts.megatron.compat.checkpointing import wrap
+from moe_plugin.hosts.megatron.compat.core import bare
+from moe_plugin.hosts.megatron.compat.names import get_model_config, get_rerun_state_machine
+from moe_plugin.hosts.megatron.compat.settings import replace_training, script_arguments
+from moe_plugin.hosts.megatron.run import FileSteps, Logged
+from moe_plugin.hosts.megatron.stage_layouts import (
+    StageLayouts,
+    initialize,
+    stages_of,
+    unequal_passes,
+)
 from moe_plugin.training.resilience.elastic import ReplicaSteps
 from moe_plugin.training.resilience.skipped_steps import RowsFit
 from moe_plugin.training.run import Run
+from moe_plugin.utils.replaced import replaced
+
+_APART = "non_homogeneous_layers"
 
 
 def computed_by(run: Callable[[], Run], get: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,22 +116,17 @@ class Rewindable:
         self.at = 0
 
     def rest(self, begin: int) -> Iterator[Any]:
-        """Return an iterator over all items after the first `begin` items. Items after the first
-        `begin` items are not stored, so `rewind` does not apply to them.
-        """
+        """Return an iterator over the items after the first `begin` items, without rewinding."""
         later = self._seen[begin:]
         return itertools.chain(later, self._source) if later else self._source
 
 
 @contextmanager
 def step_again(iterators: Any, run: Run) -> Iterator[Callable[[int], None]]:
-    """Yield a function that rewinds the data iterators to repeat a step. Call the yielded function
-    when a replica of the run was lost, so that the current step must be repeated.
+    """Yield a function that rewinds the data iterators when a lost replica makes a step repeat.
 
-    The yielded function accepts an integer `n`. If `n` is 0, the micro-batches of the current step
-    are read again. If `n` is positive, the micro-batches of the n-th following step are read. A
-    positive `n` is needed if the run received a newer state from another replica. The micro-batches
-    of the next iteration are not consumed. If the run has no replicas, no data is stored.
+    Called with 0, it makes the step's micro-batches be read again; with `n`, those of the n-th
+    following step, because a newer state was received. Without replicas, no data is stored.
     """
     if run.find(ReplicaSteps) is None:
         yield lambda later: None
@@ -147,9 +162,8 @@ def _read_from(iterators: list[Any], sources: Sequence[Iterator[Any]]) -> None:
 def read_over(iterators: Any, count: int) -> None:
     """Skip a step: read and discard its micro-batches from all data iterators of the current rank.
 
-    Megatron's `dummy_train_step` cannot be used for this purpose. `dummy_train_step` reads data
-    only on the first tensor-parallel rank, although a script may read data on all ranks.
-    Furthermore, `dummy_train_step` does not support virtual stages.
+    Megatron's `dummy_train_step` reads data only on the first tensor-parallel rank, although a
+    script may read data on all ranks, and does not support virtual stages.
     """
     present = iterators if isinstance(iterators, list) else [iterators]
     while get_rerun_state_machine().should_run_forward_backward(iterators):
@@ -160,9 +174,7 @@ def read_over(iterators: Any, count: int) -> None:
 
 def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
            given: Mapping[str, Any]) -> Logged:
-    """Run the passes for the files (groups of micro-batches) assigned to the current rank. Return
-    the logged values of all files.
-    """
+    """Run the passes of this rank's files (groups of micro-batches). Return their logged values."""
     iterator = given["data_iterator"]
     iterator = iterator[0] if isinstance(iterator, list) else iterator
     total = given["num_microbatches"] * ps.get_data_parallel_world_size()
@@ -208,36 +220,12 @@ def first_batch(iterators: Any) -> Any:
 
 
 def loss_of(given: Mapping[str, Any], batch: Any) -> torch.Tensor:
-    """Return the loss of a micro-batch. The model is called without its wrappers.
-
-    given: dict of the arguments that Megatron passed to `train_step`.
-    """
-    with _results_not_validated():
-        output, loss = given["forward_step_func"](iter([batch]), bare(given["model"][0]))
+    """Return a micro-batch's loss without wrappers, given `train_step`'s arguments by name."""
+    # the loss function of a script may validate results, which Megatron supports only in a step
+    with replaced(get_rerun_state_machine(), validate_result=lambda *_, **__: None):
+        output, loss = given["forward_step_func"](iter([batch]), core.bare(given["model"][0]))
         result = loss(output)
     return result[0] if isinstance(result, tuple) else result
-
-
-@contextmanager
-def _results_not_validated() -> Iterator[None]:
-    """Inside the block, disable Megatron's validation of results.
-
-    A script's loss function may request this validation, but Megatron supports the validation only
-    during a step.
-    """
-    machine = get_rerun_state_machine()
-    machine.validate_result = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        del machine.validate_result
-
-
-def bare(chunk: Any) -> Any:
-    """Return a model chunk without its data-parallel and precision wrappers."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
 
 
 class _Ahead:
@@ -256,3 +244,67 @@ class _Ahead:
         if not self._next:
             self._next.append(next(self._source))
         return copy.copy(self._next[0])
+
+
+def prepared(args: argparse.Namespace) -> StageLayouts | None:
+    """Return the pipeline stages in the arguments (see `stages_of`), and set this rank's sizes."""
+    # arguments from a file (--yaml-cfg) do not include our arguments
+    stages = stages_of(args, args.world_size) if getattr(args, "stage_layouts", None) else None
+    if stages is None:
+        return None
+    vars(args).update(vars(stages.arguments(args, stages.stage_of(args.rank))))
+    # all stages use the same padded vocabulary, so every stage must be able to split it evenly
+    args.make_vocab_size_divisible_by = math.lcm(
+        args.make_vocab_size_divisible_by, *(layout.tp for layout in stages.layouts)
+    ) // args.tensor_model_parallel_size
+    # Megatron saves random states by tensor-parallel rank, which does not work with different
+    # layouts: a resumed run starts again from the seed
+    args.no_save_rng = args.no_load_rng = True
+    args.dist_ckpt_optim_fully_reshardable = True
+    return stages
+
+
+def passes_of(stages: StageLayouts, chunks: list[Any], optimizer: Any) -> Callable[..., Any]:
+    """Return the function that runs the passes of a step. This is a collective operation."""
+    unequal = unequal_passes(stages, argparse.Namespace(**script_arguments()),
+                             get_model_config(chunks[0]), optimizer)
+    # Megatron's model-parallel group, in which ranks agree whether to make a step, would differ
+    # between stages
+    ps._MODEL_PARALLEL_GROUP = dist.group.WORLD
+    for groups in (getattr(bare(chunk), "pg_collection", None) for chunk in chunks):
+        if groups is not None:
+            groups.mp = dist.group.WORLD
+    return unequal
+
+
+def use_stage_layouts(stages: Callable[[], StageLayouts | None]) -> None:
+    """Until the process ends, make Megatron use the stages' groups and checkpoint format.
+
+    stages: function that returns the stages of the run, or None if all stages have the same layout.
+        `stages` is called after the script has parsed its arguments.
+    """
+    make = ps.initialize_model_parallel
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def groups(*args: Any, **kwargs: Any) -> None:
+        layouts, given = stages(), signature.bind(*args, **kwargs).arguments
+        if layouts is None:
+            make(**given)
+        else:
+            initialize(layouts, lambda **sizes: make(**{**given, **sizes}))
+
+    def loaded(load: Callable[..., Any], given: dict[str, Any]) -> Any:
+        if stages() is not None and not (
+                dist_checkpointing.load_content_metadata(given["checkpoint_dir"]) or {}
+        ).get(_APART):
+            # the checkpoint stores all layers in one tensor, from which these stages request
+            # parts of different sizes
+            given = {**given, "validate_access_integrity": False}
+        return load(**given)
+
+    ps.initialize_model_parallel = groups
+    wrap("load", loaded)
+    replace_training("_build_sharded_state_dict_metadata", lambda build: functools.wraps(build)(
+        lambda *args, **kwargs: {**build(*args, **kwargs),
+                                 **({} if stages() is None else {_APART: True})}))

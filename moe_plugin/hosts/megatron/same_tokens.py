@@ -45,8 +45,7 @@ def give_token_ids(model: nn.Module) -> None:
 
 def ids_of(x_SBD: Tensor, tokens_BS: Tensor | None, needs: frozenset[str], rank: int,
            sequence_parallel: bool = False) -> Tensor | None:
-    """Return the token ids of the current tensor-parallel rank's slice of the sequence, as an int64
-    tensor [s, B].
+    """Return the token ids of this tensor-parallel rank's slice as an int64 tensor [s, B].
 
     Return None if the router does not need token ids.
 
@@ -89,11 +88,7 @@ class StepClock:
         self.left: int | None = None
 
     def new_step(self, microbatches: int | None) -> bool:
-        """Return True if the current pass is the first pass after the end of a step. Call this
-        method once per training pass.
-
-        microbatches: number of micro-batches per step, or None if it is unknown.
-        """
+        """Return True in the first pass of a step, given its number of micro-batches."""
         if microbatches is None:
             return False
         ended = self.left == 0
@@ -101,11 +96,7 @@ class StepClock:
         return ended
 
     def ended(self) -> bool:
-        """Return True if a step has ended and `new_step` has not reported its end yet. After this
-        call, the end of this step is not reported again.
-
-        Call this method before a checkpoint is written.
-        """
+        """Return True once after the end of a step that `new_step` has not reported."""
         ended, self.left = self.left == 0, None if self.left == 0 else self.left
         return ended
 
@@ -126,8 +117,7 @@ def layer_config(native: Any, asked: MoEConfig) -> MoEConfig:
 
 
 def shares_tokens(native: Any, plan: Translation, groups: MegatronGroups) -> bool:
-    """Return True if the MoE layer receives all tokens that the tensor-parallel ranks share, and
-    divides the work itself.
+    """Return True if the MoE layer divides the tensor-parallel ranks' common tokens itself.
 
     Args:
         native: `TransformerConfig`.
@@ -174,8 +164,7 @@ def _check_inside(asked: str, groups: MegatronGroups) -> None:
             f"{asked} cannot be used with experts on ranks {experts} and tensor-parallel ranks "
             f"{tensor}, because the two groups must be equal. Use "
             f"expert_model_parallel_size=1 and expert_tensor_parallel_size={len(tensor)}. The "
-            f"nearest setting for these groups is {nearest}."
-        )
+            f"nearest setting for these groups is {nearest}.")
 
 
 def _check_whole_groups(asked: str, groups: MegatronGroups) -> None:

@@ -8,7 +8,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from moe_plugin.comm.host_collectives import collectives_named, refused_together
 from moe_plugin.config import PipelineConfig, run_config
 from moe_plugin.config.flags import as_given
-from moe_plugin.hosts.megatron import ensemble, replicas
-from moe_plugin.hosts.megatron.balance import refuse_unknown
+from moe_plugin.hosts.megatron import ensemble
+from moe_plugin.hosts.megatron.compat.fields import refuse_unknown_balance
 from moe_plugin.hosts.megatron.compat.finite import guard_all_optimizers
 from moe_plugin.hosts.megatron.compat.optimizer import use_fused_adam
 from moe_plugin.hosts.megatron.compat.settings import (
@@ -61,18 +61,17 @@ def observe_script() -> Script:
         replace_training(name, _seam(around))
     for name, what in (("_initialize_distributed", "making of process groups"),
                        ("build_train_valid_test_data_iterators", "reading of data")):
-        replace_training(name, functools.partial(_in_collectives, what))
+        replace_training(name, _named(what))
     replace_training("get_model", script.around_model)
     replace_training("dummy_train_step", lambda native: script.read_over)
     replace_training("build_pretraining_data_loader", script.around_loader)
     # imported late: these modules import Megatron, which may be located next to the script
-    from moe_plugin.hosts.megatron import script_stages
-    from moe_plugin.hosts.megatron.passes import computed_by
+    from moe_plugin.hosts.megatron.passes import computed_by, use_stage_layouts
     from moe_plugin.hosts.megatron.pipeline import scheduled
     from moe_plugin.hosts.megatron.script_checkpoint import loads_whole
 
     extend_parse_args(lambda provider: provider or (lambda parser: parser), script.prepare)
-    script_stages.follow(lambda: script.stages)
+    use_stage_layouts(lambda: script.stages)
     replace_training("load_checkpoint", loads_whole)
     replace_training("load_checkpoint", _seam(script.around_load))
     replace_training(_SEAM, lambda get: computed_by(
@@ -110,7 +109,7 @@ class Script:
 
     def prepare(self, args: argparse.Namespace) -> None:
         """Create the pipeline stages from the parsed arguments."""
-        from moe_plugin.hosts.megatron.script_stages import prepared
+        from moe_plugin.hosts.megatron.passes import prepared
 
         self._divisor = getattr(args, "make_vocab_size_divisible_by", None)
         self.stages = prepared(args)
@@ -172,7 +171,7 @@ class Script:
         with collectives_named("a collective of Megatron's set-up"):
             built = setup()
             if self.stages is not None:
-                from moe_plugin.hosts.megatron.script_stages import passes_of
+                from moe_plugin.hosts.megatron.passes import passes_of
 
                 self.passes = passes_of(self.stages, *built[:2])
         self._as_given()
@@ -321,28 +320,15 @@ def _seam(around: Callable[[Mapping[str, Any], Callable[[], Any]], Any]
     return replaced
 
 
-def _in_collectives(what: str, native: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a Megatron function so that errors in its collectives contain the description `what`."""
-
-    @functools.wraps(native)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with _named(what):
-            return native(*args, **kwargs)
-
-    return call
-
-
-@contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    with collectives_named(f"a collective of Megatron's {what}"):
-        yield
+def _named(what: str) -> Any:
+    """Return a context, or decorator, in which errors of collectives contain `what`."""
+    return collectives_named(f"a collective of Megatron's {what}")
 
 
 def _check_arguments() -> None:
     """Check the arguments before the model is built, because building a model takes minutes."""
     # imported late: these modules import Megatron, which may be located next to the script
-    from moe_plugin.hosts.megatron import resizing
-    from moe_plugin.hosts.megatron.guards import guard_of
+    from moe_plugin.hosts.megatron.run import check_replicas, check_resizing, guard_of
 
     arguments = script_arguments()
     args = argparse.Namespace(**arguments)
@@ -354,8 +340,8 @@ def _check_arguments() -> None:
         raise ValueError("skip_train=True needs a checkpoint to evaluate. Set --load to the folder "
                          "of the checkpoints.")
     ensemble.ensemble_of(args)
-    replicas.check(args)
-    resizing.check(args, run_config(settings_from_flags(arguments)))
+    check_replicas(args)
+    check_resizing(args, run_config(settings_from_flags(arguments)))
     given: list[str] = getattr(args, "data_path", None) or []
     # only a single local path is checked: scripts may accept other kinds of paths
     if len(given) == 1 and "://" not in given[0] and not os.path.exists(given[0]):
@@ -366,7 +352,7 @@ def _check_native(arguments: Mapping[str, Any]) -> None:
     """With `--native-moe`, check the load balancing and warn about settings without effect."""
     if not (arguments.get("native_moe") and arguments.get("num_experts")):
         return
-    refuse_unknown(script_config())
+    refuse_unknown_balance(script_config())
     unread = {path: value for path, value in settings_from_flags(arguments).items()
               if not path.startswith(_OF_ANY_LAYER)}
     if unread:

@@ -56,11 +56,9 @@ _scheduler: ContextVar[tuple[Any, ...]] = ContextVar("scheduler", default=())
 
 
 def optimizer_state(source: Source) -> bool | None:
-    """Return whether a checkpoint contains optimizer state. Return None for a complete checkpoint
-    of Megatron's own training loop, which needs no preparation (see `loading`).
+    """Return whether a checkpoint has optimizer state (None for a complete one of Megatron's loop).
 
-    Raises:
-        CheckpointError: If only the ranks that wrote the optimizer state can read it.
+    Raises: CheckpointError: If only the ranks that wrote the optimizer state can read it.
     """
     kept = source.values.get("megatron") or {}
     common = kept.get("common") or {}
@@ -157,12 +155,10 @@ def _save_whole(save: Callable[..., Any], given: dict[str, Any], final: str, ste
 
 
 def begin_again(final: str) -> None:
-    """Before the checkpoint in a folder is overwritten in place, delete the files that describe the
-    old checkpoint.
+    """Delete the files that describe a checkpoint before it is overwritten in place.
 
-    A folder that contains both old and new files must not look like a complete checkpoint. The file
-    `common.pt` is also deleted. Megatron versions that do not write this file would otherwise read
-    the old file.
+    A mixture of old and new files must not look complete, and some Megatron versions do not write
+    `common.pt` but read it.
     """
     for name in (files.META, BACKEND, METADATA, COMMON) if dist.get_rank() == 0 else ():
         with contextlib.suppress(FileNotFoundError):
@@ -180,9 +176,7 @@ def _description(step: int) -> dict[str, Any]:
 
 
 def refuse_broken(chunks: list[Any], optimizer: Any) -> None:
-    """Raise an error if a weight is not finite, before a checkpoint is saved. See
-    `checkpoint_files.refuse_not_finite`.
-    """
+    """Before a save, raise an error if a value is not finite (see `refuse_not_finite`)."""
     arguments = script_arguments()
     if arguments.get("ckpt_format") == "torch_dist" and not arguments.get("use_megatron_fsdp"):
         files.refuse_not_finite(arguments["save"], chunks, optimizer)
@@ -213,13 +207,9 @@ def loads_whole(load: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
                   scheduler: Any) -> Iterator[None]:
-    """Inside the block, make Megatron load an intact checkpoint, by setting the argument that
-    selects the iteration.
+    """Inside the block, set the argument that makes Megatron load an intact checkpoint.
 
-    scheduler: learning rate scheduler, or None if the run only evaluates.
-    Raises:
-        CheckpointError: On all ranks, if there are checkpoints but none of them is intact.
-        ValueError: If there is no checkpoint to evaluate.
+    Raises: CheckpointError: On all ranks, if no checkpoint is intact.
     """
     asked = arguments.get("ckpt_step")
     if not root or "://" in root or arguments.get("ckpt_format", "torch_dist") != "torch_dist":
@@ -248,9 +238,7 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
 
 
 def _compared(path: str, arguments: Mapping[str, Any]) -> bool | None:
-    """Check that a checkpoint is safe to load and that its settings match the run (see
-    `model_settings.check_settings`). Return the `optimizer_state` of the checkpoint.
-    """
+    """Check that a checkpoint is safe and matches the run. Return its `optimizer_state`."""
     newer, trusted = "layernorm_epsilon", bool(arguments.get("trust_checkpoint"))
     current = {**({"norm_epsilon": arguments[newer]} if newer in arguments else {}), **arguments}
     if not trusted:
@@ -276,8 +264,7 @@ def readable_loads(load: Callable[..., Any], given: dict[str, Any]) -> Any:
 
 
 def latest_iteration(root: str) -> int | None:
-    """Return the iteration of the newest checkpoint. Return None if Megatron must search for the
-    checkpoint itself.
+    """Return the newest checkpoint's iteration, or None if Megatron must find it itself.
 
     The return value is also None if there is no checkpoint. This is a collective operation, so all
     ranks must call this function.
@@ -287,7 +274,8 @@ def latest_iteration(root: str) -> int | None:
         return None if text == "release" else files.latest(root)
     left = files.older(root, 10**15)
     if left:
-        files.say_lost(root)
+        logger.warning("%s is missing or empty in %s: training resumes from its newest checkpoint",
+                       files.LATEST, root)
     if text is None:
         return left[0] if left else None
     # the file is empty because a run was killed while writing it; Megatron cannot read an empty
@@ -303,11 +291,7 @@ def _newest_number(root: str, iteration: int) -> int:
 
 
 def _track(root: str, newest: int | None) -> None:
-    """Write the iteration of the newest checkpoint to the file that records it. If the iteration is
-    None, delete this file.
-
-    Only the first rank writes or deletes the file.
-    """
+    """Record the newest checkpoint's iteration on the first rank, or delete the file for None."""
     path = os.path.join(root, files.LATEST)
     if dist.get_rank() != 0:
         return
@@ -318,9 +302,7 @@ def _track(root: str, newest: int | None) -> None:
 
 
 def verified(path: str) -> dict[str, Any]:
-    """Return the description of a checkpoint after verifying its files. Return an empty dict for a
-    checkpoint that Megatron wrote without a description.
-    """
+    """Verify a checkpoint and return its description, or {} if Megatron wrote it alone."""
     if files.of_megatron_alone(path) or files.of_another_format(path):
         return {}
     return files.verified_meta(path)

@@ -20,8 +20,8 @@ from torch import nn
 from moe_plugin.comm.host_collectives import comm_of, gather_objects, refused_together
 from moe_plugin.config import ObserveConfig, OffloadConfig, run_config
 from moe_plugin.config.refusals import Values
-from moe_plugin.hosts.megatron import streamed_checkpoint
 from moe_plugin.hosts.megatron.compat import core
+from moe_plugin.hosts.megatron.compat.core import bare
 from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
 from moe_plugin.hosts.megatron.compat.names import TransformerLayer
 from moe_plugin.hosts.megatron.compat.settings import (
@@ -31,16 +31,29 @@ from moe_plugin.hosts.megatron.compat.settings import (
     training_module,
 )
 from moe_plugin.hosts.megatron.ensemble import EnsembleErrors, add_heads, ensemble_of
-from moe_plugin.hosts.megatron.guards import FileSteps, guard_of, twins_apart
 from moe_plugin.hosts.megatron.layer import PluginMoELayer, plugin_layers
 from moe_plugin.hosts.megatron.model_settings import model_settings
-from moe_plugin.hosts.megatron.passes import bare
 from moe_plugin.hosts.megatron.refusals import ACTIVATIONS
-from moe_plugin.hosts.megatron.replicas import place_of
-from moe_plugin.hosts.megatron.resizing import steps_of
-from moe_plugin.hosts.megatron.run import MegatronStart, named, of_stage, traced
+from moe_plugin.hosts.megatron.run import (
+    FileSteps,
+    MegatronStart,
+    guard_of,
+    named,
+    of_stage,
+    place_of,
+    steps_of,
+    traced,
+    tracker_states,
+    twins_apart,
+)
 from moe_plugin.hosts.megatron.script_report import log_path
-from moe_plugin.hosts.megatron.streamed import MakePart, StreamedModel, build
+from moe_plugin.hosts.megatron.streamed import (
+    MakePart,
+    StreamedModel,
+    build,
+    load_streamed,
+    save_streamed,
+)
 from moe_plugin.hosts.megatron.streamed_optimizer import StreamedOptimizer
 from moe_plugin.hosts.megatron.translate import settings_from_flags, timeout_of
 from moe_plugin.memory.activations.auto import manage_layers
@@ -56,8 +69,7 @@ from moe_plugin.training.run_features import HostSeams, make_run
 # set_up and save replace Megatron's functions under `--weights-on host`.
 def set_up(given: Mapping[str, Any], run: Callable[[], Run]
            ) -> tuple[list[StreamedModel], StreamedOptimizer | None, Any]:
-    """Build the model, optimizer and learning rate scheduler, and return them like Megatron's
-    `setup_model_and_optimizer`.
+    """Return what Megatron's `setup_model_and_optimizer` returns: model, optimizer, scheduler.
 
     Args:
         given: dict of the arguments of `setup_model_and_optimizer`, by name.
@@ -67,24 +79,13 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run]
     args = argparse.Namespace(**arguments)
     model, built = build(stages_of(given), args, settings_from_flags(arguments))
     optimizer = None if args.skip_train else built
-    model.model_type = arguments["model_type"] = given.get("model_type")
-    scheduler = None
-    if optimizer is not None:
-        PreparedGradients(optimizer, run)
-        scheduler = training_module("training").get_optimizer_param_scheduler(optimizer)
-    arguments.update(iteration=0, num_floating_point_operations_so_far=0)
-    progress = {} if args.load is None else streamed_checkpoint.load(
+    progress = {} if args.load is None else load_streamed(
         args.load, model, optimizer, model_settings(args, model.config), args.ckpt_step)
-    if progress:
-        resume(arguments, progress, scheduler)
-    return [model], optimizer, scheduler
+    return [model], optimizer, begin(given, run, model, optimizer, progress)
 
 
 def stages_of(given: Mapping[str, Any]) -> MakePart:
-    """Return the function that builds one pipeline stage of the script's model.
-
-    Older scripts pass a model provider to Megatron. Newer scripts pass a builder.
-    """
+    """Return the function that builds a stage by the script's model provider or builder."""
     groups = given.get("pg_collection")
     described = getattr(given.get("cfg_container"), "model", None)
     if described is not None:
@@ -94,8 +95,30 @@ def stages_of(given: Mapping[str, Any]) -> MakePart:
     return lambda **stage: core.call_supported(provide, **stage, config=None, pg_collection=groups)
 
 
-def resume(arguments: dict[str, Any], progress: Mapping[str, Any], scheduler: Any) -> None:
-    """Make the script's training loop continue from the progress in a checkpoint."""
+def begin(given: Mapping[str, Any], run: Callable[[], Run], model: Any, optimizer: Any,
+          progress: Mapping[str, Any]) -> Any:
+    """Prepare the script's training loop, which continues from the progress in a checkpoint.
+
+    Args:
+        given: dict of the arguments of `setup_model_and_optimizer`, by name.
+        run: function that returns the current run object.
+        model: the only model chunk.
+        optimizer: the optimizer of the model, or None if the run only evaluates.
+        progress: progress of the run, or {} for a new run.
+    Returns: the learning rate scheduler, or None without an optimizer.
+    """
+    arguments, scheduler = script_arguments(), None
+    model.model_type = arguments["model_type"] = given.get("model_type")
+    if optimizer is not None:
+        PreparedGradients(optimizer, run)
+        scheduler = training_module("training").get_optimizer_param_scheduler(optimizer)
+    arguments.update(iteration=0, num_floating_point_operations_so_far=0)
+    if progress:
+        _resume(arguments, progress, scheduler)
+    return scheduler
+
+
+def _resume(arguments: dict[str, Any], progress: Mapping[str, Any], scheduler: Any) -> None:
     arguments["iteration"] = progress["iteration"]
     arguments["consumed_train_samples"] = progress["consumed_samples"]
     for name in ("consumed_valid_samples", "num_floating_point_operations_so_far"):
@@ -109,26 +132,27 @@ def resume(arguments: dict[str, Any], progress: Mapping[str, Any], scheduler: An
         scheduler.step(increment=progress["consumed_samples"])
 
 
-def save(given: Mapping[str, Any]) -> None:
-    """Write a checkpoint. This function replaces Megatron's `save_checkpoint`.
-
-    given: dict of the arguments of `save_checkpoint`, by name.
-    """
-    arguments, [model] = script_arguments(), given["model"]
-    progress = {
+def progress_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the progress of a run, given the arguments of `save_checkpoint` by name."""
+    arguments = script_arguments()
+    return {
         "iteration": given["iteration"], "scheduler": given["opt_param_scheduler"].state_dict(),
         "consumed_samples": arguments["consumed_train_samples"],
         "consumed_valid_samples": arguments["consumed_valid_samples"],
         "num_floating_point_operations_so_far": given["num_floating_point_operations_so_far"]}
-    streamed_checkpoint.save(
+
+
+def save(given: Mapping[str, Any]) -> None:
+    """Write a checkpoint, given the arguments of Megatron's `save_checkpoint` by name."""
+    arguments, [model] = script_arguments(), given["model"]
+    save_streamed(
         arguments["save"], model, given["optimizer"],
-        model_settings(argparse.Namespace(**arguments), model.config), progress)
+        model_settings(argparse.Namespace(**arguments), model.config), progress_of(given))
 
 
 def activations_of(settings: OffloadConfig, config: Any,
                    chunks: Sequence[nn.Module]) -> Activations | None:
-    """Return the object that offloads or recomputes the activations of the transformer layers on
-    the current pipeline stage. Return None if all activations are kept.
+    """Return the object that offloads or recomputes this stage's activations, or None.
 
     Args:
         settings: the `offload` section of the settings.
@@ -166,12 +190,8 @@ def _random_states() -> tuple[AbstractContextManager[None], AbstractContextManag
 
     @contextmanager
     def again() -> Iterator[None]:
-        now = tracker.get_states()
-        tracker.set_states(dict(states[0]))
-        try:
+        with tracker_states(states[0]):
             yield
-        finally:
-            tracker.set_states(now)
 
     return first(), again()
 
@@ -181,8 +201,7 @@ logger = logging.getLogger(__name__)
 
 def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, int]
            ) -> tuple[Run, StatsRecorder]:
-    """Return the run object for a script with these model chunks, and the recorder for the run's
-    log. This is a collective operation.
+    """Return the run of a script, and the recorder for its log. A collective operation.
 
     Args:
         chunks: model chunks of the current pipeline stage.

@@ -25,6 +25,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.core import parallel_state
+
 from moe_plugin.config import run_config, settings_from_yaml
 from moe_plugin.config.options import MOST_EXPERTS
 from moe_plugin.config.tree import unread
@@ -96,14 +98,10 @@ def swap_attention(spec: Any) -> Any:
 
 def script_spec(settings: Mapping[str, Any] | str | None = None, *,
                 transformer_engine: bool | None = None) -> Any:
-    """Return an object for `--spec`. The object builds the layers that the script's arguments
-    describe, with this package's MoE layer.
+    """Return an object for `--spec` that builds the script's layers with our MoE layer.
 
-    If the arguments and process groups do not exist yet, the object is a function, which the
-    script's model builder calls later.
-
-    Raises:
-        ValueError: If an argument requests layers that are not Megatron's standard layers.
+    It is a function, which the model builder calls, if arguments and groups do not exist yet.
+    Raises: ValueError: If an argument requests layers that are not Megatron's standard layers.
     """
     arguments, settings = script_arguments(), _checked(settings)
     SPEC.refuse(arguments)
@@ -111,7 +109,7 @@ def script_spec(settings: Mapping[str, Any] | str | None = None, *,
         transformer_engine = False
     if arguments.get("hybrid_layer_pattern"):
         return _hybrid_stack(settings, transformer_engine)
-    if arguments and core.has_groups():
+    if arguments and parallel_state.model_parallel_is_initialized():
         return _block(settings, transformer_engine)
     # newer scripts import the spec before process groups exist; their model builder accepts a
     # function in place of a spec and calls it

@@ -17,7 +17,7 @@ import copy
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,11 +33,8 @@ from moe_plugin.hosts.megatron.compat.names import (
     ProcessGroupCollection,
     get_forward_backward_func,
 )
-from moe_plugin.hosts.megatron.compat.optimizer import (
-    gradients_of_norm,
-    norm_of_all_ranks,
-    parts,
-)
+from moe_plugin.hosts.megatron.compat.optimizer import gradients_of_norm, norm_of_all_ranks, parts
+from moe_plugin.hosts.megatron.compat.regrouping import group_state, restore_groups
 from moe_plugin.hosts.megatron.compat.settings import UNEQUAL_STAGES
 from moe_plugin.hosts.megatron.refusals import STAGE_LAYOUTS, values_of
 from moe_plugin.hosts.megatron.translate import settings_from_flags
@@ -66,11 +63,7 @@ class StageLayout:
 
 
 def parse(entries: Sequence[str]) -> list[StageLayout]:
-    """Parse entries such as "tp=2,ep=4", and return one layout per stage.
-
-    Raises:
-        ValueError: If an entry is not a list of sizes such as "tp=2,ep=4".
-    """
+    """Parse entries such as "tp=2,ep=4" to one layout per stage, or raise a `ValueError`."""
     return [_parse(entry) for entry in entries]
 
 
@@ -120,9 +113,7 @@ class StageLayouts:
         return made
 
     def activation(self, stage: int, length: int, width: int) -> TensorLayout:
-        """Return how a micro-batch tensor [sequence, batch, width] is distributed over the ranks of
-        a stage. The ranks are numbered from 0.
-        """
+        """Return how a micro-batch tensor [sequence, batch, width] is split over a stage."""
         tp = self.layouts[stage].tp
         mesh = {"data": self.replicas(stage), "tensor": tp}
         spec = [["tensor"] if self.split and tp > 1 else [], ["data"], []]
@@ -174,28 +165,14 @@ def initialize(stages: StageLayouts, groups: Callable[..., None]) -> None:
     the parallel sizes of the layout.
     """
     stage = stages.stage_of(torch.distributed.get_rank())
-    before, made = _state(ps), {}
+    before, made = group_state(), {}
     for layout in dict.fromkeys(stages.layouts):
         groups(**{field: getattr(layout, name) for name, field in _FIELDS.items()})
-        made[layout] = _state(ps)
-        _restore(ps, before)
+        made[layout] = group_state()
+        restore_groups(before)
     across = {name: value for name, value in made[stages.layouts[0]].items()
               if name.startswith(("_PIPELINE", "_EMBEDDING", "_POSITION_EMBEDDING"))}
-    _restore(ps, made[stages.layouts[stage]] | across)
-
-
-def _state(module: Any) -> dict[str, Any]:
-    """Return the global variables of a module that store parallel groups. Lists and dicts are
-    copied, because Megatron appends to them.
-    """
-    return {name: copy.copy(value) if isinstance(value, (list, dict)) else value
-            for name, value in vars(module).items()
-            if re.fullmatch(r"_[A-Z_]+|_global_process_group_list", name)}
-
-
-def _restore(module: Any, state: Mapping[str, Any]) -> None:
-    for name, value in state.items():
-        setattr(module, name, copy.copy(value) if isinstance(value, (list, dict)) else value)
+    restore_groups(made[stages.layouts[stage]] | across)
 
 
 @dataclass(frozen=True)
@@ -215,14 +192,11 @@ class _Boundary:
 
 def boundaries(stages: StageLayouts, world: Comm,
                args: argparse.Namespace) -> list[_Boundary | None]:
-    """Return a list with one boundary for each pair of neighbouring stages. The element is None if
-    the current rank belongs to neither stage.
+    """Return the boundaries of neighbouring stages, with None for those of other ranks. Collective.
 
-    The gradients on a replica are those of the replica's mean loss, and Megatron averages gradients
-    over replicas. To correct for this, the gradients are multiplied by the ratio of the replica
-    counts of the two stages. With `--calculate-per-token-loss` the gradients are not multiplied,
-    because the loss is a sum over tokens. This is a collective operation, so all ranks must call
-    this function.
+    Megatron averages the gradients of replicas, which are those of a replica's mean loss.
+    Therefore, they are multiplied by the ratio of the stages' replicas, unless the loss is a sum
+    over tokens.
     """
     between: list[_Boundary | None] = []
     for stage in range(len(stages.layouts) - 1):
@@ -314,10 +288,8 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
 def _agree_over_all_stages(optimizer: Any) -> None:
     """Make gradient clipping and the loss scaler take the gradients of all stages into account.
 
-    If all stages have the same layout, each of Megatron's process groups for the gradient norm
-    contains every parameter exactly once. With different layouts, the sum over all ranks would
-    count parameters several times. Therefore, the contribution of each rank is multiplied by the
-    size of its process group for the gradient norm, and divided by the number of all ranks.
+    With different layouts, the sum over all ranks counts parameters several times. Therefore, each
+    rank's part is multiplied by the size of its group for the norm, and divided by all ranks.
     """
     world, chain = comm_of(), parts(optimizer)
     shares = [torch.distributed.get_world_size(part.get_grad_stats_parallel_group()) / world.size
@@ -335,13 +307,10 @@ def _agree_over_all_stages(optimizer: Any) -> None:
 
 
 def _count_tokens_of_all(config: Any, last: bool) -> None:
-    """Divide the gradients by the number of tokens on all replicas of the last stage.
+    """Divide the gradients by the number of tokens on all replicas of the last stage (`last`).
 
-    This function is used if the loss is a sum over tokens. Megatron itself would sum the token
-    counts of the last stage's ranks over the replicas of each stage. This sum would be wrong for a
-    stage whose number of replicas differs from that of the last stage.
-
-    last: True if the current rank belongs to the last stage.
+    For a loss that is a sum over tokens, Megatron would sum the last stage's counts over the
+    replicas of each stage, which is wrong if the stages have different numbers of replicas.
     """
     world, finish = comm_of(), config.finalize_model_grads_func
     counts = last and ps.get_tensor_model_parallel_rank() == 0

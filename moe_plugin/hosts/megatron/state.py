@@ -47,9 +47,7 @@ from moe_plugin.checkpoint.formats.megatron.format import GATES, PAIRS
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.checkpoint.source import CheckpointError
 from moe_plugin.hosts.megatron import parameters, restricted
-from moe_plugin.hosts.megatron.compat import core
-from moe_plugin.hosts.megatron.compat.checkpointing import is_wrapped
-from moe_plugin.hosts.megatron.compat.common_state import changed
+from moe_plugin.hosts.megatron.compat.checkpointing import changed, is_wrapped
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.hosts.megatron.compat.names import (
     LocalNonpersistentObject,
@@ -58,6 +56,7 @@ from moe_plugin.hosts.megatron.compat.names import (
     ShardedTensorFactory,
     dict_list_map_outplace,
     make_sharded_object_for_checkpoint,
+    sharded_state_dict_default,
 )
 from moe_plugin.layer import MoELayer
 from moe_plugin.utils.messages import short
@@ -86,8 +85,7 @@ def drop_repeated(layer: Any, state: dict[str, Any], prefix: str, _metadata: Any
 
 
 def add_repeated(layer: Any, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
-    """Hook that runs before `load_state_dict`. The hook reverses the changes made by
-    `drop_repeated`.
+    """Hook before `load_state_dict` that reverses the changes made by `drop_repeated`.
 
     The state dict may lack the tuner state. If the layer has no tuner, tuner state in the state
     dict is ignored.
@@ -106,8 +104,7 @@ def add_repeated(layer: Any, state: dict[str, Any], prefix: str, *_rest: Any) ->
 
 
 def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call `dist_checkpointing.load` so that it accepts checkpoints of Megatron's own experts as
-    well as checkpoints of this package's experts.
+    """Make `dist_checkpointing.load` accept Megatron's own experts and this package's.
 
     If the checkpoint does not contain the tuner state of a layer, this state is not requested. This
     function also works in Megatron's own training script.
@@ -121,11 +118,7 @@ def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any
 
 def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
                  offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
-    """Return the object that stores the tuner state in a distributed checkpoint, as a dict with one
-    key. The dict is empty if there is no tuner.
-
-    offsets: leading axes that Megatron adds to the tensors, for example the layer axis.
-    """
+    """Return the object that stores the tuner state, by its key, or {} without a tuner."""
     tuner = tuner_state(moe)
     if tuner is None or not (moe.config.parallel.mode == "auto" or is_wrapped(
             "load", load_without_missing)):
@@ -147,8 +140,7 @@ def without_missing(models: Iterable[dict[str, Any]], path: str) -> None:
 
 
 def load_either_layout(original: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call `megatron.core.dist_checkpointing.load`. The experts in the checkpoint may have
-    Megatron's format or this package's format.
+    """Call `dist_checkpointing.load` for experts in Megatron's or this package's format.
 
     Args:
         original: Megatron's `load`.
@@ -309,8 +301,8 @@ def layer_shards(layer: Any, prefix: str, sharded_offsets: tuple[Any, ...],
     sharded: dict[str, Any] = parameters.expert_shards(layer.experts, layer.moe.placement, groups,
                                                        f"{prefix}experts.", sharded_offsets)
     if layer.plan.native_router:
-        sharded.update(
-            core.module_shards(layer.router, f"{prefix}router.", sharded_offsets, metadata))
+        sharded.update(sharded_state_dict_default(layer.router, f"{prefix}router.",
+                                                  sharded_offsets, metadata))
     else:  # saved under the native router's name, so that either router loads it
         for name, tensor in layer.router.state_dict(keep_vars=True).items():
             saved = f"{prefix}router." + ("weight" if name == "weight_ED" else name)

@@ -8,6 +8,9 @@ step, the parts run one after another, and each part computes all micro-batches 
 training loop sees a single model, a single optimizer, and a single function that runs the forward
 and backward passes. For each micro-batch, the arguments with which the forward step calls the model
 are recorded. Every part is then called with these arguments.
+
+A checkpoint folder, such as `ROOT/iter_0000100`, contains one safetensors file per part of the
+model, and the progress of the run.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ import argparse
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,11 +33,15 @@ from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
+from moe_plugin.comm.host_collectives import refused_together
 from moe_plugin.config import OffloadConfig, run_config
+from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron.compat import aux_losses, core
 from moe_plugin.hosts.megatron.compat.optimizer import scaler_of
-from moe_plugin.hosts.megatron.layer import plugin_layers
+from moe_plugin.hosts.megatron.layer import PluginMoELayer, plugin_layers
+from moe_plugin.hosts.megatron.model_settings import differs, read_progress
 from moe_plugin.hosts.megatron.refusals import STREAMED, values_of
+from moe_plugin.hosts.megatron.run import tracker_states
 from moe_plugin.hosts.megatron.streamed_optimizer import (
     RankGradients,
     StreamedNorm,
@@ -41,11 +50,16 @@ from moe_plugin.hosts.megatron.streamed_optimizer import (
     torch_optimizer,
 )
 from moe_plugin.memory.tiers import tier_of
+from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.memory.weights.refusal import weights_may_stream
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.planner.units import parse_size
 from moe_plugin.training.resilience.averaging_peers import PeerSteps
+from moe_plugin.utils import checksums
+from moe_plugin.utils.regular_files import write_whole
 
+META, _SCALER = "streamed.json", "loss_scaler"
+_RANKS = "ranks (all, tensor-, expert-, expert-tensor-parallel)"
 MakePart = Callable[..., nn.Module]  # accepts pre_process and post_process, as a pipeline stage
 
 
@@ -103,12 +117,8 @@ class MegatronTrainer(StreamedTrainer):
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
-    """Inside the block, Megatron's tracker uses separate random states.
-
-    The separate states are seeded with random numbers from torch's generator.
-    """
-    tracker = get_cuda_rng_tracker()
-    before, cuda_states = tracker.get_states(), {}
+    """Inside the block, seed other states of Megatron's tracker from torch's generator."""
+    before, cuda_states = get_cuda_rng_tracker().get_states(), {}
     first, *seeds = torch.randint(2**62, (1 + len(before),), device="cpu").tolist()
     for name, seed in zip(before, seeds, strict=True):
         # tensor-parallel ranks need different states for regions in which they have different
@@ -116,11 +126,8 @@ def own_randomness() -> Iterator[None]:
         torch.manual_seed(seed + ps.get_tensor_model_parallel_rank() * ("model" in name))
         cuda_states[name] = torch.cuda.get_rng_state()
     torch.manual_seed(first)
-    tracker.set_states(cuda_states)
-    try:
+    with tracker_states(cuda_states):
         yield
-    finally:
-        tracker.set_states(before)
 
 
 class StreamedModel(nn.Module):
@@ -190,10 +197,7 @@ class StreamedModel(nn.Module):
         return ModelPart(part, self._calls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Record the arguments with which the forward step calls the model. Return an empty tensor.
-
-        The actual computation happens later, in `passes`.
-        """
+        """Record the forward step's call of the model for `passes`, and return an empty tensor."""
         self._calls.given.append(self._signature.bind(*args, **kwargs).arguments)
         return torch.zeros(0)
 
@@ -271,13 +275,17 @@ def build(make: MakePart, args: argparse.Namespace, settings: Mapping[str, Any]
         raise ValueError("offload.weights=host cannot be used with Megatron's own MoE layers, "
                          "because their routing cannot be repeated. Use --spec "
                          "moe_plugin.hosts.megatron.spec moe_layer, or --weights-on device.")
+    refuse_token_ids(layers, "offload.weights=host", ", or --weights-on device")
+    return model, StreamedOptimizer(model, micro_batches(args))
+
+
+def refuse_token_ids(layers: Iterable[PluginMoELayer], request: str, remedy: str = "") -> None:
+    """Raise a `ValueError` if a router needs token ids, which layers do not receive here."""
     for layer in layers:
         if "token_ids" in layer.needs:
             raise ValueError(
-                f"router {layer.plan.config.router.name} cannot be used with offload.weights=host, "
-                "because layers do not receive token ids. Use another router, or --weights-on "
-                "device.")
-    return model, StreamedOptimizer(model, micro_batches(args))
+                f"router {layer.plan.config.router.name} cannot be used with {request}, because "
+                f"layers do not receive token ids. Use another router{remedy}.")
 
 
 def micro_batches(args: argparse.Namespace) -> int:
@@ -299,3 +307,86 @@ def numbered(spec: Any, number: int) -> Any:
     changed = copy.copy(spec)
     changed.module = Layer
     return changed
+
+
+def save_streamed(root: str, model: StreamedModel, optimizer: StreamedOptimizer,
+                  settings: Mapping[str, Any], progress: Mapping[str, Any]) -> str:
+    """Write a checkpoint and return the path of its folder.
+
+    Args:
+        root: path of the folder that contains the checkpoints.
+        settings: settings of the model, as returned by `model_settings`.
+        progress: progress of the run, as a dict of JSON values by name. The dict must contain
+            "iteration" and "consumed_samples".
+    Raises:
+        ValueError: If the checkpoint cannot be written. Earlier checkpoints are not changed.
+        FloatingPointError: On all ranks, if a weight or an optimizer state is not finite on any
+            rank. The incomplete checkpoint does not become the newest checkpoint.
+    """
+    folder = files.folder(root, progress["iteration"])
+    if (scaler := model.scaler) is not None:
+        progress = {**progress, _SCALER: {name: float(x) for name, x in
+                                          scaler.state_dict().items()}}
+    outer = None if model.peers is None else model.peers.outer_state
+    several = dist.get_world_size() > 1
+    try:
+        with refused_together("a checkpoint") if several else nullcontext():
+            save_weights(model.trainer, _own(folder), outer, finite=True)
+    except (ValueError, FloatingPointError):
+        if several:  # the parts of the other ranks are useless without the part that is missing
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if dist.get_rank() > 0:
+        return folder
+    write_whole(Path(folder, META), checksums.seal_json(
+        {**progress, "settings": dict(settings), "optimizer": optimizer.kind,
+         "ranks": _ranks()}))
+    write_whole(Path(root, files.LATEST), str(progress["iteration"]))
+    return folder
+
+
+def load_streamed(root: str, model: StreamedModel, optimizer: StreamedOptimizer | None,
+                  settings: Mapping[str, Any], iteration: int | None = None) -> dict[str, Any]:
+    """Load a checkpoint that `save_streamed` has written, and return the progress of the run.
+
+    If `root` contains no checkpoint, a training run logs a warning and this function returns {}.
+
+    Args:
+        optimizer: optimizer into which the state is loaded, or None if the run only evaluates.
+        iteration: iteration of the checkpoint to load. By default, the newest checkpoint is loaded.
+    Raises:
+        ValueError: If the checkpoint belongs to a different model, is damaged, or does not contain
+            streamed weights. A missing checkpoint is also an error if the run only evaluates.
+    """
+    found = read_progress(
+        root, iteration, META, settings, "the checkpoint was not written with --weights-on host. "
+        "Pass another folder to --load, or use --weights-on device.", optimizer is None)
+    if found is None:
+        return {}
+    progress, folder = found[0], str(found[1])
+    if optimizer is not None and progress.get("optimizer", optimizer.kind) != optimizer.kind:
+        raise ValueError(differs(folder, "optimizer", progress["optimizer"], optimizer.kind))
+    if (ranks := progress.get("ranks", [1])) != _ranks():
+        raise ValueError(differs(folder, _RANKS, ranks, _ranks()))
+    load_weights(model.trainer, _own(folder))
+    if model.scaler is not None and (scaler := progress.pop(_SCALER, {})):
+        model.scaler.load_state_dict({name: torch.tensor([x]) if name == "scale" else int(x)
+                                      for name, x in scaler.items()})
+    model.loaded = Path(_own(folder))
+    return progress
+
+
+def _own(folder: str) -> str:
+    return folder if dist.get_world_size() == 1 else os.path.join(
+        folder, f"rank_{dist.get_rank():05d}")
+
+
+def _ranks() -> list[int]:
+    """Return a list that starts with the number of ranks. If there is more than one rank, the list
+    continues with the sizes of the parallel groups.
+    """
+    if dist.get_world_size() == 1:
+        return [1]
+    return [dist.get_world_size(), ps.get_tensor_model_parallel_world_size(),
+            ps.get_expert_model_parallel_world_size(),
+            ps.get_expert_tensor_parallel_world_size()]

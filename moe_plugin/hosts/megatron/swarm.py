@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from moe_plugin.config import SwarmConfig, run_config
 from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron.compat import aux_losses, core, cpu
-from moe_plugin.hosts.megatron.compat.finite import PreparedGradients
-from moe_plugin.hosts.megatron.compat.settings import script_arguments, training_module
+from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.layer import plugin_layers
-from moe_plugin.hosts.megatron.model_settings import check_settings, model_settings
+from moe_plugin.hosts.megatron.model_settings import model_settings, read_progress
 from moe_plugin.hosts.megatron.refusals import SWARM, values_of
-from moe_plugin.hosts.megatron.script_features import resume, stages_of
-from moe_plugin.hosts.megatron.streamed import MakePart, numbered, own_randomness
+from moe_plugin.hosts.megatron.run import tracker_states
+from moe_plugin.hosts.megatron.script_features import begin, progress_of, stages_of
+from moe_plugin.hosts.megatron.streamed import MakePart, numbered, own_randomness, refuse_token_ids
 from moe_plugin.hosts.megatron.streamed_optimizer import (
     StreamedOptimizer,
     device_of_parts,
@@ -103,11 +103,7 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
             for before in range(number):
                 stage_of(make, before, swarm.stages, args.num_layers, forward_step)
             built = stage_of(make, number, swarm.stages, args.num_layers, forward_step)
-        for layer in plugin_layers(built):
-            if "token_ids" in layer.needs:
-                raise ValueError(f"router {layer.plan.config.router.name} cannot be used with "
-                                 "--swarm, because layers do not receive token ids. Use another "
-                                 "router.")
+        refuse_token_ids(plugin_layers(built), "--swarm")
         made[:] = [built]
         return built
 
@@ -130,15 +126,10 @@ def serve(swarm: SwarmConfig, args: argparse.Namespace, make: MakePart, forward_
 @contextlib.contextmanager
 def states(cpu_state: Tensor, tracked: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside the block, use these random states in torch's generator and Megatron's tracker."""
-    tracker = get_cuda_rng_tracker()
-    before = torch.get_rng_state(), tracker.get_states()
-    torch.set_rng_state(cpu_state)
-    tracker.set_states({name: state.clone() for name, state in tracked.items()})
-    try:
+    with torch.random.fork_rng(devices=[]), tracker_states(
+            {name: state.clone() for name, state in tracked.items()}):
+        torch.set_rng_state(cpu_state)
         yield
-    finally:
-        torch.set_rng_state(before[0])
-        tracker.set_states(before[1])
 
 
 def stage_of(make: MakePart, number: int, stages: int, layers: int, forward_step: ForwardStep
@@ -218,8 +209,7 @@ class SwarmOptimizer(StreamedOptimizer):
 
 def set_up(given: Mapping[str, Any], run: Callable[[], Run], forward_step: ForwardStep
            ) -> tuple[list[SwarmModel], SwarmOptimizer | None, Any]:
-    """Build the model, optimizer and scheduler, and return them like Megatron's
-    `setup_model_and_optimizer`.
+    """Return what Megatron's `setup_model_and_optimizer` returns: model, optimizer, scheduler.
 
     If this process is a peer, serve requests instead, and then exit the process.
 
@@ -239,21 +229,18 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run], forward_step: Forwa
         empty = make(pre_process=False, post_process=False)
     settings = model_settings(args, empty.config)
     progress: dict[str, Any] = {}
-    folder = None
+    folder: Path | None = None
     if swarm.role == "lead" and args.load is not None:
-        progress, folder = _saved(args.load, settings, args.ckpt_step)
+        found = read_progress(args.load, args.ckpt_step, META, settings, "it was not written by a "
+                              "swarm. Pass another folder to --load, or leave out --swarm.")
+        progress, folder = found or ({}, None)
     trainer = _trainer(swarm, args, folder)
     model = SwarmModel(empty, trainer)
-    model.model_type = arguments["model_type"] = given.get("model_type")
     optimizer = SwarmOptimizer(model, args)
-    PreparedGradients(optimizer, run)
-    scheduler = training_module("training").get_optimizer_param_scheduler(optimizer)
-    arguments.update(iteration=0, num_floating_point_operations_so_far=0)
     if swarm.role == "join":
         progress = {"iteration": trainer.steps,
                     "consumed_samples": trainer.steps * args.global_batch_size}
-    if progress:
-        resume(arguments, progress, scheduler)
+    scheduler = begin(given, run, model, optimizer, progress)
     if isinstance(trainer, Swarm):
         logger.info("swarm: %s is waiting for %d peers", swarm.address,
                     swarm.peers or swarm.stages)
@@ -284,28 +271,9 @@ def save(given: Mapping[str, Any]) -> None:
     root, iteration = arguments["save"], given["iteration"]
     folder = model.trainer.save(files.folder(root, iteration))
     write_whole(Path(folder, META), checksums.seal_json({
-        "iteration": iteration, "scheduler": given["opt_param_scheduler"].state_dict(),
-        "consumed_samples": arguments["consumed_train_samples"],
-        "consumed_valid_samples": arguments["consumed_valid_samples"],
+        **progress_of(given),
         "settings": model_settings(argparse.Namespace(**arguments), model.config)}))
     write_whole(Path(root, files.LATEST), str(iteration))
-
-
-def _saved(root: str, settings: Mapping[str, Any], iteration: int | None
-           ) -> tuple[dict[str, Any], Path | None]:
-    """Return the progress and folder of a saved checkpoint, or ({}, None) without a checkpoint."""
-    iteration = iteration or files.latest(root)
-    if iteration is None:
-        files.nothing_found(root, False)
-        return {}, None
-    path = Path(files.folder(root, iteration)) / META
-    if not path.exists():
-        raise ValueError(f"{path.parent} has no {META}, so it was not written by a swarm. Pass "
-                         "another folder to --load, or leave out --swarm.")
-    check_input(path)
-    progress, _ = checksums.open_json(path.read_text(encoding="utf-8"))
-    check_settings(str(path.parent), progress.get("settings") or {}, settings)
-    return progress, path.parent
 
 
 def address_of(swarm: SwarmConfig) -> tuple[str, int]:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import sys
 
 from moe_plugin.hosts.megatron import launch
-from moe_plugin.hosts.megatron.endings import end_process
+from moe_plugin.hosts.megatron.launch import end_process
 
 _OPTIONS = {"--cpu": launch.CPU, launch.CPU: launch.CPU}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and return the exit status of the process. See `endings.status_of`."""
+    """Run the command line and return the exit status of the process. See `launch.status_of`."""
     argv = list(sys.argv[1:] if argv is None else argv)
     options = [_OPTIONS[word] for word in argv if word in _OPTIONS]
     return launch.main([*options, "pretrain_gpt_moe",

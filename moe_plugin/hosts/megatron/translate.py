@@ -34,8 +34,6 @@ from moe_plugin.config import (
 from moe_plugin.config.refusals import Values
 from moe_plugin.config.router import router_names
 from moe_plugin.config.tree import describes_layers
-from moe_plugin.config.user_modules import import_user_modules
-from moe_plugin.hosts.megatron import balance
 from moe_plugin.hosts.megatron.compat import fields, recipes
 from moe_plugin.hosts.megatron.compat.settings import (
     cuda_graphs,
@@ -51,6 +49,7 @@ from moe_plugin.kernels.scores import score_functions
 from moe_plugin.memory.weights.refusal import refuse_streamed_weights
 from moe_plugin.routing import only_read
 from moe_plugin.utils.messages import short
+from moe_plugin.utils.registry import import_user_modules
 
 logger = logging.getLogger(__name__)
 
@@ -108,19 +107,14 @@ def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def timeout_of(settings: Mapping[str, Any]) -> float:
-    """Return the setting `comm.timeout_s`. `settings` is a dict of settings by dotted path.
-
-    Raises:
-        ValueError: If the timeout is out of bounds.
-    """
+    """Return `comm.timeout_s` of settings by dotted path, or raise a `ValueError`."""
     given = {path: settings[path] for path in ("comm.timeout_s",) if path in settings}
     return with_overrides(MoEConfig(), given).comm.timeout_s
 
 
 def translate(native: Any, settings: Mapping[str, Any], *,
               injected_router: bool = False) -> Translation:
-    """Return the `MoEConfig` and the other settings of this package that correspond to a Megatron
-    `TransformerConfig`.
+    """Return this package's settings that correspond to a Megatron `TransformerConfig`.
 
     Args:
         native: `TransformerConfig` of any supported version of Megatron.
@@ -133,8 +127,8 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     import_user_modules(settings.get("imports"))  # may register the score function
     refuse_unsupported(with_known_names(native))
     if not injected_router:
-        balance.refuse_unknown(native)
-        balance.refuse_unmatched(native)
+        fields.refuse_unknown_balance(native)
+        fields.refuse_unmatched_balance(native)
     whole = describes_layers(settings)
     settings = _without_open(settings)
     reasons = [reason for reason in fields.router_reasons(native)
@@ -155,16 +149,12 @@ def translate(native: Any, settings: Mapping[str, Any], *,
     run = run_config(settings)
     refuse_streamed_weights(run.offload, "Megatron")
     return Translation(config, run, tuple(reasons), (*_notices(native), *_followed(recipe)),
-                       injected_router or balance.router_balances(native),
+                       injected_router or fields.router_balances(native),
                        follows_recipe="experts.precision" in recipe)
 
 
 def native_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Megatron that correspond to the given settings of this package, by
-    attribute name.
-
-    Settings that have no corresponding argument are left out.
-    """
+    """Return Megatron's arguments (by attribute name) for those settings that have one."""
     settings = _without_open(settings)
     arguments = {name: settings[path] for path, name in _ATTRIBUTES.items()
                  if settings.get(path) or settings.get(path) is False}
@@ -208,8 +198,7 @@ def _without_open(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(native: Any, settings: Mapping[str, Any], whole: bool) -> dict[str, Any]:
-    """Check that Megatron's settings do not contradict the user's settings of this package, and
-    translate them to settings of this package.
+    """Translate Megatron's settings, and check that the user's settings do not contradict them.
 
     whole: True if the user's settings describe complete layers. If True, a value that only this
         package's layer supports overrides Megatron's default value.
@@ -273,23 +262,20 @@ def _losses(native: Any, given: Mapping[str, float] | None,
         if extra:
             raise ValueError(
                 f"losses={short(dict(extra))} cannot be used with Megatron's own router. Use "
-                "moe_aux_loss_coeff and moe_z_loss_coeff."
-            )
+                "moe_aux_loss_coeff and moe_z_loss_coeff.")
         return {}
-    weights = {"switch": balance.aux_coefficient(native),
+    weights = {"switch": fields.aux_coefficient(native),
                "z": float(native.moe_z_loss_coeff or 0.0)}
     weights = {name: weight for name, weight in weights.items() if weight}
     if weights and given is not None and not given:
         raise ValueError(
             f"losses=none contradicts {weights} from moe_aux_loss_coeff/moe_z_loss_coeff. Set "
-            "these two to 0, or leave losses out."
-        )
+            "these two to 0, or leave losses out.")
     both = sorted(set(weights) & set(extra))
     if both:
         raise ValueError(
             f"losses.{both[0]}={short(extra[both[0]])} contradicts {short(weights[both[0]])} from "
-            "moe_aux_loss_coeff/moe_z_loss_coeff. "
-            "Use only one of the two.")
+            "moe_aux_loss_coeff/moe_z_loss_coeff. Use only one of the two.")
     if whole and given is None and not weights:
         return dict(MoEConfig().losses)
     return {**weights, **extra}
@@ -317,8 +303,7 @@ def _check_native_router_settings(settings: Mapping[str, Any], reasons: list[str
         if settings[path] != defaults[path]:
             raise ValueError(
                 f"{path}={short(settings[path])} cannot be used with Megatron's own router, which "
-                f"{', '.join(reasons)} requires. "
-                "Leave out one of the two.")
+                f"{', '.join(reasons)} requires. Leave out one of the two.")
 
 
 def refuse_unsupported(native: Any) -> None:
@@ -330,8 +315,7 @@ def refuse_unsupported(native: Any) -> None:
     if not native.num_moe_experts:
         raise ValueError(
             f"num_moe_experts={short(native.num_moe_experts)} must be >= 1 for an MoE layer. Set "
-            "--num-experts."
-        )
+            "--num-experts.")
     fields.refuse_by_row(native)
     fields.refuse_unknown_score(native)
     fields.refuse_unknown(native)
@@ -341,8 +325,7 @@ def refuse_unsupported(native: Any) -> None:
 
 
 def refuse_arguments() -> None:
-    """Raise a `ValueError` for the first argument of Megatron's training script that this package
-    does not support.
+    """Raise a `ValueError` for the first argument of Megatron's script without support.
 
     This function does not check arguments that are fields of `TransformerConfig`. An expert-related
     argument that this package does not know also raises an error.
@@ -356,7 +339,7 @@ def refuse_arguments() -> None:
 
 def _refuse_lists(native: Any) -> None:
     chosen = setting(native, "cuda_graph_scope") or []
-    scopes = {plain_name(scope) for scope in balance.as_list(chosen)}
+    scopes = {plain_name(scope) for scope in fields.as_list(chosen)}
     if cuda_graphs(native) and scopes != {"attn"}:
         raise ValueError(
             f"cuda_graph_impl={short(native.cuda_graph_impl)} with scope {sorted(scopes)} is not "
@@ -367,8 +350,7 @@ def _refuse_lists(native: Any) -> None:
     if setting(native, "fine_grained_activation_offloading", False) and offloaded:
         raise ValueError(
             f"offload_modules contains {sorted(offloaded)}, which is not supported. Remove these "
-            "modules."
-        )
+            "modules.")
 
 
 def _followed(recipe: Mapping[str, Any]) -> Iterable[str]:

@@ -51,10 +51,7 @@ def parse_cpu_list(text: str) -> list[int]:
 
 
 def numa_nodes(sysfs: Path, allowed: set[int]) -> dict[int, list[int]]:
-    """Return a dict that maps each NUMA node to the processors of the node that may be used.
-
-    If the machine does not report NUMA nodes, node 0 contains all processors.
-    """
+    """Return the usable processors of each NUMA node (of node 0 if none is reported)."""
     nodes = {}
     for folder in sorted((sysfs / "devices/system/node").glob("node[0-9]*"),
                          key=lambda path: int(path.name[4:])):
@@ -93,8 +90,7 @@ def plan(rank: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] |
     if not 0 <= rank < count:
         raise ValueError(
             f"local rank {rank} is out of range for {count} rank(s): it must be 0 to {count - 1}. "
-            "Start the ranks with torchrun, Slurm or mpirun"
-        )
+            "Start the ranks with torchrun, Slurm or mpirun")
     nodes = numa_nodes(sysfs, os.sched_getaffinity(0) if allowed is None else allowed)
     known = [gpu_node(sysfs, bus_id) for bus_id in bus_ids]
     names = list(nodes)
@@ -114,26 +110,17 @@ def plan(rank: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] |
 
 
 def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return the local rank and the number of local ranks. Both numbers are read from environment
-    variables that the launcher sets.
-
-    Raises:
-        ValueError: If the launcher has not set these environment variables.
-    """
+    """Return the local rank and number of ranks by the launcher, or raise a `ValueError`."""
     for rank, size in _PLACES:
         if rank in environment and size in environment:
             return int(environment[rank]), int(environment[size])
     raise ValueError(
         "the local rank of this process is unknown. Start the process with torchrun (which sets "
-        "LOCAL_RANK and LOCAL_WORLD_SIZE), with Slurm and --ntasks-per-node, or with mpirun"
-    )
+        "LOCAL_RANK and LOCAL_WORLD_SIZE), with Slurm and --ntasks-per-node, or with mpirun")
 
 
 def gpu_bus_ids() -> list[str]:
-    """Return the PCI addresses of the visible GPUs, in the order that torch uses.
-
-    The list is empty if there is no GPU, or if torch does not report PCI addresses.
-    """
+    """Return the visible GPUs' PCI addresses in torch's order, or [] if unknown."""
     import torch
 
     bus_ids = []

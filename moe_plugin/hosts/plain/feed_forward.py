@@ -65,14 +65,11 @@ class FeedForward:
 
 
 def read_feed_forward(module: nn.Module) -> FeedForward | None:
-    """Return the feed-forward function that a module computes. Return None if the module is not a
-    feed-forward module.
+    """Return the feed-forward function that a module computes, or None for other modules.
 
-    The test runs a copy of the module in float32 with random weights. The module's own weights
-    could be zero and would then hide the activation function. First, the copy is run in evaluation
-    mode. Then the copy is run again for each dropout module, with only this dropout active.
-    Finally, the copy is run several times in training mode. The runs in training mode check that
-    only dropout behaves differently during training.
+    The test runs a copy of the module in float32 with random weights, because its own weights could
+    be zero: in evaluation mode, then with each dropout module active, and then in training mode,
+    where only dropout may behave differently.
     """
     maps = _linear_maps(module)
     known = {id(p) for part in maps for p in part.parameters(recurse=False)}
@@ -110,10 +107,7 @@ class _Ran:
 
 
 def _run(twin: nn.Module, width: int) -> _Ran | None:
-    """Call a module with random tokens.
-
-    Return None if the module raises an error, or if it returns a tensor with a different shape.
-    """
+    """Call a module with random tokens. Return None for errors or another shape."""
     parts: list[Any] = []
     watched = [*_linear_maps(twin), *(p for p in twin.modules() if isinstance(p, nn.Dropout))]
     hooks = [part.register_forward_hook(lambda part, *_: parts.append(part)) for part in watched]
@@ -133,8 +127,7 @@ def _run(twin: nn.Module, width: int) -> _Ran | None:
 
 
 def _trains_alike(twin: nn.Module, ran: _Ran) -> bool:
-    """Return True if the module computes the same output in training mode as in evaluation mode
-    when all dropouts are disabled.
+    """Return True if training without dropout computes the same output as evaluation.
 
     A module fails this test if it drops or normalizes values by other means than `nn.Dropout`. This
     function changes the dropout modules of `twin`, so `twin` must not be used afterwards.
@@ -182,13 +175,10 @@ def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | Non
 
 
 def _place(ffn: FeedForward, twin: nn.Module, number: int, x_TD: Tensor) -> str | None:
-    """Determine the position of a dropout module in a `FeedForward`.
+    """Return the position of a dropout in a `FeedForward`: "dropout", "after", or None.
 
-    The dropout is forced to drop random values. The resulting output is compared with the output of
-    the `FeedForward` for each of the two possible positions. Return "dropout" or "after", or None
-    if neither position reproduces the output.
-
-    number: index of the dropout among all calls of dropout modules, starting at 0.
+    The dropout, the call `number` (from 0) of all, is forced to drop random values, and its output
+    is compared with that of the `FeedForward` for both positions.
     """
     calls, kept = itertools.count(), torch.ones(())
 

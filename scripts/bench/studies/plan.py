@@ -16,7 +16,7 @@ import statistics
 from typing import Any
 
 from moe_plugin import MoELayer, TorchComm
-from moe_plugin.cli.measure.device import measure_device
+from moe_plugin.cli.measure.own_cluster import measure_device
 from moe_plugin.config import from_dict
 from moe_plugin.planner import load_cluster
 from moe_plugin.planner.choice import LayoutChoice, legal_choices

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from moe_plugin.cli.main import main
-from moe_plugin.cli.planning.prefill import prefill_table
+from moe_plugin.cli.planning.pipeline import prefill_table
 from moe_plugin.planner.cluster import Cluster, load_cluster
 from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.once import GroupShape, all_to_all_s

@@ -14,7 +14,7 @@ from fairseq import options
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
 from moe_plugin.config import MoEConfig, RunConfig, run_from_dict
-from moe_plugin.hosts.fairseq import resizing, run  # after fairseq knows our models
+from moe_plugin.hosts.fairseq import run  # after fairseq knows our models
 from moe_plugin.hosts.fairseq.run import wants_replicas
 from tests.hosts.fairseq.conftest import LANGUAGE_MODEL
 
@@ -78,7 +78,7 @@ def test_what_cannot_follow_is_refused(monkeypatch: pytest.MonkeyPatch, section:
         ema=SimpleNamespace(store_ema=False), common=SimpleNamespace(amp=False),
         optimizer=SimpleNamespace(_name="adam"))
     model: Any = None
-    resizing.check(cfg, model)
+    run.check_resizing(cfg, model)
     setattr(getattr(cfg, section), name, value)
     with pytest.raises(ValueError, match=f"--moe-expert-parallel-at 3=2 {said}"):
-        resizing.check(cfg, model)
+        run.check_resizing(cfg, model)

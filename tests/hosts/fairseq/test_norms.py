@@ -20,8 +20,8 @@ from fairseq.nan_detector import NanDetector
 from torch import nn
 
 from moe_plugin.comm import Comm, CommError, run_simulated
+from moe_plugin.hosts.fairseq.run import FileTurns
 from moe_plugin.hosts.fairseq.trainer import MoETrainer, norm_squared
-from moe_plugin.hosts.fairseq.votes import FileTurns
 from moe_plugin.planner.vote_assignments import cyclic
 from moe_plugin.training.resilience.vote import Ballots
 from moe_plugin.training.run import Run

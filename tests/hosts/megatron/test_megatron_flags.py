@@ -183,8 +183,7 @@ def _names(folder: str) -> tuple[dict[str, str], bool, bool]:
     """
     from megatron.core import dist_checkpointing
 
-    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
-    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
+    from moe_plugin.hosts.megatron.compat.checkpointing import saves_whose_writers_end, wrap
 
     wrap("save", saves_whose_writers_end)
     case = Case(gated=True, native={"add_bias_linear": True})

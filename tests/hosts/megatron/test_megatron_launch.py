@@ -211,7 +211,7 @@ def test_modules_in_a_file_need_trust(tmp_path: Path) -> None:
 def _refused_sizes() -> tuple[str | None, int]:
     from megatron.core import parallel_state
 
-    from moe_plugin.hosts.megatron import endings
+    from moe_plugin.hosts.megatron import launch as endings
     from moe_plugin.hosts.megatron.compat import core
 
     core.destroy_groups()
@@ -238,7 +238,7 @@ def test_remedies_of_schedules_are_those_of_the_cause(decay: int, start: float, 
                                                       others: str) -> None:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    from moe_plugin.hosts.megatron.endings import of_a_script
+    from moe_plugin.hosts.megatron.launch import of_a_script
 
     with pytest.raises(AssertionError) as caught:
         OptimizerParamScheduler(None, start, 1e-3, start, 4, decay, "linear", 0.0, 0.0, 2,

@@ -182,8 +182,7 @@ def _script_saves(folder: str) -> tuple[bool, bool]:
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
-    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
+    from moe_plugin.hosts.megatron.compat.checkpointing import saves_whose_writers_end, wrap
 
     seen = []
 
@@ -208,7 +207,7 @@ def _killed_while_saving(guarded: bool) -> bool:
     """A process forks a writer and is killed; whether the writer ends with it."""
     import contextlib
 
-    from moe_plugin.hosts.megatron.compat.writers import writers_end_with_us
+    from moe_plugin.hosts.megatron.compat.checkpointing import writers_end_with_us
 
     read, write = os.pipe()
     if os.fork() == 0:
@@ -337,8 +336,7 @@ def _megatrons_own_load(folder: str) -> int:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
-    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
-    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
+    from moe_plugin.hosts.megatron.compat.checkpointing import saves_whose_writers_end, wrap
 
     wrap("save", saves_whose_writers_end)
     initialise_parallel(Case(ep=2))
@@ -365,8 +363,7 @@ def _predicted(folder: str) -> tuple[list[str], list[bool]]:
     """
     from megatron.core import dist_checkpointing
 
-    from moe_plugin.hosts.megatron.compat.checkpointing import wrap
-    from moe_plugin.hosts.megatron.compat.writers import saves_whose_writers_end
+    from moe_plugin.hosts.megatron.compat.checkpointing import saves_whose_writers_end, wrap
     from moe_plugin.hosts.megatron.state import load_without_missing
 
     wrap("load", load_without_missing)

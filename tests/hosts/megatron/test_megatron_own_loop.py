@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_plugin.hosts.megatron import endings, launch, passes, script
+from moe_plugin.hosts.megatron import launch, passes, script
 from moe_plugin.hosts.megatron.compat import loaders
 from moe_plugin.hosts.megatron.compat.names import get_rerun_state_machine
 from moe_plugin.training.run import Run as FeaturesRun
@@ -117,7 +117,7 @@ def _raised(work: Any) -> Exception:
 @pytest.mark.parametrize("work", [
     lambda: json.loads("{"), lambda: b"\xff".decode(), lambda: int("x")])
 def test_errors_of_a_users_code_keep_their_traceback(work: Any) -> None:
-    assert endings.of_a_script(_raised(work)) is None
+    assert launch.of_a_script(_raised(work)) is None
 
 
 def test_an_error_of_one_rank_is_said_without_a_group(monkeypatch: pytest.MonkeyPatch,
@@ -125,12 +125,12 @@ def test_an_error_of_one_rank_is_said_without_a_group(monkeypatch: pytest.Monkey
                                                       caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)  # what the end of a run turns off is on again afterwards
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(endings, "WAIT_S", 0.0)
+    monkeypatch.setattr(launch, "WAIT_S", 0.0)
 
     def work() -> None:
-        raise endings.TierError("no room")
+        raise launch.TierError("no room")
 
-    assert endings.status_of("script", work, dict) == 1
+    assert launch.status_of("script", work, dict) == 1
     assert "script: error: no room (rank 3)" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe_plugin.config import run_from_dict
-from moe_plugin.hosts.megatron import replicas, resizing
+from moe_plugin.hosts.megatron.run import check_replicas, check_resizing
 from tests.hosts.megatron.ranks import on_ranks
 from tests.hosts.megatron.training import MODEL, VERSION, arguments_of, argv_for, refusal
 
@@ -116,7 +116,7 @@ def test_what_replicas_cannot_be_is_named(flags: str, message: str) -> None:
     args = arguments_of([*MODEL, "--train-iters", "2", "--moe-lighthouse", "http://a:1",
                          *flags.split()])
     with pytest.raises(ValueError, match=message):
-        replicas.check(args)
+        check_replicas(args)
 
 
 def given(**changed: Any) -> argparse.Namespace:
@@ -132,6 +132,6 @@ def given(**changed: Any) -> argparse.Namespace:
     ({"num_experts": 6}, "does not fit --num-experts 6: .* must be divisible by 4")])
 def test_what_cannot_follow_another_size_is_refused(changed: dict[str, Any], said: str) -> None:
     run = run_from_dict({"resize": {"expert_parallel_at": {3: 4}}})
-    resizing.check(given(), run)
+    check_resizing(given(), run)
     with pytest.raises(ValueError, match="resize.expert_parallel_at={3: 4} " + said):
-        resizing.check(given(**changed), run)
+        check_resizing(given(**changed), run)

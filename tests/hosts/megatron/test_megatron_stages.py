@@ -205,7 +205,7 @@ def test_tied_embeddings_are_cut_alike() -> None:
 
 
 def test_parsed_arguments_get_the_sizes_of_their_ranks_stage() -> None:
-    from moe_plugin.hosts.megatron.script_stages import prepared
+    from moe_plugin.hosts.megatron.passes import prepared
 
     argv = [*MODEL, *UNTIED_PP2, "--data-path", "x", "--train-iters", "1"]
 

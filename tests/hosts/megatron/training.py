@@ -71,7 +71,7 @@ class Run:
     @property
     def model(self) -> torch.nn.Module:
         """The first chunk, without wrappers."""
-        from moe_plugin.hosts.megatron.passes import bare
+        from moe_plugin.hosts.megatron.compat.core import bare
 
         return bare(self.chunks[0])
 
@@ -139,7 +139,7 @@ def trained(argv: list[str]) -> dict[str, Any]:
 def refusal(argv: list[str]) -> str:
     """What a user reads of training with these arguments that does not begin; empty if it trains.
     """
-    from moe_plugin.hosts.megatron.endings import of_a_script
+    from moe_plugin.hosts.megatron.launch import of_a_script
 
     try:
         ran(argv)

@@ -15,10 +15,7 @@ from __future__ import annotations
 
 
 def install() -> None:
-    """Apply all patches to fairseq 0.12, which must already be imported.
-
-    This function does nothing if it was called before, or if fairseq is not version 0.12.
-    """
+    """Apply all patches once to fairseq 0.12, which must already be imported."""
     import fairseq
 
     if getattr(fairseq, "_moe_plugin_compat", False) or not fairseq.__version__.startswith("0.12."):
@@ -28,7 +25,6 @@ def install() -> None:
         checkpoints,
         evaluation,
         flags,
-        hydra_train,
         launch,
         native,
         patching,
@@ -39,6 +35,5 @@ def install() -> None:
 
     hide(FAIRSEQ, FAIRSEQ_LINES)
     # if two patches replace the same name, the later patch calls the earlier one
-    for module in (runtime, launch, userdir, userdir, checkpoints, evaluation, native, flags,
-                   hydra_train):
+    for module in (runtime, launch, userdir, checkpoints, evaluation, native, flags):
         patching.apply(module)

@@ -13,13 +13,14 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, add_field, patch, replaces
 from moe_plugin.training.resilience.stopping import RUN
 from moe_plugin.utils.messages import did_you_mean, short, similar_names
+from moe_plugin.utils.replaced import replaced
 
 logger = logging.getLogger(__name__)
 _LAST = "checkpoint_last.pt"  # fairseq's default, in the run's folder
@@ -35,9 +36,7 @@ FLAGS = {
 
 @patch
 def saving_flags() -> None:
-    """Add the flags in `FLAGS`, which come from fairseq's `moe` branch. fairseq <= 0.12.3 does not
-    define these flags.
-    """
+    """Add the flags in `FLAGS` of fairseq's `moe` branch, which fairseq <= 0.12.3 lacks."""
     from fairseq.dataclass.configs import CheckpointConfig
 
     for name, text in FLAGS.items():
@@ -108,11 +107,9 @@ def _is_last(trainer: Any, epoch_itr: Any) -> bool:
 @replaces("checkpoint_utils.load_checkpoint")
 def runs_say_where_they_are(original: Callable[..., Any], cfg: Any, trainer: Any,
                             **kwargs: Any) -> Any:
-    """If a run is already finished, report this instead of training another step. Also record the
-    update from which a stopped run can resume.
+    """Report that a run is finished, or record the update from which a stopped run can resume.
 
-    If a finished run is started again, fairseq <= 0.12.3 trains one more step. If a run is stopped,
-    every rank of fairseq <= 0.12.3 prints a traceback.
+    fairseq <= 0.12.3 trains one more step, or prints a traceback on every rank.
     """
     extra_state, epoch_itr = original(cfg, trainer, **kwargs)
     done, limits = trainer.get_num_updates(), trainer.cfg.optimization
@@ -150,12 +147,10 @@ def checksums(original: Callable[..., None], obj: Any, filename: str,
 @replaces("checkpoint_utils.load_checkpoint")
 def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: Any,
                              **kwargs: Any) -> Any:
-    """Make every training flag that names a checkpoint accept either `X.pt` or one of the files
-    `X-rank-0.pt`, `X-rank-1.pt`, ...
+    """Make training flags that name a checkpoint accept `X.pt` or any `X-rank-N.pt`.
 
-    fairseq <= 0.12.3 inserts the rank only into the path of `--restore-file`. In fairseq <= 0.12.3,
-    each rank checks whether its own `checkpoint_last` exists to decide whether the run is new. If a
-    different number of ranks wrote the files, the ranks could come to different decisions.
+    fairseq <= 0.12.3 does so only for `--restore-file`, and each rank looks for its own file to
+    decide whether the run is new, which can differ after a change of the number of ranks.
     """
     names = _names(cfg)
     wanted = names.get("restore_file", cfg.restore_file)
@@ -170,12 +165,7 @@ def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: An
 
 
 def _names(cfg: Any) -> dict[str, str | None]:
-    """Return the settings that contain checkpoint names, with each name converted to the form that
-    fairseq requires.
-
-    Raises:
-        ValueError: If a named checkpoint does not exist.
-    """
+    """Return the settings with checkpoint names for fairseq, or raise a `ValueError`."""
     from moe_plugin.checkpoint.formats.fairseq import files
 
     names: dict[str, str | None] = {}
@@ -196,9 +186,7 @@ def _names(cfg: Any) -> dict[str, str | None]:
 
 
 def _existing(path: str) -> str | None:
-    """Return the path of a checkpoint file, or the path of the first rank's file. Return None if
-    neither file exists. Remote files are assumed to exist.
-    """
+    """Return the file of a checkpoint or of its first rank, or None if a local file is missing."""
     from fairseq.file_io import PathManager
 
     from moe_plugin.checkpoint.formats.fairseq import files
@@ -218,12 +206,9 @@ def _missing(flag: str, path: str) -> ValueError:
 @replaces("checkpoint_utils.load_model_ensemble_and_task")
 def evaluation_from_rank_files(original: Callable[..., Any], filenames: Any,
                                arg_overrides: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Make `--path X.pt` also accept a checkpoint that consists of the files `X-rank-0.pt`,
-    `X-rank-1.pt`, ... in evaluation.
+    """Make `--path X.pt` in evaluation also accept a checkpoint of files `X-rank-N.pt`.
 
-    fairseq <= 0.12.3 can evaluate only a checkpoint that consists of a single file. With this
-    patch, each process reads only its own share of the experts (see `Evaluation`). A single process
-    reads all experts.
+    Each process reads only its share of the experts (see `Evaluation`); a single process reads all.
     """
     from moe_plugin.hosts.fairseq.groups import evaluating
 
@@ -266,20 +251,12 @@ def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwarg
     return state
 
 
-@contextmanager
-def giving(state: dict[str, Any]) -> Iterator[None]:
-    """Inside the block, make `Trainer.load_checkpoint` of fairseq <= 0.12.3 use `state` instead of
-    reading a file.
-    """
+def giving(state: dict[str, Any]) -> AbstractContextManager[None]:
+    """Inside the block, make `Trainer.load_checkpoint` of fairseq <= 0.12.3 use `state`."""
     import torch
     from fairseq import checkpoint_utils
 
-    before = checkpoint_utils.torch
-    checkpoint_utils.torch = Overlay(torch, load=lambda *_, **__: state)
-    try:
-        yield
-    finally:
-        checkpoint_utils.torch = before
+    return replaced(checkpoint_utils, torch=Overlay(torch, load=lambda *_, **__: state))
 
 
 def _refuse_imports(path: str, state: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
@@ -306,10 +283,7 @@ def _names_of_settings() -> set[str]:
 
 
 def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for `moe_...` settings unknown to this package and the checkpoint.
-
-    fairseq <= 0.12.3 silently ignores such settings.
-    """
+    """Raise a `ValueError` for unknown `moe_...` settings, which fairseq would ignore."""
     groups = [written.get("args"), *(dict(written.get("cfg") or {}).values())]
     known = _names_of_settings()
     for name in _names_in(overrides):

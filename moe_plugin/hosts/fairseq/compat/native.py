@@ -50,10 +50,7 @@ logger = logging.getLogger(__name__)
 
 @patch
 def fused_adam_flag() -> None:
-    """Add the flag `--moe-fused-adam`, which makes fairseq's Adam use torch's fused kernels.
-
-    In fairseq <= 0.12.3, fused Adam requires CUDA and apex.
-    """
+    """Add `--moe-fused-adam`: fused Adam without fairseq's requirement of CUDA and apex."""
     from fairseq.optim.adam import FairseqAdamConfig
 
     add_field(FairseqAdamConfig, "moe_fused_adam", bool, False,
@@ -90,10 +87,7 @@ def _dtypes(params: list[Any]) -> set[torch.dtype]:
 @replaces("utils.clip_grad_norm_")
 def clip_all_at_once(original: Callable[..., Tensor], params: Any, max_norm: float,
                      aggregate_norm_fn: Any = None) -> Tensor:
-    """Clip all gradients in one operation. If no clipping is needed, the gradients are not changed.
-
-    fairseq <= 0.12.3 launches one kernel for each parameter, even if the factor is 1.
-    """
+    """Clip all gradients in one operation, and leave them alone if the factor is 1."""
     params = [params] if isinstance(params, Tensor) else list(params)
     norm = original(params, 0, aggregate_norm_fn)
     if max_norm > 0:
@@ -125,13 +119,9 @@ def native_module() -> ModuleType | None:
 
 
 def swap_native(module: ModuleType) -> type:
-    """Replace `MOELayer` in the `moe` branch, and in all fairseq modules that have imported the
-    class by name.
+    """Replace `MOELayer` in the `moe` branch and in all modules that imported its name.
 
-    This function is needed only for fairseq's `moe` branch, which has no registry for layers. The
-    new class is a subclass of the original class, so that `isinstance` checks still pass.
-
-    Returns: the class that replaces `MOELayer`.
+    The branch has no registry for layers. The returned class is a subclass of the original.
     """
     native = module.MOELayer
     if getattr(native, "_moe_plugin", False):
@@ -152,10 +142,7 @@ def swap_native(module: ModuleType) -> type:
 
 
 def add_flags() -> None:
-    """Add this package's flags to the models of the `moe` branch that have experts.
-
-    Flags that the branch itself defines keep their meaning.
-    """
+    """Add our flags, except those of the branch itself, to its models with experts."""
     from fairseq import models
 
     for name, settings in models.MODEL_DATACLASS_REGISTRY.items():

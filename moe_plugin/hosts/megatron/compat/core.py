@@ -32,13 +32,13 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.utils import sharded_state_dict_default
 from torch import Tensor
 
 from moe_plugin.hosts.megatron.compat.aux_losses import forget_losses
 from moe_plugin.hosts.megatron.compat.sequence_parts import NUMBER, tell_layers
 from moe_plugin.hosts.megatron.compat.settings import newer_name, setting
 from moe_plugin.utils.messages import warn_once
+from moe_plugin.utils.replaced import replaced
 
 OLDEST, NEWEST = (0, 15), (0, 20)  # tested versions; the newest is a state of the main branch
 Group = dist.ProcessGroup
@@ -103,19 +103,11 @@ def all_data_group(collection: Any) -> Group:
                       with_context_parallel=True))
 
 
-def has_groups() -> bool:
-    """Return True if Megatron's parallel groups have been created."""
-    return parallel_state.model_parallel_is_initialized()
-
-
 def destroy_groups() -> None:
-    """Destroy Megatron's process groups, including the groups that `destroy_model_parallel` of
-    Megatron 0.15 to 0.19 leaves behind.
+    """Destroy Megatron's groups, and those that its own `destroy_model_parallel` leaves behind.
 
-    Records of auxiliary losses still refer to some of the groups that are left behind. Without this
-    function, a child process that is forked later and creates new groups would destroy the groups
-    that are left behind. The child process would then wait forever for threads that exist only in
-    the parent process.
+    Records of auxiliary losses still refer to some of these groups. A child process that is forked
+    later and creates new groups would destroy them, and wait forever for threads of its parent.
     """
     parallel_state.destroy_model_parallel()
     forget_losses()
@@ -188,10 +180,7 @@ def call_native_router(router: Any, x_SBD: Tensor, padding_SB: Tensor | None
                        ) -> tuple[Tensor, Tensor, Undropped | None]:
     """Run Megatron's router and return (probs_TE, routing_map_TE, undropped).
 
-    `undropped` is the routing decision before tokens are dropped, or None without a capacity.
-
-    padding_SB: boolean mask that is True for padding tokens. If the installed router does not
-    accept a mask, `padding_SB` is ignored.
+    `undropped` is None without a capacity. Routers that accept no padding mask ignore `padding_SB`.
     """
     takes_mask = "padding_mask" in inspect.signature(router.forward).parameters
     given = {"padding_mask": padding_SB} if takes_mask and padding_SB is not None else {}
@@ -204,8 +193,7 @@ def call_native_router(router: Any, x_SBD: Tensor, padding_SB: Tensor | None
 
 @contextlib.contextmanager
 def _undropped() -> Iterator[list[Undropped]]:
-    """Yield a list. When Megatron's router runs, its selection before tokens are dropped is
-    appended to this list.
+    """Yield a list to which Megatron's router appends its selection before tokens are dropped.
 
     The selection that Megatron's router returns is different, because tokens have been dropped and
     experts have been padded to their capacity.
@@ -236,8 +224,7 @@ def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> tor
         raise ValueError(
             "moe_shared_expert_intermediate_size is set, but the layer spec has no shared experts. "
             "Build the spec with Megatron's own functions, and replace its MoE layers with "
-            "moe_plugin.hosts.megatron.spec.swap_moe."
-        )
+            "moe_plugin.hosts.megatron.spec.swap_moe.")
     config = copy.copy(config)
     config.moe_shared_expert_overlap = False  # overlap needs Megatron's own dispatcher
     kwargs = {"config": config, "pg_collection": groups_.collection}
@@ -246,12 +233,6 @@ def shared_experts(config: Any, submodules: Any, groups_: MegatronGroups) -> tor
     if isinstance(builder, functools.partial):
         return builder(**kwargs)
     return build_module(builder, **kwargs)
-
-
-def module_shards(module: torch.nn.Module, prefix: str, offsets: tuple[Any, ...],
-                  metadata: Any) -> dict[str, Any]:
-    """Return the sharded state dict of a torch module, which need not be a Megatron module."""
-    return sharded_state_dict_default(module, prefix, offsets, metadata)
 
 
 def swap_mlp(mlp: Any, replacement: type, settings: dict[str, Any]) -> Any:
@@ -281,10 +262,7 @@ def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[A
 
 
 def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Copy the spec of a layer, block or hybrid stack, and apply `change` to the submodules.
-
-    `change(name, value)` is called for each submodule of a layer and for the norm of a block.
-    """
+    """Copy a spec with `change(name, value)` of each layer's submodules and each block's norm."""
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [changed_spec(layer, change) for layer in spec.layer_specs]
         return replace(spec, layer_specs=layers, layer_norm=change("layer_norm", spec.layer_norm))
@@ -317,10 +295,7 @@ def with_engine(wanted: bool | None) -> bool:
 
 
 def gpt_moe_layer_spec(transformer_engine: bool | None, grouped: bool = False) -> Any:
-    """Return Megatron's own spec of a GPT layer with MoE, for any number of experts.
-
-    grouped: True to build the spec for `moe_grouped_gemm`.
-    """
+    """Return Megatron's spec of a GPT layer with MoE (`grouped`: with `moe_grouped_gemm`)."""
     make = (gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
             if with_engine(transformer_engine) else gpt_layer_specs.get_gpt_layer_local_spec)
     return make(num_experts=1, moe_grouped_gemm=grouped)
@@ -335,19 +310,13 @@ def chosen_layers(choose: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
         block = all_layers(*args, **kwargs)
         return replace(block, layer_specs=choose(block.layer_specs))
 
-    transformer_block._get_block_submodules = chosen
-    try:
+    with replaced(transformer_block, _get_block_submodules=chosen):
         yield
-    finally:
-        transformer_block._get_block_submodules = all_layers
 
 
 def gpt_block_spec(config: Any, transformer_engine: bool | None,
                    vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return Megatron's spec for the layers of the current pipeline stage, according to `config`.
-
-    vp_stage: index of the virtual pipeline stage, or None if there are no virtual stages.
-    """
+    """Return Megatron's spec for the layers of this (virtual) pipeline stage."""
     return gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=with_engine(transformer_engine),
         normalization=config.normalization,
@@ -378,3 +347,10 @@ def call_supported(fn: Callable[..., Any], **kwargs: Any) -> Any:
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     named = {newer_name(name, known): value for name, value in kwargs.items()}
     return fn(**{name: value for name, value in named.items() if takes_all or name in known})
+
+
+def bare(chunk: Any) -> Any:
+    """Return a model chunk without its data-parallel and precision wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk

@@ -4,6 +4,9 @@ The table has one row per setting. To change how a setting is handled, change it
 converts the settings. A setting of a newer Megatron that is not in the table must have its default
 value. Otherwise, `refuse_unknown` raises an error. `tests/hosts/megatron/test_megatron_fields.py`
 fails until the setting is added to the table. Importing this module does not import Megatron.
+
+This module also checks the load-balancing types and their coefficients. The settings
+`moe_router_load_balancing_type` and `moe_aux_loss_coeff` can each be a single value or a list.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_plugin.checkpoint.formats.megatron.common import RENAMED
-from moe_plugin.hosts.megatron.compat.settings import setting
+from moe_plugin.hosts.megatron.compat.settings import balance_kinds, setting
 from moe_plugin.kernels.scores import score_functions
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.registry import Registry
@@ -182,18 +185,13 @@ def names(by: By, rows: Mapping[str, Row] = FIELDS) -> list[str]:
 
 
 def without_row(settings: Iterable[str], rows: Mapping[str, Row] = FIELDS) -> list[str]:
-    """Return the names of expert-related settings that are missing from the table. A setting that
-    the table contains under its older name is not missing.
-    """
+    """Return the expert-related settings whose older and newer names are not in the table."""
     known = {*rows, *(RENAMED.get(name, name) for name in rows)}
     return sorted(name for name in settings if of_experts(name) and name not in known)
 
 
 def refuse_by_row(values: Any, rows: Mapping[str, Row] = FIELDS) -> None:
-    """Raise a `ValueError` for the first setting whose value is rejected by its row in the table.
-
-    values: a `TransformerConfig`, or an object whose attributes are the script's arguments.
-    """
+    """Raise a `ValueError` for the first value, in a config or arguments, that its row rejects."""
     for name in names(By.REFUSED, rows):
         value, row = setting(values, name), rows[name]
         if not row.takes(value):
@@ -202,11 +200,7 @@ def refuse_by_row(values: Any, rows: Mapping[str, Row] = FIELDS) -> None:
 
 
 def refuse_unknown(native: Any) -> None:
-    """Raise a `ValueError` if an expert-related setting is missing from the table and does not have
-    its default value.
-
-    Without this check, the MoE layer of this package would silently ignore the setting.
-    """
+    """Raise a `ValueError` for an expert-related setting that our layer would silently ignore."""
     by_name = {field.name: field for field in dataclasses.fields(native)}
     for name in without_row(by_name):
         default, value = _default(by_name[name]), getattr(native, name)
@@ -222,9 +216,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def refuse_unknown_arguments(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise a `ValueError` for an unknown expert-related argument of Megatron's own script.
 
-    Args:
-        defaults: dict from each argument that differs from its default value to the default value.
-        given: dict of all arguments by name.
+    defaults: the default of each argument whose value (in `given`) differs from it.
     """
     for name in without_row(defaults, {**FIELDS, **ARGUMENTS}):
         raise _unknown(name, given[name], defaults[name])
@@ -259,3 +251,55 @@ def without_effect(native: Any) -> list[str]:
     defaults = {field.name: _default(field) for field in dataclasses.fields(native)}
     return [f"{name}={value}" for name in names(By.NOTHING)
             if (value := setting(native, name)) not in (None, False, defaults.get(name))]
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a setting as a list. The setting may be a single value or a sequence."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def refuse_unknown_balance(native: Any) -> None:
+    """Raise a `ValueError` for a load-balancing type that Megatron would silently ignore."""
+    known = balance_kinds(native)
+    for name in as_list(native.moe_router_load_balancing_type):
+        if name not in known:
+            raise ValueError(
+                f"moe_router_load_balancing_type={short(name)} is unknown to the router of this "
+                "Megatron version, which would not balance the load. Choose one of "
+                f"{', '.join(known)}.")
+
+
+def refuse_unmatched_balance(native: Any) -> None:
+    """Raise a `ValueError` unless there is one coefficient for each load-balancing type."""
+    kinds, weights = native.moe_router_load_balancing_type, native.moe_aux_loss_coeff
+    count, given = len(as_list(kinds)), len(as_list(weights))
+    if count != given:
+        raise ValueError(
+            f"moe_aux_loss_coeff={short(weights)} has {given} values, but "
+            f"moe_router_load_balancing_type={short(kinds)} needs {count}. Pass one coefficient "
+            "for each type.")
+    if len(set(as_list(kinds))) != count:
+        raise ValueError(
+            f"moe_router_load_balancing_type={short(kinds)} contains a type more than once. Pass "
+            "each type once, with the sum of its coefficients.")
+
+
+def aux_coefficient(native: Any) -> float:
+    """Return the coefficient of the load-balancing type `aux_loss`, or 0 if it is not used."""
+    return float(sum(weight for name, weight in _balance_pairs(native) if name == "aux_loss"))
+
+
+def router_balances(native: Any) -> bool:
+    """Return True if Megatron's router balances the load with the settings in `native`."""
+    weighted = any(weight and "aux_loss" in balance for balance, weight in _balance_pairs(native))
+    others = any(balance != "none" and "aux_loss" not in balance
+                 for balance in as_list(native.moe_router_load_balancing_type))
+    return weighted or others or any(
+        setting(native, name) for name in ("moe_router_enable_expert_bias",
+                                           "moe_router_force_load_balancing"))
+
+
+def _balance_pairs(native: Any) -> list[tuple[Any, Any]]:
+    # not strict: with a custom router in the spec, the numbers of types and coefficients may differ
+    return list(zip(as_list(native.moe_router_load_balancing_type),
+                    as_list(native.moe_aux_loss_coeff), strict=False))

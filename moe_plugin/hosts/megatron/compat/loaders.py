@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from moe_plugin.utils.replaced import replaced
+
 
 def refuse_empty_splits() -> None:
-    """Until the process ends, make Megatron raise a `ValueError` for a dataset without documents.
+    """Make Megatron raise a `ValueError` for a dataset without documents, if samples are requested.
 
-    An empty dataset is still allowed if no samples are requested from it. For an empty dataset,
-    Megatron 0.15 to 0.19 would otherwise enter an endless loop: it repeats the documents until
-    there are enough samples.
+    Megatron 0.15 to 0.19 would repeat the documents forever until there are enough samples.
     """
     datasets = importlib.import_module("megatron.core.datasets.gpt_dataset")
     native = datasets.GPTDataset._get_num_epochs
@@ -33,10 +33,7 @@ def refuse_empty_splits() -> None:
 
 
 def replace_tokenizer_builder(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function that builds a tokenizer from a metadata file.
-
-    This function does nothing in Megatron 0.15, which does not support metadata files.
-    """
+    """Replace the function that builds a tokenizer from metadata (from Megatron 0.16 on)."""
     with suppress(ImportError):
         tokenizers = importlib.import_module("megatron.core.tokenizers.megatron_tokenizer")
         built = tokenizers.MegatronTokenizer
@@ -53,24 +50,20 @@ def split_of(dataset: Any) -> str | None:
 def of_all_ranks(build: Callable[..., Any], dataset: Any) -> Iterator[None]:
     """Inside the block, make `build_pretraining_data_loader` return the micro-batches of all ranks.
 
-    Every rank receives the training micro-batches of all ranks, in an order that alternates between
-    the ranks. This is needed for steps in which several ranks compute the same micro-batches.
-    Megatron 0.15 to 0.19 reads the rank and the number of ranks from `parallel_state`. Inside the
-    block, the rank is 0 and the number of ranks is 1.
+    Several ranks can then compute the same training micro-batches, which alternate between the
+    ranks. Megatron 0.15 to 0.19 reads rank and size from `parallel_state`; inside the block, these
+    are 0 and 1.
     """
     if split_of(dataset) not in (None, "train"):
         yield
         return
-    module = vars(sys.modules[build.__module__])
-    if "mpu" not in module:
+    module: Any = sys.modules[build.__module__]
+    if not hasattr(module, "mpu"):
         raise ValueError(
             f"{build.__module__} does not read ranks in the same way as in megatron-core 0.15 to "
             "0.19. Install one of these versions, or leave out guard.votes.")
-    native, module["mpu"] = module["mpu"], _OneRank(module["mpu"])
-    try:
+    with replaced(module, mpu=_OneRank(module.mpu)):
         yield
-    finally:
-        module["mpu"] = native
 
 
 class _OneRank:

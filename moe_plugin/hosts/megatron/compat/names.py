@@ -33,7 +33,7 @@ _PLACES = {
     "transformer.module": ("Float16Module",),
     "transformer.transformer_config": ("TransformerConfig",),
     "transformer.transformer_layer": ("TransformerLayer",),
-    "transformer.utils": ("make_sharded_object_for_checkpoint",),
+    "transformer.utils": ("make_sharded_object_for_checkpoint", "sharded_state_dict_default"),
     "utils": ("get_model_config",),
 }
 MODULES = {"mappings": "tensor_parallel.mappings", "schedules": "pipeline_parallel.schedules"}

@@ -21,18 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_vector(parameter: Tensor) -> bool:
-    """Return True if Megatron's optimizers must treat a parameter as a vector.
-
-    Expert biases are stacks of vectors, and are therefore treated as vectors.
-    """
+    """Return True for vectors and stacks of vectors, which optimizers treat alike."""
     return parameter.dim() == 1 or is_expert(parameter) and parameter.dim() == 2
 
 
 def counts_in_norm(parameter: Tensor) -> bool:
-    """Return True if the current rank's slice of a parameter contributes to the gradient norm.
-
-    If several tensor-parallel ranks store the same slice, it contributes on only one of them.
-    """
+    """Return True on one of the ranks that store the same slice of a parameter."""
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
     return param_is_not_tensor_parallel_duplicate(parameter)
@@ -51,8 +45,7 @@ def scaler_of(args: argparse.Namespace) -> Any:
 
 
 class _WithVectors:
-    """Wrapper around a model chunk in which each expert bias is replaced by a vector, because
-    Megatron's own expert biases are vectors.
+    """A model chunk in which each expert bias is replaced by a vector, as in Megatron's experts.
 
     stacks: dict to which this class adds each vector (key) with the bias that it replaces (value).
     """
@@ -77,13 +70,11 @@ class _WithVectors:
 
 @functools.cache
 def biases_are_vectors() -> None:
-    """Make Megatron's optimizers treat the biases of this package's experts like those of
-    Megatron's own experts.
+    """Make Megatron's optimizers treat our experts' biases like those of its own experts.
 
-    The expert biases of this package are stacks of vectors. After this call, expert biases have no
-    weight decay. With `--use-mup`, the learning rates of expert biases do not depend on the width
-    of the model. The change lasts until the process ends. Without this change, Megatron 0.15 to
-    main would choose the options of a bias by its name and its number of dimensions.
+    Our biases are stacks of vectors, whose options Megatron would choose by name and dimensions.
+    Until the process ends, they have no weight decay, and `--use-mup` does not change their
+    learning rates.
     """
     core: Any = importlib.import_module("megatron.core.optimizer")
     original = core._get_param_groups
@@ -100,28 +91,21 @@ def biases_are_vectors() -> None:
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """Return the list of optimizers in a chain, or a list with a single optimizer. Megatron 0.15 to
-    0.19 creates a chain only if there are several optimizers.
-    """
+    """Return the optimizers of a chain, which Megatron creates only for several optimizers."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def gradients_of_norm(part: Any) -> list[Tensor]:
-    """Return the current rank's gradients that contribute to the gradient norm. Megatron 0.19
-    renamed the method that returns these gradients.
-    """
+    """Return this rank's gradients that count in the norm (a method renamed in Megatron 0.19)."""
     get = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
     return list(get())
 
 
 def norm_of_all_ranks(optimizer: Any, norm: Callable[[], float]) -> None:
-    """Make an optimizer use `norm` as the gradient norm. If gradients overflow on one rank, all
-    ranks are informed.
+    """Make an optimizer use `norm` as the gradient norm, and agree on overflows over all ranks.
 
-    Without this change, the ranks of a group in Megatron 0.19 would have to agree whether the model
-    has multi-token prediction, whose gradient norm is computed separately. The change is safe
-    because a model with multi-token prediction cannot have pipeline stages with different parallel
-    layouts.
+    Megatron 0.19 computes the norm of multi-token prediction separately, if any rank of a group has
+    it. No stage with another layout has multi-token prediction, so this is switched off.
     """
     optimizer.get_grad_norm = norm
     optimizer.has_grad_norm_group = lambda group: False
@@ -151,11 +135,7 @@ def _torch_adam_parts(optimizer: Any) -> list[Any]:
 def use_fused_adam(optimizer: Any, fused: bool) -> None:
     """Enable or disable fused kernels in the torch Adam optimizers inside Megatron's optimizer.
 
-    The choice still applies after a checkpoint with the opposite choice has been loaded. Without
-    Apex and Transformer Engine, Megatron 0.15 to 0.19 uses torch's unfused AdamW.
-
-    Raises:
-        ValueError: If `fused` is True but the optimizer is not Adam.
+    The choice also applies after a checkpoint is loaded. Raises a `ValueError` for fused SGD.
     """
     inner = [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
     if fused and any(isinstance(other, torch.optim.SGD) for other in inner):
@@ -191,12 +171,10 @@ def _match_strides(adam: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def float32_parameters_first() -> None:
-    """Make a distributed optimizer save parameter groups correctly if they contain both float32 and
-    16-bit parameters.
+    """Make distributed optimizers save groups of float32 and 16-bit parameters correctly.
 
-    Megatron 0.15 to 0.19 numbers the parameters of a group in the order of the gradient buffers,
-    but the group lists the float32 parameters first. As a result, the checkpoint would assign
-    optimizer states to the wrong parameters. A second call has no effect.
+    Megatron 0.15 to 0.19 numbers parameters in the order of the gradient buffers, but lists float32
+    parameters first, and would therefore assign states to the wrong parameters.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -218,9 +196,8 @@ def float32_parameters_first() -> None:
 def prepare_optimizer_for_load(optimizer: Any) -> None:
     """Create the empty optimizer state into which a distributed optimizer's checkpoint is loaded.
 
-    Without Apex and Transformer Engine, Megatron 0.15 to 0.19 reads the step number from the
-    optimizer state before it loads the checkpoint. For SGD, Megatron 0.15 to 0.19 calls a function
-    that does not exist.
+    Without Apex and Transformer Engine, Megatron 0.15 to 0.19 reads the step from this state before
+    it loads, and calls a function that does not exist for SGD.
     """
     for part in parts(optimizer):
         if isinstance(part.optimizer, torch.optim.SGD) and getattr(part, "init_state_fn",
@@ -242,18 +219,10 @@ def _sgd_state(optimizer: torch.optim.SGD, config: Any = None) -> None:
             optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
-def _load(optimizer: Any, state: Any, load: Callable[[Any, Any], None]) -> None:
-    _complete_groups(optimizer, state)
-    with _step_out_of_sight(optimizer):
-        load(optimizer, state)
-
-
 def _complete_groups(optimizer: Any, state: Any) -> None:
-    """Add missing identifiers to the parameter groups in a checkpoint.
+    """Copy missing identifiers from the current run to the parameter groups in a checkpoint.
 
-    Megatron 0.19 identifies saved parameter groups by additional values, for example their learning
-    rates. Parameter groups that were saved by older versions or other programs lack these values.
-    The missing values are copied from the current run.
+    Megatron 0.19 identifies groups by values that older versions and other programs do not save.
     """
     from megatron.core.optimizer import optimizer as core
 
@@ -286,11 +255,9 @@ def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
 def _step_out_of_sight(optimizer: Any) -> Iterator[None]:
     """Hide the step number from a distributed optimizer while the optimizer loads a checkpoint.
 
-    In Megatron 0.15 to 0.19, the optimizer first reads the step number from the common state. The
-    optimizer then also expects a step number among the tensors of each parameter. No checkpoint
-    contains these step numbers. Furthermore, the optimizer assigns the same step tensor to all
-    parameters, so torch's Adam would increment the step once for each parameter. This function
-    therefore creates a separate step tensor for each parameter.
+    Megatron 0.15 to 0.19 reads the step from the common state, and then also expects it among the
+    tensors of each parameter, where no checkpoint has it. In addition, all parameters would share
+    one step tensor, which torch's Adam increments for each parameter; afterwards each has its own.
     """
     for part in _torch_adam_parts(optimizer):
         part._set_main_param_and_optimizer_states = functools.partial(_set_without_step, part)
@@ -307,9 +274,7 @@ def _step_out_of_sight(optimizer: Any) -> Iterator[None]:
 def mend_loading_of_all_optimizers() -> None:
     """Until the process ends, correct how all Megatron optimizers load checkpoints.
 
-    Distributed optimizers call `prepare_optimizer_for_load` before they load a checkpoint, and keep
-    the step number of torch's Adam. In addition, all optimizers can load parameter groups that were
-    saved without identifiers.
+    See `prepare_optimizer_for_load`, `_step_out_of_sight` and `_complete_groups`.
     """
     from megatron.core.optimizer import optimizer as core
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer
@@ -328,7 +293,9 @@ def mend_loading_of_all_optimizers() -> None:
 
     @functools.wraps(load)
     def load_state_dict(self: Any, state: Any) -> None:
-        _load(self, state, load)
+        _complete_groups(self, state)
+        with _step_out_of_sight(self):
+            load(self, state)
 
     Optimizer.sharded_state_dict, Optimizer.load_state_dict = sharded_state_dict, load_state_dict
 

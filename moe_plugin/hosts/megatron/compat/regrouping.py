@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from copy import copy as copied
 from typing import Any
 
 import torch.distributed as dist
@@ -17,50 +18,51 @@ from torch import Tensor, nn
 from moe_plugin.hosts.megatron.compat.core import call_supported
 from moe_plugin.hosts.megatron.compat.optimizer import parts
 
-_STATE = re.compile(r"_[A-Z_]+")
+_LISTED = "_global_process_group_list"
+_STATE = re.compile(rf"_[A-Z_]+|{_LISTED}")
 # names of the expert groups in a ProcessGroupCollection
 _OF_EXPERTS = re.compile(r"ep|expt_\w+|intra_expt_dp|tp_ep\w*")
 
 
 def expert_groups() -> dict[str, Any]:
     """Return the current expert process groups and their sizes, by name in `parallel_state`."""
-    return {name: value for name, value in _state().items() if "EXPERT" in name}
-
-
-def use_expert_groups(groups: Mapping[str, Any]) -> None:
-    """Store these process groups in `parallel_state`. See `expert_groups`."""
-    vars(ps).update(groups)
+    return {name: value for name, value in group_state().items() if "EXPERT" in name}
 
 
 def make_expert_groups(size: int, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Create expert process groups for a different expert-parallel size. The current groups do not
-    change. This is a collective operation.
+    """Create expert process groups for a different expert-parallel size. A collective operation.
 
     args: dict of the script's arguments.
     """
-    before, listed = _state(), "_global_process_group_list"
-    known = getattr(ps, listed, None)
-    kept = None if known is None else list(known)
-    vars(ps).update({name: {} if isinstance(value, dict) else None
-                     for name, value in before.items()})
+    before = group_state()
+    restore_groups({name: {} if isinstance(value, dict) else None
+                    for name, value in before.items() if name != _LISTED})
     try:
         call_supported(ps.initialize_model_parallel, expert_model_parallel_size=size,
                        distributed_timeout_minutes=args["distributed_timeout_minutes"],
                        nccl_communicator_config_path=args["nccl_communicator_config_path"],
                        create_gloo_process_groups=args.get("use_gloo_process_groups", True))
-        made, everything = expert_groups(), _groups(_state().values())
+        made, everything = expert_groups(), _groups(group_state().values())
     finally:
-        vars(ps).update(before)
+        restore_groups(before)
     expert_groups_made = _groups(made.values())
     for group in everything - expert_groups_made:  # dense layers retain their existing groups
         dist.destroy_process_group(group)
-    if kept is not None:
-        setattr(ps, listed, [*kept, *expert_groups_made])
+    if (listed := getattr(ps, _LISTED, None)) is not None:
+        listed += expert_groups_made
     return made
 
 
-def _state() -> dict[str, Any]:
-    return {name: value for name, value in vars(ps).items() if _STATE.fullmatch(name)}
+def group_state() -> dict[str, Any]:
+    """Return the variables of `parallel_state` that store groups. Lists and dicts are copied."""
+    return {name: copied(value) if isinstance(value, (list, dict)) else value
+            for name, value in vars(ps).items() if _STATE.fullmatch(name)}
+
+
+def restore_groups(state: Mapping[str, Any]) -> None:
+    """Set variables of `parallel_state` to copies, because Megatron adds to lists and dicts."""
+    vars(ps).update({name: copied(value) if isinstance(value, (list, dict)) else value
+                     for name, value in state.items()})
 
 
 def _groups(values: Iterable[Any]) -> set[dist.ProcessGroup]:
@@ -83,11 +85,7 @@ def follow_groups(model: nn.Module, collection: Any, size: int) -> None:
 
 
 def rewrap(chunk: Any) -> None:
-    """Recreate the gradient buffers of a `DistributedDataParallel` object for its current
-    parameters and groups.
-
-    The `DistributedDataParallel` object itself is not replaced.
-    """
+    """Recreate a `DistributedDataParallel`'s gradient buffers, in place, for its parameters."""
     chunk.grad_accs.clear()  # with their hooks
     new = type(chunk)(config=chunk.config, ddp_config=chunk.ddp_config, module=chunk.module)
     attributes = vars(new)  # shared, so that the new hooks see changes of the old object
@@ -112,10 +110,9 @@ def main_copies(part: Any) -> dict[Tensor, Tensor]:
 
 def follow_parameters(part: Any, changed: Mapping[Tensor, Tensor],
                       copies: Mapping[Tensor, Tensor]) -> None:
-    """Replace old parameters with new parameters in the lists of an optimizer.
+    """Replace parameters in the lists of the optimizer `part`.
 
     Args:
-        part: the optimizer.
         changed: dict that maps each old parameter to its replacement, with Megatron's attributes.
         copies: dict that maps each new parameter to its float32 copy (see `main_copies`).
     """

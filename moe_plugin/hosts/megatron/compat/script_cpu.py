@@ -27,6 +27,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     training_module,
 )
 from moe_plugin.utils.messages import first_process
+from moe_plugin.utils.replaced import replaced
 
 logger = logging.getLogger(__name__)
 PATCHES: list[cpu.Patch] = []
@@ -111,21 +112,7 @@ def _without_cuda() -> None:
         "generator")
 def _one_device() -> None:
     for name in ("_initialize_distributed", "_set_random_seed"):
-        replace_training(name, _with_one_device)
-
-
-def _with_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        count = torch.cuda.device_count
-        torch.cuda.device_count = lambda: 1
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch.cuda.device_count = count
-
-    return call
+        replace_training(name, replaced(torch.cuda, device_count=lambda: 1))
 
 
 @_patch("initialize.set_jit_fusion_options; torch.compile", "0.15 to 0.19",
@@ -140,17 +127,7 @@ def _uncompiled() -> None:
         "loaders draw seeds from torch's generator after a checkpoint was loaded and only on ranks "
         "that read data; on CPU dropout uses the same generator")
 def _seeds_of_loaders() -> None:
-    replace_training("build_train_valid_test_data_iterators", _beside_the_generator)
-
-
-def _beside_the_generator(function: Callable[..., Any]) -> Callable[..., Any]:
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch.random.fork_rng(devices=[]):
-            return function(*args, **kwargs)
-
-    return call
+    replace_training("build_train_valid_test_data_iterators", torch.random.fork_rng(devices=[]))
 
 
 @_patch("arguments.core_transformer_config_from_args", "0.15 to 0.17",

@@ -35,7 +35,7 @@ from moe_plugin.hosts.megatron.pipeline.base import (
 )
 from moe_plugin.hosts.megatron.pipeline.eager import EagerSchedule
 from moe_plugin.hosts.megatron.pipeline.executor import Step, transfer_s
-from moe_plugin.hosts.megatron.pipeline.slice_step import check_slices
+from moe_plugin.hosts.megatron.pipeline.slice_step import check_model
 from moe_plugin.hosts.megatron.pipeline.terapipe import SliceSchedule, given_slices
 from moe_plugin.hosts.megatron.refusals import MEASURED_SLICES
 from moe_plugin.planner.pipeline.choice import Predicted, StageProfile, choose, predict
@@ -47,8 +47,7 @@ HEADROOM = 0.9  # fraction of the free memory that a schedule may use
 
 
 class MeasuredStep(Step):
-    """A `Step` that measures the times of its passes and transfers, and the memory needed for a
-    backward pass.
+    """A `Step` that measures its passes, transfers and the memory that a backward pass needs.
 
     Attributes:
         forward_s: list of the times of forward passes, in seconds. Waiting for transfers is not
@@ -108,10 +107,7 @@ class MeasuredStep(Step):
 
 
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes of all tensor storages that autograd saves, except those of parameters.
-
-    A storage that is saved several times is counted once.
-    """
+    """Counts the bytes of all storages that autograd saves, once each, without parameters."""
 
     def __init__(self) -> None:
         self._storages: dict[int, int] = {}
@@ -199,9 +195,7 @@ class AutoSchedule(PipelineSchedule):
 
     @classmethod
     def or_native(cls, settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-        """Return a schedule of this class. If there are virtual stages or only a single stage,
-        return Megatron's function instead. See `PipelineSchedule`.
-        """
+        """Return a schedule, or Megatron's function with one stage or virtual stages."""
         virtual = ps.get_virtual_pipeline_model_parallel_world_size()
         return super().or_native(settings, native) if virtual is None else native
 
@@ -218,12 +212,12 @@ class AutoSchedule(PipelineSchedule):
         return self.native(**passes) if self.steps == 1 else super().__call__(**passes)
 
     def check(self, passes: dict[str, Any], config: Any) -> None:
-        """Check settings and arguments. See `PipelineSchedule`."""
         super().check(passes, config)
         if self.settings.slices is None:
             return
         MEASURED_SLICES.refuse(values_of_schedule(self.name, config))
-        check_slices(passes, config)
+        [model] = passes["model"] if isinstance(passes["model"], list) else [passes["model"]]
+        check_model(model, config)
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
         """Run one step and measure its passes. All ranks then agree on the measurements."""
@@ -282,9 +276,7 @@ class AutoSchedule(PipelineSchedule):
 
 
 def numbers_of(profile: StageProfile) -> dict[Hashable, float]:
-    """Return a dict of the measured times. Each key is a pair of the measurement's name
-    (`forward_s` or `backward_s`) and the stage.
-    """
+    """Return the measured times by name (`forward_s` or `backward_s`) and stage."""
     return {(what, stage): seconds for what in ("forward_s", "backward_s")
             for stage, seconds in enumerate(getattr(profile, what))}
 

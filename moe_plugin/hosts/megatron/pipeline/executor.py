@@ -32,8 +32,7 @@ AHEAD = 2
 
 
 class Receiver:
-    """Receives the tensors that a neighbouring stage sends in one direction, in the order in which
-    they are sent.
+    """Receives a neighbouring stage's tensors of one direction, in the order of sending.
 
     Receive operations are posted ahead of time, so that a tensor can arrive while earlier tensors
     are processed.
@@ -62,10 +61,7 @@ class Receiver:
 
 
 class Sender:
-    """Sends tensors asynchronously to a neighbouring stage in one direction.
-
-    Each tensor is kept in memory until it has been sent.
-    """
+    """Sends tensors asynchronously in one direction, and keeps them until they are sent."""
 
     def __init__(self, target: int, group: Any, tag: int, what: str) -> None:
         self.target, self.group, self.tag, self.what = target, group, tag, what
@@ -170,18 +166,12 @@ class Step:
         self.links = Links(group, gradients, *self.travelling(), config.pipeline_dtype, self.device)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
-        """Return two lists: the shapes of the activations and the shapes of the gradients that this
-        stage receives.
-
-        Both lists are in the order in which the passes run.
-        """
+        """Return the shapes of the received activations and gradients, in the order of passes."""
         received, sent = self.shapes()
         return [received] * self.batches, [sent] * self.batches
 
     def shapes(self) -> tuple[Shape, Shape]:
-        """Return the shape [s, B, h] of the activations that the stage receives for each
-        micro-batch, and the shape of the activations that it sends.
-        """
+        """Return the shapes [s, B, h] that the stage receives and sends for a micro-batch."""
         shapes = core.call_supported(
             schedules.get_tensor_shapes, seq_length=self.passes["seq_length"],
             micro_batch_size=self.passes["micro_batch_size"],
@@ -249,9 +239,7 @@ class Step:
             self.finish_backward()
 
     def finish_backward(self) -> None:
-        """Finish a backward pass after the gradient of the stage's input has been sent. The base
-        class `Step` has nothing left to do at this point.
-        """
+        """Finish a backward pass after the gradient of the stage's input has been sent."""
 
     def _finish_gradients(self) -> None:
         """Reduce gradients over replicas, and between stages that share embeddings."""
@@ -271,8 +259,7 @@ def _only(value: Any) -> Any:
 
 
 def transfer_s(step: Step, shape: Shape) -> float:
-    """Measure the time of sending a tensor between neighbouring stages. Return half the time of the
-    fastest round trip, in seconds.
+    """Return half the time, in seconds, of the fastest round trip to a neighbouring stage.
 
     This is a collective operation, so all pipeline stages must call this function. Even and odd
     pairs of stages are measured separately, so that no stage takes part in two measurements.

@@ -35,15 +35,9 @@ _NOT_CUT = ("decoder_input", "inference_context", "inference_params", "packed_se
 
 
 def check_model(model: Any, config: Any) -> Any:
-    """Check that a GPT model supports slices, and return the model without its wrappers.
-
-    Raises:
-        ValueError: If a module of the model or one of Megatron's settings does not support slices.
-    """
+    """Return a GPT model without wrappers, or raise a `ValueError` if slices do not fit it."""
     SLICES.refuse(values_of_schedule(NAME, config))
-    bare: Any = model
-    while isinstance(getattr(bare, "module", None), nn.Module):  # Megatron's wrappers
-        bare = bare.module
+    bare = core.bare(model)
     positions = getattr(bare, "position_embedding_type", None)  # of GPT models
     if positions not in ("learned_absolute", "rope", "none"):
         refuse(NAME, "position_embedding_type", positions,
@@ -55,6 +49,14 @@ def check_model(model: Any, config: Any) -> Any:
                    "SliceAttention in every layer",
                    "use --spec moe_plugin.hosts.megatron.spec moe_layer, or a spec from "
                    "moe_plugin.hosts.megatron.spec.swap_attention")
+    recomputes = setting(config, "recompute_granularity") is not None
+    for layer in layers_in(bare) if recomputes else []:
+        router = layer.config.router
+        for name, value in (("router.pre_gate", router.pre_gate),
+                            ("router.predict", router.predict)):
+            if value:
+                refuse(NAME, name, value, "off if activations are recomputed",
+                       f"leave out --recompute-granularity or {name}")
     return bare
 
 
@@ -145,14 +147,12 @@ class Again:
 
 @contextmanager
 def weighed(part: SlicePart) -> Iterator[None]:
-    """Scale the auxiliary losses that are computed inside the block by the slice's share of the
-    tokens in the sequence.
+    """Scale the logged auxiliary losses inside the block by the slice's share of the tokens.
 
-    This context manager scales only the logged values. `SliceStep` scales the gradients in the same
-    way, unless Megatron itself weights losses by tokens.
+    `SliceStep` scales the gradients in the same way, unless Megatron weights losses by tokens.
     """
     share = part.length / part.sequences.length
-    before = {name: entry.values.clone() for name, entry in aux_losses.logged_losses().items()}
+    before = aux_losses.losses_so_far()
     yield
     for name, entry in aux_losses.logged_losses().items():
         start = before.get(name, 0 * entry.values)
@@ -177,7 +177,7 @@ class SliceStep(Step):
                  slices: Sequence[int], timed: bool = False) -> None:
         self.slices, self.starts = tuple(slices), [0, *accumulate(slices)]
         super().__init__(passes, config, group, gradients)
-        bare = _checked(self.model, config)
+        bare = check_model(self.model, config)
         self.cut = CutModel(bare, self.starts[-1])
         self.again = None if self.data is None else Again(self.data)
         self.batch_parts: dict[int, list[SlicePart]] = {}
@@ -188,10 +188,7 @@ class SliceStep(Step):
         self.seconds: Seconds = defaultdict(list)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
-        """Return the shapes of the activations and gradients that this stage receives. See `Step`.
-
-        For each micro-batch, the gradients of the slices arrive in reverse order.
-        """
+        """Return the shapes (see `Step`). A micro-batch's gradients arrive in reverse order."""
         (length, *received), (_, *sent) = self.shapes()
         ranks = self.starts[-1] // length  # number of tensor-parallel ranks that share a sequence
         lengths = [part // ranks for part in self.slices]
@@ -199,7 +196,6 @@ class SliceStep(Step):
                 [(part, *sent) for part in lengths[::-1]] * self.batches)
 
     def run(self) -> list[Any]:
-        """Run the step. See `Step`."""
         try:
             with self.cut.cutting():
                 return super().run()
@@ -298,22 +294,3 @@ class SliceStep(Step):
     def _took(self, direction: str, part: SlicePart, began: float) -> None:
         if self.timed:
             self.seconds[direction, part.length, part.start].append(self._now() - began)
-
-
-def check_slices(passes: dict[str, Any], config: Any) -> None:
-    """Raise a `ValueError` if the model or one of Megatron's settings does not support slices."""
-    [model] = passes["model"] if isinstance(passes["model"], list) else [passes["model"]]
-    _checked(model, config)
-
-
-def _checked(model: Any, config: Any) -> torch.nn.Module:
-    bare = check_model(model, config)
-    recomputes = setting(config, "recompute_granularity") is not None
-    for layer in layers_in(bare) if recomputes else []:
-        router = layer.config.router
-        for name, value in (("router.pre_gate", router.pre_gate),
-                            ("router.predict", router.predict)):
-            if value:
-                refuse(NAME, name, value, "off if activations are recomputed",
-                       f"leave out --recompute-granularity or {name}")
-    return bare

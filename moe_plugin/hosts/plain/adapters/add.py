@@ -1,18 +1,21 @@
-"""`add_lora` adds low-rank adapters to the experts of a model and freezes other parameters."""
+"""Functions that add low-rank adapters to the experts of a model, and merge them into the weights.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moe_plugin.config.experts import ROUNDED
 from moe_plugin.experts.ffn import FFNExperts
-from moe_plugin.experts.lora import TARGETS, ExpertRanks
-from moe_plugin.hosts.plain.adapters.files import save_adapter
+from moe_plugin.experts.lora import ADAPTER_AXIS, TARGETS, ExpertRanks, as_adapters
+from moe_plugin.hosts.plain.adapters.files import adapted_layers, save_adapter
+from moe_plugin.kernels.expert_ffn import LowRank
 from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.utils.messages import short
 
@@ -56,10 +59,9 @@ def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
     _check(rank, targets, rank_pattern or {})
     layers = dict(_layers(model))
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no MoELayer with experts to adapt."
-                         " Call swap_moe_blocks(model) or replace_ffn(model) first. For a "
-                         "transformers model that keeps its own experts, use peft's "
-                         "target_parameters")
+        raise ValueError(f"{type(model).__name__} has no MoELayer with experts to adapt. Call "
+                         "swap_moe_blocks(model) or replace_ffn(model) first. For a transformers "
+                         "model that keeps its own experts, use peft's target_parameters")
     made = {name: ExpertRanks(_ranks(name, layer, rank, targets, experts, rank_pattern or {}),
                               dict.fromkeys(TARGETS.values(), alpha), use_rslora, use_dora)
             for name, layer in layers.items()}
@@ -120,9 +122,7 @@ def _check(rank: int, targets: Collection[str], pattern: Mapping[str, int]) -> N
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
-    """Yield all MoE layers of a model with their names. Raise a `ValueError` if the experts of a
-    layer do not support adapters.
-    """
+    """Yield all MoE layers by name. Raise a `ValueError` for experts without support."""
     for name, layer in named_layers_in(model).items():
         built, where = layer.experts, f"layer {name!r}"
         if not isinstance(built, FFNExperts):
@@ -159,3 +159,60 @@ def _ranks(name: str, layer: MoELayer, rank: int, targets: Collection[str],
 
     by_target = {target: [of(expert, target) for expert in range(count)] for target in targets}
     return {TARGETS[target]: ranks for target, ranks in by_target.items() if any(ranks)}
+
+
+def merge_lora(model: nn.Module, keep: bool = False) -> None:
+    """Merge the adapters into the experts' weights. This is a collective operation.
+
+    Args:
+        model: model whose experts have adapters.
+        keep: True to keep the adapters, so that `unmerge_lora` can undo the merge. After the merge,
+            the kept adapters have no effect. If False, the adapters are deleted, and the weights
+            and biases of the experts become trainable again.
+    Raises:
+        ValueError: If the model has no adapters, or if the adapters have been merged before.
+    """
+    for name, layer in adapted_layers(model).items():
+        built = layer.experts
+        assert isinstance(built, FFNExperts) and built.adapters is not None
+        if built.adapters.merged is not None:
+            raise ValueError(f"the adapters of layer {name!r} are already merged. Call "
+                             "unmerge_lora(model) first")
+        with torch.no_grad():
+            merged = as_adapters(built.used_adapters())
+            for w_LIO, low_LIO, factor_LO in _sums(built, merged):
+                w_LIO += low_LIO
+                w_LIO *= factor_LO
+        built.adapters = replace(built.adapters, merged=merged)
+        if not keep:
+            built.adapters = None
+            for adapter in ADAPTER_AXIS:
+                built.register_parameter(adapter, None)
+            built.requires_grad_()
+
+
+def unmerge_lora(model: nn.Module) -> None:
+    """Undo `merge_lora(model, keep=True)` up to rounding, or raise a `ValueError`."""
+    for name, layer in adapted_layers(model).items():
+        built = layer.experts
+        assert isinstance(built, FFNExperts) and built.adapters is not None
+        if built.adapters.merged is None:
+            raise ValueError(f"the adapters of layer {name!r} are not merged. Call "
+                             "merge_lora(model, keep=True) first")
+        with torch.no_grad():
+            for w_LIO, low_LIO, factor_LO in _sums(built, built.adapters.merged):
+                w_LIO /= factor_LO
+                w_LIO -= low_LIO
+        built.adapters = replace(built.adapters, merged=None)
+
+
+def _sums(experts: FFNExperts, adapters: Mapping[str, LowRank]
+          ) -> Iterator[tuple[Tensor, Tensor, Tensor | float]]:
+    """For each weight [L, I, O], yield the weight, the product to add, and the factor."""
+    for weight, (a_LIR, b_LRO, factor_LO) in adapters.items():
+        weights = experts.weights_of()[weight]
+        for number, w_LIO in enumerate(weights):
+            b = b_LRO.chunk(len(weights), -1)[number]
+            factor = 1.0 if factor_LO is None else (
+                factor_LO.chunk(len(weights), -1)[number][:, None])
+            yield w_LIO, torch.bmm(a_LIR, b), factor

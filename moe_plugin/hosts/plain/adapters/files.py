@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from moe_plugin.checkpoint.layers import full_state
 from moe_plugin.comm import default_comm
+from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.experts.lora import PLACES, ExpertRanks
-from moe_plugin.hosts.plain.adapters.merge import adapted_layers
 from moe_plugin.hosts.plain.huggingface import SwappedBlock, swapped_blocks
+from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.utils import checksums
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import half_of, make_folder, write_remedy
@@ -34,8 +35,7 @@ START = "base_model.model."  # prefix of all names in a file and in a peft model
 
 @dataclass(frozen=True)
 class PeftStack:
-    """Describes how `transformers` stores one stack of expert weights, and how `peft` stores the
-    adapters of this stack.
+    """How `transformers` stores a stack of expert weights, and `peft` the stack's adapters.
 
     Attributes:
         name: name of the parameter that contains the stack, in the experts module.
@@ -54,17 +54,13 @@ class PeftStack:
     flipped: bool
 
     def to_peft(self, a_EIR: Tensor, bs_ERO: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Convert this package's factors to `lora_A` and `lora_B`. If the gate has a factor `b`,
-        this factor must be the first in the list.
-        """
+        """Convert our factors (the gate's `b` first) to `lora_A` and `lora_B`."""
         b_ERO = torch.stack(bs_ERO, -1).flatten(-2) if self.in_turn else torch.cat(bs_ERO, -1)
         first, second = (b_ERO, a_EIR.mT) if self.flipped else (a_EIR.mT, b_ERO)
         return first.flatten(0, 1), second.permute(2, 1, 0).flatten(1)
 
     def from_peft(self, a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, list[Tensor]]:
-        """Convert `lora_A` and `lora_B` to this package's factor `a` and a list of factors `b`.
-        This method is the inverse of `to_peft`.
-        """
+        """Convert `lora_A` and `lora_B` to our factor `a` and list of factors `b`."""
         factors = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 1, 0)
         first, b_ERO = reversed(factors) if self.flipped else factors
         if self.in_turn:
@@ -78,15 +74,23 @@ class PeftStack:
 
 
 def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
-    """Return a dict of the weight stacks of a block's experts. The keys are the names in `PLACES`,
-    in the order in which the module defines the stacks.
-    """
+    """Return the stacks of a block's experts by name in `PLACES`, in the module's order."""
     family, experts = block.family, block.original[0].experts
     flipped = family.transposed and not getattr(experts, "is_transposed", False)
     gated = family.gated
     return {"in": PeftStack(family.gate_up.rpartition(".")[2], 2 if gated else 1,
                             gated and family.in_turn, flipped),
             "out": PeftStack(family.down.rpartition(".")[2], 1, False, flipped)}
+
+
+def adapted_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """Return all layers with adapters by name, or raise a `ValueError` without any."""
+    layers = {name: layer for name, layer in named_layers_in(model).items()
+              if isinstance(layer.experts, FFNExperts) and layer.experts.adapters is not None}
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no experts with adapters. Call "
+                         "add_lora(model) first")
+    return layers
 
 
 def save_adapter(model: nn.Module, folder: str | Path) -> None:
@@ -187,9 +191,7 @@ def _config(model: Any) -> Any:
 
 
 def by_pattern(pattern: Mapping[str, Any], target: str, usual: Any) -> Any:
-    """Return the value that `peft` uses for a target. `peft` uses the value of the first pattern
-    that matches the end of the target's name.
-    """
+    """Return the value of the first pattern that matches a target's end, as in `peft`."""
     return next((value for key, value in pattern.items()
                  if re.match(rf"(.*\.)?({key})$", target)), usual)
 

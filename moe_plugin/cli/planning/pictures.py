@@ -1,5 +1,7 @@
-"""Functions that draw the schedule of a collective as an SVG picture. The picture shows the
-network, its minimum cut and some of the trees.
+"""The picture of a collective's schedule as SVG, and the HTML page that contains the picture.
+
+The picture shows the network, its minimum cut and some of the trees. The page also contains the
+numbers, the proof of optimality and the comparison with other algorithms.
 
 The picture has a white background and fixed colors, so it looks the same everywhere.
 """
@@ -13,17 +15,28 @@ from math import hypot, log10
 
 import numpy as np
 
-from moe_plugin.cli.planning.forest import cut_words, number, share_words, trees_words
+from moe_plugin import __version__
+from moe_plugin.cli.planning.forest import (
+    COLUMNS,
+    Report,
+    comparison,
+    cut_words,
+    network_words,
+    number,
+    share_words,
+    trees_words,
+)
+from moe_plugin.observe.report.page import document
 from moe_plugin.planner.forest.network import Network
 from moe_plugin.planner.forest.schedule import Schedule, Tree
+from moe_plugin.planner.units import show_size, show_time
 
 # igraph places the nodes of networks and trees; computing schedules requires it as well
 SLOW = 0.45  # added to a link's length for each factor of 10 in bandwidth below the fastest link
 
 
 def network_layout(network: Network) -> dict[str, tuple[float, float]]:
-    """Return the positions of all network nodes within [0, 1] x [0, 1]. Identical networks are
-    drawn with identical positions.
+    """Return the nodes' positions in [0, 1] x [0, 1], equal for equal networks.
 
     The distances between nodes approximate the distances along the links (Kamada and Kawai, 1989).
     Fast links are shorter, so nodes with fast connections are drawn close to each other.
@@ -49,9 +62,7 @@ def network_layout(network: Network) -> dict[str, tuple[float, float]]:
 
 
 def _spread(wanted: np.ndarray) -> np.ndarray:
-    """Place network nodes by classical multidimensional scaling, along the two directions in which
-    their distances vary most.
-    """
+    """Place nodes by multidimensional scaling in the two widest directions."""
     count = len(wanted)
     centre = np.eye(count) - 1 / count
     values, vectors = np.linalg.eigh(-centre @ wanted**2 @ centre / 2)
@@ -63,10 +74,7 @@ def _spread(wanted: np.ndarray) -> np.ndarray:
 
 
 def tree_layout(tree: Tree) -> dict[int, tuple[int, float]]:
-    """For each rank in a tree, return its depth and its row in the drawing.
-
-    Leaves are placed one below the other, and each parent is placed halfway between its children.
-    """
+    """Return the depth and the row of each rank. Parents are drawn between their children."""
     import igraph
 
     edges = list(tree.from_root())
@@ -80,7 +88,7 @@ def tree_layout(tree: Tree) -> dict[int, tuple[int, float]]:
 
 WIDTH, MARGIN = 1000, 34
 MOST_NODES = 300  # largest number of nodes in a readable drawing
-PANELS, COLUMNS = 12, 4
+PANELS, PER_ROW = 12, 4
 STEP, ROW = 46, 19  # pixels between depths of a tree, and between its leaves
 INK, SOFT, INSIDE, OUTSIDE, CUT = "#1b1d21", "#5c6169", "#cfe3fb", "#ffffff", "#c22f26"
 # distinguishable with common color vision deficiencies; ordered by bandwidth, the fastest first
@@ -89,11 +97,7 @@ FONT = 'font-family="system-ui, -apple-system, Segoe UI, DejaVu Sans, sans-serif
 
 
 def drawing(schedule: Schedule) -> str:
-    """Return the picture of a schedule as SVG text.
-
-    Raises:
-        ValueError: If the network has too many nodes to be drawn legibly.
-    """
+    """Return a schedule's SVG text, or raise a `ValueError` for too many nodes."""
     network, top = network_picture(schedule, 96)
     trees, bottom = trees_picture(schedule, top + 44)
     head = _text(MARGIN, 34, f"{schedule.network.name}: {schedule.collective}", 20, INK, "start",
@@ -115,8 +119,7 @@ def svg(height: float, content: str) -> str:
 
 
 def network_picture(schedule: Schedule, top: float) -> tuple[str, float]:
-    """Draw a network below the y coordinate `top`. Return the SVG text and the y coordinate of the
-    lower edge.
+    """Draw a network below `top`. Return the SVG text and its lower edge.
 
     Ranks are circles with their numbers, and switches are boxes. Nodes on one side of the cut are
     filled, and links that cross the cut are dashed.
@@ -178,9 +181,7 @@ def _links(network: Network, spot: dict[str, tuple[float, float]], rates: Sequen
 
 
 def _arrow(x: float, y: float, u: float, v: float, color: str, share: float = 0.62) -> str:
-    """Draw an arrowhead that points from (x, y) to (u, v). The arrowhead is placed at the fraction
-    `share` of the distance.
-    """
+    """Draw an arrowhead from (x, y) to (u, v) at the fraction `share` of the way."""
     length = hypot(u - x, v - y) or 1.0
     dx, dy = (u - x) / length, (v - y) / length
     px, py = x + (u - x) * share, y + (v - y) * share
@@ -207,9 +208,7 @@ def _node(network: Network, index: int, at: tuple[float, float], radius: float, 
 
 
 def _box(x: float, y: float, half: float, tall: float, fill: str) -> str:
-    """Draw a box around (x, y) as a path, because the style sheet of the report changes `rect`
-    elements.
-    """
+    """Draw a box around (x, y) as a path, because the report restyles `rect`."""
     return (f'<path d="M{x - half:.1f} {y - tall:.1f}h{2 * half:.1f}v{2 * tall:.1f}'
             f'h{-2 * half:.1f}z" fill="{fill}" stroke="{SOFT}" stroke-width="1.3" '
             'stroke-linejoin="round"/>')
@@ -241,12 +240,10 @@ def _legend(rates: Sequence[Fraction], x: float, y: float, has_switches: bool, h
 
 
 def trees_picture(schedule: Schedule, top: float) -> tuple[str, float]:
-    """Draw up to `PANELS` trees of a schedule below the y coordinate `top`. Return the SVG text and
-    the y coordinate of the lower edge.
+    """Draw up to `PANELS` trees below `top`. Return the SVG text and its lower edge.
 
-    The root of a tree is on the left, and each column contains the ranks at the same number of hops
-    from the root. Ranks are labelled with their numbers, and each edge has the color of its slowest
-    link.
+    A tree grows from its root on the left, with a column for each number of hops. Each edge has the
+    color of its slowest link.
     """
     chosen = _chosen(schedule.trees)
     rates = sorted({w.bandwidth for w in schedule.network.wires}, reverse=True)
@@ -282,7 +279,7 @@ def _chosen(trees: Iterable[Tree]) -> list[Tree]:
 
 def _columns(boxes: Sequence[dict[int, tuple[int, float]]]) -> int:
     deepest = max(at[0] for box in boxes for at in box.values())
-    return max(1, min(COLUMNS, (WIDTH - 2 * MARGIN) // (STEP * deepest // 2 + 60)))
+    return max(1, min(PER_ROW, (WIDTH - 2 * MARGIN) // (STEP * deepest // 2 + 60)))
 
 
 def _tree(schedule: Schedule, tree: Tree, box: dict[int, tuple[int, float]],
@@ -328,3 +325,58 @@ def _wrapped(words: str, limit: int) -> list[str]:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
     return lines
+
+
+def page(report: Report) -> str:
+    """Return the HTML page as a string. The page does not load any other files."""
+    schedule, network = report.schedule, report.schedule.network
+    title = f"{network.name}: {schedule.collective}"
+    note = f'<p class="note" role="note">{escape(report.note)}</p>' if report.note else ""
+    return document(title, [
+        f"<header><h1>{escape(title)}</h1><p>Schedule of a collective</p>{note}</header>",
+        "<main>", _facts(report),
+        f"<h2>Why nothing is faster</h2><p>{escape(cut_words(schedule))}</p>",
+        _comparison(report), _picture(report), "</main>",
+        f"<footer><p>Written by moe-plugin {escape(__version__)}; what the numbers mean: "
+        "docs/collectives.md.</p></footer>"
+    ])
+
+
+def _facts(report: Report) -> str:
+    schedule = report.schedule
+    facts = [("Network", network_words(schedule.network))]
+    if report.ways:
+        facts += [
+            ("Algorithmic bandwidth", f"{number(schedule.algorithmic_bandwidth)} GB/s, "
+                                      f"{share_words(schedule)}"),
+            ("1/x*", f"{schedule.inverse_rate} s per GB of a shard"),
+            (f"Time of {show_size(report.size)}",
+             f"{show_time(schedule.seconds(report.size))}, at least "
+             f"{show_time(schedule.bound_s(report.size))}"),
+            ("Trees", trees_words(schedule)), ("Planned in", show_time(report.planned_s))
+        ]
+    return '<dl class="facts">' + "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in facts) + "</dl>"
+
+
+def _comparison(report: Report) -> str:
+    if not report.ways:
+        return ""
+    head = "".join(f'<th scope="col">{name}</th>' for name in (
+        f"{show_size(report.size)} of result", *COLUMNS))
+    rows = "".join(f'<tr><th scope="row">{escape(name)}</th>'
+                   + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+                   for name, *cells in comparison(report))
+    return ('<h2>Compared</h2><div class="scroll" tabindex="0" role="region" aria-label="Compared">'
+            f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+            "<p>limit: time of the busiest wire, approached as the number of chunks grows</p>")
+
+
+def _picture(report: Report) -> str:
+    if len(report.schedule.network.nodes) > MOST_NODES:
+        return f"<p>Networks of more than {MOST_NODES} nodes are not drawn.</p>"
+    # scales the picture to the width of the page
+    picture = drawing(report.schedule).replace("<svg ", '<svg style="max-width:100%;height:auto" ',
+                                               1)
+    return f"<h2>Network and trees</h2><figure>{picture}</figure>"
