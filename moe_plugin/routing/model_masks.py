@@ -181,7 +181,7 @@ class _Hook:
     def _real(self, module: nn.Module, value: Any, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> Tensor | None:
         if self.name == LAYOUT:
-            real: Tensor = value.position_indices >= 0
+            real: Tensor | None = value.position_indices >= 0 if value.padded else None
             return real
         if self.name != REAL:
             return _not_padding(module, value)

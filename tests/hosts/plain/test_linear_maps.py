@@ -39,7 +39,7 @@ class Transposed(Projection):
         self.bias = nn.Parameter(torch.randn(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x, self.weight) if x.dim() == 2 else x @ self.weight + self.bias
+        return x @ self.weight + self.bias
 
 
 class Flagged(Projection):
