@@ -358,8 +358,8 @@ _NO_GROUPED = "torch has no grouped_mm: needs torch >= 2.10"
 _HAS_GROUPED = hasattr(F, "grouped_mm")
 strategies.register("loop")(from_matmul(loop, keeps_rows=True))
 strategies.register("batched")(from_matmul(batched))
-strategies.register("grouped", why_not=lambda: None
-                    if _HAS_GROUPED else _NO_GROUPED)(from_matmul(grouped, keeps_rows=True))
+strategies.register("grouped", why_not=lambda: None if _HAS_GROUPED else _NO_GROUPED,
+                    optional=True)(from_matmul(grouped, keeps_rows=True))
 
 
 def is_stepwise(strategy: Strategy) -> bool:

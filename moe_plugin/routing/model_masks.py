@@ -25,6 +25,7 @@ T = TypeVar("T")
 REAL = "attention_mask"  # transformers: 0 for padding, or numbers that are added to scores
 PADDING = ("tgt_key_padding_mask", "src_key_padding_mask", "key_padding_mask", "padding_mask",
            "encoder_padding_mask", "self_attn_padding_mask")  # torch, fairseq: True for padding
+LAYOUT = "seqs_layout"  # fairseq2: an object that knows the position of each token, or -1
 _INPUTS = ("input_ids", "inputs_embeds", "hidden_states")
 _CACHES = ("cache", "past_key_values")
 # Containers are skipped: their layers receive the same masks and know the order of the axes.
@@ -178,6 +179,9 @@ class _Hook:
 
     def _real(self, module: nn.Module, value: Any, args: tuple[Any, ...],
               kwargs: dict[str, Any]) -> Tensor | None:
+        if self.name == LAYOUT:
+            real: Tensor | None = value.position_indices >= 0 if value.padded else None
+            return real
         if self.name != REAL:
             return _not_padding(module, value)
         given = (self._value(args, kwargs, name) for name in _INPUTS)
@@ -299,9 +303,10 @@ def _hooked(module: nn.Module, masks: TokenMasks) -> bool:
     # An encoder-decoder model receives two masks. Its inner modules receive the one they need.
     if isinstance(module, _CONTAINERS) or "decoder_input_ids" in places:
         return False
-    if REAL not in places and len(of_padding) != 1:
+    name = next((known for known in (REAL, LAYOUT) if known in places), None)
+    if name is None and len(of_padding) != 1:
         return False
-    name = REAL if REAL in places else of_padding[0]
+    name = name or of_padding[0]
     layer = name == REAL and not {"input_ids", "inputs_embeds"} & set(places)
     checkpoints = () if layer else tuple(part for part in module.modules()
                                          if hasattr(part, "gradient_checkpointing"))

@@ -258,7 +258,9 @@ def _compiled(x: Tensor, counts: RowCounts) -> str:
     if isinstance(counts, DeviceCounts):
         return "kernels"  # its reference implementation reads the lengths outside of traced code
     if x.device.type == "cuda":
-        return "kernels" if INSTALLED and x.dtype in DTYPES else "grouped"
+        if INSTALLED and x.dtype in DTYPES:
+            return "kernels"
+        return "grouped" if strategies.entry("grouped").offered else "loop"
     # a set of names would hash a symbolic size and so fix its value
     return "batched" if counts.even else "loop"
 

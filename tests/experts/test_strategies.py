@@ -12,6 +12,7 @@ import torch
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
 from moe_plugin.experts import strategies
+from moe_plugin.kernels import expert_ffn
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import RowPlan
@@ -162,3 +163,14 @@ def test_no_dense_intermediate(name: str, dispatch: str, factor: float | None) -
     allowed = max(tokens * experts, 2 * tokens * k * max(width, inner), experts * width * inner)
     assert seen.numel <= allowed < tokens * k * experts, (f"{seen.made_by} makes {seen.numel} "
                                                           "elements")
+
+
+def test_grouped_is_refused_where_torch_has_no_grouped_product(monkeypatch: pytest.MonkeyPatch,
+                                                               ) -> None:
+    monkeypatch.setattr(expert_ffn, "_HAS_GROUPED", False)
+    assert "grouped" not in strategies.names()
+    settings = {"model_dim": 8, "num_experts": 2, "experts": {"compute": "grouped"}}
+    with pytest.raises(ValueError, match="'grouped' cannot run here: .*needs torch >= 2.10"):
+        MoELayer(from_dict(settings))
+    dropping = {**settings, "experts": {"dropout": 0.5}}
+    assert MoELayer(from_dict(dropping))(torch.randn(5, 8)).output.isfinite().all()

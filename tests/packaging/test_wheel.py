@@ -186,7 +186,9 @@ def test_the_vision_example_runs_with_the_wheel_alone(installed: Path, examples:
 
 
 def test_every_example_is_run() -> None:
-    trainer = ROOT / "tests" / "hosts" / "transformers" / "test_transformers_trainer.py"
-    text = Path(__file__).read_text(encoding="utf-8") + trainer.read_text(encoding="utf-8")
+    hosts = ROOT / "tests" / "hosts"
+    text = "".join(path.read_text(encoding="utf-8") for path in (
+        Path(__file__), hosts / "transformers" / "test_transformers_trainer.py",
+        hosts / "plain" / "test_fairseq2.py"))
     assert [name for name in sorted(path.name for path in EXAMPLES.glob("*.py"))
             if f'"{name}"' not in text] == []

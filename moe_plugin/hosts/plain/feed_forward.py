@@ -4,7 +4,8 @@ A module is recognised as a feed-forward module if it meets two conditions. Firs
 have two linear layers (D to F and back) or three linear layers (two of them D to F). Second, there
 must be a feed-forward function that computes the same output as the module for random tokens and
 random weights. This function uses the linear layers in any order, and one of the supported
-activation functions. The names of modules do not matter.
+activation functions. Neither the names nor the classes of modules matter: a linear layer is also
+detected by running it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.kernels.activations import ACTIVATIONS
@@ -67,32 +69,108 @@ class FeedForward:
 def read_feed_forward(module: nn.Module) -> FeedForward | None:
     """Return the feed-forward function that a module computes, or None for other modules.
 
-    The test runs a copy of the module in float32 with random weights, because its own weights could
-    be zero: in evaluation mode, then with each dropout module active, and then in training mode,
-    where only dropout may behave differently.
+    The test runs a copy of the module in float32 with random weights. The module's own weights
+    could be zero and would then hide the activation function. First, the copy is run in evaluation
+    mode. Then the copy is run again for each dropout module, with only this dropout active.
+    Finally, the copy is run several times in training mode. The runs in training mode check that
+    only dropout behaves differently during training.
     """
-    maps = _linear_maps(module)
-    known = {id(p) for part in maps for p in part.parameters(recurse=False)}
-    if len(maps) not in (2, 3) or any(p.is_meta or id(p) not in known for p in module.parameters()):
+    parts = _matrix_modules(module)
+    known = {id(p) for part in parts for p in part.parameters()}
+    if len(parts) not in (2, 3) or any(p.is_meta or id(p) not in known
+                                       for p in module.parameters()):
         return None
-    twin = copy.deepcopy(module).float().eval()
-    _draw_weights(twin)
-    for width in dict.fromkeys(_matrix(part).shape[0] for part in maps):
-        ran = _run(twin, width)
+    try:
+        twin = copy.deepcopy(module).float().eval()
+    except Exception:  # any error: an unknown module may contain objects that cannot be copied
+        return None
+    twins = _linear_maps(twin)
+    if len(twins) != len(parts):
+        return None
+    maps = [replace(found, part=part) for found, part in zip(twins, parts, strict=True)]
+    for width in dict.fromkeys(found.matrix_IO.shape[0] for found in twins):
+        ran = _run(twin, twins, width)
         if ran is not None:
-            ffn = _explained(maps, twin, ran)
+            ffn = _explained(maps, twins, twin, ran)
             return ffn if ffn is not None and _trains_alike(twin, ran) else None
     return None
 
 
+@dataclass(frozen=True, eq=False)
+class _LinearMap:
+    """A module that computes `x @ matrix_IO + bias`.
+
+    Attributes:
+        part: the module.
+        input_first: True if its weight has the shape [in, out], as in `Conv1D` of `transformers`.
+            False if the shape is [out, in].
+    """
+
+    part: Any
+    input_first: bool
+
+    @property
+    def matrix_IO(self) -> Tensor:
+        """The matrix, a view of the weight."""
+        weight: Tensor = self.part.weight.detach()
+        return weight if self.input_first else weight.T
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """The bias, or None."""
+        return _bias(self.part)
+
+
+def _bias(part: nn.Module) -> nn.Parameter | None:
+    # other attributes with this name may be flags
+    return part._parameters.get("bias")
+
+
+def _matrix_modules(module: nn.Module) -> list[Any]:
+    """Return the modules whose state consists of a matrix `weight` and perhaps a `bias`.
+
+    A module with other parameters or buffers computes more than a linear map, for example with an
+    adapter or with scales of a quantization, even if it computes nothing else at the moment.
+    """
+    found = []
+    for part in module.modules():
+        weight = part._parameters.get("weight")
+        # the types of quantized and distributed parameters are subclasses
+        if type(weight) is nn.Parameter and weight.dim() == 2 and weight.is_floating_point():
+            state = {name for name, _ in (*part.named_parameters(remove_duplicate=False),
+                                          *part.named_buffers())}
+            if state <= {"weight", "bias"}:
+                found.append(part)
+    return found
+
+
 @torch.no_grad()
-def _draw_weights(twin: nn.Module) -> None:
-    for number, part in enumerate(_linear_maps(twin)):
+def _linear_maps(twin: nn.Module) -> list[_LinearMap]:
+    """Set the weights of a module to random values, and return its linear maps."""
+    found = []
+    for number, part in enumerate(_matrix_modules(twin)):
         generator = torch.Generator(part.weight.device).manual_seed(3 + number)
-        w_DF = _matrix(part)
-        w_DF.normal_(0, SPREAD / w_DF.shape[0]**0.5, generator=generator)
-        if part.bias is not None:
-            part.bias.normal_(generator=generator)
+        for parameter in part.parameters():
+            parameter.normal_(generator=generator)
+        for input_first in (False, True):
+            linear = _LinearMap(part, input_first)
+            if _is_linear(linear, generator):
+                linear.matrix_IO.mul_(SPREAD / linear.matrix_IO.shape[0]**0.5)
+                found.append(linear)
+                break
+    return found
+
+
+def _is_linear(linear: _LinearMap, generator: torch.Generator) -> bool:
+    w_IO = linear.matrix_IO
+    if linear.bias is not None and linear.bias.shape != w_IO.shape[1:]:
+        return False
+    x_TI = torch.randn(PROBES, len(w_IO), generator=generator, device=w_IO.device)
+    try:
+        y_TO = linear.part(x_TI.clone())
+        return _off(y_TO, F.linear(x_TI, w_IO.T, linear.bias)) <= NEAR
+    except Exception:  # any error: an unknown module may require other arguments
+        return False
 
 
 @dataclass(frozen=True)
@@ -106,10 +184,14 @@ class _Ran:
     parts: list[Any]
 
 
-def _run(twin: nn.Module, width: int) -> _Ran | None:
-    """Call a module with random tokens. Return None for errors or another shape."""
+def _run(twin: nn.Module, twins: list[_LinearMap], width: int) -> _Ran | None:
+    """Call a module with random tokens.
+
+    Return None if the module raises an error, or if it returns a tensor with a different shape.
+    """
     parts: list[Any] = []
-    watched = [*_linear_maps(twin), *(p for p in twin.modules() if isinstance(p, nn.Dropout))]
+    watched = [*(linear.part for linear in twins),
+               *(part for part in twin.modules() if isinstance(part, nn.Dropout))]
     hooks = [part.register_forward_hook(lambda part, *_: parts.append(part)) for part in watched]
     generator = torch.Generator().manual_seed(1)
     x_TD = torch.randn(PROBES, width, generator=generator, device="cpu")
@@ -148,15 +230,15 @@ def _trains_alike(twin: nn.Module, ran: _Ran) -> bool:
             return False
 
 
-def _explained(maps: list[Any], twin: nn.Module, ran: _Ran) -> FeedForward | None:
-    twins = _linear_maps(twin)
-    order = [twins.index(part) for part in ran.parts if not isinstance(part, nn.Dropout)]
+def _explained(maps: list[_LinearMap], twins: list[_LinearMap], twin: nn.Module,
+               ran: _Ran) -> FeedForward | None:
+    parts = [linear.part for linear in twins]
+    order = [parts.index(part) for part in ran.parts if not isinstance(part, nn.Dropout)]
     if sorted(order) != list(range(len(maps))):
         return None
     *up, back = (twins[index] for index in order)
-    shape = tuple(_matrix(up[0]).shape)
-    if any(tuple(_matrix(part).shape) != shape for part in up) or (
-            tuple(_matrix(back).shape) != shape[::-1]):
+    shape = up[0].matrix_IO.shape
+    if any(linear.matrix_IO.shape != shape for linear in up) or back.matrix_IO.T.shape != shape:
         return None
     candidates = list(_candidates(up, back))
     distances = [_distance(candidate, ran.x_TD, ran.y_TD) for candidate in candidates]
@@ -236,27 +318,17 @@ def _off(y: Tensor, wanted: Tensor) -> float:
     return float(off.nan_to_num(float("inf")))
 
 
-def _linear_maps(module: nn.Module) -> list[Any]:
-    # Conv1D is transformers' linear map with a transposed matrix
-    return [part for part in module.modules()
-            if isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"]
-
-
-def _matrix(part: Any) -> Tensor:
-    return part.weight.detach().T if isinstance(part, nn.Linear) else part.weight.detach()
-
-
-def _candidates(up: list[Any], back: Any) -> Iterator[FeedForward]:
+def _candidates(up: list[_LinearMap], back: _LinearMap) -> Iterator[FeedForward]:
     for activation, order in itertools.product(ACTIVATIONS, itertools.permutations(up)):
-        parts = [(*names, part) for names, part in zip(
+        maps = [(*names, linear) for names, linear in zip(
             (("w_in_DF", "b_in_F"), ("w_gate_DF", "b_gate_F")), order, strict=False)]
-        parts.append(("w_out_FD", "b_out_D", back))
+        maps.append(("w_out_FD", "b_out_D", back))
         weights: dict[str, Tensor] = {}
         frozen: set[str] = set()
-        for matrix, bias, part in parts:
-            weights[matrix] = _matrix(part)
-            frozen |= set() if part.weight.requires_grad else {matrix}
-            if part.bias is not None:
-                weights[bias] = part.bias.detach()
-                frozen |= set() if part.bias.requires_grad else {bias}
+        for matrix, bias, linear in maps:
+            weights[matrix] = linear.matrix_IO
+            frozen |= set() if linear.part.weight.requires_grad else {matrix}
+            if linear.bias is not None:
+                weights[bias] = linear.bias.detach()
+                frozen |= set() if linear.bias.requires_grad else {bias}
         yield FeedForward(weights, activation, frozen=frozenset(frozen))

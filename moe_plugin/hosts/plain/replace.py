@@ -49,8 +49,9 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
 
     To find feed-forward modules, this function runs each module of the model (see
     `read_feed_forward`). A feed-forward module has two linear layers and an activation, or three
-    linear layers with a gate. The activation function and the last linear layer may each be
-    followed by `nn.Dropout`. Apart from dropout, the module must behave identically in training and
+    linear layers with a gate. A linear layer is a module of any class that computes the same output
+    as `nn.Linear`. The activation function and the last linear layer may each be followed by
+    `nn.Dropout`. Apart from dropout, the module must behave identically in training and
     evaluation mode. The feed-forward networks of `nn.TransformerEncoderLayer` and
     `nn.TransformerDecoderLayer` are also found.
 
@@ -82,12 +83,13 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
     """
     if every < 1:
         raise ValueError(f"every={every} must be >= 1. Use 1 to replace all feed-forward modules")
-    places = list(_places(model, match))[every - 1::every]
+    found = list(_places(model, match))
+    places = found[every - 1::every]
     if not places:
         wanted = "" if match is None else f" with match={short(match)}"
         raise ValueError(
             f"{type(model).__name__} has no feed-forward module to replace{wanted} and "
-            f"every={every}: {_why_none(model, every)}")
+            f"every={every}: {_why_none(model, every, len(found))}")
     _refuse_tied(places)
     refuse_timeout(comm, settings)
     first = _config(places[0].ffn, num_experts, settings)
@@ -131,7 +133,7 @@ def _refuse_tied(places: list[_Place]) -> None:
                     "or exclude one of the modules with `match`")
 
 
-def _why_none(model: nn.Module, every: int) -> str:
+def _why_none(model: nn.Module, every: int, found: int) -> str:
     if any(parameter.is_meta for parameter in model.parameters()):
         return ("feed-forward modules are detected by running them, and this model is on the meta "
                 "device. Replace them before the model is moved there, or after its weights are "
@@ -139,11 +141,13 @@ def _why_none(model: nn.Module, every: int) -> str:
     if not isinstance(model, MoEBlock) and read_feed_forward(model) is not None:
         return ("the model itself is a feed-forward module, and a module cannot replace itself. "
                 "Pass a model that contains it, e.g. nn.Sequential(module)")
-    if every > 1:
-        return (f"it has fewer than {every} feed-forward modules. Use a smaller `every`, or 1 to "
-                "replace all")
+    if found:
+        return (f"it has only {found} feed-forward modules. Use a smaller `every`, or 1 to replace "
+                "all")
     return ("a feed-forward module has two linear maps and an activation, or three linear maps "
-            "with a gate, and no training-only part except nn.Dropout. Consecutive layers of one "
+            "with a gate, and no training-only part except nn.Dropout. A linear map has a matrix "
+            "`weight` and perhaps a `bias`, and computes what nn.Linear computes, without "
+            "adapters, quantization or tensor parallelism. Consecutive layers of one "
             "nn.Sequential are not a module: wrap them in their own nn.Sequential. You can also "
             "insert MoEBlock(dim, ...) yourself")
 
@@ -200,7 +204,7 @@ class _FFNPart(nn.Module):
 
 
 def _of_transformer(layer: Any) -> FeedForward | None:
-    return read_feed_forward(_FFNPart(layer)) if isinstance(layer.linear1, nn.Linear) else None
+    return read_feed_forward(_FFNPart(layer))
 
 
 def _put_at(model: nn.Module, names: list[str]) -> Callable[[MoEBlock], None]:

@@ -70,7 +70,7 @@ def test_replicas_need_experts_and_are_not_the_default() -> None:
 def test_what_cannot_follow_is_refused(monkeypatch: pytest.MonkeyPatch, section: str, name: str,
                                        value: Any, said: str) -> None:
     wanted = run_from_dict({"resize": {"expert_parallel_at": {3: 2}}})
-    monkeypatch.setattr(resizing, "run_settings", lambda model: wanted)
+    monkeypatch.setattr(run, "run_settings", lambda model: wanted)
     cfg = SimpleNamespace(
         model=SimpleNamespace(moe_lighthouse=None),
         distributed_training=SimpleNamespace(distributed_world_size=4, ddp_backend="legacy_ddp",

@@ -38,6 +38,39 @@ def inputs_of_blocks(model: nn.Module, names: list[str], run: Callable[[], Any])
     return [seen[name] for name in names]
 
 
+class Layout:
+    """As fairseq2's `BatchLayout`: -1 marks padding."""
+
+    def __init__(self, real: Tensor) -> None:
+        self.position_indices = torch.where(real, real.cumsum(-1) - 1, -1)
+        self.padded = not real.all()
+
+
+class WithLayout(nn.Module):
+    """As a model of fairseq2, whose layers also receive the layout."""
+
+    def __init__(self, depth: int = 1) -> None:
+        super().__init__()
+        self.ffn = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+        self.inner = WithLayout(0) if depth else None
+
+    def forward(self, seqs: Tensor, seqs_layout: Layout, target_mask: Tensor | None = None,
+                ) -> Tensor:
+        y: Tensor = self.ffn(seqs)
+        return y if self.inner is None else self.inner(y, seqs_layout)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_layout_of_fairseq2_marks_padding(packed: bool) -> None:
+    model, real = WithLayout(), RIGHT.flatten() if packed else RIGHT
+    assert replace_ffn(model, num_experts=4) == ["ffn", "inner.ffn"]
+    model(torch.randn(*real.shape, 8), seqs_layout=Layout(real), target_mask=real)
+    blocks = [block for _, block in blocks_in(model)]
+    assert [int(block.last.stats.tokens) for block in blocks] == [sum(LENGTHS)] * 2
+    model(torch.randn(*real.shape, 8), Layout(torch.ones_like(real)))
+    assert [int(block.last.stats.tokens) for block in blocks] == [real.numel()] * 2
+
+
 @pytest.mark.parametrize("kind", [*MODELS, *ALONE])
 def test_padding_of_every_family_has_no_part(kind: str) -> None:
     """Losses, load and outputs are those of the real tokens, which the original model computes."""

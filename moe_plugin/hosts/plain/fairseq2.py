@@ -1,0 +1,129 @@
+"""Replace the MoE blocks of a Llama 4 model of fairseq2 with this package's layers.
+
+    model = create_llama4_model(config)
+    swap_moe(model, losses={"switch": 0.01})
+    loss = model(seqs, layout, targets=targets) + auxiliary_loss(model)
+
+`replace_ffn` replaces the feed-forward networks of dense models of fairseq2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_plugin.checkpoint.layers import local_window
+from moe_plugin.comm import Comm, default_comm
+from moe_plugin.comm.placement import HostContext
+from moe_plugin.config import MoEConfig, from_dict, with_overrides
+from moe_plugin.config.named import overrides, refuse_timeout
+from moe_plugin.experts.optimizers import replaces_parameters
+from moe_plugin.hosts.plain.blocks import MoEBlock, use_model_masks
+from moe_plugin.hosts.plain.feed_forward import PROBES, read_feed_forward
+from moe_plugin.kernels.activations import ACTIVATIONS
+from moe_plugin.layer import MoELayer
+
+
+@replaces_parameters
+def swap_moe(model: nn.Module, comm: Comm | None = None, **settings: Any) -> list[str]:
+    """Replace every MoE block of fairseq2's Llama 4 (`fairseq2.models.llama4.moe.MoE`) with a
+    `MoEBlock` that has the same weights. Collective over `comm`.
+
+    The outputs of the model stay the same up to rounding errors. Frozen parameters stay frozen.
+    Padding tokens that the model's `BatchLayout` marks are not routed. The names of parameters
+    change, so load the weights into the model before you call this function.
+
+    Args:
+        model: the model, which is modified in place. The weights must be identical on all ranks.
+        comm: communicator of the expert-parallel group. Optional. Defaults to the default process
+            group. If there is no default process group, each process stores all experts.
+        settings: additional settings of the MoE layers. See
+            `moe_plugin.config.named.named_config`.
+    Returns: the names of the replaced modules.
+    Raises:
+        ValueError: If the model has no such block, if a block is sharded over ranks or on the meta
+            device, or if a setting is not possible.
+    """
+    from fairseq2.models.llama4.moe import MoE
+
+    found: list[tuple[str, Any]] = [(name, module) for name, module in model.named_modules()
+                                    if name and isinstance(module, MoE)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no MoE block of fairseq2's Llama 4. To put "
+                         "experts into a dense model, use moe_plugin.replace_ffn")
+    refuse_timeout(comm, settings)
+    configs = [with_overrides(_config(name, block), overrides(settings)) for name, block in found]
+    comm = default_comm(configs[0].comm.timeout_s) if comm is None else comm
+    # all layers are built before the first is inserted, so that an error leaves the model unchanged
+    layers = [_layer(block, config, comm, number)
+              for number, ((_, block), config) in enumerate(zip(found, configs, strict=True))]
+    for (name, block), layer in zip(found, layers, strict=True):
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, MoEBlock(layer).train(block.training))
+    use_model_masks(model)
+    return [name for name, _ in found]
+
+
+def _config(name: str, block: Any) -> MoEConfig:
+    experts, shared = block.experts, block.shared_expert
+    if block.tp_gang is not None or type(experts).__name__ != "GroupedExpertNetwork":
+        raise ValueError(f"block {name!r} is sharded over ranks ({type(experts).__name__}). Call "
+                         "swap_moe before the model is sharded; experts are then shared by the "
+                         "ranks of `comm`")
+    if any(parameter.is_meta for parameter in block.parameters()):
+        raise ValueError(f"block {name!r} is on the meta device. Call swap_moe after the weights "
+                         "are loaded")
+    activation = _activation(experts.activation)
+    dense = None if shared is None else read_feed_forward(shared)
+    if activation is None or shared is not None and (
+            dense is None or dense.activation != activation or dense.dropout or dense.after):
+        raise ValueError(f"block {name!r}: the activation {type(experts.activation).__name__} is "
+                         "not supported, or the shared expert computes something else. Use one "
+                         f"of {', '.join(ACTIVATIONS)} in both, without dropout")
+    return from_dict({
+        "model_dim": experts.model_dim, "num_experts": experts.num_experts,
+        "router": {"name": "topk", "top_k": block.top_k, "score": "sigmoid", "normalize": "none"},
+        "experts": {"kind": "gated_ffn", "hidden_dim": experts.inner_dim, "bias": False,
+                    "activation": activation, "weights_first": True,
+                    "shared_hidden_dim": 0 if dense is None else dense.hidden}})
+
+
+def _activation(module: nn.Module) -> str | None:
+    x = torch.linspace(-8, 8, PROBES)
+    return next((name for name, entry in ACTIVATIONS.items()
+                 if torch.allclose(entry.value(x), module(x.clone()), atol=1e-5)), None)
+
+
+@torch.no_grad()
+def _layer(block: Any, config: MoEConfig, comm: Comm, number: int) -> MoELayer:
+    weight = block.experts.gate_proj
+    layer = MoELayer(config, comm, host=HostContext(layer_number=number, training=block.training),
+                     dtype=weight.dtype, device=weight.device)
+    ours = dict(layer.named_parameters())
+    for name, (source, value) in _weights(block).items():
+        if name.startswith("experts."):
+            value = value.unflatten(0, (config.num_experts, -1))
+            window = local_window(name.removeprefix("experts."), tuple(value.shape),
+                                  layer.placement)
+            value = value[window]
+        ours[name].copy_(value)
+        ours[name].requires_grad_(source.requires_grad)
+    return layer
+
+
+def _weights(block: Any) -> dict[str, tuple[nn.Parameter, Tensor]]:
+    """Return a dict from the names in our layer to the parameters of a block, and to their values
+    in the layout of our layer, where the experts are still concatenated along the first axis.
+    """
+    found = {"router.weight_ED": (block.router, block.router.T)}
+    parts = (("fc_gate", "w_gate_LDF", "gate_proj"), ("fc_in", "w_in_LDF", "inner_proj"),
+             ("fc_out", "w_out_LFD", "output_proj"))
+    for linear, name, theirs in parts:
+        weight = getattr(block.experts, theirs)
+        found[f"experts.{name}"] = weight, weight
+        if block.shared_expert is not None:
+            weight = getattr(block.shared_expert, theirs).weight
+            found[f"shared_expert.{linear}.weight"] = weight, weight
+    return found
