@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import operator
 import re
 import typing
@@ -58,7 +59,8 @@ def test_round_trip() -> None:
     } and config.hidden_dim == 256
 
 
-@pytest.mark.parametrize("tree,words", [
+# of a layer; of a run; text of a file
+WRONG_LAYER = [
     ({"routr": {}}, ["'routr'", "router"]),
     ({"router": {"topk": 2}}, ["'router.topk'", "top_k"]),
     ({"router": {"top_k": 0}}, ["router.top_k=0", ">= 1", "use"]),
@@ -82,26 +84,16 @@ def test_round_trip() -> None:
     ({"comm": {"timeout_s": 0}}, ["comm.timeout_s=0.0", "> 0"]),
     ({"experts": {"hidden_dim": -4}}, ["experts.hidden_dim=-4", ">= 0"]),
     ({"experts": {"activation": "tanh"}}, ["experts.activation='tanh'", "gelu"]),
-])
-def test_wrong_values_are_named(tree: dict, words: list[str]) -> None:
-    with pytest.raises(ValueError) as error:
-        from_dict(tree)
-    assert all(word in str(error.value) for word in words), error.value
-
-
-@pytest.mark.parametrize("tree,words", [
+    ({"parallel": "both"}, ["parallel.mode='both'"]), ({"parallel": {"d": 0}}, ["parallel.d=0"]),
+    ({"parallel": 3}, ["must be a mapping"]), ({"tuner": {"bucket": 1}}, ["tuner.bucket=1"]),
+]
+WRONG_RUN = [
     ({"offload": {"profile": "file"}}, ["offload.profile='file'", "offload.activations=auto"]),
     ({"observe": {"interval": 0}}, ["observe.interval=0", ">= 1"]),
     ({"offload": {"activations": "keep,auto"}},
      ["offload.activations='keep,auto'", "one of keep, recompute, swap", "recompute,keep"]),
-])
-def test_wrong_values_of_a_run_are_named(tree: dict, words: list[str]) -> None:
-    with pytest.raises(ValueError) as error:
-        run_from_dict(tree)
-    assert all(word in str(error.value) for word in words), error.value
-
-
-@pytest.mark.parametrize("text,words", [
+]
+WRONG_FILE = [
     ("a: [1, 2", ["is not YAML"]),
     ("- 1\n- 2", ["contains a list"]),
     ("\x00\x01", ["is not YAML"]),
@@ -115,12 +107,23 @@ def test_wrong_values_of_a_run_are_named(tree: dict, words: list[str]) -> None:
     ("imports: '${'", ["bad.yaml"]),
     ("num_experts: '8'", ["num_experts='8'", "int"]),
     ("router: {noise: .inf}", ["router.noise=inf", "finite"]),
-])
-def test_bad_files(tmp_path, text: str, words: list[str]) -> None:
-    path = tmp_path / "bad.yaml"
+]
+
+
+def of_file(path: Path, text: str) -> MoEConfig:
     path.write_text(text)
+    return from_yaml(str(path))
+
+
+@pytest.mark.parametrize("kind,given,words", [
+    *(("layer", tree, words) for tree, words in WRONG_LAYER),
+    *(("run", tree, words) for tree, words in WRONG_RUN),
+    *(("file", text, words) for text, words in WRONG_FILE)])
+def test_wrong_values_are_named(tmp_path: Path, kind: str, given: Any, words: list[str]) -> None:
+    read = {"layer": from_dict, "run": run_from_dict,
+            "file": functools.partial(of_file, tmp_path / "bad.yaml")}[kind]
     with pytest.raises(ValueError) as error:
-        from_yaml(str(path))
+        read(given)
     assert all(word in str(error.value) for word in words), error.value
 
 
@@ -150,20 +153,13 @@ def test_numbers_without_a_point(tmp_path) -> None:
     (ExpertsConfig, {"bias": 1}, "experts.bias=1 is a int"),
     (DispatchConfig, {"equal_tokens": "yes"}, "dispatch.equal_tokens='yes'"),
     (ObserveConfig, {"interval": None}, "observe.interval=None"),
+    (MoEConfig, {"num_experts": "8"}, "num_experts='8' is a str; must be int"),
+    (MoEConfig, {"router": {"top_k": 2}}, "router={'top_k': 2} is a dict; must be RouterConfig"),
+    (MoEConfig, {"losses": {"z": None}}, "losses.z=None"),
 ])
-def test_wrong_types_of_a_section_in_code(section: type, settings: dict, words: str) -> None:
+def test_wrong_types_in_code(section: type, settings: dict, words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         section(**settings)
-
-
-@pytest.mark.parametrize("settings,words", [
-    ({"num_experts": "8"}, "num_experts='8' is a str; must be int"),
-    ({"router": {"top_k": 2}}, "router={'top_k': 2} is a dict; must be RouterConfig"),
-    ({"losses": {"z": None}}, "losses.z=None"),
-])
-def test_wrong_types_in_code(settings: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
-        MoEConfig(**settings)
 
 
 def test_installed_examples_are_found_by_name_from_anywhere(

@@ -34,6 +34,7 @@ from moe_plugin.config.tree import of_layer, of_run
 from moe_plugin.kernels import strategies
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import only_read, routers
+from tests.routing.references import NEEDED
 
 pytestmark = pytest.mark.fast
 
@@ -254,18 +255,13 @@ DIVIDE = {"topk", "cosine", "group_limited", "gshard", "quantile", "sam", "sigmo
           "softmax_bias", "ta_moe", "topology_quota"}
 
 
-def with_what_it_needs(name: str) -> dict[str, Any]:
-    return {"name": name, **({"hash": {"vocabulary": 7}} if name == "hash" else {}),
-            **({"groups": 2} if name in ("sam", "group_limited") else {})}
-
-
 @pytest.mark.parametrize("name", sorted(built_in()))
 @pytest.mark.parametrize("setting, value", CHANGES)
 def test_what_a_router_does_not_read_it_refuses(name: str, setting: str, value: Any) -> None:
     """With two choices, a training capacity and a loss, a setting changes something, or is refused
     with the value, the routers that read it and the remedy.
     """
-    results, given = [], with_what_it_needs(name)
+    results, given = [], {"name": name, **NEEDED.get(name, {})}
     try:
         from_dict({"router": {**given, setting: value}})
     except ValueError as error:

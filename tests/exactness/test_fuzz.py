@@ -19,6 +19,7 @@ from moe_plugin.routing import build_router, routers
 from tests.exactness.cells import scores
 from tests.exactness.harness import compare, config_of, reference, run_rank
 from tests.oracle import ACTIVATIONS, Case
+from tests.routing.references import NEEDED
 
 pytestmark = pytest.mark.fast
 
@@ -29,8 +30,6 @@ ODD = [float("nan"), float("inf"), float("-inf"), 3e38, -3e38, 1e-38, 0.0]
 
 # experts that choose among all tokens of a call
 SEE_ALL_TOKENS = {"expert_choice"}
-# settings without which a router is refused
-MORE = {"group_limited": {"groups": 2}, "sam": {"groups": 2}, "hash": {"hash": {"vocabulary": 16}}}
 
 
 @st.composite
@@ -82,7 +81,7 @@ def test_routers_end_on_any_values(name: str, tokens: int, experts: int, trainin
     clean, x = x, torch.where((torch.rand(x.shape, generator=g) < 0.3) & strange_T1, picked, x)
     try:
         router = build_router(from_dict({"model_dim": 8, "num_experts": experts, "losses": {},
-                                         "router": {"name": name} | MORE.get(name, {})}))
+                                         "router": {"name": name} | NEEDED.get(name, {})}))
         info = TokenInfo(token_ids_T=torch.arange(tokens))
         routing = router.train(training)(x, None, None, info)
     except ValueError as error:

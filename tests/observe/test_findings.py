@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import logging
 import math
@@ -15,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from moe_plugin import MoEConfig, MoELayer
 from moe_plugin.cli.main import main
@@ -34,7 +32,6 @@ from moe_plugin.observe.history import (
 from moe_plugin.observe.layer_rules import RECENT
 from moe_plugin.observe.report.page import render
 from moe_plugin.observe.sinks import KEPT, HealthLog
-from moe_plugin.observe.watch import view
 
 pytestmark = pytest.mark.fast
 
@@ -204,13 +201,6 @@ def test_the_report_begins_with_findings() -> None:
         assert f"{have}, and 5 are needed" in page
     page = render(run_of(records(count=RECENT), steps=steps([1.0] * 9 + [math.nan])))
     assert "too few" not in page and "Nothing stands out" not in page
-
-
-def test_watch_shows_findings() -> None:
-    out = io.StringIO()
-    console = Console(file=out, width=120, height=60)
-    console.print(view(MADE["dead_experts"], console))
-    assert "! no token has chosen 1 experts in the last 5 records: 1 in a" in out.getvalue()
 
 
 def test_the_log_says_each_finding_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from moe_plugin.records import TokenInfo
 from moe_plugin.routing import routers
 from moe_plugin.routing.contract import balances_by_itself
 from moe_plugin.utils.regular_files import open_append
+from tests.routing.references import NEEDED
 
 pytestmark = pytest.mark.fast
 
@@ -74,10 +75,8 @@ def test_a_record_says_whether_the_router_balances_without_a_loss() -> None:
     """As every router declares it."""
     recorder, declared = StatsRecorder(ObserveConfig(interval=1)), {}
     for name in routers.names():
-        settings = {"groups": 2, "group_top_k": 1} if name in ("sam", "group_limited") else {}
-        settings |= {"hash": {"vocabulary": 9}} if name == "hash" else {}
         layer = MoELayer(from_dict({"model_dim": 4, "num_experts": 4, "losses": {},
-                                    "router": {"name": name, **settings}}))
+                                    "router": {"name": name, **NEEDED.get(name, {})}}))
         out = layer(torch.randn(8, 4), info=TokenInfo(token_ids_T=torch.arange(8)))
         recorder.add(name, out.stats)
         declared[name] = int(balances_by_itself(layer.router))
@@ -384,8 +383,7 @@ def test_files_of_pipeline_stages_are_summed(tmp_path: Path) -> None:
 
 
 def test_a_store_of_experts_is_counted(tmp_path: Path) -> None:
-    layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, "router": {"top_k": 1},
-                                "experts": {"store": "host"}})).eval()
+    layer = MoELayer(8, num_experts=4, router={"top_k": 1}, experts={"store": "host"}).eval()
     path = tmp_path / "stats.jsonl"
     recorder = StatsRecorder(ObserveConfig(interval=2, jsonl=str(path)))
     bytes_of_one = 4 * sum(p[0].numel() for p in layer.experts.parameters())

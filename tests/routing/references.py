@@ -277,6 +277,9 @@ def hash_choice(call: Call) -> list[list[int]]:
 
 
 GROUPS = {"groups": 2, "group_top_k": 1}
+# settings of `router` without which these are refused
+NEEDED = {"group_limited": {"groups": 2}, "sam": {"groups": 2},
+          "hash": {"hash": {"vocabulary": 16}}}
 REFERENCES: dict[str, Reference] = {
     "topk": Reference(softmax_topk, softmax_normalized), "switch": Reference(
         lambda c: [best(row, 1) for row in logits(c)], softmax_plain), "gshard": Reference(
@@ -338,5 +341,6 @@ def gradient_of(leaf: Tensor) -> Tensor:
 
 
 __all__ = [
-    "REFERENCES", "Call", "F", "Reference", "gradient_of", "namespace", "reference_of", "tensors_of"
+    "NEEDED", "REFERENCES", "Call", "F", "Reference", "gradient_of", "namespace", "reference_of",
+    "tensors_of"
 ]

@@ -13,6 +13,7 @@ from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import from_dict
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing import RouterModule, finish_step, needs_of, routers
+from tests.routing.references import NEEDED
 
 pytestmark = pytest.mark.fast
 
@@ -163,9 +164,7 @@ def test_a_recomputation_takes_the_choice_of_its_own_first_pass() -> None:
 @pytest.mark.parametrize("name", routers.names())
 def test_a_frozen_router_stays_as_it_is(name: str) -> None:
     """Also what no gradient moves: biases, temperatures."""
-    settings = {"groups": 2, "group_top_k": 1} if name in ("sam", "group_limited") else {}
-    settings |= {"hash": {"vocabulary": 9}} if name == "hash" else {}
-    layer = MoELayer(from_dict({**LAYER, "router": {"name": name, **settings}}))
+    layer = MoELayer(from_dict({**LAYER, "router": {"name": name, **NEEDED.get(name, {})}}))
     layer.router.requires_grad_(False)
 
     def step() -> dict[str, torch.Tensor]:

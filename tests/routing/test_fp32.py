@@ -12,6 +12,7 @@ from moe_plugin.config import from_dict
 from moe_plugin.records import TokenInfo
 from moe_plugin.routing import build_router, routers
 from tests.kernels.compiled_or_not import compiled
+from tests.routing.references import NEEDED
 
 pytestmark = pytest.mark.fast
 
@@ -21,12 +22,10 @@ LOWER = {
     "to like": lambda module: module.to(torch.zeros(1, dtype=torch.half)),
     "type": lambda module: module.type(torch.bfloat16),
 }
-# settings without which a router is refused
-MORE = {"group_limited": {"groups": 2}, "sam": {"groups": 2}, "hash": {"hash": {"vocabulary": 16}}}
 
 
 def settings(name: str = "topk", fp32: bool = True) -> dict:
-    more = MORE.get(name.split(",")[0], {})
+    more = NEEDED.get(name.split(",")[0], {})
     return {"model_dim": 16, "num_experts": 4, "router": {"name": name, "fp32": fp32, **more},
             "experts": {"hidden_dim": 8}}
 

@@ -149,8 +149,7 @@ def test_every_generator_goes_on_as_in_the_first_pass(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
-    layer, (x,) = MoELayer(from_dict({"model_dim": 6, "num_experts": 4}),
-                           dtype=torch.float64), inputs(9)
+    layer, (x,) = MoELayer(6, num_experts=4, dtype=torch.float64), inputs(9)
     layer.router.select = lambda call: torch.randint(
         2, (len(call.logits_TE), 1), generator=generator) + torch.tensor([[0, 2]])
 

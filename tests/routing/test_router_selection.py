@@ -11,7 +11,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_plugin import MoELayer
-from moe_plugin.comm import CommError
 from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import ObserveConfig, from_dict
 from moe_plugin.experts.base import expert_parameters
@@ -254,22 +253,3 @@ def _train_under_ddp() -> list[tuple[str, float]]:
 def test_ranks_take_the_same_gates_and_ddp_does_not_wait_for_idle_ones() -> None:
     one, two = run_gloo(2, _train_under_ddp)
     assert one == two and {router for router, _ in one} == {"switch", "base", "expert_choice"}
-
-
-def _differing() -> str:
-    import torch.distributed as dist
-
-    from moe_plugin.comm import default_comm
-
-    try:
-        make(rule="random", seed=dist.get_rank(), comm=default_comm(30.0))
-    except (ValueError, CommError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-@pytest.mark.distributed
-def test_ranks_with_different_settings_are_an_error_when_built() -> None:
-    for message in run_gloo(2, _differing):
-        assert message.startswith("ValueError: settings differ between the 2 ranks")
-        assert "router.selection.seed is 0 on rank 0, 1 on rank 1" in message

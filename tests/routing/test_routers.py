@@ -406,8 +406,7 @@ def test_a_custom_router(own_entries: None) -> None:
         def select(self, call):
             return torch.tensor([[0, 1]]).expand(len(call.logits_TE), 2)
 
-    out = MoELayer(from_dict({"model_dim": 6, "num_experts": 4,
-                              "router": {"name": "test_first_two"}}))(torch.randn(7, 6))
+    out = MoELayer(6, num_experts=4, router={"name": "test_first_two"})(torch.randn(7, 6))
     assert out.stats.as_dict()["load"] == [7, 7, 0, 0]
 
 

@@ -57,45 +57,41 @@ def test_known_constants_of_a_uniform_router(experts: int, k: int) -> None:
         assert losses.get(name)(x).item() == pytest.approx(value, abs=1e-6), name
 
 
-def test_load_importance_formula() -> None:
+def noisy_call(noise: float = 0.7, tokens: int = 40, experts: int = 4) -> RoutingCall:
+    """Two choices by logits with noise; the last seven tokens are padding."""
     torch.manual_seed(1)
-    noise, tokens, experts = 0.7, 40, 4
     clean = torch.randn(tokens, experts, dtype=torch.float64)
     noisy = clean + noise * torch.randn_like(clean)
-    p, q = noisy.softmax(1), clean.softmax(1)
-    ids = p.topk(2).indices
-    mask = torch.arange(tokens) < 33
-    call = RoutingCall(noisy, ids, mask, 2, noise=noise, score=SOFTMAX, clean_TE=clean)
-    got = losses.get("load_importance")(call)
+    return RoutingCall(noisy, noisy.topk(2).indices, torch.arange(tokens) < tokens - 7, 2,
+                       noise=noise, score=SOFTMAX, clean_TE=clean)
+
+
+def test_load_importance_formula() -> None:
+    call = noisy_call()
+    p, q, ids = call.logits_TE.softmax(1), call.clean_TE.softmax(1), call.ids_TK
     phi = torch.distributions.Normal(0.0, 1.0).cdf
-    load = sum(phi((q[t] - p[t, ids[t, -1]]) / noise) for t in range(33))
+    load = sum(phi((q[t] - p[t, ids[t, -1]]) / call.noise) for t in range(33))
     importance = sum(p[t] for t in range(33))
     want = sum(v.var() / v.mean() ** 2 for v in (load, importance)) / 2
-    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(losses.get("load_importance")(call), want)
 
 
 def test_tutel_load_importance_formula() -> None:
     """Its formula by hand: scores without noise against the noisy logit of the k-th choice; both
     differ from `load_importance`.
     """
-    torch.manual_seed(1)
-    noise, tokens, experts = 0.7, 40, 4
-    clean = torch.randn(tokens, experts, dtype=torch.float64)
-    noisy = clean + noise * torch.randn_like(clean)
-    p, q = noisy.softmax(1), clean.softmax(1)
-    ids = p.topk(2).indices
-    inputs = RoutingCall(noisy, ids, torch.arange(tokens) < 33, 2, noise=noise, score=SOFTMAX,
-                         clean_TE=clean)
+    call = noisy_call()
+    q, experts = call.clean_TE.softmax(1), call.clean_TE.shape[1]
     load, importance = [0.0] * experts, [0.0] * experts
     for t in range(33):
-        kth = sorted(noisy[t].tolist())[-2]
+        kth = sorted(call.logits_TE[t].tolist())[-2]
         for e in range(experts):
-            load[e] += (1 + math.erf((float(q[t, e]) - kth) / noise / math.sqrt(2))) / 2
+            load[e] += (1 + math.erf((float(q[t, e]) - kth) / call.noise / math.sqrt(2))) / 2
             importance[e] += float(q[t, e])
     want = sum(statistics.variance(v) / statistics.mean(v)**2 for v in (load, importance)) / 2
-    got = losses.get("tutel_load_importance")(inputs)
+    got = losses.get("tutel_load_importance")(call)
     assert got.item() == pytest.approx(want, rel=1e-9)
-    assert abs(losses.get("load_importance")(inputs).item() - want) > 0.1 * want
+    assert abs(losses.get("load_importance")(call).item() - want) > 0.1 * want
 
 
 def test_tutel_load_importance_of_a_router() -> None:
@@ -115,17 +111,19 @@ def test_tutel_load_importance_of_a_router() -> None:
     assert not router.eval()(x).losses
 
 
-def test_losses_ignore_padding() -> None:
-    torch.manual_seed(0)
-    router = make_router(losses_={"gshard": 1, "switch": 1, "z": 1})
-    x = torch.randn(12, 8)
-    mask = torch.arange(12) < 7
-    padded, alone = router(x, mask), router(x[:7])
+@pytest.mark.parametrize("filling", [1.0, float("nan"), float("inf")])
+def test_losses_ignore_padding_whatever_it_holds(filling: float) -> None:
+    router = make_router(losses_={"gshard": 1.0, "switch": 1.0, "z": 1.0})
+    x, mask_T = torch.randn(12, 8), torch.arange(12) < 7
+    x[7:] *= filling
+    padded, alone = router(x, mask_T), router(x[:7])
     for name in alone.losses:
         torch.testing.assert_close(padded.losses[name], alone.losses[name])
     torch.testing.assert_close(padded.entropy, alone.entropy)
-    assert padded.tokens == 7 and (padded.ids_TK[7:] == -1).all() and (padded.weights_TK[7:]
-                                                                       == 0).all()
+    assert padded.tokens == 7 and (padded.ids_TK[7:] == -1).all()
+    assert (padded.weights_TK[7:] == 0).all()
+    sum(padded.losses.values()).backward()
+    assert router.weight_ED.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64],
@@ -201,19 +199,6 @@ def test_second_expert_policies_take_no_other_number_in_training(policy: str, k:
     ):
         router(torch.randn(5, 8), None, k)
     assert router.eval()(torch.randn(5, 8), None, k).ids_TK.shape == (5, k)
-
-
-@pytest.mark.parametrize("filling", [float("nan"), float("inf")])
-def test_what_padding_holds_does_not_matter(filling: float) -> None:
-    router = make_router(losses_={"gshard": 1.0, "switch": 1.0, "z": 1.0})
-    x, mask_T = torch.randn(6, 8), torch.arange(6) < 4
-    x[4:] = filling
-    got, want = router(x, mask_T), router(x[:4])
-    for name, loss in want.losses.items():
-        torch.testing.assert_close(got.losses[name], loss)
-    torch.testing.assert_close(got.entropy, want.entropy)
-    sum(got.losses.values()).backward()
-    assert router.weight_ED.grad.isfinite().all()
 
 
 def test_sampled_second_expert_follows_the_softmax_of_the_rest() -> None:

@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +40,6 @@ pytestmark = pytest.mark.fast
 
 CPU = torch.device("cpu")
 ALL = {"fused", "grouped", "batched", "loop", "kernels"}
-
-
-@pytest.fixture(autouse=True)
-def no_modes_of_other_tests() -> Iterator[None]:
-    """Megatron on CPU leaves a torch function mode behind; nothing is measured under one."""
-    modes = []
-    while torch._C._len_torch_function_stack():
-        modes.append(torch.overrides._pop_mode())
-    yield
-    for mode in reversed(modes):
-        torch.overrides._push_mode(mode)
 
 
 def load(rows_each: int, device: str = "cuda", even: bool = False, experts: int = 8) -> ComputeLoad:
@@ -310,9 +298,7 @@ def small_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> MeasuredCho
 
 def layer_and_input(**experts: object) -> tuple[MoELayer, torch.Tensor]:
     torch.manual_seed(0)
-    layer = MoELayer(
-        from_dict({"model_dim": 16, "num_experts": 4, "experts": {"hidden_dim": 24, **experts}}),
-        LocalComm())
+    layer = MoELayer(16, LocalComm(), num_experts=4, experts={"hidden_dim": 24, **experts})
     return layer, torch.randn(33, 16, requires_grad=True)
 
 

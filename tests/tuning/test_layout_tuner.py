@@ -14,8 +14,7 @@ import torch
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, LocalComm, Topology, run_simulated
-from moe_plugin.config import MoEConfig, ObserveConfig, from_dict, from_yaml, to_dict
-from moe_plugin.config.flags import config_from_flags
+from moe_plugin.config import MoEConfig, ObserveConfig, from_dict, to_dict
 from moe_plugin.observe.recorder import StatsRecorder
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.routing.replay import checkpoint
@@ -183,32 +182,6 @@ def test_records_hold_layouts_and_decisions(tmp_path) -> None:
     record = json.loads((tmp_path / "log.jsonl").read_text())
     assert record["layouts"] == {"r=1 d=1 linear auto": 3
                                  } and record["decisions"][0]["event"] == "predict"
-
-
-@pytest.mark.parametrize("text,mode", [("parallel: auto", "auto"),
-                                       ("parallel: {mode: auto, r: 1}", "auto"),
-                                       ("parallel: {d: 2}", None)])
-def test_yaml_forms(text: str, mode: str, tmp_path) -> None:
-    path = tmp_path / "moe.yaml"
-    path.write_text(text + "\n")
-    settings = from_yaml(str(path))
-    assert settings.parallel.mode == mode and from_dict(to_dict(settings)) == settings
-
-
-def test_flags() -> None:
-    settings = config_from_flags(
-        {"moe_parallel": "auto", "moe_overlap": "2", "moe_parallel_r": "0"}, {"model_dim": 8})
-    assert (settings.parallel.mode, settings.parallel.d, settings.parallel.r) == ("auto", 2, 0)
-
-
-@pytest.mark.parametrize("values,words", [("both", "parallel.mode='both'"),
-                                          ({"d": 0}, "parallel.d=0"),
-                                          (3, "must be a mapping")])
-def test_wrong_settings(values, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        from_dict({"parallel": values})
-    with pytest.raises(ValueError, match="tuner.bucket=1"):
-        from_dict({"tuner": {"bucket": 1}})
 
 
 def _decided(cases: list[tuple[int, dict]]) -> list[tuple[str | None, str | None]]:
