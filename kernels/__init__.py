@@ -1,4 +1,5 @@
-"""Operations of the MoE layer, each with a reference in torch and maybe faster ones.
+"""Operations of the MoE layer. Each operation has a reference implementation in torch, and some
+devices have faster implementations.
 
 `kernels` is the registry of tensor operations. The Triton implementations of these operations are
 in `gpu/`. `strategies` is the registry of implementations that compute feed-forward experts.

@@ -1,4 +1,5 @@
-"""Activation functions that write to given memory, their gradients, and checks against second ones.
+"""Activation functions that write to preallocated memory, their gradients, and checks that reject
+second derivatives.
 
 Tensors may have any shape and one floating-point dtype. The tensor `h` is the input of the
 activation function.
@@ -44,7 +45,8 @@ def wants_graph() -> bool:
 
 
 def own(made: Tensor) -> Tensor:
-    """During compilation, return an alias of the tensor that an autograd `forward` may return.
+    """During compilation, return an alias of the tensor that the `forward` of an autograd function
+    can safely return.
 
     The compiler of torch 2.11 silently loses the gradient of an output that appears in its graph
     under two names (pytorch/pytorch issue 180642). Examples are the outputs of in-place operations,
@@ -54,7 +56,8 @@ def own(made: Tensor) -> Tensor:
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a `backward` that cannot be differentiated, so that `create_graph=True` fails.
+    """Decorate a `backward` that cannot itself be differentiated, so that `create_graph=True`
+    raises an error.
 
     torch's own decorator, `once_differentiable`, raises an error only when the second backward pass
     reaches the node. A call of `torch.autograd.grad` with explicit inputs can bypass the check of
@@ -84,7 +87,8 @@ class Activation:
         into: function `into(h, out)` that computes `out = act(h)`.
         gradient: function `gradient(grad, h, out)` that computes `out = grad * act'(h)`, where
             `out` may be the same tensor as `grad`.
-        cheap: whether recomputing is at least as fast as reading the stored output from memory.
+        cheap: whether recomputing the activation is at least as fast as reading its stored output
+            from memory.
     """
 
     value: Callable[[Tensor], Tensor]

@@ -54,7 +54,8 @@ class Blocks:
         tensor: in NVFP4, one float32 scale per matrix, with the shape of the leading axes ([] for a
             single matrix). In the fp8 formats this field is None.
         width: number N of values along the last axis.
-        block: number of values that share a scale: 32 in MXFP8, 16 in NVFP4, 128 blockwise.
+        block: number of values that share a scale, which is 32 in MXFP8, 16 in NVFP4, and 128 in
+            the blockwise formats.
     """
 
     codes: Tensor
@@ -87,7 +88,8 @@ class Blocks:
 
 def quantize_powers(x: Tensor, block: int, codes: torch.dtype = torch.float8_e4m3fn,
                     square: bool = False) -> Blocks:
-    """Round a tensor x [..., N] to fp8 codes. The scale of each block is a power of two.
+    """Round a tensor x [..., N] to fp8 codes. The values of a block share a power of two as their
+    scale.
 
     The error bounds hold if the largest absolute value b of a block is at least 2^-110. For e4m3,
     the error of a finite value x is at most 2^-4 |x| + 2^-17 b, because e4m3 has four significant
@@ -115,7 +117,8 @@ def quantize_mxfp8(x: Tensor) -> Blocks:
 
 
 def quantize_nvfp4(x: Tensor) -> Blocks:
-    """Round a tensor x [..., M, N] to NVFP4, with a separate tensor scale for each M x N matrix.
+    """Round a tensor x [..., M, N] to NVFP4. Each M x N matrix is rounded with its own tensor
+    scale.
 
     The error bound holds if the largest absolute value b of a block exceeds 2^-13 of the largest
     absolute value in the tensor. For such a block, the error of a finite value x is at most 2^-2
@@ -143,7 +146,8 @@ class BlockFormat:
         rows: function that rounds the rows in the forward pass and for weight gradients.
         grads: function that rounds the gradients of the rows.
         weights: function that rounds weights [L, O, I], for the forward and the backward pass.
-        step: each expert's rows are padded to a multiple of it for weight gradients.
+        step: the rows of each expert are padded to a multiple of this number when weight gradients
+            are computed.
     """
 
     rows: Callable[[Tensor], Blocks]

@@ -153,7 +153,9 @@ class BlockProducts(RoundedProducts):
     def weight_grads(self, x: Tensor, grads: tuple[Tensor, ...], groups: RowGroups,
                      x_token_R: Tensor | None,
                      grad_token_R: Tensor | None) -> tuple[Tensor, ...]:
-        """Compute weight gradients; see `RoundedProducts.weight_grads`. Rows are rounded once."""
+        """Compute weight gradients; see `RoundedProducts.weight_grads`. The rows of `x` are rounded
+        once, even if there are two gradients.
+        """
         if not groups.total:
             return tuple(x.new_zeros(groups.number, x.shape[1], g.shape[1]) for g in grads)
         form = self.form

@@ -33,9 +33,11 @@ def expert_load(ids_TK: Tensor, experts: int, mask_T: Tensor | None = None,
     With `per_choice`, return int64 [K, E], with one row for each of the K choices.
 
     Args:
-        ids_TK: int64 [T, K], the expert of each choice, in 0..E-1, or -1 (not counted).
+        ids_TK: int64 [T, K], the expert of each choice, in 0..E-1. Choices of -1 (no expert) are
+            not counted.
         experts: number of experts, E.
-        mask_T: bool [T], False for padding, which is not counted. Defaults to no padding.
+        mask_T: bool [T], False for padding. Padding is not counted. By default, no token is
+            padding.
         per_choice: whether to count first choices, second choices and so on separately.
         complete: True if `ids_TK` contains no -1, so that the special handling of -1 can be
             skipped. The CPU does not wait for the device.
@@ -70,7 +72,8 @@ def choice_load(ids_TK: Tensor, experts: int) -> Tensor:
 
 @op
 def running_count(ids_N: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Count the earlier elements with the same id. Return int64 tensors, `rank_N` and `count_E`.
+    """For each element, count the earlier elements with the same id. Return two int64 tensors,
+    `rank_N` and `count_E`.
 
     ids_N: int64 [N], the ids in -1..E-1. For the id -1, the element of `rank_N` is -1. `rank_N`
         contains, for each element, the number of earlier elements with the same id. `count_E`
@@ -118,7 +121,8 @@ def sorted_choices(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def slot_index(ids_TK: Tensor, experts: int) -> Tensor:
-    """Return each choice's slot within its expert, int64 [T, K], or -1 for a choice of -1.
+    """For each choice, return the index of its slot among the slots of its expert, int64 [T, K].
+    Choices of -1 have the slot -1.
 
     The slots of an expert are assigned first to first choices, then to second choices, and so on.
     The slot of choice j of token t is the number of choices i < j, of any token, that selected the

@@ -35,7 +35,8 @@ OPERANDS = ("w_in_LDF", "bias_in_LF", "w_gate_LDF", "bias_gate_LF", "w_out_LFD",
 
 
 class LowRank(NamedTuple):
-    """An adapter for the weights w of L experts, which become `(w + a @ b) * factor`.
+    """An adapter for the weights w of L experts. With the adapter, the experts use the weights
+    `(w + a @ b) * factor`.
 
     Attributes:
         a_LIR, b_LRO: low-rank matrices of the adapter, with shapes [L, I, R] and [L, R, O].
@@ -118,7 +119,8 @@ class FFNParameters:
     later: LaterGrads | None = None
 
     def leaving(self, *inputs: Tensor | None) -> LaterGrads | None:
-        """Return the object that collects postponed weight gradients, or None.
+        """Return the object that collects postponed weight gradients, or None if backward must
+        compute these gradients immediately.
 
         Return None if no input requires a gradient. In this case, autograd does not record a call
         from which the weights are detached, and no rank waits for a gradient.
@@ -127,7 +129,8 @@ class FFNParameters:
         return self.later if wanted and torch.is_grad_enabled() else None
 
     def operands(self, x: Tensor) -> tuple[Tensor, list[Tensor | None], Mapping[str, Tensor]]:
-        """Return the inputs for one autograd function, and those of them in `main_grad_weights`.
+        """Return the inputs for one autograd function, and a mapping with those inputs that are in
+        `main_grad_weights`.
 
         The inputs are x, with shape [R, D] or [T, D], and the list [w_in, b_in, w_gate, b_gate,
         w_out, b_out]. Under autocast, all inputs are cast to the autocast dtype (float64 stays
@@ -199,7 +202,8 @@ def _ffn_keeping(matmul: GroupedMatmul, x: Tensor, counts: DeviceCounts,
 
 def apply_to_rows(compute: Callable[[Tensor, RowCounts], Tensor], x: Tensor,
                   rows: RowCounts | RowPlan) -> Tensor:
-    """Apply `compute(rows_RD, counts) -> rows_RD` to rows or tokens x, and return this shape.
+    """Apply a function `compute(rows_RD, counts) -> rows_RD` to rows or to tokens. The output has
+    the same shape as x.
 
     x: rows [R, D] if `rows` is a `RowCounts`, or tokens [T, D] if it is a `RowPlan`. Tokens are
     gathered into rows before the computation, and the output rows are combined afterwards.
@@ -328,7 +332,9 @@ def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
 
 
 def _for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
-    """Return the entry of `values_LO` of each row's expert, [R, O], or 0 for filler rows."""
+    """Return, for each row, the entry of `values_LO` that belongs to the row's expert, [R, O].
+    Filler rows contain 0.
+    """
     device = values_LO.device
     if not isinstance(counts, DeviceCounts):
         return values_LO.repeat_interleave(counts.device(device), dim=0, output_size=counts.total)

@@ -1,4 +1,5 @@
-"""Matmuls of feed-forward experts over grouped rows, fused with gathering and activation.
+"""Matmuls of feed-forward experts over grouped rows, fused with the gathering of rows and the
+activation.
 
 Rows are gathered from tokens while they are loaded. The activation is applied before the output is
 stored, and is recomputed in backward. The first two matmuls of a gated expert are fused into one
@@ -107,7 +108,8 @@ def expert_matmul_gated(x: Tensor, groups: RowGroups, w_LDF: Tensor, b_LF: Tenso
         x: rows or tokens, with D values each.
         groups: number of rows of each expert.
         w_LDF, v_LDF: weights [L, D, F] of the input matmul and of the gate matmul.
-        b_LF, v_bias_LF: biases [L, F] of the two matmuls, or None for both.
+        b_LF, v_bias_LF: biases [L, F] of the two matmuls. Either both biases are given or both are
+            None.
         token_R: index of each row's token, or None if x contains rows.
         activation: name of the activation function, a key of `ACTIVATIONS`.
         precision: precision of float32 matmuls, "ieee" or "tf32".
@@ -228,7 +230,8 @@ def expert_weight_grad_pair(x: Tensor, grad_RO: Tensor, also_RO: Tensor, groups:
 @op
 def expert_bias_grad(grad: Tensor, groups: RowGroups, token_R: Tensor | None,
                      scale_R: Tensor | None) -> Tensor:
-    """Sum `scale * grad_rows` for each group of rows, to [L, O] in the dtype of grad.
+    """Compute the sum of `scale * grad_rows` for each group of rows. The output is [L, O] in the
+    dtype of grad.
 
     Args:
         grad: rows or tokens, with O values each.

@@ -1,4 +1,5 @@
-"""Block-scaled fp8 (e4m3) for rows that are sent to other ranks and for experts' matmuls.
+"""Block-scaled fp8 (e4m3), for rows that are sent to other ranks and for the operands of the
+experts' matmuls.
 
 Compared with bfloat16, a row takes half as many bytes, plus one float32 scale per block. For
 matmuls, a block consists of 128 values of a row, or of 128 x 128 values of a weight.
@@ -30,7 +31,8 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal number: a scale of 0 would giv
 
 @op
 def quantize_fp8(x_RD: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Round rows to fp8: codes, e4m3 [R, D], and scales [R, ceil(D / block)], x ~ codes * scale.
+    """Round rows to fp8. Return the codes, e4m3 [R, D], and the scales, float32 [R, ceil(D /
+    block)], where x is approximately codes * scale.
 
     The scale is the largest finite |x| in the block divided by 448, or 1 for a block of zeros. The
     error bound holds if the largest absolute value b of a block is in the range 2^-110 <= b <
@@ -76,7 +78,8 @@ def _blocks(x_RD: Tensor, block: int) -> Tensor:
 
 @op
 def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a weight to fp8 codes, e4m3 [L, I, O], and scales [L, ceil(I / 128), ceil(O / 128)].
+    """Round a weight to fp8. Return the codes, e4m3 [L, I, O], and the scales, float32 [L, ceil(I /
+    128), ceil(O / 128)].
 
     The scales are computed and the values are rounded as in `quantize_fp8`. The codes are stored in
     the order [L, O, I], because matrix units read 8-bit operands along the summed dimension.
@@ -102,7 +105,8 @@ def quantize_weights_fp8(w_LIO: Tensor) -> tuple[Tensor, Tensor]:
 def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LIO: Tensor,
                       scales_LHW: Tensor, b_LO: Tensor | None, token_R: Tensor | None,
                       dtype: torch.dtype) -> Tensor:
-    """Compute `rows @ w + b` [R, O] in `dtype` by group, from codes and scales of both operands.
+    """Compute `rows @ w + b` [R, O] in `dtype` for each group of rows. Both operands are given as
+    codes and scales.
 
     Args:
         codes, scales: rows or tokens of width I; see `quantize_fp8` with blocks of 128.
@@ -123,7 +127,8 @@ def expert_matmul_fp8(codes: Tensor, scales: Tensor, groups: RowGroups, codes_LI
 
 
 class Fp8Weight(RoundedWeight):
-    """A weight that is stored in fp8, which this module's matmuls accept as a tensor.
+    """A weight that is stored in fp8. The matmuls in this module accept this object in place of a
+    tensor.
 
     codes_LIO, scales_LHW: see `quantize_weights_fp8`.
     """

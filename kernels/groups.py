@@ -55,7 +55,8 @@ def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
         record_M: the slot of each run, int64 [M], where length <= M * P.
         pages_SP, host_SP: floating-point buffers on the device and in host memory.
         length: number of elements to return.
-        enough: bool scalar tensor on the device. If False, all returned elements are NaN.
+        enough: bool scalar tensor on the device. If `enough` is False, all returned elements are
+            NaN.
     """
     device_slot_M, host_slot_M = _slots(record_M, pages_SP, host_SP)
     x_MP = pages_SP.index_select(0, device_slot_M)
@@ -66,7 +67,9 @@ def read_pages(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor, length: int,
 
 
 def _slots(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each run's slot in both buffers, or the last slot if the run is not stored there."""
+    """For each run, return its slot in both buffers. If a run is not stored in a buffer, its slot
+    in this buffer is the last slot.
+    """
     device_slots, host_slots = pages_SP.shape[0] - 1, host_SP.shape[0] - 1
     on_host_M = record_M >= device_slots
     return (torch.where(on_host_M | (record_M < 0), device_slots, record_M),
@@ -75,7 +78,8 @@ def _slots(record_M: Tensor, pages_SP: Tensor, host_SP: Tensor) -> tuple[Tensor,
 
 @op
 def transpose_chunks(x: Tensor, outer: int, inner: int) -> Tensor:
-    """Reorder equal chunks of dimension 0 from order [outer, inner] to order [inner, outer].
+    """Reorder equal chunks of dimension 0 from the order [outer, inner] to the order [inner,
+    outer].
 
     In 2DH (Tutel), the chunks are ordered by destination rank (node, local). The chunks are
     reordered to (local, node), so that each rank sends one contiguous chunk to each rank of its
@@ -132,7 +136,8 @@ def most_tiles(groups: int, height: int, total: int) -> int:
 
 @dataclass(frozen=True)
 class TileSchedule:
-    """How the programs of a kernel process their tiles. Outputs are bitwise equal.
+    """Options that determine how the programs of a kernel process their tiles. The outputs of all
+    schedules are bitwise equal.
 
     Attributes:
         specialize: whether different warps of a program load operands, multiply, and store outputs.
@@ -152,7 +157,8 @@ SCHEDULES = {"": TileSchedule(), "split": TileSchedule(split=2),
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Groups of rows, with tables of row counts made on one device without the host.
+    """Groups of rows, with tables of row counts on one device. The tables are created without
+    copying data from the device to the host.
 
     Rows after the last group (filler, see `DeviceCounts`) belong to no group.
 

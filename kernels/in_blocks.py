@@ -1,4 +1,5 @@
-"""Matmuls and functions whose output for a row does not depend on other rows, bit for bit.
+"""Matmuls and row-wise functions whose output for a row does not depend, bit for bit, on the other
+rows.
 
 The order in which a math library sums the products of a matmul depends on the number of rows. Math
 libraries also process the last elements of a tensor differently from elements that fill a whole
@@ -89,11 +90,13 @@ def _check_library(shape: tuple[int, int], stride: tuple[int, int], dtype: torch
 
 
 def product_in_blocks(x_RI: Tensor, w_IO: Tensor) -> Tensor:
-    """Compute `x @ w`, [R, O], with first derivatives, bit for bit independent of other rows.
+    """Compute `x @ w`, [R, O]. First derivatives are supported. The output for a row depends, bit
+    for bit, only on this row and on w.
 
     Args:
         x_RI: rows [R, I] that are multiplied.
-        w_IO: weights [I, O] in the dtype of the rows. Autocast casts both operands.
+        w_IO: weights [I, O], with the same floating-point dtype as the rows. Under autocast, both
+            operands are cast.
     Raises:
         ValueError: If this machine's library sums the rows of a block in different orders, or if
             torch.func or torch.export transforms the call.
@@ -146,7 +149,9 @@ class ScoreInPieces(ScoreFunction):
 
 
 def in_blocks(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:
-    """The strategy `loop`, with matmuls that are computed in blocks of rows."""
+    """The strategy `loop`, with matmuls that are computed in blocks of rows. The shapes and dtypes
+    are the same as for `loop`.
+    """
     outputs = [product_in_blocks(rows, w) for rows, w in
             zip(rows_RI.split(counts.host), w_LIO.unbind(0), strict=True)]
     if b_LO is not None:

@@ -1,4 +1,6 @@
-"""The registry of operations, which have a torch implementation and may have faster ones."""
+"""The registry of operations. Each operation has a torch implementation, and some devices have
+faster implementations.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from moe_plugin.utils.registry import Registry
 
 
 class Op:
-    """An operation with a torch reference, also used on CPUs, and optional faster ones.
+    """An operation with a torch reference and optional faster implementations. The reference is
+    also used on CPUs.
 
     `add(name, why_not)` registers an implementation. The function `why_not(*args)` returns None if
     the implementation supports these arguments, and otherwise the reason why it does not. A call
@@ -69,7 +72,9 @@ class Op:
         return self._implementations[name][0]
 
     def why_not(self, name: str, *args: Any) -> str | None:
-        """Return why the implementation `name` does not support these arguments, or None."""
+        """Return the reason why the implementation `name` does not support these arguments, or None
+        if they are supported.
+        """
         self.implementation(name)
         why_not = self._implementations[name][1]
         return None if why_not is None else why_not(*args)

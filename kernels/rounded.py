@@ -25,7 +25,9 @@ class RoundedWeight:
     """A weight in a low-precision format. Matmuls accept this object in place of a tensor."""
 
     def transpose(self, first: int, second: int) -> RoundedWeight:
-        """Return the weight with axes 1 and 2 swapped, for matmuls in the backward pass."""
+        """Return the weight with axes 1 and 2 swapped, for the matmuls in the backward pass. Other
+        axes cannot be swapped.
+        """
         raise NotImplementedError
 
 
@@ -33,7 +35,9 @@ Weight = Tensor | RoundedWeight
 
 
 class RoundedProducts:
-    """Row-wise matmuls in a low-precision format, with the signatures of `expert_matmul`."""
+    """Row-wise matmuls in one low-precision format. The signatures are the same as in
+    `kernels.expert_matmul`.
+    """
 
     def weight(self, w_LIO: Tensor, backward: bool) -> RoundedWeight:
         """Round a weight [L, I, O] for a matmul that sums over the axis I.
@@ -115,7 +119,8 @@ class RoundedProducts:
 
 @dataclass
 class _Made:
-    """A rounded weight, and its parameter's state when it was rounded; see `RoundedWeights`.
+    """A rounded weight, and the state that its parameter had when it was rounded; see
+    `RoundedWeights`.
 
     Attributes:
         weight: the rounded weight.
@@ -173,11 +178,13 @@ class RoundedWeights:
 
 @dataclass(frozen=True)
 class RoundedCall:
-    """The rounded weights of one call, which its forward and backward pass share.
+    """The rounded weights of one call. The forward and backward pass of the call share the rounded
+    weights.
 
     Attributes:
         weights: mapping from the field names of `FFNParameters` to rounded weights.
-        kept: the module's cache of rounded weights, or None to use them only in this call.
+        kept: the module's cache of rounded weights, or None if the rounded weights are used only in
+            this call.
     """
 
     weights: Mapping[str, RoundedWeight]
@@ -196,8 +203,10 @@ def rounded_call(products: RoundedProducts, kept: RoundedWeights | None,
 
     Args:
         products: the matmuls of the format.
-        kept: the module's cache of rounded weights, or None to discard them after the call.
-        parameters: parameters by name. Only an `nn.Parameter` is looked up in `kept`.
+        kept: the module's cache of rounded weights. If `kept` is None, the rounded weights are
+            discarded after the call.
+        parameters: parameters by name. Only parameters of type `nn.Parameter` are looked up in
+            `kept`.
         values: the tensors to multiply, by name. Each is a parameter or a cast parameter.
     """
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

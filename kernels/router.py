@@ -1,4 +1,5 @@
-"""Compute scores, the k best experts, weights and balance statistics in one pass over logits.
+"""Compute the scores, the k best experts, their weights and all balance statistics in one pass over
+the logits.
 
 The pass reads only the logits [T, E] and writes no other tensor of this size. If two experts have
 equal scores, the expert with the lower index is chosen first.
@@ -31,7 +32,8 @@ TINY = 512  # number of scores up to which launching an operation takes longer t
 
 @op
 def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
-    """Return the k largest scores' indices, int64 [T, K], in order, lower index first.
+    """Return the indices of the k largest scores in decreasing order, int64 [T, K]. If scores are
+    equal, the lower index comes first.
 
     This function is needed because `torch.topk` does not define the order of equal scores. Like
     this function, `max` and a stable sort return the first of several equal scores. `argmax` also
@@ -50,7 +52,9 @@ def top_k_stable(scores_TE: Tensor, k: int) -> Tensor:
 
 
 def best_scores(scores_TE: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the indices that `top_k_stable` selects, and their differentiable scores [T, K]."""
+    """Return the indices that `top_k_stable` selects, and their scores [T, K]. The returned scores
+    are differentiable.
+    """
     # If a gradient is needed, `gather` is used, so that a first pass saves the same tensors as a
     # recomputation with given choices.
     if not scores_TE.requires_grad and _sorts(scores_TE, k) and not torch.compiler.is_compiling():
@@ -67,7 +71,8 @@ def _sorts(scores_TE: Tensor, k: int) -> bool:
 
 
 def group_members(groups_TG: Tensor, groups: int, experts: int) -> Tensor:
-    """Return a bool tensor [T, E], True at [t, e] if expert e is in one of token t's groups.
+    """Return a bool tensor [T, E] whose entry [t, e] is True if expert e belongs to one of the
+    groups of token t.
 
     groups_TG: int64 [T, G], the indices of G groups for each token.
     """
@@ -128,7 +133,8 @@ class Routed:
 
 def route_by_steps(logits_TE: Tensor, s_TE: Tensor, p_TE: Tensor, mask_T: Tensor | None, rule: Rule,
                    chosen_TK: Tensor | None = None, bias_E: Tensor | None = None) -> Routed:
-    """A reference implementation of `route` in torch operations, differentiated by autograd.
+    """A reference implementation of `route` in separate torch operations, differentiated by
+    autograd.
 
     s_TE: scores computed from the logits.
     p_TE: the scores divided by their sum.

@@ -106,7 +106,8 @@ def sum_bags(x_ND: Tensor, index_BK: Tensor, scale_BK: Tensor | None) -> Tensor:
 
 def _reads(position_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype,
            complete: bool) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return each choice's row and weight, and bool [T], True for tokens without rows.
+    """For each choice, return the row to read and its weight. Also return a bool tensor [T] that is
+    True for tokens without rows.
 
     If the returned weight is None, all weights are 1. If the third output is None, every token has
     a row. If a choice has no row, another row of the same token is read with weight 0, because a
@@ -191,6 +192,9 @@ def _dots_in_pieces(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor,
 
 
 class _Gather(torch.autograd.Function):
+    """Autograd function that gathers the tokens and gate weights of all ranks. The tensors of each
+    rank are padded to `longest` tokens.
+    """
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, source_R: Tensor, position_TK: Tensor,
                 complete: bool) -> Tensor:
@@ -360,7 +364,8 @@ def gather_rows(x_TD: Tensor, source_R: Tensor, position_TK: Tensor,
 
 
 def weigh_rows(x_TD: Tensor, weights_TK: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
-    """Multiply tokens [T, D] by choices' weights and gather rows [R, D], with autograd.
+    """Multiply each token [T, D] by the weight of each of its choices and gather the products into
+    rows [R, D]. Autograd is supported.
 
     In Tutel, this operation is encode with gates. The gradient of the tokens is a weighted sum of
     rows, and the gradient of each weight is the dot product of two rows.

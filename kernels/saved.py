@@ -28,7 +28,8 @@ def through_recomputed(consume: Function, produce: Function, *inputs: Tensor) ->
             saves its argument or a view of its argument, the saved tensor is discarded and
             recomputed in backward. If `consume` saves a cast copy of its argument, the copy is not
             discarded.
-        produce: inexpensive function without random numbers, with a newly allocated output.
+        produce: inexpensive function that uses no random numbers and whose output is newly
+            allocated.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or transformed():
         return consume(produce(*inputs))
@@ -53,7 +54,8 @@ def through_recomputed(consume: Function, produce: Function, *inputs: Tensor) ->
 
 
 def _again(node: Any) -> tuple[Tensor, list[Tensor]]:
-    """Return the recomputed output of `produce` with its graph, and the inputs of the graph.
+    """Return the recomputed output of `produce` with its autograd graph, and the inputs of this
+    graph.
 
     The output and its graph are computed once per backward pass.
     """
@@ -65,7 +67,9 @@ def _again(node: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 class _Produce(torch.autograd.Function):
-    """Autograd function of `produce(*inputs)`, which backward computes again to differentiate."""
+    """An autograd function that computes `produce(*inputs)`. In backward, `produce` runs a second
+    time, and the second run is differentiated.
+    """
 
     @staticmethod
     def forward(ctx: Any, produce: Function, *inputs: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Float32 logits of experts from low-precision tokens, and the registry of score functions.
+"""Scores of experts: functions that compute float32 logits from low-precision tokens, and the
+registry of score functions.
 
 A score function is a class that defines the formula, its gradient, and the kernels that implement
 it.
@@ -32,7 +33,8 @@ class ScoreFunction:
         kernels: implementations of `kernels.router.route_top_k` that support this score function.
             "torch" requires the method `slope_`, and "triton" requires a branch in `gpu/router.py`.
             If `kernels` is empty, the router uses separate torch operations.
-        is_softmax: True if a token's scores sum to 1, so that each logit affects all of them.
+        is_softmax: True if the scores of a token sum to 1 and each logit affects the scores of all
+            experts.
         elementwise: True if each score depends only on the logit of the same expert. Only
             elementwise scores (and softmax) can be computed with `batch_invariant`.
     """
@@ -50,7 +52,8 @@ class ScoreFunction:
         return self.scores(logits_TE)
 
     def slope_(self, pull: Tensor, scores: Tensor) -> Tensor:
-        """Multiply `pull` in place by the slope `d log(score) / d logit`, in any shape.
+        """Multiply `pull` in place by the slope `d log(score) / d logit` of each expert. Both
+        tensors may have any shape.
 
         For a softmax, the term that is the same for all logits is excluded.
         """
@@ -120,13 +123,17 @@ def shares(scores_TE: Tensor, add: float = ADDED, least: float = 0.0) -> Tensor:
 
 
 def shares_of_rest(weights_TK: Tensor, add: float, least: float) -> Tensor:
-    """Normalize the remaining weights of each token; see `shares`. Without weights, return 0."""
+    """Normalize the remaining weights of each token; see `shares`. If a token has no remaining
+    weights, the output is 0.
+    """
     # The smallest normal number as divisor turns 0 / 0 into 0.
     return shares(weights_TK, add, max(least, torch.finfo(weights_TK.dtype).tiny))
 
 
 class _WideLinear(torch.autograd.Function):
-    """A linear map with float32 outputs that saves the tokens in their original dtype."""
+    """A linear map with float32 outputs. Tokens are saved for backward in their original dtype
+    rather than in float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
@@ -196,7 +203,9 @@ def _parts(x: Tensor, dim: int, number: int) -> Tensor:
 
 
 def _sum_of_parts(a: Tensor, b: Tensor, size: int, dim: int) -> Tensor:
-    """Multiply 16-bit matrices in float32, and sum groups of `size` outputs along `dim`."""
+    """Multiply the 16-bit matrices a and b in float32, and sum the output over consecutive groups
+    of `size` elements along `dim`.
+    """
     product = torch.mm(a, b, out_dtype=torch.float32)
     return product if product.shape[dim] == size else product.unflatten(dim, (-1, size)).sum(dim)
 
@@ -235,7 +244,8 @@ def _grad_tokens(grad_TE: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tens
 
 
 def _product_of_parts(grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
-    """Compute float32 `grad @ weight` with bfloat16 matmuls, to about 2^-16 before rounding.
+    """Compute `grad @ weight` for float32 operands with bfloat16 matmuls. The error is about 2^-16
+    before rounding.
 
     Each operand is split into a larger and a smaller part, both bfloat16. One matmul sums the
     product of the two larger parts and the two products of a larger and a smaller part.
@@ -248,7 +258,8 @@ def _product_of_parts(grad_TE: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 def linear_scores(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """Compute `x @ weight^T` in float32 (float64 for float64 tokens), [T, E], with autograd.
+    """Compute `x @ weight^T` in float32 (float64 for float64 tokens), [T, E]. Autograd is
+    supported.
 
     Args:
         x_TD: tokens [T, D] of any floating-point dtype.

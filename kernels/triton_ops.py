@@ -60,7 +60,9 @@ def no_bfloat16(device: torch.device) -> str | None:
 
 
 def _below(device: torch.device, needed: tuple[int, int], what: str) -> str | None:
-    """Return why an NVIDIA GPU does not support a number format. None for other GPUs."""
+    """Return the reason why an NVIDIA GPU does not support a number format, or None if the format
+    is supported or the GPU is not an NVIDIA GPU.
+    """
     if torch.version.hip is not None:
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -93,7 +95,8 @@ def product_why_not(*args: Any) -> str | None:
 
 @functools.cache
 def no_products(device: torch.device) -> str | None:
-    """Return the reason why the installed Triton cannot run matmuls on this GPU, or None.
+    """Return the reason why the installed Triton cannot run any matmul on this GPU, or None if it
+    can.
 
     Cached per device.
     """
@@ -116,7 +119,8 @@ def no_products(device: torch.device) -> str | None:
 
 @functools.cache
 def no_schedule(schedule: TileSchedule, device: torch.device) -> str | None:
-    """Return why the installed Triton does not support this schedule here, or None.
+    """Return the reason why the installed Triton does not support this schedule on this GPU, or
+    None if the schedule is supported.
 
     Cached per device.
     """

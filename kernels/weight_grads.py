@@ -54,7 +54,8 @@ class _Sum:
 
 @dataclass
 class GradSums:
-    """Sums of the weight gradients of all calls in one forward pass, one object per pass.
+    """Sums of the weight gradients of all calls in one forward pass. Create one object per forward
+    pass.
 
     A single backward pass must include all of these calls. If a backward pass is aborted, its
     partial sums remain in this object. The next backward pass over the same graph (`retain_graph`)
@@ -111,7 +112,9 @@ class GradSums:
         return self.end(name)
 
     def last(self, name: str) -> bool:
-        """Record a call's backward pass, and return whether it was the weight's last one."""
+        """Record that the backward pass of a call has run. Return true if this was the last call
+        that uses the weight.
+        """
         self._forget_aborted()
         ended = self._ended.get(name, 0) + 1
         # The count restarts after the last call, because the graph may serve another pass.
@@ -128,7 +131,8 @@ class GradSums:
 
 
 def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
-    """Allocate the gradient of a weight, with the weight's order of axes in memory.
+    """Allocate the gradient of a weight. The axes of the gradient have the same order in memory as
+    those of the weight.
 
     With a different order, autograd would make a slow copy.
     """
@@ -139,7 +143,8 @@ def _as_it_lies(purpose: str, w_LIO: Tensor, memory: Workspace) -> Tensor:
 
 
 class WeightGrad:
-    """A weight's gradient [L, I, O] that backward returns, with the interface of `MainGrad`.
+    """The gradient of one weight [L, I, O] that backward returns as a tensor. This class has the
+    same interface as `MainGrad`.
 
     name, memory: see `GradSums.begin`.
     """
@@ -257,7 +262,8 @@ def redirect_grad(parameter: nn.Parameter) -> Tensor:
 
 
 class LaterGrads:
-    """Weight gradients that backward passes postpone until `compute` is called.
+    """Weight gradients that backward passes postpone. The postponed gradients are computed when
+    `compute` is called.
 
     Until then, the gradients of the rows, for which other ranks wait, can be computed and sent.
     """
@@ -271,7 +277,8 @@ class LaterGrads:
 
     @staticmethod
     def cut_off(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor | None], tuple[bool, ...]]:
-        """Detach a call's weights from the graph, and return whether each needs a gradient.
+        """Detach the weights of a call from the graph, and return for each weight whether it needs
+        a gradient.
 
         Autograd ignores detached weights, so the hooks of these weights do not run before the
         gradients exist.
@@ -294,7 +301,8 @@ class LaterGrads:
 
     @torch.no_grad()
     def compute(self, weights: Mapping[str, Tensor], hooks: bool = False) -> None:
-        """Compute the postponed gradients in order, and add them to the weights' `grad`.
+        """Compute the postponed gradients in the order of the backward passes, and add each to the
+        `grad` attribute of its weight.
 
         weights: the weights, by the names that are used in `add`.
         hooks: if True, proceed as in a single backward pass: sum the gradients of each weight, and

@@ -99,7 +99,8 @@ class _Kept:
         return free
 
     def sweep(self) -> bool:
-        """Release storages unused since the last sweep. Return true if storages remain."""
+        """Release storages that were not used since the last sweep. Return true if storages remain.
+        """
         unused = self.requests == self.swept
         self.swept = self.requests
         if unused:
@@ -112,7 +113,9 @@ class _Kept:
 
 
 class MemoryPool:
-    """A pool of CPU memory that is reused for the same purpose, also by concurrent calls."""
+    """A pool of reusable CPU memory. Memory is reused only for the same purpose. Concurrent and
+    re-entrant calls are supported.
+    """
 
     def __init__(self) -> None:
         self.begin()
@@ -185,7 +188,8 @@ class Workspace:
     are supported.
 
     Args:
-        pool: memory pool of the workspace. By default, modules share the process's pool.
+        pool: memory pool that the workspace uses. By default, all modules share the pool of the
+            process.
     """
 
     def __init__(self, pool: MemoryPool | None = None) -> None:
@@ -230,7 +234,8 @@ class Workspace:
 
 def scratch(purpose: str, shape: tuple[int, ...], like: Tensor,
             dtype: torch.dtype | None = None) -> Tensor:
-    """Return an uninitialized CPU tensor from the process's pool, for use in one operation.
+    """Return an uninitialized CPU tensor from the pool of the process. The tensor may be used only
+    during one operation.
 
     Use this function in operations that are not part of a module. The tensor `like` determines the
     device, and also the dtype if `dtype` is None.

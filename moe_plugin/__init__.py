@@ -64,7 +64,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _is_user_dir() -> bool:
-    """True if fairseq imports this package as its `--user-dir`, whose path it stores first."""
+    """True if fairseq imports this package as its `--user-dir`. fairseq stores the path of the user
+    directory before it imports the package.
+    """
     function = getattr(sys.modules.get("fairseq.utils"), "import_user_module", None)
     home = os.path.realpath(os.path.dirname(__file__))
     return any(os.path.realpath(folder) == home for folder in getattr(function, "memo", ()))

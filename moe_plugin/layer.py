@@ -55,8 +55,10 @@ class LayerState(HasFinishStep, LinkableLayer):
         config: the settings after `auto` values have been replaced with concrete values.
         comm: the expert-parallel group.
         placement: describes which ranks store each expert.
-        token_entry: checks and flattens input tokens, and restores the shape in the output.
-        experts: the module with this rank's experts, or an adapter that wraps it.
+        token_entry: checks the input tokens, flattens them to one axis, and restores the input's
+            shape in the output.
+        experts: the module that contains the parameters of this rank's experts, or an adapter that
+            wraps it.
         routed_experts: selects the layout of a call and computes the experts.
         has_own_router: whether the caller passed a router module.
         route: function that chooses the experts of each token. With `router.pre_gate` or
@@ -121,7 +123,8 @@ class LayerState(HasFinishStep, LinkableLayer):
         return {**self.routed_experts.state(), distributed_state.FLOAT32: float32_state(self)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Load the state of `get_extra_state`, in which the layout tuner may be missing.
+        """Load the extra state returned by `get_extra_state`. The state of the layout tuner may be
+        missing.
 
         Raises:
             ValueError: the checkpoint contains the experts of a different rank.
@@ -160,7 +163,8 @@ class GivenParts:
     Attributes:
         config: the complete settings, including settings passed as keyword arguments.
         comm: the expert-parallel group.
-        router: the router module that the caller passed, or None to build it from settings.
+        router: the router module that the caller passed. None if the router is built from the
+            settings.
         experts: the function `factory(global_index) -> module` that the caller passed. None if the
             experts are built from the settings.
     """
@@ -178,7 +182,8 @@ def given_parts(config: MoEConfig | int, comm: Comm | None,
     """Check the arguments of `MoELayer` and convert them to `GivenParts`.
 
     Raises:
-        ValueError: an argument has a wrong type, or a setting is contradictory or useless.
+        ValueError: an argument has a wrong type, two settings contradict each other, or a setting
+            would have no effect.
     """
     _check_given(comm, router, experts)
     config = layer_config(config, settings, router=router, experts=experts)
@@ -206,7 +211,8 @@ def _check_given(comm: Any, router: Any, experts: Any) -> None:
 
 
 class MoELayer(LayerState):
-    """A Mixture-of-Experts feed-forward layer with experts spread over a group's ranks.
+    """A Mixture-of-Experts feed-forward layer whose experts are spread over the ranks of a process
+    group.
 
     Each expert parameter has the attribute `expert = True`. After the backward pass, the gradient
     of an expert parameter is the sum over the tokens of all ranks in `comm`. The gradient of any
@@ -222,7 +228,8 @@ class MoELayer(LayerState):
         host: information that the host framework provides about this layer.
         router: a router module that replaces the configured router
             (`moe_plugin.routing.RouterModule`), the name of a router, or a dict of router settings.
-        experts: a function `factory(global_index) -> module`, or a dict of expert settings.
+        experts: a function `factory(global_index) -> module` that builds custom experts, or a dict
+            of expert settings.
         dtype: the dtype of the parameters. Defaults to torch's default dtype.
         device: the device of the parameters. Defaults to torch's default device.
     Raises:
@@ -269,10 +276,12 @@ class MoELayer(LayerState):
         """Compute the layer's output for each token, from the routed experts and the shared expert.
 
         Args:
-            x: this rank's tokens, [..., D]. Ranks may have different numbers, also zero.
+            x: the tokens of this rank, [..., D]. Each rank may have a different number of tokens,
+                including zero.
             token_mask: bool [...], True for tokens that are not padding. Padding tokens are not
                 routed, and their output is zero. By default no token is padding.
-            info: data about the tokens, such as ids, that the router needs (`router.needs`).
+            info: additional information about the tokens, such as token ids, if the router requires
+                it (`router.needs`).
             top_k: number of experts per token in this call. Defaults to the number in the settings.
             choice: the layout of this call. All ranks must pass the same layout. Defaults to the
                 layout chosen by the settings or by the tuner.
@@ -283,7 +292,8 @@ class MoELayer(LayerState):
         statistics.
         Raises:
             ValueError: a tensor has a wrong shape or dtype.
-            CommError: a collective failed or timed out. The message has rank, name and sizes.
+            CommError: a collective failed or timed out. The message contains the rank, the name of
+                the collective and the sizes.
         """
         # here and not by the decorator `hidden_from_policies`, which adds a call to each call
         if not torch.compiler.is_compiling() and dispatch_modes() and has_policy():
@@ -316,7 +326,9 @@ class MoELayer(LayerState):
         return MoEOutput(*result, self.routed_experts.stats(layout, kept, rows, traffic))
 
     def route(self, tokens: Tokens, top_k: int | None) -> Routing:
-        """Run the router on a call's tokens. `pregate.link` may replace this method."""
+        """Run the router on the tokens of a call. `pregate.link` may replace a layer's `route`
+        method.
+        """
         routing: Routing = self.router(tokens.x_TD, tokens.mask_T, top_k, tokens.info)
         return routing
 
@@ -327,5 +339,7 @@ def layers_in(*models: nn.Module) -> list[MoELayer]:
 
 
 def named_layers_in(model: nn.Module) -> dict[str, MoELayer]:
-    """Return the MoE layers of a model by name, once each, in the order of the modules."""
+    """Return the MoE layers of a model by name, in the order of the modules. A layer that occurs
+    several times is returned only once.
+    """
     return {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}

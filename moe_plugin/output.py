@@ -28,7 +28,8 @@ _Key = tuple[str, str]
 @as_pytree("layout", "decisions", "router", "collectives")
 @dataclass(frozen=True)
 class LayerStats:
-    """Statistics of a forward pass on this rank. Only `as_dict` copies tensors to the host.
+    """Statistics of one forward pass on this rank. Tensors are copied to the host only in
+    `as_dict`.
 
     Attributes:
         load_KE: int64 [K, E]. Entry [k, e] is the number of tokens whose k-th choice was expert e,
@@ -61,7 +62,8 @@ class LayerStats:
         store: counters of the store for experts outside the device (`StoreCounters`), and the
             number of bytes of cached experts as `resident_bytes`. Empty if all experts are stored
             on the device.
-        self_balanced: whether the router balances without a loss (`RouterModule.balances`).
+        self_balanced: whether the router balances the load without a balance loss
+            (`RouterModule.balances`).
         more: values of the registered statistics that define a `measure` function, by name.
     """
 
@@ -87,7 +89,8 @@ class LayerStats:
     more: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the statistics as numbers, named as in `moe_plugin/utils/statistics.py`.
+        """Return the statistics as plain numbers, with the names defined in
+        `moe_plugin/utils/statistics.py`.
 
         The host waits for the device.
         """
@@ -106,7 +109,8 @@ class StatsSums:
         device: float64 sums and maxima of statistics that are tensors.
         host: sums and maxima of statistics that are known on the host.
         counts: for each statistic, the number of calls that reported a value.
-        names: for the reduction `names`, the number of calls that reported each name.
+        names: for statistics with the reduction `names`, the number of calls that reported each
+            name.
         lists: pairs (statistic, value) for statistics with the reduction `list`.
     """
 
@@ -118,7 +122,9 @@ class StatsSums:
     lists: list[tuple[str, Any]] = field(default_factory=list)
 
     def add(self, stats: LayerStats) -> None:
-        """Add the statistics of a call without communication and copies to the host."""
+        """Add the statistics of one call, without communication and without copying data to the
+        host.
+        """
         self.pending.append(stats)
         if len(self.pending) >= FOLD_AT:
             self.fold()
@@ -164,7 +170,8 @@ class StatsSums:
                     self._add_tensors(statistic, key, x)
 
     def _add_tensors(self, statistic: Statistic, key: str, x: Tensor) -> None:
-        """Add several calls' values of one statistic, a float64 tensor [N] or [N, E]."""
+        """Add the values of several calls for one statistic, given as a float64 tensor [N] or [N,
+        E]."""
         at = (statistic.name, key)
         before = self.device.get(at)
         if statistic.reduce == "max":
@@ -190,7 +197,8 @@ class StatsSums:
                 for at, length in lengths.items()}
 
     def vector(self, rank: int = 0, ranks: int = 1) -> Tensor:
-        """Return this rank's sums as a float64 vector, which the caller sums over ranks.
+        """Return the sums of this rank as a float64 vector. The caller sums the vectors of all
+        ranks.
 
         Each rank writes its maximum to a separate element, so that a single sum over ranks reduces
         both sums and maxima.
@@ -230,7 +238,9 @@ class StatsSums:
 
     def _field(self, statistic: Statistic, record: dict[str, Any],
                totals: dict[_Key, list[float]], counts: dict[_Key, float]) -> Any:
-        """Return a statistic's value for a record. record: fields that were computed earlier."""
+        """Return the value of one statistic for a record. record: the fields of the record that
+        were computed earlier.
+        """
         name, reduce = statistic.name, statistic.reduce
         if statistic.derive is not None:
             return statistic.derive(record)
@@ -252,7 +262,9 @@ class StatsSums:
 
 
 def _by_key(statistic: Statistic, values: list[Any]) -> dict[str, list[Any]]:
-    """Return the values that calls reported for each name, or "" for values without a name."""
+    """Return the values that calls reported for each name, where values without a name have the
+    name "".
+    """
     if not statistic.by_name:
         return {"": values}
     names = sorted({*statistic.names, *(key for value in values for key in value)})
@@ -279,7 +291,9 @@ class MoEOutput:
 
     Attributes:
         output: a tensor with the shape and dtype of the input.
-        losses: unweighted, differentiable losses by name, which `weighted_loss` sums.
+        losses: the unweighted, differentiable losses by name. `weighted_loss` computes their
+            weighted sum.
+        stats: the statistics of the call.
     """
 
     output: Tensor

@@ -54,7 +54,8 @@ class RowCounts:
 
     @property
     def real(self) -> int | Tensor:
-        """The number of rows with tokens, a scalar tensor if only the device knows it."""
+        """The number of rows with tokens. A scalar tensor if this number is known only on the
+        device."""
         return sum(self.host)
 
     def lengths(self) -> list[int]:
@@ -155,7 +156,8 @@ class RowPlan:
         source_R, position_TK: mappings from rows to choices and from choices to rows, as described
             in `kernels.rows`. Rows are sorted by expert.
         weights_TK: [T, K], differentiable gate weights. None if all weights are 1.
-        counts: each expert's rows, including empty slots for a fixed number of slots.
+        counts: the number of rows of each expert, including empty slots if the number of slots is
+            fixed.
         complete: True if every choice has a row and no slot is empty. False if this is not certain.
     """
 
@@ -181,8 +183,10 @@ class ExpertRows:
         x: the rows [R, D], sorted by expert. If `rows` is a `RowPlan`, x contains tokens [T, D].
         rows: the number of rows of each expert, or a `RowPlan`. With a `RowPlan`, the result
             contains the weighted sum of each token's rows, [T, D].
-        parameters: the `FFNParameters`, such as gathered ones. Defaults to the stored ones.
-        strategy: a `kernels.expert_ffn.Strategy`. Defaults to the configured strategy.
+        parameters: the `FFNParameters` to use, such as parameters gathered from other ranks.
+            Defaults to the stored parameters.
+        strategy: a `kernels.expert_ffn.Strategy` that computes the experts. Defaults to the
+            configured strategy.
         started: a function that experts in host memory or on disk call after their weights have
             arrived and before they compute. The function can fetch the next weights, so that this
             transfer overlaps with the computation.
@@ -243,7 +247,8 @@ class TokenInfo:
 
     Attributes:
         token_ids_T: int64, the vocabulary index of each token. Required by the router `hash`.
-        sequence_T: int64, each token's sequence, from 0. Required by the loss `sequence`.
+        sequence_T: int64, for each token, the index of its sequence, from 0 to sequences - 1.
+            Required by the loss `sequence`.
         sequences: the number of sequences. This number must be at least 1 if `sequence_T` is used.
         router_index: if several routers are configured, the index of the router to use in this
             call. Must be equal on all ranks. None if `router.selection` selects the router.
@@ -259,7 +264,8 @@ class TokenInfo:
         return self._each(lambda x: x.reshape(-1))
 
     def piece(self, pieces: int, index: int) -> "TokenInfo":
-        """Divide the flattened tensors into `pieces` equal parts, and return one of them.
+        """Divide the flattened tensors into `pieces` equal parts, and return the part with the
+        given index.
 
         The last part is padded with zeros.
         """
@@ -273,7 +279,8 @@ class TokenInfo:
 
 @dataclass(frozen=True)
 class CountedChoices:
-    """Choices of experts and their load, counted once for losses, statistics and dispatch.
+    """Choices of experts and their load. The load is counted once and then used for losses,
+    statistics and dispatch.
 
     Attributes:
         ids_TK: the choices. The index -1 means that no expert is chosen.
@@ -309,7 +316,8 @@ class Routing:
         undropped_TK: int64, the choices before the router itself dropped choices to enforce a
             capacity, as Megatron's router does. -1 for padding tokens. None if the router does not
             apply a capacity.
-        capacity: the slots per expert that the router itself enforced, or None.
+        capacity: the number of slots per expert that the router itself enforced. None if the router
+            does not apply a capacity.
         counted: the load of the choices (`dispatch.rows.known_load`), or None if it is not counted.
         sizes: the exchange of row counts between ranks, if a dispatcher started it one block early,
             as soon as the choices were known. None if no exchange was started. See
@@ -331,7 +339,8 @@ class Routing:
     sizes: Any = None
 
     def with_kept(self, keep_TK: Tensor, weights_TK: Tensor) -> "Routing":
-        """Return a copy of this routing with only the choices for which `keep_TK` is True."""
+        """Return a copy of this routing that contains only the choices for which `keep_TK` is True.
+        """
         return replace(self, ids_TK=self.ids_TK.masked_fill(~keep_TK, -1), weights_TK=weights_TK)
 
 
@@ -344,7 +353,8 @@ class KeptRouting:
         before: the routing including the dropped choices.
         slots_TK: int64 [T, K], the index of the slot that each choice occupies in its expert. -1
             for dropped choices. None if no capacity is set.
-        capacity: slots per expert and source rank, equal on all ranks, or None.
+        capacity: the number of slots per expert and source rank. Equal on all ranks. None if no
+            capacity is set.
         any_load: True if the capacity is large enough for any load. With `any_load`, no choice is
             dropped, and the host does not need to know the load.
     """
@@ -358,9 +368,11 @@ class KeptRouting:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A call's tokens that this rank routes, validated and flattened to one dimension.
+    """The tokens of one call that this rank routes, after validation. The tokens are flattened to a
+    single dimension.
 
     Attributes:
+        x_TD: the tokens, [T, D].
         mask_T: bool [T], False for padding tokens. None if there is no padding.
         info: additional inputs for routers and losses.
         shape: the shape of the layer's input.
@@ -375,12 +387,14 @@ class Tokens:
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """The inputs of dispatch and combine in a call. Dispatchers add fields in subclasses.
+    """The inputs of dispatch and combine in one call. Each dispatcher adds further fields in a
+    subclass.
 
     All ranks have already exchanged the sizes in the plan, so reading it never makes the host wait
     for a device.
 
     Attributes:
-        rows: the rows that this rank's experts compute, a tensor if only the device knows."""
+        rows: the number of rows that this rank's experts compute. A scalar tensor if this number is
+            known only on the device."""
 
     rows: int | Tensor

@@ -51,6 +51,7 @@ def check_routed(config: MoEConfig, ranks: int) -> None:
     """Check the settings of a model that has its own router.
 
     Args:
+        config: the settings.
         ranks: the size of the expert-parallel group.
     Raises:
         ValueError: a setting would be ignored, or would change the model's result.
@@ -76,6 +77,8 @@ class RoutedCall:
     """Data about one call of a layer, which is passed to `Statistic.measure`.
 
     Attributes:
+        layout: the layout of the call.
+        kept: the routing of the call.
         rows: the number of rows that the experts of this rank computed.
         sent: counters of the data that this rank sent in the call.
         experts: the experts of this rank.
@@ -96,6 +99,7 @@ class RoutedExperts:
     `experts`, so that checkpoints, FSDP and DDP see the parameters under short and stable names.
 
     Args:
+        config: the settings of the layer.
         placement: describes which ranks store each expert.
         experts: the experts of this rank, without any adapter that wraps them.
         host: information that the host framework provides about the layer.
@@ -104,7 +108,8 @@ class RoutedExperts:
         layouts: all layouts that can be selected.
         prefill: divides the rows of evaluation calls into pieces. None without `parallel.prefill`.
         fixed: the layout from the settings.
-        fixed_slots: whether the dispatcher has a fixed number of slots (a capacity).
+        fixed_slots: whether the dispatcher sends a fixed number of slots, and therefore requires a
+            capacity.
         load_comm: the group of ranks that process different tokens and must agree on a capacity.
         tuner: selects the layout if `parallel.mode` is `auto` or `predicted`, otherwise None.
         self_balanced: whether the router balances the load without a loss. Set by the layer.
@@ -140,8 +145,10 @@ class RoutedExperts:
         Collective over `comm`.
 
         Args:
-            config: the settings: sizes, `dispatch`, `parallel`, `comm`, `tuner`, `experts.compute`.
-            comm: the expert-parallel group, over whose tokens an expert's gradient is summed.
+            config: the settings. Only the sizes, `dispatch`, `parallel`, `comm`, `tuner` and
+                `experts.compute` are used.
+            comm: the expert-parallel group. The gradient of an expert is the sum over the tokens of
+                all ranks in this group.
             experts: a function `experts(config, placement)` that returns the experts of this rank.
             dtype: the dtype of the parameters. Defaults to torch's default dtype.
             agreed: additional values, by name, that must be equal on all ranks (`HostContext`).
@@ -158,17 +165,22 @@ class RoutedExperts:
     @hidden_from_policies
     def __call__(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *,
                  training: bool = True) -> Tensor:
-        """Compute the weighted sum of the experts' outputs for tokens that are already routed.
+        """Compute the weighted sum of the outputs of each token's experts, for tokens that are
+        already routed.
 
         Args:
             x_TD: the tokens of this rank, [T, D]. T may be zero, and may differ between ranks.
-            ids_TK: int64 [T, K], the global indices of the experts, or -1 for no expert.
-            weights_TK: floating-point tensor [T, K], the experts' weights, 0 for index -1.
-            training: whether the call is part of training, in which layouts are tuned.
+            ids_TK: int64 [T, K], the global indices of the experts. The index -1 means that no
+                expert is chosen.
+            weights_TK: floating-point tensor [T, K], the weight of each expert. The weight must be
+                0 where the index is -1.
+            training: whether the call is part of training. Layouts are tuned only in training
+                calls.
         Returns: the outputs, [T, D], in the dtype of `x_TD`.
         Raises:
             ValueError: `ids_TK` contains the index of an expert that does not exist.
-            CommError: a collective failed or timed out. The message has rank, name and sizes.
+            CommError: a collective failed or timed out. The message contains the rank, the name of
+                the collective and the sizes.
         """
         last = self.placement.experts - 1
         check_range(ids_TK, -1, last, f"ids_TK has experts {{}}..{{}}: must be in 0..{last}, or -1 "
@@ -191,7 +203,8 @@ class RoutedExperts:
 
         Args:
             kept: the routing after the capacity has been applied.
-            choice: the requested layout. Defaults to the layout of the tuner or settings.
+            choice: the layout that the caller requests. Defaults to the layout from the tuner or
+                the settings.
             training: whether the call is part of training.
         Returns: the layout and the routing. If the ranks had to exchange row counts to select the
             layout, the returned routing contains these counts.
@@ -248,7 +261,8 @@ class RoutedExperts:
         return dispatcher.combine(sent, plan), plan.rows
 
     def start_sizes(self, routing: Routing, training: bool) -> Any:
-        """Start exchanging the next call's row counts between ranks (`Dispatcher.start_sizes`).
+        """Start to exchange the row counts of the next call between ranks
+        (`Dispatcher.start_sizes`).
 
         The exchange assumes that the next call uses the current layout; otherwise, the next call
         exchanges its row counts again. Returns None if no exchange was started.
@@ -276,6 +290,8 @@ class RoutedExperts:
         """Return the statistics of a call.
 
         Args:
+            layout: the layout of the call.
+            kept: the routing of the call.
             rows: the number of rows that this rank's experts computed (`DispatchPlan`).
             traffic: counters of the data that this rank sends. None if the group has only one rank.
         """
@@ -336,7 +352,8 @@ class RoutedExperts:
             self.tuner = tuner
 
     def state(self) -> dict[str, Any]:
-        """Return which experts this rank stores, and the tuner's and replicas' state."""
+        """Return which experts this rank stores, the state of the tuner, and the state of the
+        expert replicas."""
         place = self.placement
         optional: dict[str, Any] = {}
         if self.layouts.replicas is not None:
@@ -349,7 +366,8 @@ class RoutedExperts:
                 "ep_rank": place.comm.rank, **optional}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load the state of `state`, in which the tuner and the replicas may be missing.
+        """Load the state returned by `state`. The states of the tuner and of the expert replicas
+        may be missing.
 
         Raises:
             ValueError: the checkpoint contains the experts of a different rank.

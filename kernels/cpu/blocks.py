@@ -56,12 +56,14 @@ class Unit(NamedTuple):
 
 @dataclass
 class UnitBlock:
-    """A group of units. Operations on a block are completed before the next block starts.
+    """A group of units. All operations are applied to one block before the first operation of the
+    next block starts.
 
     Attributes:
         rows: slice that selects the block's rows among all rows.
         size: number of rows in the block, N.
-        reach: rows from the block's first row to the last row that its matmuls compute, >= N.
+        reach: number of rows from the first row of the block to the last row that its matmuls
+            compute. `reach` is at least N.
         exact: whether each unit computes only its own rows.
         single: whether every unit consists of a single expert.
     """
@@ -89,7 +91,8 @@ class UnitBlock:
         self.reach = self.size if self.exact else reach
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Split x [N, W] into one view per unit: [M, W], or [B, M, W] for several experts.
+        """Split x [N, W] into one view per unit: [M, W], or [B, M, W] if the unit has several
+        experts.
 
         All views are created in one call, because creating a single view takes as long as one of a
         small expert's operations.
@@ -110,7 +113,8 @@ class UnitBlock:
 
         Args:
             x: rows of one block or of all blocks.
-            first: index in `x` of the block's first row, from which x has at least `reach` rows.
+            first: index in `x` of the block's first row. x must contain at least `reach` rows from
+                this index on.
             own: views that were returned by `split`.
         """
         return tuple([part if unit.computed == size else x.narrow(0, first + start, unit.computed)
@@ -118,7 +122,8 @@ class UnitBlock:
                                                          strict=True)])
 
     def clipped(self, end: int) -> UnitBlock:
-        """Return a copy of the block whose matmuls compute no row at or after row `end`."""
+        """Return a copy of the block. The matmuls of the copy compute no row at or after row `end`.
+        """
         left = end - self.rows.start
         return UnitBlock(self.rows, [
             unit._replace(computed=min(unit.computed, left - start))
@@ -126,7 +131,9 @@ class UnitBlock:
 
 
 def units_of(counts: list[int], limit: int, rule: RowRule) -> list[Unit]:
-    """Create the units, combining experts with few rows into units of up to `limit` rows."""
+    """Create units for all experts that have rows. Experts are combined into units of up to `limit`
+    rows if one joint matmul is faster.
+    """
     # Joining saves time only for 16-bit products, see `RowRule`.
     if not rule.narrow:
         return [Unit(expert, 1, rows, rows) for expert, rows in enumerate(counts) if rows]
@@ -153,7 +160,8 @@ def _unit(first: int, experts: int, most: int, rule: RowRule) -> Unit:
 
 
 def blocks_of(counts: list[int], limit: int, rule: RowRule) -> list[UnitBlock]:
-    """Group experts into blocks of at most `limit` rows. Larger experts have separate blocks.
+    """Group experts into blocks of at most `limit` rows. An expert with more than `limit` rows has
+    a separate block.
 
     counts: number of rows of each expert. Experts without rows are skipped.
     """
@@ -250,9 +258,11 @@ class BlockRows:
         """Create the views of all blocks.
 
         Args:
+            blocks: the blocks.
             memory: tensor with the rows. The tensor may have additional rows at its end. The
                 matmuls of the last expert may compute additional rows, which are written there.
-            whole: True if the memory has the rows of all blocks, False if blocks share it.
+            whole: True if the memory contains the rows of all blocks, False if it is reused for
+                each block.
             by_row: whether the operands or outputs of row-wise matmuls are in this memory. If
                 `by_row` is False, `of_units` is empty.
         """
@@ -281,9 +291,12 @@ class BlockRows:
 
 
 class GatheredRows:
-    """The rows of tokens, gathered one block at a time, with the interface of `BlockRows`.
+    """The rows of tokens, gathered into a buffer one block at a time. This class has the interface
+    of `BlockRows`.
 
     Args:
+        blocks: the blocks.
+        x_TW: tokens.
         token_R: index of each row's token.
         rows: buffer for the rows of one block.
     """
@@ -303,9 +316,12 @@ class GatheredRows:
 
 
 class WeightedRows:
-    """The rows of tokens, multiplied by one factor per row, computed one block at a time.
+    """The rows of tokens, multiplied by one factor per row. The rows are computed one block at a
+    time.
 
     Args:
+        blocks: the blocks.
+        x_TW: tokens.
         token_R: index of each row's token.
         scale_R: the factor of each row, in float32 (float64 for float64 rows).
     """

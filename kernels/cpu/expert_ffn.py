@@ -1,4 +1,5 @@
-"""The strategy `fused` for CPUs: gather, matmuls, activation and combine in one autograd function.
+"""The strategy `fused` for CPUs, which implements gather, matmuls, activation and combine as one
+autograd function.
 
 All operations are applied to one block of experts before the next block starts, so that the rows of
 the block stay in the cache (see `blocks`). The rows of a block are gathered into a buffer, and each
@@ -276,7 +277,9 @@ class _Backward:
         self._input_side(block)
 
     def _native(self, block: int, grad_NF: Tensor, h_NF: Tensor, up_NF: Tensor | None) -> None:
-        """Compute the gradient of the activation's input, and `inner` for the last weight's."""
+        """Compute the gradient of the activation function's input, and `inner`, which is needed for
+        the weight gradient of the last matmul.
+        """
         up_grad_NF = None if self.up_grad is None else self.up_grad.of_block[block]
         scale_N = self.scales[block]
         self.call.native.backward(grad_NF, h_NF, up_NF, self.inner.of_block[block], up_grad_NF,

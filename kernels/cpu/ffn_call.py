@@ -37,7 +37,9 @@ class Maps:
 
     @classmethod
     def of(cls, plan: RowPlan | None, padding: Padding | None) -> Maps:
-        """Create the mapping for a call whose input contains rows (`plan` is None) or tokens."""
+        """Create the mapping for a call. If `plan` is None, the input of the call contains rows.
+        Otherwise, it contains tokens.
+        """
         if padding is None:
             return cls() if plan is None else cls(plan.token_R, plan.source_R, plan.position_TK,
                                                   plan.complete)

@@ -1,4 +1,5 @@
-"""Matmuls of the experts on a CPU, depending on the instruction set of the processor.
+"""Matmuls of the experts on a CPU. The implementation depends on the instruction set of the
+processor.
 
 16-bit matmuls use the processor's 16-bit instructions, or are computed in float32. Several float32
 matmuls run in parallel.
@@ -39,7 +40,8 @@ PARTS = 4  # every piece except the last can be cut into this number of equal pa
 
 
 def widened(x_ND: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Convert a CPU tensor in chunks, and yield (span, x[span] in `dtype`) in shared memory.
+    """Convert a CPU tensor in chunks of rows. Yield (span, x[span] in `dtype`) for each chunk. All
+    chunks share the same memory.
 
     x_ND: tensor [N, D] that is converted.
     """
@@ -127,7 +129,8 @@ class RowRule:
             per row of float32 matmuls does not depend on the number of rows, and several float32
             matmuls run in parallel.
         work: number of multiplications per row.
-        least: fewest matmuls that combining experts must save, because padding takes time.
+        least: minimum number of matmuls that combining experts must save, because padding also
+            takes time.
     """
 
     narrow: bool = False
@@ -135,7 +138,8 @@ class RowRule:
     least: int = 4
 
     def fast(self, rows: int) -> int:
-        """Return `rows`, or up to `MOST_ADDED` more rows if a matmul of that size is faster.
+        """Return `rows`, or a number of rows that is larger by up to `MOST_ADDED` if a matmul of
+        that size is faster.
 
         For 256 or more rows, oneDNN splits the rows of a 16-bit matmul into pieces of equal size.
         The number of pieces is a divisor of the number of rows. For example, 989 rows of width 512
@@ -149,7 +153,8 @@ class RowRule:
         return -(-rows // step) * step
 
     def joins(self, experts: int, most: int, own: int, rows: int) -> bool:
-        """Return true if it is faster to compute an expert together with the experts before it.
+        """Return true if it is faster to compute an expert in the same matmul as the experts before
+        it.
 
         All combined experts are padded to the number of rows of the largest expert. If the largest
         expert has more than `FEW` rows, the number of padded rows must be at most twice the number
@@ -262,7 +267,9 @@ def _gemm_of_torch() -> int | None:
 
 
 def why_one_by_one() -> str | None:
-    """Return why this machine multiplies float32 experts one after another, or None."""
+    """Return the reason why this machine multiplies float32 experts one after another, or None if
+    they are multiplied in parallel.
+    """
     return build.why_not("products.c") or (
         None if side_by_side() else "torch multiplies by another library than MKL")
 

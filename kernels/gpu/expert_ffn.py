@@ -36,7 +36,8 @@ from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 
 @strategies.register("kernels")
 def kernel_ffn(x: Tensor, rows: RowCounts | RowPlan, parameters: FFNParameters) -> Tensor:
-    """A strategy whose GPU kernels also gather rows, apply activations and compute gate gradients.
+    """A strategy whose GPU kernels also gather rows, apply the activation and compute gate
+    gradients.
 
     x: rows [R, D] or tokens [T, D]. The output has the same shape and dtype as `x`; see `Strategy`.
     On other devices, the reference implementations of these kernels in torch are used.

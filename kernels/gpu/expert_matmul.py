@@ -79,7 +79,9 @@ def _odd(x: Tensor, *widths: int) -> bool:
 
 
 class _Product:
-    """A matmul over grouped rows, with its tile size, tile table and TMA descriptors."""
+    """A matmul over grouped rows. The object contains the tile size, the table of tiles, and the
+    TMA descriptors of the operands.
+    """
 
     def __init__(self, x: Tensor, groups: RowGroups, w: Tensor, token: Tensor | None,
                  precision: str, results: int = 1, extra: bool = False) -> None:
@@ -121,7 +123,9 @@ class _Product:
 
     @property
     def grid(self) -> tuple[int]:
-        """The number of programs: as many as run at the same time, at most one per tile."""
+        """The number of programs to launch. As many programs are launched as can run at the same
+        time, or one per tile if there are fewer tiles.
+        """
         work = self.table[0].numel() * triton.cdiv(self.w.shape[2], self.tiling.columns)
         return (programs(self.chip, self.tiling, work, self.groups),)
 
@@ -153,7 +157,8 @@ class _Product:
 
 
 def programs(chip: Chip, tiling: Tiling, work: int, groups: RowGroups) -> int:
-    """Return the number of programs for `work` tiles, at most as many as run at a time.
+    """Return the number of programs for `work` tiles. As many programs are used as can run at the
+    same time, or fewer if there are few tiles.
 
     If other kernels run at the same time, one program is launched per tile. Otherwise, a persistent
     program could not start its tiles while another kernel occupies its multiprocessor, and the
@@ -168,7 +173,9 @@ def expert_matmul_act_backward(grad: Tensor, groups: RowGroups, w_LFD: Tensor, h
                                gate_RF: Tensor | None, scale_R: Tensor | None,
                                token_R: Tensor | None, activation: str,
                                precision: str) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Launch `act_backward_kernel`; see `kernels.expert_matmul.expert_matmul_act_backward`."""
+    """Launch `act_backward_kernel`; see
+    `moe_plugin.kernels.expert_matmul.expert_matmul_act_backward`.
+    """
     p = _Product(grad, groups, w_LFD.transpose(1, 2), token_R, precision, extra=True)
     wide, rows = w_LFD.shape[1], groups.total
     grad_h, after = torch.empty_like(h_RF), torch.empty_like(h_RF)

@@ -56,7 +56,8 @@ def to_e4m3(value, finite, codes, LARGEST: tl.constexpr, ROUND: tl.constexpr):
 def quantize_kernel(x, codes, scales, rows, width, blocks, LARGEST: tl.constexpr,
                     SMALLEST: tl.constexpr, ROUND: tl.constexpr, BR: tl.constexpr,
                     BLOCK: tl.constexpr):
-    """Compute `codes = x / scale`, where scale is the block's largest finite |x| / LARGEST, or 1.
+    """Compute `codes = x / scale`. The scale is the largest finite |x| in the block divided by
+    LARGEST, or 1 for a block of zeros.
 
     Infinities and NaN become NaN.
     """

@@ -242,5 +242,7 @@ def route_top_k_backward(logits_TE: Tensor, mask_T: Tensor | None, ids_TK: Tenso
 
 
 def _pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """Return the contiguous tensor, or a placeholder for an unused pointer argument."""
+    """Return `tensor` as a contiguous tensor. If `tensor` is None, return a placeholder, because
+    unused pointer arguments also need a tensor.
+    """
     return stand_in if tensor is None else tensor.reshape(-1).contiguous()

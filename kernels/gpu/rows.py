@@ -65,7 +65,8 @@ def take_kernel(x, source, weights, out, rows, width, K: tl.constexpr, WEIGHTED:
 @triton.jit
 def sum_kernel(rows_ptr, position, weights, out, tokens, width, K: tl.constexpr,
                WEIGHTED: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Compute `out[t] = sum_j weights[t, j] * rows[position[t, j]]` in float32, in this order.
+    """Compute `out[t] = sum_j weights[t, j] * rows[position[t, j]]`. The sum is computed in
+    float32, in the order of j.
 
     Choices that have no row are skipped.
     """
@@ -192,7 +193,9 @@ def write_kernel(x, record, pages, host, length, size, slots, BLOCK: tl.constexp
 
 @triton.jit
 def read_kernel(out, record, pages, host, enough, length, size, slots, BLOCK: tl.constexpr):
-    """Copy block j of run i from its slot, if any, to `out`. Write NaN if `enough` is false."""
+    """Copy block j of run i from its slot to `out`. If the run has no slot, `out` is not changed.
+    If `enough` is false, the kernel writes NaN.
+    """
     # Runs and blocks share one grid axis, because the other axes are limited to 65,535.
     blocks = tl.cdiv(size, BLOCK)
     run = tl.program_id(0) // blocks
@@ -260,7 +263,8 @@ def histogram_kernel(ids, counts, number, experts, BLOCK: tl.constexpr):
 @triton.jit
 def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS: tl.constexpr,
                 SORTED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """Compute `ranks[n]`, the number of earlier choices with the id of choice n, or -1 for id -1.
+    """Compute `ranks[n]`, the number of choices before choice n that have the same id, or -1 if the
+    id is -1.
 
     If SORTED is true, `ranks[n]` is the row of choice n, and `source[row] = n`, or -1 beyond the
     last row.
@@ -300,7 +304,9 @@ def rank_kernel(ids, counts, through, ranks, source, count_out, number, EXPERTS:
 
 @triton.jit
 def load_kernel(ids, load, number, experts, K: tl.constexpr, BLOCK: tl.constexpr):
-    """For each choice n, add 1 to `load[n % K, ids[n]]`, in any order."""
+    """For each choice n, add 1 to `load[n % K, ids[n]]`. Atomic additions of integers give the same
+    result in any order.
+    """
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = expert_of(ids, n, number, experts)
     tl.atomic_add(load + (n % K) * experts + mine, 1, mask=mine >= 0)

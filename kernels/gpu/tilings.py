@@ -141,11 +141,15 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
     """Return the tile size for a matmul over rows.
 
     Args:
+        chip: properties of the GPU.
         dtype: dtype of the operands.
-        rows_each: average number of rows per expert. A large tile of few rows is mostly empty.
-        results: number of output tiles accumulated at a time (2 for the gate and up matrices).
+        rows_each: average number of rows per expert. With few rows per expert, a large tile would
+            be mostly empty.
+        results: number of output tiles that a program accumulates at the same time (2 for the gate
+            and up matrices).
         extra: whether the kernel reads additional tiles before it stores the output.
-        precision: see `experts.precision`. Float32 on the matrix units uses larger tiles.
+        precision: see `experts.precision`. Float32 matmuls that use the matrix units
+            have larger tiles.
         gathers: whether the rows are gathered. A flat loop is 2 to 13 % faster for rows that are
             not gathered and 5 to 40 % slower for gathered rows (measured on an H100).
         odd: True if a width is not a multiple of 16 bytes.
@@ -170,7 +174,9 @@ def product_tiling(chip: Chip, dtype: torch.dtype, rows_each: float, results: in
 
 
 def router_tokens(columns: int, values: int) -> int:
-    """Return the number of tokens in a tile of `values` values, with `columns` values per token."""
+    """Return the number of tokens in one tile of the router's kernels. A tile contains `values`
+    values in total, and `columns` values per token.
+    """
     return max(1, min(128, values // columns))
 
 
@@ -179,6 +185,7 @@ def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str 
     """Return the tile size for a weight-gradient matmul, which sums over rows.
 
     Args:
+        chip: properties of the GPU.
         dtype: dtype of the operands.
         gathers: whether the rows of either operand are gathered. For gathered rows, the row indices
             are loaded one stage before the rows. For gathered rows, Triton merges two stages into
@@ -202,7 +209,8 @@ def weight_tiling(chip: Chip, dtype: torch.dtype, gathers: bool, precision: str 
 
 def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,
                    least: int = LEAST_PART) -> int | None:
-    """Return the rows per part if weight gradients' sums are split into parts, or None.
+    """Return the number of rows per part if the sums over rows in weight gradients are split into
+    parts, or None if they are not split.
 
     About `PROGRAMS_OF_A_WAVE` parts are created for each program that the GPU can run concurrently,
     regardless of how the rows are distributed across the experts. The whole GPU is therefore used
@@ -210,6 +218,7 @@ def rows_of_a_part(chip: Chip, tiling: Tiling, tiles: int, rows: int,
     matrix has more tiles than there would be parts.
 
     Args:
+        chip: properties of the GPU.
         tiling: tile size of the weight gradient, as returned by `weight_tiling`.
         tiles: number of tiles in one expert's matrix.
         rows: total number of rows of all experts.
@@ -262,7 +271,9 @@ def bounded_registers(most: int, chip: Chip | None = None) -> dict[str, int]:
 
 
 def pointer(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """Return the contiguous tensor, or a placeholder for an unused pointer argument."""
+    """Return the tensor as a contiguous tensor. If `tensor` is None, return a placeholder tensor
+    for the unused pointer argument.
+    """
     return stand_in if tensor is None else tensor.contiguous()
 
 
@@ -286,7 +297,9 @@ def activate(x, ACT: tl.constexpr):
 
 @triton.jit
 def activation_grad(x, ACT: tl.constexpr):
-    """Compute `act'(x)` in float32. As in torch, it is 1 at NaN for relu, and otherwise NaN."""
+    """Compute `act'(x)` in float32. For NaN, the derivative is the same as in torch: 1 for relu,
+    and NaN for the other activation functions.
+    """
     if ACT == "gelu":
         y = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(
             -0.5 * x * x)

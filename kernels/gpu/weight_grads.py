@@ -1,4 +1,5 @@
-"""Weight and bias gradients of grouped rows in Triton, computed as `rows^T @ grad_rows`.
+"""Weight and bias gradients of grouped rows in Triton, computed as `rows^T @ grad_rows` for each
+group.
 
 The tiles of all matrices form one list. As many programs are launched as can run at once. Together
 they process all tiles in the list. If most of the rows belong to one group, the sum over this
@@ -219,7 +220,8 @@ def join_block(parts, out, at, group, end, length, height, size, ADD: tl.constex
 @triton.jit
 def join_kernel(parts, also_parts, out, also_out, ends, lengths, height, size, groups,
                 PAIR: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr, BL: tl.constexpr):
-    """Compute `out[group]` as the sum of its parts in order, or add it (ADD); see `weight_kernel`.
+    """Compute `out[group]` as the sum of its parts in a fixed order. With ADD, add the sum of the
+    parts to `out[group]`; see `weight_kernel`.
 
     Only a few groups are split, so the blocks of these groups are divided among all programs.
     size: number of values in one matrix, I * O.

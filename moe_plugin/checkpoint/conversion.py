@@ -59,7 +59,8 @@ class Conversion:
         force: whether to replace an existing folder at `target` that this conversion did not write.
         advance: function that is called with the number of bytes that were just verified, reused or
             written. Several threads call this function.
-        kept: files that an interrupted conversion completed and this conversion reuses.
+        kept: names of the files that an interrupted conversion completed and this conversion
+            reuses.
     """
 
     source: Source
@@ -248,7 +249,9 @@ def summary(source: Source) -> dict[str, Any]:
 
 
 def _settings(values: Mapping[str, Any]) -> Any:
-    """Return the settings in a checkpoint, which are in `extra` of a plain checkpoint."""
+    """Return the model or run settings that a checkpoint contains. In a plain checkpoint, `extra`
+    contains the settings.
+    """
     extra = values.get("extra")
     candidates = [values.get(name) for name in ("settings", "model", "config")]
     if isinstance(extra, Mapping):
@@ -286,7 +289,9 @@ def _name(dtype: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert settings to JSON values. Objects without a JSON form are converted to strings."""
+    """Convert settings to JSON values. Namespaces become mappings. Objects that cannot be
+    represented in JSON are converted to strings.
+    """
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     if isinstance(value, Mapping):

@@ -123,7 +123,9 @@ def interleaved(parts: Sequence[Derived], axis: int) -> Derived:
 
 
 def stacked(parts: Sequence[Derived]) -> Derived:
-    """Stack tensors of equal shape along a new axis 0, under the key of the first tensor."""
+    """Stack tensors of equal shape along a new axis 0, as `torch.stack` does. The result has the
+    key of the first tensor.
+    """
     return joined([_with_axis(tensor) for tensor in parts], 0)
 
 
@@ -145,7 +147,8 @@ def item_of(tensor: Derived, index: int) -> Derived:
 
 
 def cast(one: Derived, dtype: torch.dtype) -> Derived:
-    """Convert the tensor to a data type, at least float32 for `keeps_float32`.
+    """Convert the tensor to a different data type. If the tensor has `keeps_float32` set, the new
+    data type is at least as wide as float32.
 
     Raises:
         CheckpointError: If the tensor contains quantization codes, which cannot be cast.

@@ -26,7 +26,8 @@ GAP = 1 << 16  # a gap of more bytes is slower to read than to skip with a secon
 
 def read_strided(file: int, start: int, shape: Sequence[int], stride: Sequence[int],
                  dtype: torch.dtype) -> Tensor:
-    """Read a strided tensor from a file into new memory, with the same order of axes.
+    """Read a strided tensor from a file into new memory. The axes have the same order in memory as
+    in the file.
 
     Args:
         file: file descriptor of the open file.
@@ -80,7 +81,9 @@ AT_ONCE = 2
 
 
 class Stopped(Exception):
-    """Raised in a worker to stop writing a file, because a worker or the caller has failed."""
+    """Raised in a worker thread to stop writing a file that is no longer needed, because another
+    worker or the caller has failed.
+    """
 
 
 def usable_cores() -> int:
@@ -109,7 +112,8 @@ class FileWorkers:
         self._error: BaseException | None = None
 
     def start(self, make: Callable[[], Iterator[None]]) -> None:
-        """Start writing a file in a worker thread, as soon as one of the workers is free.
+        """Start writing a file in a worker thread. If all workers are busy, this method waits until
+        one is free.
 
         Args:
             make: function that writes the file. `make` is called in a worker thread. `make` must
@@ -117,7 +121,8 @@ class FileWorkers:
                 before the file is flushed to disk. `make` must call `check` regularly, and must
                 close its file if `check` raises.
         Raises:
-            BaseException: If writing another file failed. The first of several errors is raised.
+            BaseException: If writing another file failed. If writing several files failed, the
+                first error is raised.
         """
         self._room.acquire()
         try:

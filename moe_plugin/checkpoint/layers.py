@@ -28,7 +28,8 @@ from moe_plugin.utils.regular_files import check_output, half_of, write_remedy
 
 def write_experts(source: Source, path: str | os.PathLike[str],
                   advance: Callable[[int], None] = lambda _: None) -> None:
-    """Write the experts of all layers to a safetensors file, one block of a tensor at a time.
+    """Write the experts of all layers to a safetensors file. Only one block of a tensor is in
+    memory at any time.
 
     The file is written under a temporary name and renamed to `path` when it is complete.
 
@@ -37,7 +38,8 @@ def write_experts(source: Source, path: str | os.PathLike[str],
         path: path of the file, which must end with `.safetensors`.
         advance: function that is called after each write, with the number of bytes written.
     Raises:
-        CheckpointError: If there are no feed-forward experts, or the file cannot be written.
+        CheckpointError: If the checkpoint has no feed-forward experts, or if the file cannot be
+            written.
     """
     view, path = convert(source, "plain"), check_output(path)
     names = [name for field, name in view.entries if field == MODEL
@@ -74,11 +76,13 @@ NEUTRAL_NAMES = {ours: theirs for theirs, ours in LAYER_NAMES.items()}
 
 
 def layer_settings(source: Source, prefix: str) -> dict[str, Any]:
-    """Return settings with which an `MoELayer` computes the function of a neutral source's layer.
+    """Return settings for which an `MoELayer` computes the same function as an MoE layer of a
+    framework-independent source.
 
     Args:
         source: a source with framework-independent names.
-        prefix: prefix `layers.N.moe.` of the layer's tensors, a key of `source.layers`.
+        prefix: prefix `layers.N.moe.` of the layer's tensor names. The prefix must be a key of
+            `source.layers`.
     Returns: settings for `moe_plugin.config.from_dict`. The settings contain no balance losses.
     Raises:
         CheckpointError: If an `MoELayer` cannot compute the same function. The error message names
@@ -132,7 +136,8 @@ def local_window(name: str, shape: tuple[int, ...], place: Placement) -> tuple[s
     """Return the part of an expert tensor that a rank stores, as a window.
 
     Args:
-        name: name of the tensor without the prefix `experts.`, a key of `PART_AXIS`.
+        name: name of the tensor without the prefix `experts.`. The name must be a key of
+            `PART_AXIS`.
         shape: shape of the tensor with all experts.
         place: placement that determines which experts each rank stores.
     """
@@ -141,7 +146,8 @@ def local_window(name: str, shape: tuple[int, ...], place: Placement) -> tuple[s
 
 @torch.no_grad()
 def load_layer(layer: MoELayer, source: Source, prefix: str) -> None:
-    """Copy a neutral source's MoE layer into an `MoELayer`. Ranks read only their experts.
+    """Copy the weights of an MoE layer in a framework-independent source into an `MoELayer`. Each
+    rank reads only its own experts.
 
     Adapters are not changed.
 
@@ -188,6 +194,7 @@ def full_state(layer: MoELayer, below: str | tuple[str, ...] = "") -> Mapping[st
     If the experts are distributed over several ranks, all ranks must call this function.
 
     Args:
+        layer: the layer.
         below: prefix or tuple of prefixes. Only tensors whose names start with one of them are
             returned. By default, all tensors are returned.
     """

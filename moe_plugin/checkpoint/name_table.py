@@ -1,4 +1,5 @@
-"""Rules that convert a format's tensor names to framework-independent ("neutral") ones and back.
+"""Rules that convert the tensor names of a format to framework-independent ("neutral") names and
+back.
 
 In the names of a rule, {n} stands for a layer index and {e} for an expert index. If a format stores
 each expert in a separate tensor, the framework-independent tensor contains all experts along axis
@@ -86,15 +87,21 @@ Others = Callable[[Derived], Derived]
 
 @dataclass(frozen=True)
 class NameRule:
-    """A rule that maps a tensor of a format to the neutral tensors that it contains.
+    """A rule that maps one tensor of a format to the framework-independent tensors that it
+    contains.
 
     Attributes:
         theirs: name of the tensor in the format.
-        ours: names of the neutral tensors, in their order in the format's tensor.
-        swap: whether the last two axes are swapped relative to the neutral tensors.
-        axis: axis of the format's tensor along which neutral tensors are concatenated.
-        shares: relative sizes of the neutral tensors along `axis`, or () if all are equal.
-        groups: number of groups along `axis`, each with a slice of every neutral tensor.
+        ours: names of the framework-independent tensors, in the order in which they are stored in
+            the format's tensor.
+        swap: whether the last two axes of the format's tensor are swapped relative to the
+            framework-independent tensors.
+        axis: axis of the format's tensor along which the framework-independent tensors are
+            concatenated.
+        shares: relative sizes of the framework-independent tensors along `axis`, or an empty tuple
+            if all sizes are equal.
+        groups: number of consecutive groups along `axis`. Each group contains a slice of every
+            framework-independent tensor.
         in_turn: whether slices of the framework-independent tensors alternate along `axis`.
         row: whether the format stores the vector as a matrix with one row.
     """
@@ -196,11 +203,13 @@ class NameTable:
         """Convert tensors of the format to framework-independent tensors and yield them.
 
         Args:
+            tensors: tensors of the format.
             others: function that is called for each tensor whose name matches no rule. `others`
                 converts the tensor or raises an error.
             experts: number of experts in a layer, or 0 if it must be determined from the tensors.
         Raises:
-            CheckpointError: If an expert is missing or its tensor has a wrong number of axes.
+            CheckpointError: If an expert is missing, or if an expert's tensor has a wrong number of
+                axes.
         """
         single: dict[Key, tuple[NameRule, dict[int, Derived]]] = {}
         for one in tensors:
@@ -223,7 +232,8 @@ class NameTable:
             yield _checked(whole, name)
 
     def theirs(self, source: Source, others: Others) -> Iterator[Derived]:
-        """Convert the neutral tensors of a source to tensors of the format and yield them.
+        """Convert the framework-independent tensors of a source to tensors of the format and yield
+        them.
 
         Tensors that contain a single expert are yielded last, one expert after another.
 
@@ -275,7 +285,8 @@ def same_parts(theirs: str, ours: str, names: Any) -> Iterator[NameRule]:
 
     Args:
         theirs, ours: prefixes of all names of the format, and of all framework-independent names.
-        names: mapping from the format's names to neutral names, both without prefixes.
+        names: mapping from the names of the format to framework-independent names, both without
+            prefixes.
     """
     return (NameRule(theirs + name, (ours + neutral,)) for name, neutral in names.items())
 

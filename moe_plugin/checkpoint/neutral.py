@@ -1,4 +1,5 @@
-"""Framework-independent ("neutral") names, shapes and settings of decoder models.
+"""Framework-independent names, shapes and settings of decoder models. In the code, they are called
+"neutral".
 
 To convert between all formats, each format needs only one conversion to these names and one
 conversion from them. Letters in shapes: D is the width of the model, V the size of the vocabulary,
@@ -87,15 +88,21 @@ class DecoderSettings:
         heads: number of query heads of attention.
         kv_heads: number of key and value heads of attention.
         norm: type of the norms, "layernorm" or "rmsnorm". Both use `norm_eps`.
-        pre_norm: whether norms precede attention and MLP (True) or follow the residual (False).
-        activation: activation of MLPs and experts; a value of `experts.activation`.
+        pre_norm: whether norms are applied before attention and MLP (True) or after the residual
+            addition (False).
+        activation: activation function of MLPs and experts; a value of the setting
+            `experts.activation`.
         gated: whether MLPs and experts compute `act(x @ w_gate) * (x @ w_in)`.
         gate_clamp, linear_offset: see the settings `experts.clamp` and `experts.linear_offset`.
-        weights_first: whether routing weights multiply experts' inputs (True) or outputs.
-        positions: position encoding: "rotary" (`rotary_base`), "learned", "sinusoidal" or "none".
-        rotary_part: fraction of each head's width, from its start, that is rotated.
+        weights_first: whether inputs (True) or outputs (False) of the experts are multiplied by the
+            routing weights.
+        positions: type of the position encoding: "rotary" (with `rotary_base`), "learned",
+            "sinusoidal" or "none".
+        rotary_part: fraction of each head's width that is rotated. The rotated dimensions are the
+            first dimensions of each head.
         tied: whether the embedding matrix is also used as the output matrix.
-        embed_scale: factor of token embeddings, but not of position embeddings.
+        embed_scale: factor by which token embeddings are multiplied. Position embeddings are not
+            multiplied.
         top_k: number of experts per token, or 0 if the model has no MoE layers.
         router: score function of the router: "softmax", "sigmoid" or "sparsemixer". The router
             "sparsemixer" uses `mixer_eps`, which is also a setting of this package. If
@@ -149,7 +156,9 @@ class DecoderSettings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DecoderSettings:
-        """Build settings from a dict of `to_dict`. Raise `CheckpointError` for other entries."""
+        """Build settings from a dict that `to_dict` returned. Raise `CheckpointError` if entries
+        are missing or unknown.
+        """
         known = {setting.name for setting in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise CheckpointError(f"unknown model setting {unknown[0]!r}; known settings: "
@@ -161,7 +170,8 @@ class DecoderSettings:
 
 
 class NeutralModel:
-    """A summary of a neutral source, computed from its settings and tensor shapes.
+    """A summary of a framework-independent source, computed from its settings and the shapes of its
+    tensors.
 
     Attributes:
         width: width of the model (D).
@@ -174,7 +184,8 @@ class NeutralModel:
         expert_width, shared_width, dense_width: inner widths of each expert (F), of the shared
             expert (G), and of a dense MLP (F). A width is 0 if the model has no such layer.
         biases: which linear layers of attention have biases: "none", "qkv" or "all".
-        qk_norm: norm of queries and keys: "none", "head" (each head separately) or "all".
+        qk_norm: normalization of queries and keys: "none", "head" for each head separately, or
+            "all" for all heads together.
         shared: type of the shared expert: "none", "plain" or "gated".
         dtype: data type of the embedding matrix.
     Raises:
@@ -216,19 +227,24 @@ class NeutralModel:
 
     @property
     def group_scores(self) -> int | None:
-        """Return how many expert scores are added to a group's score, or None without groups."""
+        """Return the number of expert scores that are added to obtain the score of a group, or None
+        if there are no groups.
+        """
         s = self.settings
         return None if not s.groups else s.group_scores or max(1, s.top_k // s.group_top_k)
 
 
 def unfit(model: DecoderSettings, checks: Iterable[tuple[str, bool, str]], held: Container[str],
           extra: Container[str]) -> list[str]:
-    """Return a model's settings that a format does not support, and the values it allows.
+    """Return the settings of a model that a format does not support, with the values that it
+    allows.
 
     Args:
         model: settings of the model.
-        checks: name, whether the value is allowed, and the allowed values, for each setting.
-        held: settings that the format can represent. All others must have their defaults.
+        checks: a tuple for each checked setting: its name, whether its value is allowed, and a
+            description of the allowed values.
+        held: names of the settings that the format can represent. All other settings must have
+            their default values.
         extra: keys of `model.extra` that the format supports.
     """
     values = vars(model)

@@ -57,7 +57,8 @@ def merge(states: Sequence[State],
             states in rank 0's state dict. Required if the state dicts contain no extra states, as
             is the case for optimizer states.
     Raises:
-        ValueError: If the states are not those of all ranks of the group in rank order.
+        ValueError: If the number of state dicts is not the size of the group, or if the state dicts
+            are not in rank order.
     """
     layers = moe_layers(states[0]) if layers is None else layers
     for rank, state in enumerate(states):
@@ -93,7 +94,8 @@ def split(whole: State, rank: int, size: int, layers: Mapping[str, Mapping[str, 
         shards: number of ranks among which each expert is split, by layer prefix. Required only for
             layers that set `parallel.shards`. Optional.
     Raises:
-        ValueError: If the rank does not exist or `size` ranks cannot divide the experts.
+        ValueError: If the experts cannot be divided among `size` ranks, or if the rank does not
+            exist.
     """
     if not 0 <= rank < size:
         raise ValueError(f"rank {rank} of {size} ranks does not exist: the rank must be >= 0 and < "
@@ -186,7 +188,8 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
 
 
 def window_of_rank(shape: Sequence[int], rank: int, local: int, shards: int, axis: int) -> Window:
-    """Return the part of an expert tensor that a rank of a group stores, as a window.
+    """Return the part of an expert tensor that one rank of an expert-parallel group stores, as a
+    window.
 
     Args:
         shape: shape of the tensor with all experts.
@@ -235,7 +238,8 @@ def column_source(format: str, columns: Columns, layers: Mapping[str, Mapping[st
         format, layers, values: attributes of the new source, as described in `Source`.
         columns: for each field, a dict of values by name. The values are tensors on disk that
             contain all experts, or other objects.
-        description, paths: results of the new source's `describe` and `files`.
+        description, paths: return values of `Source.describe` and `Source.files` for the new
+            source.
     """
     rest = {field: {name: value for name, value in column.items()
                     if not isinstance(value, Derived)} for field, column in columns.items()}
@@ -247,12 +251,14 @@ def column_source(format: str, columns: Columns, layers: Mapping[str, Mapping[st
 
 def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, Any],
                   description: Mapping[str, Any], paths: Sequence[Path]) -> DerivedSource:
-    """Build a source with the experts of all ranks from the columns of each rank in a group.
+    """Build a source with the experts of all ranks from the columns that each rank of one
+    expert-parallel group stores.
 
     Args:
         format, values: attributes of the new source, as described in `Source`.
         ranks: columns of each rank, in rank order.
-        description, paths: results of the new source's `describe` and `files`.
+        description, paths: return values of `Source.describe` and `Source.files` for the new
+            source.
     """
     ranks = [{field: with_current_names(column) for field, column in rank.items()}
              for rank in ranks]
@@ -262,7 +268,9 @@ def ranked_source(format: str, ranks: Sequence[Columns], values: Mapping[str, An
 
 
 def columns_of(source: Source) -> dict[str, dict[str, Any]]:
-    """Return all tensors and other values of a source as columns (dicts by name), by field."""
+    """Return all tensors and other values of a source as columns, that is, as one dict of values by
+    name for each field.
+    """
     whole: dict[str, dict[str, Any]] = {MODEL: {}}
     for field, name in source.entries:
         whole.setdefault(field, {})[name] = source.tensor((field, name))
@@ -276,6 +284,7 @@ def columns_of_rank(source: Source, rank: int, size: int,
     """Return the columns that one rank of an expert-parallel group stores.
 
     Args:
+        source: the source.
         rank, size: rank in the expert-parallel group, and number of ranks in this group.
         shards: number of ranks among which each expert is split, either one number for all layers
             or a mapping by layer prefix. Optional.

@@ -1,4 +1,5 @@
-"""Change the number of expert-parallel ranks between two steps without a checkpoint.
+"""Change the number of expert-parallel ranks between two training steps without saving a
+checkpoint.
 
 Experts and their optimizer state are sent point to point, from the ranks that currently store them
 to the ranks that will store them. `planner.resharding` plans these transfers. No rank gathers all
@@ -36,7 +37,8 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
                            world: Comm | None = None,
                            copies: MutableMapping[Tensor, Tensor] | None = None
                            ) -> dict[Tensor, nn.Parameter]:
-    """Redistribute the experts of a model's `MoELayer`s over another expert-parallel group.
+    """Redistribute the experts of all `MoELayer`s in a model over a different expert-parallel
+    group.
 
     Call this function between `optimizer.step()` and the next forward pass, because it discards the
     gradients of experts. The layers remain the same objects, and so do all parameters except those
@@ -85,13 +87,16 @@ def change_expert_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | 
 
 
 def check_sizes(model: nn.Module, sizes: Mapping[int, int], world: int) -> None:
-    """Raise `ValueError` if experts cannot be divided among groups of one of these sizes.
+    """Raise `ValueError` if the experts cannot be divided among expert-parallel groups of one of
+    these sizes.
 
     The error message names the setting, its value, the allowed values and a remedy. See
     `change_expert_parallel`.
 
     Args:
-        sizes: mapping from a training step to the group size from this step on.
+        model: the model.
+        sizes: mapping from a training step to the size that expert-parallel groups have from this
+            step on.
         world: number of data-parallel ranks.
     """
     for step, size in sizes.items():
@@ -246,7 +251,9 @@ def _moved(move: Resharding, value: Tensor) -> Tensor:
 
 
 def _wrapped_like(old: Tensor, value: Tensor) -> Tensor:
-    """Return `value` as a parameter like `old`, or unchanged if `old` is not a parameter."""
+    """If `old` is a parameter, return `value` as a parameter with the same `requires_grad`.
+    Otherwise, return `value` unchanged.
+    """
     new = nn.Parameter(value) if isinstance(old, nn.Parameter) else value
     return new.requires_grad_(old.requires_grad)
 

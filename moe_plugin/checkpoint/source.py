@@ -45,7 +45,8 @@ class CheckpointError(ValueError):
 
 @contextmanager
 def refused_if_unreadable(what: str, remedy: str) -> Iterator[None]:
-    """Convert errors from reading untrusted or damaged files to `CheckpointError` in a block.
+    """A context manager that converts errors from reading untrusted or damaged files to
+    `CheckpointError`.
 
     what: beginning of the error message, with the file and the problem.
     """
@@ -73,7 +74,8 @@ class TensorEntry:
     Attributes:
         shape: shape of the tensor with all experts. For expert tensors, axis 0 has the size E.
         dtype: data type in the checkpoint.
-        keeps_float32: whether `cast` keeps the tensor in float32 or wider. See `name_table`.
+        keeps_float32: whether the tensor must stay in float32 (or a wider type) when `cast`
+            converts it. See `name_table`.
     """
 
     shape: tuple[int, ...]
@@ -102,10 +104,12 @@ def full_window(shape: Sequence[int]) -> Window:
 
 
 def check_window(window: Window | None, shape: Sequence[int]) -> Window:
-    """Complete a window with a start and stop for every axis, whole axes if omitted.
+    """Complete a window, so that it has a start and a stop for every axis. Axes that the window
+    omits are selected completely.
 
     Raises:
-        ValueError: If the window has too many axes or another step, or exceeds the tensor.
+        ValueError: If the window has more axes than the tensor, has a step other than 1, or exceeds
+            the tensor.
     """
     given = window or ()
     if len(given) > len(shape):
@@ -146,12 +150,14 @@ def window_shape(window: Window) -> tuple[int, ...]:
 
 
 class Source(ABC):
-    """A checkpoint that is open for reading, by several threads at the same time.
+    """A checkpoint that is open for reading. Several threads may read from a source at the same
+    time.
 
     Attributes:
         format: name of the format, as registered in `moe_plugin.checkpoint.formats.base`.
         entries: shape and data type of each tensor. Each key consists of a field and a name.
-        values: all values that are not tensors, such as "step", "settings" and schedules.
+        values: all values that are not tensors, such as "step", "settings", schedules, random
+            states and parameter groups.
         layers: properties of each MoE layer, such as `{"num_experts": E}`, by the name prefix of
             the layer. The names of the expert tensors in a layer start with this prefix, followed
             by "experts.".
@@ -167,7 +173,8 @@ class Source(ABC):
 
         Args:
             key: field and name of the tensor.
-            window: optional. One slice per leading axis; other axes are read completely.
+            window: one slice per axis. Trailing axes that are not listed are read completely.
+                Defaults to the whole tensor.
         Raises:
             CheckpointError: If the tensor does not exist, or if a file is damaged.
             ValueError: If the window is not valid for the tensor.
@@ -197,7 +204,8 @@ class Source(ABC):
         return Derived(key, self.entries[key], lambda window: self.read(key, window))
 
     def decoded(self, dtype: torch.dtype) -> Source:
-        """Return a view of this source with dequantized instead of quantized weights.
+        """Return a view of this source that contains dequantized weights instead of quantized
+        weights.
 
         When a quantized weight is read, it is converted directly to `dtype`. All other tensors are
         unchanged.
@@ -213,7 +221,9 @@ class Source(ABC):
         return ()
 
     def unsealed(self) -> Sequence[Path]:
-        """Return the files with tensors but without a checksum, whose damage is not detected."""
+        """Return the files that contain tensors but have no checksum. If such a file is damaged,
+        the damage is not detected.
+        """
         return [path for path in self.files() if checksums.seal_of(path) is None]
 
     def close(self) -> None:
@@ -231,7 +241,8 @@ class Derived:
     """A lazy tensor: a key, a shape, a data type, and a function that reads any window of it.
 
     Attributes:
-        read: function that returns a window's values, with a start and stop for every axis.
+        read: function that returns the values of a window. The window must have a start and a stop
+            for every axis.
     """
 
     key: Key
@@ -249,7 +260,8 @@ class DerivedSource(Source):
     Args:
         derived: all tensors of the source.
         format, values, layers: attributes of the source, as described in `Source`.
-        description, paths, unsealed: results of `describe`, `files` and `unsealed`.
+        description, paths, unsealed: return values of the methods `describe`, `files` and
+            `unsealed`.
     Raises:
         CheckpointError: If two tensors have the same key.
     """
@@ -285,12 +297,14 @@ class DerivedSource(Source):
 
 
 class View(DerivedSource):
-    """A source whose tensors are derived from, and read only as needed from, another one.
+    """A source whose tensors are derived from those of another source. Only the values that are
+    needed are read from the other source.
 
     Args:
         origin: the source from which values are read. Closing the view also closes `origin`.
         derived: all tensors of the view.
-        format, values, layers: optional. Attributes of the view, by default of `origin`.
+        format, values, layers: attributes of the view. Each of these attributes defaults to the
+            attribute of `origin`. Optional.
     """
 
     def __init__(self, origin: Source, derived: Iterable[Derived], *, format: str | None = None,

@@ -43,6 +43,7 @@ class StoredTensor:
     """The location of a tensor in a file.
 
     Args:
+        path: path of the file.
         start: position of the tensor's first element in the file, in bytes.
         shape, stride: shape and strides of the tensor, in elements. Strides must not be negative.
         dtype: data type of the elements.
@@ -58,7 +59,8 @@ class StoredTensor:
         """Read the values of a window of the tensor into new memory.
 
         Raises:
-            CheckpointError: If the file cannot be read, is damaged, or became shorter.
+            CheckpointError: If the file cannot be read, is damaged, or was truncated while it was
+                open.
         """
         first = self.start + self.entry.dtype.itemsize * sum(
             part.start * step for part, step in zip(window, self.stride, strict=True))
@@ -77,9 +79,11 @@ def _stored_tensor(path: Path, tensor: Tensor, part: tuple[int, int],
     """For a tensor that `_structure` returned, return its location in the file.
 
     Args:
-        part: first and last byte in the file of the data that `torch.save` wrote.
+        part: first and last position, in bytes from the start of the file, of the data that
+            `torch.save` wrote.
     Raises:
-        ValueError: If the tensor is not dense, or not inside the range `part` of the file.
+        ValueError: If the tensor is not dense, or if it is not completely inside the range `part`
+            of the file.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(f"it contains a tensor with the layout {tensor.layout}, which is not "
@@ -112,18 +116,21 @@ def _structure(load: Callable[..., Any]) -> Any:
 
 def open_lazily(path: Path, allowed: Iterable[Any], what: str, trusted: bool = False,
                 stream: Any = None, part: tuple[int, int] | None = None) -> Any:
-    """Load a `torch.save` file with a `Derived` in place of each tensor, without its values.
+    """Load a `torch.save` file without reading the values of its tensors. Each tensor is replaced
+    by a `Derived`.
 
     Tensors with the same storage and shape have the same read function.
 
     Args:
+        path: path of the file.
         allowed: classes that the file may contain. See `trust.load`.
         what: description of the file for error messages.
         trusted: whether to unpickle arbitrary classes.
         stream, part: for a file that is stored inside another file: a stream with its bytes, and
             the start and end of these bytes in the outer file.
     Raises:
-        ValueError: If tensors are not dense, or extend beyond the end of the file.
+        ValueError: If the file contains tensors that are not dense, or that extend beyond the end
+            of the file.
         UntrustedFile: If the file contains classes that are not in `allowed` (see `trust.load`).
     """
     def load(**options: Any) -> Any:
@@ -142,6 +149,7 @@ def open_mapping(path: Path, remedy: str, allowed: Iterable[Any] = (), trusted: 
     """Load a checkpoint file that contains a mapping. See `open_lazily`.
 
     Args:
+        path: path of the file.
         remedy: advice for the error message about a damaged file.
         allowed, trusted: see `open_lazily`.
         check: function that raises `ValueError` if the mapping is not valid in this format.
@@ -189,7 +197,8 @@ def _map_values(value: Any, type_: type, change: Callable[[Any], Any]) -> Any:
 
 
 class SealedWriter:
-    """A writer of `torch.save` files with checksums, which reads `Derived` tensors in blocks.
+    """A writer of `torch.save` files with checksums. `Derived` tensors are read one block at a
+    time.
 
     Two files are written in parallel if two cores are available. Data is flushed to disk in the
     background. When the context ends, all files have been flushed to disk. If several tensors have
@@ -198,7 +207,8 @@ class SealedWriter:
     Args:
         advance: function that is called with the number of tensor bytes that were just written.
             Several threads call this function.
-        at_once: number of files written in parallel. Defaults to the choice of `FileWorkers`.
+        at_once: number of files that are written in parallel. Defaults to the number that
+            `FileWorkers` chooses.
     """
 
     def __init__(self, advance: Callable[[int], None] = lambda _: None,
@@ -210,11 +220,15 @@ class SealedWriter:
         """Start writing one file.
 
         Args:
-            state: nested mappings, lists and tuples of tensors, `Derived` and other values.
+            path: path of the file.
+            state: nested mappings, lists and tuples with tensors, `Derived` tensors and other
+                values.
             done: function that another thread calls after the file has been flushed to disk.
         Raises:
-            OSError: If this or an earlier file cannot be written, for example on a full disk.
-            CheckpointError: If an earlier file's tensors cannot be read.
+            OSError: If this file or an earlier file could not be written, for example because the
+                disk is full.
+            CheckpointError: If an earlier file could not be written because its tensors cannot be
+                read.
         """
         tensors: dict[Any, tuple[Derived, Tensor]] = {}
 
@@ -235,9 +249,11 @@ class SealedWriter:
 
     def fill(self, path: Path, order: Sequence[tuple[int, Derived]],
              done: Callable[[], None] = lambda: None) -> None:
-        """Start writing tensors into an existing file, which `checksums.seal` then completes.
+        """Start writing tensors into an existing file. The file is complete only after a call of
+        `checksums.seal`.
 
         Args:
+            path: path of the file.
             order: pairs (position in bytes, tensor to be written there), sorted by position.
             done: function that another thread calls after the file has been flushed to disk.
         """
@@ -297,7 +313,9 @@ def _blocks(order: Iterable[tuple[int, Derived]],
 
 
 def _in_memory() -> Callable[[Tensor], Derived]:
-    """Return a function that wraps tensors in memory as `Derived`, always the same for a tensor."""
+    """Return a function that wraps tensors in memory as `Derived` tensors. For the same tensor, the
+    function always returns the same `Derived`.
+    """
     known: dict[int, Derived] = {}
 
     def stored(tensor: Tensor) -> Derived:

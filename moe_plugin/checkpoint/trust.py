@@ -27,7 +27,9 @@ _LEGACY = 4  # number of pickles ahead of the tensors in a `torch.save` file tha
 
 
 class UntrustedFile(ValueError):
-    """Raised for a file with classes that are not allowed, whose unpickling could run code."""
+    """Raised if a file contains classes that are not allowed. Unpickling such classes could run
+    code that is stored in the file.
+    """
 
     def __init__(self, what: str, classes: Iterable[str]) -> None:
         super().__init__(
@@ -82,7 +84,8 @@ def check(file: Any, what: str, cause: BaseException | None = None) -> None:
 
 
 def check_sizes(file: Any, what: str) -> None:
-    """Raise `ValueError` for compressed `torch.save` files, or members larger than the file.
+    """Raise `ValueError` if a zip file in the format of `torch.save` is compressed, or if its
+    members are together larger than the file.
 
     Reading such a file could exhaust the memory. `torch.save` never writes such files.
     """
@@ -166,10 +169,12 @@ class Unpickler(pickle.Unpickler):
     """An unpickler that accepts only allowed classes, and members of allowed enums.
 
     Args:
+        stream: the pickle.
         allowed: names of the allowed classes, in the form `module.name`.
         what: description of the file for error messages.
     Raises:
-        UntrustedFile: If the pickle refers to other classes. Raised by the method `load`.
+        UntrustedFile: If the pickle refers to a class that is not allowed. This error is raised by
+            the method `load`.
     """
 
     def __init__(self, stream: Any, allowed: Iterable[str], what: str) -> None:

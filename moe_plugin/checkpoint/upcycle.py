@@ -1,4 +1,5 @@
-"""Conversion of a dense model to a Mixture of Experts that initially computes the same.
+"""Upcycling: conversion of a dense model to a Mixture of Experts that initially computes the same
+function.
 
 Copies: every expert is a copy of the layer's MLP, and the routers are initialized randomly. The
 weights of the chosen experts sum to 1. The layer therefore has the same output as the MLP,
@@ -53,7 +54,8 @@ class Upcycling:
     Attributes:
         experts: number of experts per MoE layer (E).
         top_k: number of experts per token.
-        granularity: number G of slices of each MLP, or 1 if experts are copies of the MLP.
+        granularity: number of slices into which each MLP is split (G), or 1 if experts are copies
+            of the whole MLP.
         shared: fraction (0 <= x < 1) of the MLP's output that the shared expert contributes. The
             shared expert is a copy of the MLP, and the routed experts contribute the rest of the
             output.
@@ -106,7 +108,8 @@ def upcycle(source: Source, plan: Upcycling) -> View:
     therefore left out, and a message is logged.
 
     Raises:
-        CheckpointError: If the model has MoE layers, or no layer's MLP can be converted.
+        CheckpointError: If the model already has MoE layers, or if no layer has an MLP that can be
+            converted to experts.
     """
     settings = DecoderSettings.from_dict(source.values["model"])
     refuse_experts(source, settings.top_k)
@@ -172,7 +175,8 @@ def moe_tensors(mlp: Mapping[str, Derived], plan: Upcycling, layer: int,
     Args:
         mlp: tensors of the MLP, by their framework-independent names within the MLP.
         plan: settings of the conversion.
-        layer: unique index of the MoE layer, which is part of the router's random seed.
+        layer: index of the MoE layer, which must be unique because it is part of the router's
+            random seed.
         prefix: prefix for the names of the new tensors.
     Raises:
         CheckpointError: If the MLP cannot be split into `plan.granularity` slices.
@@ -238,10 +242,12 @@ def _router(like: Derived, plan: Upcycling, layer: int) -> Derived:
 
 
 def write_new(source: Source, to: Format, target: Path) -> None:
-    """Write a source, with the target format's names, as a new checkpoint or not at all.
+    """Write a source as a new checkpoint. The source must use the names of the target format. If
+    writing fails, incomplete files are removed.
 
     Raises:
-        CheckpointError: If the target exists or cannot be written in this format.
+        CheckpointError: If the target already exists, if the format cannot store the source, or if
+            the disk is full.
     """
     if target.exists():
         raise CheckpointError(f"{str(target)!r} already exists; choose another folder")

@@ -61,7 +61,9 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def inspection_lines(found: Mapping[str, Any], every: bool) -> list[str]:
-    """Return the lines of `moe-plugin inspect`: all (`every`), or at most `SCREEN`."""
+    """Return the lines that `moe-plugin inspect` prints. If `every` is true, return all lines;
+    otherwise return at most `SCREEN` lines.
+    """
     from moe_plugin.planner.units import show_size
 
     layout = ", ".join(f"{name} {value}" for name, value in found["layout"].items())
@@ -98,7 +100,9 @@ def inspection_lines(found: Mapping[str, Any], every: bool) -> list[str]:
 
 
 def _cut(lines: list[str], most: int, what: str) -> list[str]:
-    """Return at most `most` lines, and then a line with the number left out."""
+    """Truncate a list to at most `most` lines. If lines were left out, the last returned line
+    states how many.
+    """
     if len(lines) <= most:
         return lines
     return [*lines[:most - 1], f"  and {len(lines) - most + 1} more {what} (--all prints them)"]
@@ -158,7 +162,9 @@ def reshard(args: argparse.Namespace) -> int:
 
 
 def peak_bytes() -> int:
-    """Return this process's peak memory in bytes, including mapped file pages."""
+    """Return the peak memory of this process in bytes, including resident pages of memory-mapped
+    files.
+    """
     try:  # counts only this program; getrusage includes what ran earlier in the same process
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         return int(re.findall(r"VmHWM:\s*(\d+) kB", status)[0]) * 1024
@@ -253,9 +259,12 @@ def check_hf_options(p: argparse.ArgumentParser) -> None:
 
 
 def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
-    """Print a note if a model refers to Python code, which is never executed.
+    """Print a note if the configuration of a model refers to Python code in the model's folder. The
+    Python code in a model's folder is never executed.
 
-    Raises: ValueError: For code of another repository, which transformers would run.
+    Raises:
+        ValueError: If the configuration refers to code in a different repository, because
+            transformers would download and run that code.
     """
     for name, value in config.items():
         if name.endswith("_implementation") and "/" in str(value):
@@ -268,7 +277,10 @@ def _say_unused_code(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _has_unaligned_experts(model: Any) -> bool:
-    """Return True if torch's grouped products refuse rows of the experts' lengths."""
+    """Return whether torch's grouped products, the default of `transformers`, refuse the experts.
+
+    These products need rows whose length is a multiple of 16 bytes.
+    """
     from moe_plugin.experts.matrices import of_transformers  # loads torch
 
     return any(width * weight.element_size() % 16

@@ -212,7 +212,9 @@ def simulate_routing(args: argparse.Namespace) -> int:
 
 
 def _emulate_routing(args: argparse.Namespace) -> int:
-    """Run the layer on an emulated cluster with a trace's choices. Print the times."""
+    """Run the layer on an emulated cluster with the expert choices of a routing trace, and print
+    the measured times.
+    """
     from moe_plugin.cli.figures import links_of
     from moe_plugin.observe.traces import read_traces
     from moe_plugin.planner.model import load_model

@@ -109,7 +109,9 @@ def build_corpus(out: Path, *, size: int = 4_000_000, source: Path | None = None
 
 
 def read_info(out: Path) -> CorpusInfo | None:
-    """Return the description of a complete corpus in `out`, or None."""
+    """Return the description of the corpus in `out`, or None if `out` does not contain a complete
+    corpus.
+    """
     try:
         values = json.loads((out / "corpus.json").read_text())
         complete = all(
@@ -120,7 +122,9 @@ def read_info(out: Path) -> CorpusInfo | None:
 
 
 def unigram_entropy(tokens: Iterable[int]) -> float:
-    """Return the tokens' entropy `-sum(p * ln(p))` in nats per token."""
+    """Return the entropy `-sum(p * ln(p))` in nats per token, where `p` are the relative
+    frequencies of the tokens.
+    """
     counts = Counter(tokens)
     total = sum(counts.values())
     return -sum(n / total * math.log(n / total) for n in counts.values()) if total else 0.0
@@ -134,14 +138,19 @@ def byte_token(byte: int) -> str:
 
 
 def token_lines(text: bytes) -> Iterator[str]:
-    """Yield each line's tokens, separated by spaces, without line breaks (fairseq adds them)."""
+    """For each line of a text, yield its tokens, separated by spaces.
+
+    Line breaks are omitted, because fairseq adds an end-of-sentence token to each line.
+    """
     names = [byte_token(b) for b in range(256)]
     for line in text.splitlines():
         yield " ".join(names[b] for b in line)
 
 
 def _files(root: Path) -> list[Path]:
-    """Return all source files below `root`, reproducibly shuffled across packages."""
+    """Return all source files below `root` in a reproducible order that shuffles files across
+    packages.
+    """
     sources = []
     for folder, folders, names in os.walk(root):
         folders[:] = [
@@ -176,7 +185,9 @@ def _split(files: list[Path], size: int, root: Path) -> dict[str, list[bytes]]:
 
 
 def _read(path: Path) -> bytes:
-    """Read a source file without trailing whitespace, or "" for files to skip."""
+    """Read a source file and strip trailing whitespace from its lines. Return an empty string for
+    files that must be skipped.
+    """
     try:
         if path.stat().st_size > _LARGEST_FILE:
             return b""

@@ -20,7 +20,9 @@ _LINKS = {"rate": "200mbit", "delay": "1ms", "message_cost": "0us"}
 
 
 def add_links(p: argparse.ArgumentParser) -> None:
-    """Add the options of an emulated cluster's links, which `links_of` reads."""
+    """Add the options that describe the links of an emulated cluster. `links_of` reads these
+    options.
+    """
     for name, metavar, text in (
             ("rate", "RATE", "rate of an emulated node's link"),
             ("delay", "TIME", "one-way delay between emulated nodes"),
@@ -89,9 +91,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
-    """Write a figure to a .png or .svg file, identically for equal plots, and close the figure.
+    """Write a figure to a .png or .svg file and close the figure.
 
-    Raises: ValueError: If the suffix is neither .png nor .svg, or if the file cannot be written.
+    The file contains no dates or random identifiers, so equal plots produce identical files.
+
+    Raises:
+        ValueError: If the suffix is neither .png nor .svg, or if the file cannot be written.
     """
     content, suffix = io.BytesIO(), check_figure(path)
     if figure.get_layout_engine() is None:
@@ -115,7 +120,9 @@ def check_figure(path: str | os.PathLike[str]) -> str:
 
 
 def pyplot() -> Any:
-    """Return `matplotlib.pyplot` without a display. Raise a `ValueError` if missing."""
+    """Return `matplotlib.pyplot` with a backend that does not need a display. Raise `ValueError` if
+    matplotlib is not installed.
+    """
     try:
         import matplotlib
     except ImportError as error:

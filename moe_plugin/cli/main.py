@@ -141,7 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _not_collected() -> Iterator[None]:
-    """Exclude the objects of imports from garbage collection, now and later.
+    """Disable garbage collection while modules are imported. The imported objects are also excluded
+    from later collections.
 
     Without this, collecting the million objects that torch creates takes one second during the
     imports and another second at exit.
@@ -171,7 +172,12 @@ def _one_line(error: Exception) -> str:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the options of a command (or exit with status 2). `options.run(options)` runs it."""
+    """Parse the options of the command in `argv`. To run the command, call `options.run(options)`
+    with the returned options.
+
+    Raises:
+        SystemExit: If argparse finds invalid arguments (status 2).
+    """
     parser = Parser(
         prog="moe-plugin", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Mixture-of-Experts layers for plain PyTorch, transformers, fairseq and "
@@ -209,7 +215,8 @@ def _help(parser: argparse.ArgumentParser, status: int) -> int:
 def add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, Command],
                   words: Sequence[str], above: str = "", level: str = "command",
                   shown: bool = True) -> None:
-    """Add all commands to a parser, and the options of the command in `words`.
+    """Add all commands to a parser, and add the options of the command selected by the first item
+    of `words`.
 
     Only the options of this command are added, because importing the modules of all commands would
     take seconds.

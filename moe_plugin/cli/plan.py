@@ -234,7 +234,9 @@ def _scale(args: argparse.Namespace, model: Any, cluster: Any, device: Any) -> N
 
 
 def _plot_plans(path: Path, plans: list[Any]) -> None:
-    """Plot the plans' step times as bars, and the best plan's MoE layer over time."""
+    """Plot the step times of the plans as stacked bars, and the MoE layer of the best plan as a
+    timeline.
+    """
     from moe_plugin.cli.figures import pyplot, save_figure
 
     plt = pyplot()

@@ -67,7 +67,9 @@ def recommend_options(p: argparse.ArgumentParser) -> None:
 
 
 def recommend(args: argparse.Namespace) -> int:
-    """Measure the ranks, plan the model, and write and print the plan on rank 0."""
+    """Measure the ranks, plan the model, write the plan and print the result. Only rank 0 writes
+    files and prints output.
+    """
     from moe_plugin.cli.measure.own_cluster import own_ranks
     from moe_plugin.planner.model import load_model
 
@@ -134,7 +136,9 @@ def _check_links(grid: tuple[int, int], wanted: tuple[int, int]) -> None:
 
 def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
             device: Device) -> list[PlanCost]:
-    """Return the plans that fit in memory, also by recomputing some layers."""
+    """Return the plans that fit in memory, including plans that recompute the activations of some
+    layers.
+    """
     from moe_plugin.planner.all_to_all_cost import distinct
     from moe_plugin.planner.cluster import MAX_NUMBER
     from moe_plugin.planner.model_search import Space, search
@@ -156,9 +160,11 @@ def _search(args: argparse.Namespace, model: ModelShape, cluster: Cluster,
 def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: torch.device,
               grid: tuple[int, int], memory: float) -> tuple[MeasuredNetwork | None,
                                                              Processor | None]:
-    """Measure and store the network (of several ranks) and the processor, or reuse measurements.
+    """Return the measurements stored in the folder of rank 0 if they can be reused. Otherwise,
+    measure the network and the processor, and store the results.
 
-    Reused measurements of the folder of rank 0 are returned only on rank 0.
+    Reused measurements are returned only on rank 0. The network is not measured if there is only
+    one rank.
     """
     from moe_plugin.cli.measure.own_cluster import (
         about_network,

@@ -118,7 +118,9 @@ def report_options(p: argparse.ArgumentParser) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write the page. Print its path, and a note for each problem in the run's files."""
+    """Write the page. Print the path of the report, and a note about each problem in the run's
+    files.
+    """
     # a long log has many records and no reference cycles: collection would take a third of the time
     collects = gc.isenabled()
     gc.disable()
@@ -184,7 +186,9 @@ def watch(args: argparse.Namespace) -> int:
 
 
 def _state(run: RunRecord) -> dict[str, Any]:
-    """Return a run's last records and findings as plain values for JSON."""
+    """Return the current state of a run as plain values for JSON. The state consists of the last
+    records and the findings.
+    """
     from moe_plugin.observe.findings import findings
 
     return {

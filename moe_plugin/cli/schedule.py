@@ -163,7 +163,9 @@ def schedule_options(p: argparse.ArgumentParser) -> None:
 
 
 def schedule(args: argparse.Namespace) -> int:
-    """Plan a collective, compare it with other algorithms, and print and write it."""
+    """Plan the schedule of a collective, compare it with other algorithms, and print and write the
+    results.
+    """
     from moe_plugin.cli.planning.forest import Report, compare, text
     from moe_plugin.cli.planning.pictures import drawing, page
     from moe_plugin.planner.forest import plan

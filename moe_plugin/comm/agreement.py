@@ -16,13 +16,15 @@ _DIGEST = 32
 
 
 def agree(comm: Comm, settings: Mapping[str, Any]) -> None:
-    """Check, in one all-gather of 40 bytes, that settings are equal on all ranks.
+    """Check that the settings are equal on all ranks of a group. The check is collective and needs
+    one all-gather of 40 bytes.
 
     The size is fixed, so the check completes even if the ranks pass different settings. If the
     ranks disagree, the settings themselves are also gathered. Simulated ranks share one process and
     are not compared.
 
     Args:
+        comm: the group.
         settings: mapping from the name of each setting to its value. Two values are considered
             equal if their `repr` strings are equal.
     Raises:
@@ -49,6 +51,7 @@ def exchange_ints(comm: Comm, sends: Mapping[int, Sequence[int]],
     to itself are copied without any communication.
 
     Args:
+        comm: the group.
         sends: mapping from each receiving rank to the integers that this rank sends to it.
         recvs: mapping from each sending rank to the number of integers that it sends to this rank.
     Returns:

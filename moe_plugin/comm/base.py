@@ -31,7 +31,8 @@ FindNetwork = Callable[[], tuple[Network, str]]
 
 
 class Collectives:
-    """The backend's own collectives for a layer's data, or other ones in subclasses.
+    """The backend's own collectives, which gather a layer's data from all ranks or sum it over
+    ranks. Subclasses implement other algorithms.
 
     The data consists of expert parameters and their gradients, partial outputs of ranks that share
     the same tokens, and gradients of replicas. The plans and measurements of an algorithm are
@@ -43,7 +44,8 @@ class Collectives:
 
     @classmethod
     def make(cls, comm: Comm, network: FindNetwork, cluster: Cluster | None) -> Collectives:
-        """Create the collectives of a group after `prepare`. All ranks must call this method.
+        """Create the collectives for a group for which `prepare` has been called. All ranks must
+        call this method.
 
         network: function that returns a description of the network between the ranks of the group.
         cluster: optional. Cluster description from which the fastest collectives are predicted. By
@@ -52,7 +54,9 @@ class Collectives:
         return NATIVE
 
     def all_gather(self, comm: Comm, x: Tensor) -> Tensor:
-        """Concatenate the equally shaped tensors `x` [n, ...] of all ranks to [size * n, ...]."""
+        """Concatenate the tensors `x` [n, ...] of all ranks to a tensor [size * n, ...]. `x` must
+        have the same shape on all ranks.
+        """
         return comm.all_gather(x)
 
     def reduce_scatter(self, comm: Comm, x: Tensor) -> Tensor:
@@ -70,11 +74,13 @@ class Collectives:
         return comm.start_all_reduce(x)
 
     def part(self, ranks: Sequence[int]) -> Collectives:
-        """Return the collectives of the subgroup of `ranks` (indices in this group)."""
+        """Return the collectives for the subgroup that consists of `ranks` (indices in this group).
+        """
         return self
 
     def seconds(self, comm: Comm, kind: str, size: int) -> float | None:
-        """Predict the seconds of a collective: all_gather, reduce_scatter or all_reduce.
+        """Predict the time of a collective in seconds. `kind` is all_gather, reduce_scatter or
+        all_reduce.
 
         size: size in bytes of the whole tensor, over all ranks.
 
@@ -129,7 +135,8 @@ class Comm(RankGroup):
         Args:
             x: contiguous tensor [sum(send), ...] of any dtype.
             send: optional. Lengths of the pieces sent to each rank. Defaults to equal lengths.
-            recv: optional. Lengths of pieces from each rank. By default, all are equally long.
+            recv: optional. Lengths of the pieces received from each rank. By default, all pieces
+                have the same length.
         Returns:
             A new tensor [sum(recv), ...] of the same dtype that contains the pieces in rank order.
         """
@@ -161,7 +168,9 @@ class Comm(RankGroup):
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:
-        """Concatenate the equally shaped tensors `x` [n, ...] of all ranks to [size * n, ...]."""
+        """Return the tensors `x` [n, ...] of all ranks, concatenated to a new tensor [size * n,
+        ...]. `x` must have the same shape on all ranks.
+        """
 
     @abstractmethod
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -195,7 +204,8 @@ class Comm(RankGroup):
 
     @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Comm | None:
-        """Create a `Comm` for some ranks of this group, which is None on other ranks.
+        """Create a `Comm` for some ranks of this group. The method returns the `Comm` on these
+        ranks and None on all other ranks.
 
         The method is collective: all ranks must call it in the same order. The subgroup's topology
         is this group's topology, restricted to the subgroup's ranks.
@@ -203,7 +213,8 @@ class Comm(RankGroup):
 
     @contextmanager
     def error_context(self, describe: Callable[[], str]) -> Iterator[None]:
-        """Convert failures inside to `CommError` with the rank, group, collective and sizes.
+        """Convert a failure inside the block to a `CommError`, whose message names the rank, the
+        group, the collective and the sizes.
 
         describe: function that returns a description of the collective and its sizes. The function
         is called only after a failure. If a collective may fail asynchronously, the function is
@@ -238,7 +249,8 @@ class Comm(RankGroup):
         return view.with_collectives(self.collectives.part(ranks[self.rank // size]))
 
     def strided_subgroup(self, stride: int) -> Comm:
-        """Return the subgroup of all ranks at a multiple of `stride` from this rank.
+        """Return the subgroup of all ranks whose index differs from this rank's by a multiple of
+        `stride`.
 
         `stride` must divide the size of this group. The first call with a given stride is
         collective.
@@ -274,7 +286,9 @@ class Comm(RankGroup):
         return self.counters.bytes
 
     def with_tag(self, tag: int) -> Comm:
-        """Return a view of this group for another thread, with separately matched messages."""
+        """Return a view of this group that can be used in another thread. Messages with different
+        tags are never matched with each other.
+        """
         view = copy.copy(self)
         view.tag = tag
         return view
@@ -290,7 +304,8 @@ class Comm(RankGroup):
         return view
 
     def agree_max(self, values: Sequence[float]) -> list[float]:
-        """Return the element-wise maximum over ranks of numbers in host memory.
+        """Return the element-wise maximum over ranks of a list of numbers in host memory. All ranks
+        receive the same maxima.
 
         The maximum is computed in log2(size) rounds of messages within the `hosts` group.
         """

@@ -28,6 +28,7 @@ def gather_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None) -> Tens
     The group's topology must support the two steps; see `Topology.two_steps`.
 
     Args:
+        comm: the group.
         x: tensor [n, ...], which must have the same shape on all ranks.
         wanted: optional. The rows that each node receives. The selection must be equal on all
             ranks. Rows that a node does not receive are zero in the returned tensor. By default,
@@ -57,6 +58,7 @@ def reduce_scatter_by_nodes(comm: Comm, x: Tensor, wanted: Wanted | None = None)
     values are summed in float32, and each of the two sums is rounded once.
 
     Args:
+        comm: the group.
         x: tensor [size * n, ...], which must have the same shape on all ranks.
         wanted: optional. For each rank, the rows that each node contributes; see `gather_by_nodes`.
             By default, every node contributes to all rows.
@@ -134,6 +136,7 @@ def wanted_rows(comm: Comm, on_node_AN: Tensor) -> Wanted | None:
     """Return the `Wanted` rows for a group in which data is gathered in two steps.
 
     Args:
+        comm: the group.
         on_node_AN: bool [size * n, nodes], with rows in rank order. Element [a, n] is True if node
             n needs row a. The mask must be the same on all ranks.
     Returns: The rows that each node needs, or None if the group does not use the two steps. In that

@@ -55,7 +55,9 @@ def pack(tensors: Sequence[Tensor]) -> tuple[Tensor, PackedLayout]:
 
 
 def unpack(packed: Tensor, layout: PackedLayout) -> list[Tensor]:
-    """Split packed rows, uint8 [R, B] with any R, into tensors [R, ...]: the inverse of `pack`."""
+    """Split packed rows, uint8 [R, B], into tensors [R, ...]. The function is the inverse of `pack`
+    and accepts any number of rows.
+    """
     columns = packed.split([size for _, _, size in layout.parts], dim=1)
     return [
         _from_bytes(column, dtype, shape)
@@ -91,7 +93,8 @@ def reorder(x: Tensor, lengths: Sequence[int], order: Sequence[int]) -> Tensor:
 
 
 def stride_copy(x: Tensor, outer: int, inner: int) -> Tensor:
-    """Reorder `outer * inner` equal pieces from outer-major to inner-major order in one copy.
+    """Reorder `outer * inner` pieces of equal length from outer-major to inner-major order with a
+    single strided copy.
 
     On a GPU, a Triton kernel makes the copy.
 
@@ -105,7 +108,8 @@ def stride_copy(x: Tensor, outer: int, inner: int) -> Tensor:
 
 def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]],
                     recvs: Iterable[tuple[int, Tensor]]) -> None:
-    """Send and receive pairs (peer, tensor [n, ...]), except empty tensors.
+    """Send and receive the pairs (peer, tensor [n, ...]) with `comm.send_receive`. Empty tensors
+    are skipped.
 
     Pieces that a rank sends to itself are copied without communication.
     """
@@ -119,7 +123,9 @@ def exchange_pieces(comm: Comm, sends: Iterable[tuple[int, Tensor]],
 
 
 def ring(ranks: Sequence[int], rank: int) -> list[int]:
-    """Return `ranks` in cyclic order from the rank after `rank`, which spreads the load."""
+    """Return `ranks` in cyclic order, starting with the rank that follows `rank`. As a result,
+    every rank starts with a different peer.
+    """
     start = ranks.index(rank) + 1 if rank in ranks else 0
     return list(ranks[start:]) + list(ranks[:start])
 
@@ -128,6 +134,7 @@ def swap_equal(comm: Comm, ranks: Sequence[int], x: Tensor, out: Tensor) -> None
     """Exchange pieces of equal length among `ranks`, which must include this rank.
 
     Args:
+        comm: the group.
         ranks: ranks of the group that participate in the exchange.
         x: contiguous tensor [len(ranks) * n, ...]. Piece i is sent to `ranks[i]`.
         out: contiguous tensor [len(ranks) * n, ...]. Piece i is received from `ranks[i]`.
@@ -166,7 +173,8 @@ def receive_first(comm: Comm, x: Tensor, send: Sequence[int] | None,
 
 
 def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
-    """Sum the tensors [size * n, ...] of all ranks around a ring; return this rank's part [n, ...].
+    """Sum the tensors [size * n, ...] of all ranks by sending messages around a ring, and return
+    this rank's part [n, ...].
 
     Each rank sends (size - 1)/size of the bytes of `x`. Gloo's own reduce-scatter sums the whole
     tensor `x` on every rank and sends twice as many bytes. Part j is summed in the order of the
@@ -196,7 +204,9 @@ def ring_reduce_scatter(comm: Comm, x: Tensor) -> Tensor:
 
 
 def sum_of(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors of one dtype, in order; 16-bit values are summed in float32."""
+    """Return the sum of tensors of one dtype, added in order. The sum of 16-bit values is computed
+    in float32 and rounded once.
+    """
     first, dtype = parts[0], parts[0].dtype
     if len(parts) == 2:
         return first + parts[1]  # an operation in 16 bits computes in float32 and rounds once
@@ -207,7 +217,9 @@ def sum_of(parts: Sequence[Tensor]) -> Tensor:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums over ranks: float32 for 16-bit dtypes, otherwise `dtype`."""
+    """Return the dtype in which values of several ranks are summed: float32 for bfloat16 and
+    float16, otherwise `dtype`.
+    """
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 

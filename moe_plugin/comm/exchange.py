@@ -1,4 +1,5 @@
-"""`Exchange`, the base class of all-to-all algorithms, and the registry of algorithms.
+"""The base class `Exchange` of all-to-all algorithms, and a registry with the requirements and the
+cost of each algorithm.
 
 To add an algorithm, write a file that registers it. `auto`, the planner and the log then use the
 new algorithm automatically.
@@ -55,7 +56,8 @@ class Exchange(ABC):
 
     def resolve(self, comm: Comm, x: Tensor, send: Sequence[int] | None,
                 recv: Sequence[int] | None) -> Exchange:
-        """Return the exchange for a call. All ranks call this in order, so it may communicate.
+        """Return the exchange to use for one call. All ranks call this method in program order, so
+        the method may call collectives.
 
         The arguments are the same as for the exchange itself. Only the shape and dtype of `x`
         matter.
@@ -130,13 +132,16 @@ def several_nodes(comm: Comm) -> str | None:
 
 
 class ExchangeRegistry(Registry[Exchange]):
-    """A registry of all-to-all algorithms, which wraps plain functions as `Exchange` objects."""
+    """A registry of all-to-all algorithms by name. A plain function is wrapped in an `Exchange`
+    object when it is registered.
+    """
 
     def register(self, name: str, *, direct: bool = False, rounds: int = 1,
                  lacks: Callable[[Comm], str | None] = _nothing,
                  tried: Callable[[Comm], bool] = _everywhere, cost: CostModel | None = None,
                  **options: Any) -> Callable[[Algorithm], Algorithm]:
-        """Register an `Exchange` object or a function `(comm, x, send, recv) -> rows`.
+        """Register an algorithm, which is either an `Exchange` object or a function
+        `(comm, x, send, recv) -> rows`.
 
         The decorator returns the decorated object unchanged, whereas `get` returns an `Exchange`
         object. If the decorated object is an `Exchange`, then `direct`, `rounds`, `lacks` and
@@ -144,14 +149,15 @@ class ExchangeRegistry(Registry[Exchange]):
 
         Args:
             name: registered name of the algorithm.
-            direct: see `Exchange`. A boolean here, because calls are counted under `name`.
+            direct: see `Exchange`. `direct` is a boolean here, because calls are counted under
+                `name`.
             rounds: see `Exchange`.
             lacks: see `Exchange`.
             tried: see `Exchange`.
             cost: optional. Cost model that the planner uses to predict the time of the algorithm.
-                By default, the cost model in `COSTS` of `planner.all_to_all_cost`, which does not
-                import torch. If there is none, the algorithm's time is only measured and never
-                predicted.
+                By default, the cost model is read from a file in `planner.all_to_all_cost`. If no
+                file defines one, the algorithm's time is only measured and never predicted.
+                Programs that do not import torch can also read such a file.
             options: see `Registry.register`.
         Raises:
             ValueError: If the name is already registered.
@@ -172,7 +178,9 @@ class ExchangeRegistry(Registry[Exchange]):
         return checked
 
     def candidates(self, comm: Comm) -> list[str]:
-        """Return the algorithms that `auto` may choose in a prepared group, by number of rounds."""
+        """Return the names of the algorithms that `auto` may choose in a prepared group. Algorithms
+        with the fewest rounds come first.
+        """
         entries = [entry for entry in self if entry.offered and entry.value.tried(comm)]
         entries.sort(key=lambda entry: (entry.value.rounds, entry.name != "linear"))
         return [entry.name for entry in entries]

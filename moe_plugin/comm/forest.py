@@ -38,7 +38,8 @@ class _Planned:
 @collective_kinds.register("forest")
 @dataclass(frozen=True)
 class Forest(Collectives):
-    """Collectives along throughput-optimal trees, planned for the group's network (ForestColl).
+    """Collectives that send data along throughput-optimal trees, which are planned for the group's
+    network (ForestColl).
 
     Attributes:
         network: network whose node i is rank i of the group.
@@ -92,7 +93,8 @@ class Forest(Collectives):
             return NATIVE
 
     def trees(self, comm: Comm) -> Trees:
-        """Return the trees of a group, which its first rank plans. The first call is collective.
+        """Return the trees planned for a group. The first call is collective, and the first rank of
+        the group plans the trees.
 
         Raises:
             ValueError: On all ranks, if the planner rejects the network.

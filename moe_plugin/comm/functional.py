@@ -50,10 +50,12 @@ def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] |
 
     Args:
         x: [sum(send), ...].
+        comm: the group.
         algorithm: all-to-all algorithm to use.
         send: optional. Lengths of the pieces sent to each rank; see `Comm.all_to_all`.
         recv: optional. Lengths of the pieces received from each rank; see `Comm.all_to_all`.
-        anchor: optional. Parameter that keeps the exchange in the graph; see the module.
+        anchor: optional. Parameter that keeps the all-to-all in the autograd graph; see the module
+            docstring.
     Returns:
         The received pieces in rank order, [sum(recv), ...]. In a group with one rank, `x` itself is
         returned.
@@ -64,7 +66,9 @@ def all_to_all(x: Tensor, comm: Comm, algorithm: Exchange, send: Sequence[int] |
 
 
 class _Pair(torch.autograd.Function):
-    """Autograd function that runs one collective forward and one backward; see `with_backward`."""
+    """An autograd function that runs one collective in the forward pass and another in the backward
+    pass; see `with_backward`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
@@ -79,13 +83,16 @@ class _Pair(torch.autograd.Function):
 
 
 def with_backward(x: Tensor, comm: Comm, forward: str, backward: str) -> Tensor:
-    """Run a collective with another one for its gradient, or return `x` on one rank.
+    """Run a collective whose gradient is computed with a different collective. In a group of one
+    rank, `x` itself is returned.
 
     Args:
         x: [n, ...].
+        comm: the group.
         forward: name of the collective to run: `all_gather`, `reduce_scatter`, `all_reduce` or
             `own_part`. `own_part` returns this rank's part (1/size) along dimension 0.
-        backward: collective that computes the gradient: any name of `forward`, or `identity`.
+        backward: name of the collective that computes the gradient: any name that `forward`
+            accepts, or `identity`.
     """
     if comm.size == 1:
         return x
@@ -151,6 +158,8 @@ def enter(x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None,
     Args:
         x_TD: tokens, which must be equal on all ranks.
         weights_TK: routing weights of the tokens, which must be equal on all ranks.
-        anchor: optional. Parameter that keeps this in the autograd graph; see `comm.functional`.
+        anchor: optional. A parameter that keeps this operation in the autograd graph; see the
+            docstring of `comm.functional`.
+        comm: the group.
     """
     return (x_TD, weights_TK) if comm.size == 1 else _Enter.apply(x_TD, weights_TK, anchor, comm)

@@ -56,11 +56,13 @@ class Route:
 @torch.library.custom_op("moe_plugin::all_to_all", mutates_args=())
 def all_to_all(x: Tensor, anchor: Optional[Tensor], route: str, send: Optional[Sequence[int]],
                recv: Optional[Sequence[int]]) -> Tensor:
-    """Exchange pieces along dimension 0, with autograd; see `comm.functional.all_to_all`.
+    """Exchange pieces along dimension 0. The operation supports autograd; see
+    `comm.functional.all_to_all`.
 
     Args:
         x: [sum(send), ...].
-        anchor: optional. Parameter that keeps the exchange in the graph; see `comm.functional`.
+        anchor: optional. A parameter that keeps the all-to-all in the autograd graph; see
+            `comm.functional`.
         route: key that identifies a `Route`.
         send: optional. Lengths of the pieces sent to each rank.
         recv: optional. Lengths of the pieces received from each rank.

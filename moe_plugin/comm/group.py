@@ -1,4 +1,6 @@
-"""`RankGroup`, the ranks of a group and their nodes; keys of groups; and error messages."""
+"""`RankGroup`, which describes the ranks of a group and their nodes. The module also defines keys
+that identify groups, and error messages.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def owner_of(key: str) -> Any:
 
 
 class CommError(RuntimeError):
-    """A collective failed or cannot run. The message names the rank, the collective and sizes."""
+    """Error that is raised when a collective fails or cannot run. The error message names the rank,
+    the collective and the sizes.
+    """
 
 
 @contextmanager
@@ -60,8 +64,10 @@ class RankGroup(ABC):
 
     Attributes:
         ranks: global rank of each rank of the group.
-        separate: True if ranks are processes, whose settings may differ; see `comm.agreement`.
-        fails_later: True if a collective may fail only after its call has returned.
+        separate: True if the ranks are separate processes, so that their settings may differ; see
+            `comm.agreement`.
+        fails_later: True if a collective may fail after its call has returned, so that a later
+            collective raises the error.
     """
 
     separate: bool = False
@@ -137,7 +143,9 @@ class RankGroup(ABC):
         return CommError(f"rank {self.rank} of {self.size} in group {self.name!r}: {text}")
 
     def store(self) -> Any:
-        """Return a key-value store of all ranks on a separate connection, or None."""
+        """Return a key-value store that all ranks share, or None if the group has no store. The
+        store uses a separate connection.
+        """
         return None
 
     def missing_ranks(self) -> str:

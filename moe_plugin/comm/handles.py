@@ -33,7 +33,8 @@ class Handle:
     result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Wait for the exchange, any number of times, and return the rows [sum(recv), ...].
+        """Wait for the exchange, and return the received rows [sum(recv), ...]. This method may be
+        called several times.
 
         Raises:
             CommError: If the exchange failed.
@@ -45,9 +46,11 @@ class Handle:
 
 def start(comm: Comm, algorithm: Exchange, x: Tensor, send: Sequence[int] | None = None,
           recv: Sequence[int] | None = None) -> Handle:
-    """Start an all-to-all without autograd. All ranks must start exchanges in the same order.
+    """Start an all-to-all that does not support autograd. All ranks must start their exchanges in
+    the same order.
 
     Args:
+        comm: the group.
         algorithm: all-to-all algorithm. The algorithm is resolved during the call of `start`, in
             program order. If the resolved exchange cannot run in the background, it is complete
             when this function returns.
@@ -80,6 +83,7 @@ class Series:
     the exchange starts.
 
     Args:
+        comm: the group.
         algorithm: all-to-all algorithm. The algorithm is resolved at every `put`, in program order.
             A direct exchange is resolved only once for the whole sequence.
         sends: for each exchange, a list with the number of rows sent to each rank.
@@ -115,12 +119,15 @@ class Series:
             self.posted[number] = start(self.comm, algorithm, x, *splits)
 
     def take(self, number: int) -> Tensor:
-        """Wait for the exchange `number`, once at most, and return the received rows."""
+        """Wait for the exchange with index `number`, and return the received rows. Call this method
+        at most once per exchange.
+        """
         return self.posted.pop(number).wait()
 
 
 class _Expected:
-    """A direct exchange whose receives have been posted, but not yet its sends."""
+    """A direct exchange whose receives have been posted and whose sends have not been posted yet.
+    """
 
     def __init__(self, comm: Comm, name: str, like: Tensor, recv: Sequence[int]) -> None:
         self.comm, self.name = comm.with_tag(comm.state.next_tag()), name

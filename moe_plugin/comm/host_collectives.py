@@ -17,7 +17,8 @@ def comm_of(group: Any = None, timeout_s: float = 1800.0) -> Comm:
 
     Args:
         group: optional. The process group. Defaults to the group of all ranks.
-        timeout_s: maximum seconds of a collective, in addition to the group's own timeout.
+        timeout_s: maximum duration of a collective, in seconds. The timeout of the process group
+            itself applies as well.
     """
     size = dist.get_world_size(group)
     return LocalComm() if size == 1 else TorchComm(group, timeout_s)
@@ -25,10 +26,12 @@ def comm_of(group: Any = None, timeout_s: float = 1800.0) -> Comm:
 
 @contextmanager
 def named(what: str, group: Any = None) -> Iterator[None]:
-    """Convert a failure in the block to a `CommError` with the rank, group and collective.
+    """Convert a failure inside the block to a `CommError` whose message names the rank, the group
+    and the collective.
 
     Args:
-        what: the collective and its purpose, such as "all_reduce of the gradient norm".
+        what: description of the collective and its purpose, such as "all_reduce of the gradient
+            norm".
         group: optional. The process group. Defaults to the default process group.
     """
     try:
@@ -60,7 +63,8 @@ def collectives_named(what: str, group: Any = None) -> Iterator[None]:
 
 @contextmanager
 def refused_together(what: str, group: Any = None) -> Iterator[None]:
-    """Raise a rank's `ValueError` or `FloatingPointError` in the block on all ranks. Collective.
+    """If a rank raises a `ValueError` or a `FloatingPointError` inside the block, raise the error
+    on all ranks. Collective.
 
     A `FloatingPointError` usually occurs on one rank only, so its message names the rank.
 

@@ -36,9 +36,12 @@ class HostContext:
         own_capacity: if True, each rank computes its capacity from its own number of tokens, as if
             it were the only rank. If `own_capacity` is False, the capacity is computed from the
             largest number of tokens on any rank that stores the experts.
-        tokens: tokens per call if all ranks have equally many, or None if unknown.
-        training: True if the layer may be trained, and warnings about training apply.
-        agreed: more values by name, such as run settings, that must be equal on all ranks.
+        tokens: number of tokens per call on this rank if all ranks have the same number, or None if
+            the number is unknown.
+        training: True if the layer may be trained. If `training` is False, warnings that concern
+            only training are omitted.
+        agreed: additional values by name, such as settings of the run, that must be equal on all
+            ranks of the layer.
     """
 
     layer_number: int | None = None
@@ -147,7 +150,8 @@ class Placement:
 
     @property
     def token_shards(self) -> int:
-        """Number of ranks that divide the tokens of a slice of an expert among themselves, S/r."""
+        """Number of ranks that divide the tokens of one slice of an expert among themselves, S/r.
+        """
         return self.shards // (self.copies or self.shards)
 
     def check(self) -> None:

@@ -1,4 +1,6 @@
-"""Redistribution of a tensor over ranks, as planned by `planner.resharding`."""
+"""Redistribution of a tensor from one layout over ranks to another, as planned by
+`planner.resharding`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class Resharding:
         self.kept = [piece for piece in self.slices if comm.rank in piece.keepers]
 
     def start(self, x: Tensor | None, dtype: torch.dtype) -> TensorMove:
-        """Start a move: send the parts that this rank stores, and post receives for others.
+        """Start a move. This rank sends the parts that it stores, and posts receives for those that
+        it needs.
 
         Args:
             x: this rank's part of the tensor in the source layout, or None if it stores no part.
@@ -86,7 +89,8 @@ class TensorMove(ABC):
         """Wait for the remaining messages, and forward received parts to other ranks."""
 
     def end(self) -> Tensor | None:
-        """Complete the move: wait for parts, and relay parts that other ranks need.
+        """Complete the move. This rank waits for the parts that it receives and sends, and relays
+        parts that other ranks need.
 
         Returns:
             This rank's part of the tensor in the target layout, or None if the rank stores no part
@@ -110,7 +114,9 @@ class TensorMove(ABC):
         return made
 
     def part(self, hop: Hop) -> Tensor:
-        """Return the contiguous part to send in a hop, this rank's own or one received before."""
+        """Return the contiguous part that this rank sends in a hop. The part is either the rank's
+        own data or data received in an earlier hop.
+        """
         if hop.depth:
             return self.buffers[_key(hop)]
         if hop.slice not in self._flat:
@@ -154,7 +160,9 @@ class _Posted(TensorMove):
 
 
 class _InRounds(TensorMove):
-    """A move on backends other than gloo, in one round of messages per depth of the relay trees."""
+    """A move on backends other than gloo. For each depth of the relay trees, all ranks of the group
+    exchange one round of messages.
+    """
 
     def begin(self) -> None:
         pass

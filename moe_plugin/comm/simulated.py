@@ -70,7 +70,9 @@ class MessageClock(Protocol):
 
 
 class _Board:
-    """Exchanges values of a group's threads: each rank posts one, and then reads all."""
+    """An object through which the threads of one group exchange values. Each rank posts a value and
+    then reads the values of all ranks.
+    """
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self.slots: list[Any] = [None] * size
@@ -116,7 +118,9 @@ class SimulatedComm(Comm):
         return torch.cat(self._meet("all_gather", x.detach(), sent))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return this rank's part [n, ...] of the sum over ranks; see `Comm.reduce_scatter`."""
+        """Sum the tensors `x` [size * n, ...] over ranks and return this rank's part [n, ...] of
+        the sum; see `Comm.reduce_scatter`.
+        """
         length = piece_lengths(x.shape[0], self.size, None, "reduce_scatter")[0]
         pieces = list(x.detach().split(length)) if length else [x.detach()] * self.size
         posted = self._meet("reduce_scatter", pieces, self._count(enumerate(pieces)))
@@ -129,7 +133,8 @@ class SimulatedComm(Comm):
         """Exchange messages; see `Comm.send_receive`. All ranks meet.
 
         Raises:
-            CommError: If a message is missing, is not received, or has a wrong size or dtype.
+            CommError: If an expected message was not sent, a message was not received, or a message
+                has the wrong size or dtype.
         """
         if not all(x.is_contiguous() for _, x in (*sends, *recvs)):
             raise ValueError("send_receive needs contiguous tensors; call contiguous() first")
@@ -209,7 +214,8 @@ class SimulatedComm(Comm):
 def run_simulated(size: int, fn: Callable[[SimulatedComm], Result], timeout_s: float = 60.0,
                   traffic: Traffic | None = None, topology: Topology | None = None,
                   clock: MessageClock | None = None) -> list[Result]:
-    """Run `fn(comm)` on `size` ranks, one thread each, and return the values by rank.
+    """Run `fn(comm)` on `size` ranks, with one thread per rank, and return the values returned by
+    `fn` in rank order.
 
     If a rank fails, the function stops all other ranks and raises the first error. All threads
     share torch's global random generator, so ranks that must draw the same random numbers need

@@ -1,4 +1,5 @@
-"""The state shared by a group of ranks (`GroupState`), and traffic counters (`Counters`)."""
+"""The state shared by a group of ranks (`GroupState`), and a rank's traffic counters (`Counters`).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from moe_plugin.comm.watchdog import TimeoutWatch, Watchdog
 
 @dataclass
 class Counters:
-    """Counters of the traffic to other ranks, shared by a `Comm`'s views and subgroups.
+    """Counters for the traffic from this rank to other ranks. A `Comm`, its views and its
+    contiguous subgroups share the same counters.
 
     Attributes:
         bytes: total number of bytes sent.
@@ -84,7 +86,9 @@ class TrafficMeter:
         self._before = self.sent()  # excludes traffic sent while counting was stopped
 
     def sent(self) -> Counters:
-        """Return the traffic since the meter was created, with the algorithms that ran."""
+        """Return the traffic counted since the meter was created. `exchanges` contains only
+        algorithms that ran since the meter was created.
+        """
         now, before, exchanges = self._counters, self._before, {}
         for name, count in now.exchanges.items():
             if count > before.exchanges.get(name, 0):
@@ -116,13 +120,15 @@ class GroupState:
         timeout_watch: object that watches NCCL collectives, or None unless the process group's
             timeout is longer than the layer's timeout.
         connected: on NCCL, True if all ranks have participated in a collective since `prepare`.
-        started: the most recent collectives, if they may fail after their calls have returned.
+        started: descriptions of the most recent collectives, if collectives may fail after their
+            calls have returned.
         last_tag: tag of the exchange that was most recently started in the background. All ranks
             must request tags in the same order.
         abandoned: tensors and work objects of messages that no code waits for after an error. The
             backend may still use these objects. Each element is a pair: the time until which the
             objects are kept alive, and the objects.
-        hosts: see `Comm.hosts`. None before its first use, or if the group accepts CPU tensors.
+        hosts: see `Comm.hosts`. `hosts` is None before its first use, or if the group itself
+            accepts CPU tensors.
         subgroups: mapping from the ranks of a subgroup to the subgroup, for subgroups that contain
             this rank. Creating a subgroup is collective and requires additional connections.
         groups_made: mapping from each set of ranks to the number of groups created for it. The
@@ -163,7 +169,8 @@ class GroupState:
         self._by_class.clear()
 
     def next_tag(self, count: int = 1) -> int:
-        """Reserve `count` tags from 1 to `MAX_TAG` for exchanges, and return the first.
+        """Reserve `count` new tags for background exchanges, and return the first reserved tag.
+        Tags range from 1 to `MAX_TAG`.
 
         All ranks must request tags in the same order.
         """
@@ -215,6 +222,7 @@ class PostedMessages:
     group's state therefore keeps the tensors and work objects alive for a while.
 
     Args:
+        state: the state of the group.
         seconds: how long the messages are kept alive if no code waits for them.
         wait: function that is called with `works` and `messages` and waits for the messages.
         works: torch's work objects of the messages.

@@ -142,11 +142,14 @@ class Topology:
         return self.node_of[one] == self.node_of[other]
 
     def restrict(self, ranks: Sequence[int]) -> Topology:
-        """Return the topology of the subgroup of `ranks`, renumbered as in the subgroup."""
+        """Return the topology of the subgroup of `ranks`, with ranks numbered as in the subgroup.
+        """
         return Topology.from_keys([self.node_of[rank] for rank in ranks], self.nics, self.source)
 
     def why_flat(self) -> str | None:
-        """Return why hierarchical exchanges cannot be faster in this topology, or None."""
+        """Return the reason why hierarchical exchanges cannot be faster than flat exchanges in this
+        topology, or None if they can be faster.
+        """
         if len(self.nodes) == 1:
             return f"all {self.size} ranks are on one node"
         if all(len(node) == 1 for node in self.nodes):

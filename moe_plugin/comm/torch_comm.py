@@ -238,7 +238,9 @@ class TorchComm(Comm):
             self._batched(sends, recvs)
 
     def post(self, sends: Messages, recvs: Messages) -> Callable[[], None]:
-        """See `Comm.post`. On gloo, messages run in the background for up to `timeout_s` each."""
+        """See `Comm.post`. On gloo, messages run in the background, and `timeout_s` limits each
+        wait.
+        """
         if not self.receive_first:
             return super().post(sends, recvs)
         self.state.release_abandoned()
@@ -266,7 +268,8 @@ class TorchComm(Comm):
                 watchdog.end()
 
     def _wait_for_messages(self, works: Sequence[Any], sends: Messages, recvs: Messages) -> None:
-        """On gloo, wait for each message separately, so that an error can name the peer."""
+        """On gloo, wait for each message separately, so that the error message can name the peer.
+        """
         deadline = time.monotonic() + self.timeout.total_seconds()
         with self._watched(sends, recvs):
             for index, work in enumerate(works):
@@ -309,7 +312,8 @@ class TorchComm(Comm):
         return child
 
     def store(self) -> dist.Store | None:  # type: ignore[name-defined]  # torch's stubs lack it
-        """Return the job's store on a separate connection, which other threads cannot block."""
+        """Return the job's store on a separate connection, so that other threads cannot block it.
+        """
         job_store: Any = dist.distributed_c10d._get_default_store()
         return job_store.clone()
 
@@ -372,7 +376,8 @@ def _widening(x: Tensor) -> int:
 
 
 def default_comm(timeout_s: float = 1800.0) -> Comm:
-    """Return the `Comm` of the default torch.distributed group, or a group of one rank.
+    """Return the `Comm` of the default torch.distributed group. If there is no default group,
+    return a group with one rank.
 
     Raises:
         ValueError: If a launcher started several processes but the default group is not

@@ -1,4 +1,5 @@
-"""All-gather, reduce-scatter and all-reduce along the trees of a schedule, by messages.
+"""All-gather, reduce-scatter and all-reduce that send data along the trees of a schedule, using
+messages within a group.
 
 The data of all ranks is treated as a single vector of elements. Each root's shard is split among
 the trees of this root in proportion to their weights. Each tree's part is then split into C chunks.
@@ -49,7 +50,8 @@ class Message:
 
     Attributes:
         peer: the rank at the other end of the message.
-        spans: ranges of the whole tensor's elements in the message, in the order of sending.
+        spans: ranges of elements of the whole tensor that the message contains, in the order in
+            which they are sent.
     """
 
     peer: int
@@ -77,7 +79,9 @@ def shards_of(length: int, ranks: int) -> list[int]:
 
 
 def round_s(schedule: Schedule) -> float:
-    """Return the fixed time of a round: its slowest message, but at least `ROUND_S` seconds."""
+    """Return the fixed time of a round in seconds, which is the cost of the round's slowest
+    message, but at least `ROUND_S`.
+    """
     return max(schedule.message_s, ROUND_S)
 
 
@@ -92,18 +96,22 @@ def chunks_for(schedule: Schedule, size: int) -> int:
 
 
 def predicted_s(schedule: Schedule, size: int) -> float:
-    """Return the predicted seconds for a tensor of `size` bytes; see the module docstring."""
+    """Return the predicted time in seconds for a tensor of `size` bytes; see the module docstring.
+    """
     chunks = chunks_for(schedule, size)
     rounds = chunks + LAG * max(schedule.depth - 1, 0)
     return rounds * (schedule.seconds(size) / chunks + round_s(schedule))
 
 
 def rounds_of(schedule: Schedule, rank: int, shards: Sequence[int], chunks: int) -> list[Round]:
-    """Return a rank's messages in each round. All ranks have the same number of rounds.
+    """Return the messages that a rank sends and receives in each round. All ranks have the same
+    number of rounds.
 
     Args:
         schedule: schedule of an all-gather (from the roots) or of a reduce-scatter (to the roots).
-        shards: the start of each rank's shard, and the last shard's end; see `shards_of`.
+        rank: the rank.
+        shards: index of the first element of each rank's shard, followed by the end of the last
+            shard; see `shards_of`.
         chunks: number of chunks into which each tree's part of a shard is split.
     """
     deepest = schedule.depth
@@ -132,7 +140,9 @@ def _messages(by_peer: dict[int, list[Span]]) -> tuple[Message, ...]:
 
 
 def _joined(spans: list[Span]) -> tuple[Span, ...]:
-    """Merge adjacent spans in ascending order, identically on both ends of a message."""
+    """Return the spans in ascending order. Adjacent spans are merged. The sender and the receiver
+    of a message compute the same spans.
+    """
     joined: list[Span] = []
     for start, stop in sorted(spans):
         if joined and joined[-1][1] == start:
@@ -169,7 +179,8 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16
 
 @dataclass
 class Trees:
-    """A group's schedules, and the rounds of used tensor sizes, stored in the group's state.
+    """The schedules of one group, and the rounds for every tensor size used so far. The object is
+    stored in the group's state.
 
     Attributes:
         gather: schedule of the all-gather.
@@ -267,6 +278,7 @@ class _Run:
     """One run of all rounds of a collective.
 
     Attributes:
+        comm: the group.
         flat_N: the whole tensor, viewed as a vector.
         rounds: the rounds of this rank.
         what: name of the collective, for use in messages.
@@ -321,7 +333,9 @@ class _Run:
             self._leaving.pop(number)()
 
     def _meet(self, number: int) -> None:
-        """Exchange a round's messages on backends other than gloo. All ranks must call this."""
+        """Run a round on backends other than gloo by exchanging all messages of the round. Every
+        rank must call this method.
+        """
         buffers = self._buffers(self.rounds[number].recvs)
         self.comm.send_receive(self._sends(number), self._addressed(number, buffers))
         self._unpack(number, buffers)

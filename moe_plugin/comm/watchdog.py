@@ -79,7 +79,8 @@ def says_why() -> Iterator[None]:
 
 
 def abort_job(error: BaseException) -> None:
-    """Stop other ranks from waiting for this rank, whose groups can no longer be used.
+    """Stop all other ranks from waiting for this rank. The groups of this rank can no longer be
+    used.
 
     A job with a single process is not affected. On NCCL, a rank that waits in a kernel notices the
     abort when its host next waits for row counts, or when its own timeout expires.
@@ -345,7 +346,9 @@ class Watchdog:
         self._thread.join(self.interval_s + 5)
 
     def report(self) -> str:
-        """State which ranks sent no heartbeat for three intervals or completed fewer exchanges."""
+        """Describe in one sentence which ranks have not sent a heartbeat for three intervals, and
+        which ranks have completed fewer exchanges.
+        """
         beats = self._read()
         if beats is None:
             return "watchdog: the store does not answer, so the missing ranks are not known"

@@ -45,7 +45,10 @@ def built_in() -> dict[str, frozenset[str]]:
 
 
 def readers_of(setting: str, value: Any) -> Collection[str]:
-    """Return the built-in routers that read a setting with this value (all if undeclared)."""
+    """Return the built-in routers that read a router setting, given the setting's value.
+
+    If no router declares the setting, all built-in routers are returned.
+    """
     declared = built_in()
     for key in (f"{setting}={value}", setting):
         readers = [name for name, reads in declared.items() if key in reads]
@@ -55,7 +58,8 @@ def readers_of(setting: str, value: Any) -> Collection[str]:
 
 
 def may_be_read(names: Collection[str], readers: Collection[str]) -> bool:
-    """Return whether a router may read a setting, given the built-in `readers`."""
+    """Return whether a router in `names` may read a setting, given the built-in routers `readers`
+    that read it. Routers registered by users may read any setting."""
     return not set(names).isdisjoint(readers) or None in map(reads_of, names)
 
 

@@ -113,7 +113,9 @@ class ExpertsConfig(SettingsSection):
                         "use experts.store=disk", "store_path")
 
     def in_steps(self) -> list[str]:
-        """Return the enabled settings that torch strategies support but fused kernels do not."""
+        """Return the names of the enabled settings that are supported by the torch strategies but
+        not by the fused kernels.
+        """
         return [name for name in ("dropout", "clamp", "linear_offset") if getattr(self, name)]
 
     def _check_steps(self) -> None:

@@ -67,7 +67,9 @@ class FlagSpec:
 
     @property
     def dest(self) -> str:
-        """The flag's attribute in an argparse namespace, such as `moe_top_k`."""
+        """The attribute in which an argparse namespace stores the flag's value, such as
+        `moe_top_k`.
+        """
         return self.flag.removeprefix("--").replace("-", "_")
 
 
@@ -109,7 +111,9 @@ def _help(f: dataclasses.Field[Any]) -> str:
 
 
 def flag_specs() -> list[FlagSpec]:
-    """Return all generated flags: those of a settings file, then `setting_specs`."""
+    """Return all generated flags. The flags that specify a settings file come first, followed by
+    the flags of `setting_specs`.
+    """
     return [CONFIG_FLAG, TRUST_FLAG, *setting_specs()]
 
 
@@ -120,7 +124,8 @@ def setting_specs() -> tuple[FlagSpec, ...]:
 
 
 def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the `--moe-config` file that no flag overrides, by dotted path.
+    """Return the settings in the `--moe-config` file that are not overridden by flags, by dotted
+    path.
 
     Settings that have no effect because of a flag are omitted and logged once. For example, with
     `--moe-capacity-factor none`, the capacity settings in the file have no effect.
@@ -147,7 +152,9 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _made_unread(found: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
-    """Return the settings of the file that flags in `given` leave without effect."""
+    """Return the settings from the file (`found`) that have no effect because of the flags in
+    `given`.
+    """
     made = set()
     if given.get("dispatch.capacity_factor", 0) is None:
         made = {name for name, value in found.items()
@@ -192,9 +199,12 @@ def _in_file(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_value(spec: FlagSpec, text: Any) -> Any:
-    """Convert the string given for a flag (`none`, a number, `name=number,...`) to its type.
+    """Convert the string given for a flag to the type of its setting.
 
-    Raises: ValueError: If the string cannot be converted to the type of the setting.
+    The string `none` is converted to None. A mapping is written as `name=number,...`.
+
+    Raises:
+        ValueError: If the string cannot be converted to the type of the setting.
     """
     if not isinstance(text, str):
         return text
@@ -219,9 +229,14 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
 
 
 def flag_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the text of the flags that set these settings, by `FlagSpec.dest`.
+    """Return the flags that set the given settings, as command-line strings. This function is the
+    inverse of `parse_value`.
 
-    This is the inverse of `parse_value`. Settings without a flag are omitted.
+    Settings without a flag are omitted.
+
+    Args:
+        settings: values by dotted path.
+    Returns: The string to pass to each flag, by `FlagSpec.dest`.
     """
     specs = {spec.path: spec for spec in setting_specs()}
     return {specs[path].dest: _text(value) for path, value in settings.items() if path in specs}
@@ -249,7 +264,8 @@ def add_arguments(parser: argparse.ArgumentParser, skip: Container[str] = frozen
 
 def config_from_flags(values: Mapping[str, Any],
                       base: Mapping[str, Any] | None = None) -> MoEConfig:
-    """Build a layer's settings from defaults, the `--moe-config` file, the host and flags.
+    """Build the settings of a layer from four sources: the defaults, the `--moe-config` file, the
+    host and the flags.
 
     Later sources in this list override earlier sources.
 
@@ -268,14 +284,19 @@ def config_from_flags(values: Mapping[str, Any],
 def run_from_flags(values: Mapping[str, Any]) -> RunConfig:
     """Build the settings of a run from the defaults, the `--moe-config` file and the flags.
 
-    The arguments and errors are those of `config_from_flags`.
+    Args:
+        values: parsed values of the flags, by `FlagSpec.dest`. A flag whose value is missing or
+            None is treated as not given.
+    Raises:
+        ValueError: If a setting is invalid, as in `config_from_flags`.
     """
     return run_config({**file_settings(values), **settings_from_flags(values)})
 
 
 def settings_from_flags(values: Mapping[str, Any],
                         skip: Container[str] = frozenset()) -> dict[str, Any]:
-    """Return the settings given as flags (not in the file), by dotted path.
+    """Return the settings that the user gave as flags, by dotted path. Settings from the
+    `--moe-config` file are not included.
 
     Args:
         values: parsed values of the flags, by `FlagSpec.dest`. A flag that is absent or None is

@@ -63,7 +63,8 @@ def _meant(name: str, flags: Mapping[str, str], top: list[str]) -> str:
 
 
 def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either: Any) -> MoEConfig:
-    """Return a layer's `MoEConfig`, given an `MoEConfig` or a token width and settings.
+    """Return the `MoEConfig` of a layer. The caller passes either an `MoEConfig`, or a token width
+    and settings.
 
     Args:
         config: an `MoEConfig`, or the width of a token (D).
@@ -87,7 +88,9 @@ def layer_config(config: MoEConfig | int, settings: Mapping[str, Any], **either:
 
 
 def refuse_timeout(group: object | None, settings: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for a timeout together with a group, which has its own."""
+    """Raise a `ValueError` if the user gives both a timeout and a process group, because a process
+    group has its own timeout.
+    """
     if group is not None and "timeout" in settings:
         raise ValueError(f"timeout={short(settings['timeout'])} cannot be used with a given "
                          "`comm`, which has its own timeout. Leave it out, or create the group "
@@ -110,7 +113,8 @@ _READ_BY_SHARED = frozenset({"experts.kind", "experts.activation", "experts.bias
 
 
 def refuse_beside(config: MoEConfig, *, router: bool, experts: bool) -> None:
-    """Raise a `ValueError` for settings that a given router or experts make ineffective.
+    """Raise a `ValueError` for settings that have no effect because the user passes a router or
+    expert modules.
 
     Args:
         router: whether the user passes a router module.

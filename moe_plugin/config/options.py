@@ -44,7 +44,9 @@ def option(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str 
 
 
 def check(ok: bool, path: str, value: Any, bound: str, remedy: str) -> None:
-    """Unless `ok`, raise a `ValueError` with the value, the allowed values and a remedy."""
+    """Unless `ok` is true, raise a `ValueError` that contains the setting's name and value, the
+    allowed values and a remedy.
+    """
     if not ok:
         raise ValueError(f"{path}={short(value)} is out of bounds: must be {bound}; {remedy}")
 
@@ -54,9 +56,14 @@ _UNREAD: ContextVar[set[str] | None] = ContextVar("settings that nothing reads",
 
 @contextmanager
 def unread_allowed() -> Iterator[set[str]]:
-    """Inside the block, collect the paths of settings that have no effect, without raising errors.
+    """Inside the block, collect settings that have no effect, instead of letting
+    `SettingsSection.read_where` raise an error for each of them.
 
-    Settings of a file may still be overridden, and those of a finished run cannot be changed.
+    Use this context for settings that were read from a file and may still be overridden by flags,
+    and for the settings of a finished run.
+
+    Yields: The set of dotted paths of all settings that have no effect, which grows while the block
+        runs.
     """
     token = _UNREAD.set(met := set[str]())
     try:
@@ -86,7 +93,9 @@ class SettingsSection:
         self.check_bounds()
 
     def check_bounds(self) -> None:
-        """Check with `require` what types and choices do not express."""
+        """Check all constraints that cannot be expressed by types and choices. Subclasses call
+        `require`.
+        """
 
     def require(self, name: str, ok: bool, bound: str, remedy: str) -> None:
         """Raise a `ValueError` unless `ok` is true. The error message names the setting `name`. For
@@ -96,7 +105,8 @@ class SettingsSection:
             check(False, self.PATH + name, operator.attrgetter(name)(self), bound, remedy)
 
     def read_where(self, ok: bool, where: str, remedy: str, *names: str) -> None:
-        """Raise an error for a setting that has no effect but is not at its default.
+        """Raise an error if a setting that has no effect was changed from its default, so that no
+        setting is silently ignored.
 
         Args:
             ok: whether the settings have an effect. If `ok` is True, nothing is checked.
@@ -113,7 +123,9 @@ class SettingsSection:
                             f"leave it out, or {remedy}")
 
     def unread(self, name: str, bound: str, remedy: str) -> None:
-        """Record (in `unread_allowed`) or refuse a setting that has no effect."""
+        """Handle a setting that has no effect: record it inside `unread_allowed`, and raise a
+        `ValueError` otherwise.
+        """
         met = _UNREAD.get()
         if met is None:
             self.require(name, False, bound, remedy)
@@ -134,7 +146,8 @@ _Changed = TypeVar("_Changed", bound=SettingsSection)
 
 
 def resolved(section: _Changed, **values: Any) -> _Changed:
-    """Return a copy of `section` with the values that this package has chosen.
+    """Return a copy of `section` in which the settings in `values` are replaced by values that this
+    package has chosen.
 
     The copy is not validated again, because it may contain user settings that have no effect in
     combination with the chosen values.
@@ -237,7 +250,9 @@ def _below(cls: type, name: str, prefix: str) -> list[str]:
 
 
 def aliases(cls: type, prefix: str = "") -> Mapping[str, str]:
-    """Map the dotted paths of all aliases in a section to those of their settings."""
+    """Return a mapping from the dotted path of each alias to that of its setting, for a section and
+    its nested sections.
+    """
     main_names: dict[str, str] = {}
     hints = hints_of(cls)
     for f in dataclasses.fields(cls):
@@ -309,7 +324,9 @@ def _convert(hint: Any, value: Any, path: str, base: Any = None, root: type | No
 
 
 def says_none(value: Any) -> bool:
-    """Return whether a value is the string "none", which means None as text."""
+    """Return whether a value is the string "none", which means None on the command line and in help
+    texts.
+    """
     return isinstance(value, str) and value.lower() == "none"
 
 

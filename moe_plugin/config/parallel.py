@@ -104,9 +104,12 @@ class ParallelConfig(SettingsSection):
         return self.mode in (None, "auto")
 
     def rank_speeds(self, ranks: int) -> tuple[float, ...] | None:
-        """Return each rank's relative speed in `speeds`, or None if not given or to be measured.
+        """Return the setting `speeds` as a sequence of numbers.
 
-        Raises: ValueError: If the number of speeds differs from `ranks`.
+        Returns: The relative speed of each rank, or None if the user gave no speeds or requested
+            that they be measured.
+        Raises:
+            ValueError: If the number of speeds differs from `ranks`.
         """
         if self.speeds is None or self.speeds == MEASURED:
             return None

@@ -43,7 +43,9 @@ class Values(dict[str, Any]):
         return self._read(name)
 
     def fill(self, text: str) -> str:
-        """Replace `{name}` with the setting's value, and `{name!r}` with its `repr`."""
+        """Replace `{name}` in a text with the value of the setting `name`, and `{name!r}` with the
+        value's `repr`.
+        """
         return _PLACEHOLDER.sub(lambda found: (short if found[2] else str)(self[found[1]]), text)
 
 
@@ -102,7 +104,8 @@ class Request:
         return Values(self.example).fill(self.name).partition(", w")[0]
 
     def refuse(self, values: Mapping[str, Any]) -> None:
-        """Raise a `ValueError` for the first value that excludes the request."""
+        """Raise a `ValueError` for the first setting in `values` that cannot be combined with the
+        request."""
         known = values if isinstance(values, Values) else Values(values)
         for row in self.rows:
             if row.excluded(known):
@@ -110,7 +113,9 @@ class Request:
 
 
 def flag(name: str) -> str:
-    """Return the flag of an argument, which may be written as `group.name`."""
+    """Return the command-line flag of an argument. An argument in a group is written as
+    `group.name`.
+    """
     return "--" + name.rpartition(".")[2].replace("_", "-")
 
 
@@ -144,14 +149,18 @@ def at_most_one(remedy: str, *names: str, shown: str = "{flag}") -> tuple[Refusa
 
 
 def one_of(remedy: str, name: str, *accepted: Any, shown: str, given: Any) -> tuple[Refusal, ...]:
-    """Refuse all values of a setting except None and the accepted values. See `off`."""
+    """Return a `Refusal` for a setting that may only have one of the accepted values or not be set.
+    See `off`.
+    """
     return (Refusal(_named(shown, name), lambda values: values[name] not in (None, *accepted),
                     _named(remedy, name), {name: given}),)
 
 
 def when(setting: str, excluded: Callable[[Values], Any], remedy: str,
          **example: Any) -> tuple[Refusal, ...]:
-    """Refuse on any condition. In the example's keywords, `__` stands for a dot."""
+    """Return a `Refusal` with an arbitrary condition. In the keyword arguments of the example, `__`
+    stands for a dot.
+    """
     return (Refusal(setting, excluded, remedy,
                     {name.replace("__", "."): value for name, value in example.items()}),)
 
@@ -219,7 +228,11 @@ LACKS: Mapping[tuple[str, str], Lack] = {
 
 
 def refuse_lacking(settings: RunConfig, host: str) -> None:
-    """Raise a `ValueError` if a run uses a setting that `host` (of `HOSTS`) lacks."""
+    """Raise a `ValueError` if a run uses a setting that its host does not support.
+
+    Args:
+        host: a key of `HOSTS`.
+    """
     defaults, given = (flatten(to_dict(config)) for config in (RunConfig(), settings))
     for (path, lacking), lack in LACKS.items():
         if lacking == host and given.get(path) != defaults.get(path):

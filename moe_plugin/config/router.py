@@ -110,7 +110,8 @@ class LinksConfig(SettingsSection):
 
 @dataclass(kw_only=True)
 class SelectionConfig(SettingsSection):
-    """How one of several routers is selected in a call without a router index."""
+    """How one of several configured routers is selected when a call does not specify a router
+    index."""
 
     PATH = "router.selection."
 
@@ -319,7 +320,8 @@ class RouterConfig(SettingsSection):
                         "use 2, or router.name=topk with router.noise")
 
     def may_be_read(self, readers: Collection[str]) -> bool:
-        """Return whether a configured router may read a setting (see `readers_of`)."""
+        """Return whether a configured router may read a setting, given the built-in routers
+        `readers` that read it."""
         return may_be_read(self.names, readers)
 
     @property
@@ -329,12 +331,16 @@ class RouterConfig(SettingsSection):
 
     @property
     def several_k(self) -> list[int]:
-        """All numbers of experts per token: `top_k`, then the values in `top_k_at`."""
+        """All configured values of k, the number of experts per token: `top_k`, followed by the
+        values in `top_k_at`.
+        """
         return [self.top_k, *self.top_k_at.values()]
 
     @property
     def experts_per_token(self) -> int:
-        """The maximum of experts per token over all routers and training steps."""
+        """The maximum number of experts per token, over all configured routers and all training
+        steps.
+        """
         return max(fixed_k_of(name) or max(self.several_k) for name in self.names)
 
     def most_per_token(self, experts: int) -> int:

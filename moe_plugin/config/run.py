@@ -58,7 +58,9 @@ class ObserveConfig(SettingsSection):
 
     @property
     def writes(self) -> bool:
-        """True if statistics are written beyond the log, or a trace is replayed."""
+        """True if statistics are also written elsewhere than to the host's log, or if routing
+        choices are read from a trace.
+        """
         return bool(self.jsonl or self.tensorboard or self.wandb or self.trace or self.replay)
 
     def check_bounds(self) -> None:
@@ -182,7 +184,9 @@ class OffloadConfig(SettingsSection):
                         "use swap, auto or offload.weights=host", "path")
 
     def each_layer(self) -> list[str]:
-        """The policies in `activations`: one for all layers, or one per layer."""
+        """Return the policies in `activations`, a comma-separated string that contains one policy
+        for all layers or one policy per layer.
+        """
         return [name.strip() for name in self.activations.split(",")]
 
 
@@ -332,5 +336,7 @@ class RunConfig(SettingsSection):
 
 
 def reader_of(path: str) -> str:
-    """Return how to use a run setting without the hosts fairseq and Megatron."""
+    """Return a sentence that explains how to use a run setting without the fairseq or Megatron
+    host.
+    """
     return next(text for start, text in READERS.items() if f"{path}.".startswith(start))

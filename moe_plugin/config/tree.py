@@ -48,7 +48,10 @@ from moe_plugin.utils.yaml_file import read_yaml
 
 @dataclass(kw_only=True)
 class MoEConfig(SettingsSection):
-    """All settings of one MoE layer, set with flags, a YAML file or Python, or by the host."""
+    """All settings of one MoE layer, which can be set with flags, in a YAML file or in Python.
+
+    Hosts set `model_dim`.
+    """
 
     model_dim: int = option(0, "width of a token; the host sets it")
     num_experts: int = option(8, "number of experts in the whole expert-parallel group",
@@ -149,7 +152,8 @@ class MoEConfig(SettingsSection):
                          "use router.name=ta_moe or losses.ta_moe", "costs", "far")
 
     def prepare(self) -> None:
-        """Import the user's modules, and check what matters only when a layer is built."""
+        """Import the user's modules, and check the requirements that apply only when a layer is
+        built."""
         import_user_modules(self.imports)
         determinism.check(self.deterministic)
         check(self.model_dim >= 1, "model_dim", self.model_dim, ">= 1",
@@ -174,13 +178,19 @@ _Tree = TypeVar("_Tree", MoEConfig, RunConfig)
 def from_dict(values: Mapping[str, Any]) -> MoEConfig:
     """Build and validate the settings of a layer from plain nested values.
 
-    Raises: ValueError: If a key is unknown or a setting of a run, or a value is invalid.
+    Raises:
+        ValueError: If a key is unknown, a value is invalid, or a setting belongs to the settings of
+            a run. The message contains the key, the allowed values and a remedy.
     """
     return _build(MoEConfig, values)
 
 
 def run_from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """Build a run's settings from nested values, or raise a `ValueError`."""
+    """Build and validate the settings of a run from plain nested values.
+
+    Raises:
+        ValueError: If a value is invalid, or if a setting belongs to the settings of a layer.
+    """
     return _build(RunConfig, values)
 
 
@@ -199,7 +209,8 @@ def _build(tree: type[_Tree], values: Mapping[str, Any], base: _Tree | None = No
 
 
 def _part(tree: type[MoEConfig] | type[RunConfig], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a settings tree, given nested or by dotted path."""
+    """Return the values that belong to the given settings tree. `values` may be nested or keyed by
+    dotted path."""
     names = {f.name for f in dataclasses.fields(tree)}
     return {path: value for path, value in values.items() if str(path).split(".")[0] in names}
 
@@ -210,13 +221,17 @@ def of_run(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_layer(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all values that are not run settings. Unknown names are reported later."""
+    """Return all values that are not run settings.
+
+    Unknown names are included, so that they are later reported as unknown layer settings.
+    """
     run = of_run(values)
     return {path: value for path, value in values.items() if path not in run}
 
 
 def run_config(settings: Mapping[str, Any]) -> RunConfig:
-    """Build a run's settings from values by dotted path. Layer settings are ignored."""
+    """Build the settings of a run from a mapping of dotted paths to values. Layer settings in the
+    mapping are ignored."""
     return with_overrides(RunConfig(), of_run(settings))
 
 
@@ -266,9 +281,12 @@ def without_hosts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describes_layers(settings: Mapping[str, Any]) -> bool:
-    """Return whether the paths fully specify a layer (include `num_experts`).
+    """Return whether the given dotted paths fully specify a layer, that is, whether they include
+    `num_experts`.
 
-    Missing settings then have the defaults of `MoEConfig`, instead of the host's own.
+    With `num_experts`, missing settings for routing, losses, dispatch and capacity get the defaults
+    of `MoEConfig` in every host. Without `num_experts`, missing settings get the host's own
+    arguments and defaults.
     """
     return "num_experts" in settings
 
@@ -285,7 +303,10 @@ def _read(path: str, trust_imports: bool) -> dict[str, Any]:
 
 
 def settings_from_yaml(path: str, *, trust_imports: bool = False) -> dict[str, Any]:
-    """Return a file's layer and run settings by dotted path. See `from_yaml`."""
+    """Return all layer settings and run settings in a YAML file, by dotted path.
+
+    Arguments and errors are the same as in `from_yaml`, except that run settings are accepted.
+    """
     values = _read(path, trust_imports)
     with _of_file(path), unread_allowed():  # errors name keys, types and bounds
         trees = _trees_of(values)
@@ -313,7 +334,10 @@ def _trees_of(values: Mapping[str, Any]) -> tuple[MoEConfig, RunConfig]:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Convert nested values to dotted paths. Empty mappings and `MAPPINGS` stay values."""
+    """Convert nested values to values by dotted path.
+
+    Empty mappings and the mappings listed in `MAPPINGS` are kept as single values.
+    """
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value and prefix + str(key) not in MAPPINGS:
@@ -324,12 +348,14 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def to_dict(config: MoEConfig | RunConfig) -> dict[str, Any]:
-    """Convert settings to a nested dictionary. The inverse of `from_dict`."""
+    """Convert the settings of a layer or run to a nested dictionary. This function is the inverse
+    of `from_dict`."""
     return dataclasses.asdict(config)
 
 
 def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
-    """Return settings with values replaced by dotted path, e.g. `{"router.top_k": 1}`.
+    """Return new settings in which the values of the given dotted paths are replaced, for example
+    `{"router.top_k": 1}`.
 
     Sections without replaced values are shared between the old and the new settings."""
     values: dict[str, Any] = {}
@@ -347,7 +373,8 @@ def with_overrides(config: _Tree, overrides: Mapping[str, Any]) -> _Tree:
 
 def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: list[str],
                 path: str) -> dict[str, Any]:
-    """Return the mapping of the section `above`, adding it to `values` if missing."""
+    """Return the mapping for the section with the path `above`, and add it to `values` if it does
+    not exist."""
     hint: Any = type(config)
     for part in above:
         hint = hints_of(hint).get(part) if is_section(hint) else None
@@ -363,7 +390,8 @@ def _section_at(config: MoEConfig | RunConfig, values: dict[str, Any], above: li
 
 
 def register_hydra() -> None:
-    """Register all settings in Hydra's `ConfigStore` as `moe/base`."""
+    """Register the settings of layers and runs in Hydra's `ConfigStore` as `moe/base` (group `moe`,
+    name `base`)."""
     from hydra.core.config_store import ConfigStore
 
     node = dataclasses.make_dataclass("Settings", (), bases=(RunConfig, MoEConfig), kw_only=True)

@@ -1,4 +1,5 @@
-"""Dispatchers, which send the rows of tokens to the experts and return the outputs."""
+"""Dispatchers, which send the rows of tokens to the experts and return the outputs of the experts.
+"""
 
 from moe_plugin.dispatch.all_gather import AllGatherDispatcher
 from moe_plugin.dispatch.base import (

@@ -1,4 +1,5 @@
-"""The dispatcher `all_gather`. Every rank receives all tokens and computes its experts' rows.
+"""The dispatcher `all_gather`. Every rank receives all tokens and computes the rows of its own
+experts.
 
 First, the expert ids are gathered, so that all sizes are known. After the ids, the tokens and gate
 weights are gathered in a single exchange. Finally, a reduce-scatter sums the outputs of all ranks.
@@ -63,7 +64,8 @@ class AllGatherDispatcher(Dispatcher[GatheredPlan]):
     traits = DispatchTraits(single_layout=True)
 
     def plan(self, kept: KeptRouting) -> GatheredPlan:
-        """See `Dispatcher`. The ranks exchange numbers of tokens, and then gather expert ids.
+        """See `Dispatcher`. The ranks exchange their numbers of tokens in host memory, and then the
+        expert ids are gathered.
 
         The host waits for the device once.
         """
@@ -100,7 +102,8 @@ class AllGatherDispatcher(Dispatcher[GatheredPlan]):
 
 
 def _longest(comm: Comm, ids_TK: Tensor) -> int:
-    """Return the largest number of tokens on any rank, exchanged on the host.
+    """Return the largest number of tokens on any rank. The ranks exchange their numbers of tokens
+    on the host.
 
     With collectives in two steps between nodes, `agree_max` needs fewer rounds than an all-reduce.
     """
@@ -110,7 +113,9 @@ def _longest(comm: Comm, ids_TK: Tensor) -> int:
 
 
 def _all_ids(comm: Comm, ids_TK: Tensor, experts: int) -> Tensor:
-    """Gather the expert ids of all ranks, int64 [A, K], between nodes as int16 if they fit."""
+    """Gather the expert ids of all ranks, int64 [A, K]. Between nodes, the ids are sent as int16 if
+    all expert ids fit in int16.
+    """
     if not comm.by_nodes or experts > torch.iinfo(torch.int16).max:
         return comm.all_gather(ids_TK)
     packed, layout = pack([ids_TK.to(torch.int16)])
@@ -141,7 +146,9 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Autograd function that gathers all ranks' tokens and weights, padded to `longest` tokens."""
+    """Autograd function that gathers the tokens and gate weights of all ranks. The tensors of each
+    rank are padded to `longest` tokens.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weights_TK: Tensor, anchor: Tensor | None, comm: Comm,

@@ -49,7 +49,9 @@ class Overlap:
 
     @property
     def pieces(self) -> int:
-        """Number of pieces per call, which both passes can combine into groups of equal size."""
+        """Number of pieces per call. Both the forward and the backward pass can combine the pieces
+        into groups of equal size.
+        """
         return math.lcm(self.forward, self.backward or self.forward)
 
 
@@ -61,10 +63,12 @@ class DispatchTraits:
         fixed_slots: True if the dispatcher sends C slots per expert and source rank, including
             empty slots. A dispatcher with fixed slots requires a capacity. Other dispatchers send
             only the rows to which tokens were routed.
-        supports_pieces: True if rows can be split (`Overlap`) to overlap exchanges with matmuls.
+        supports_pieces: True if rows can be split into pieces (`Overlap`), so that exchanges
+            overlap with matmuls.
         piece_axes: axes along which rows can be split into pieces (`dispatch.pieces`).
         shares_tokens: True if all ranks of the group have the same tokens.
-        splits_slots: True if ranks with the same tokens (`Placement.replicas`) divide slots.
+        splits_slots: True if ranks that have the same tokens (`Placement.replicas`) divide the
+            slots among themselves.
         single_layout: True if the dispatcher supports only the layout that computes each expert on
             the rank that stores it. Other dispatchers support every value of `r`.
         bounded: True if rows are sent in buffers of a fixed length (`DispatchContext.limit`), so
@@ -119,10 +123,12 @@ class DispatchContext:
 
 
 class Dispatcher(ABC, Generic[PlanT]):
-    """Base class of dispatchers, which send tokens to their experts and return the outputs.
+    """Base class of dispatchers. A dispatcher sends tokens to the ranks of their experts and
+    returns the outputs.
 
     Attributes:
-        reads_anchor: True if `dispatch` uses `anchor`, which several ranks need.
+        reads_anchor: True if `dispatch` uses its `anchor` argument. The anchor is needed if there
+            is more than one rank.
     """
 
     traits: ClassVar[DispatchTraits]
@@ -171,7 +177,8 @@ class Dispatcher(ABC, Generic[PlanT]):
         """Return the outputs [T, D]. The output of a token is the weighted sum of its rows.
 
         Args:
-            sent: object returned by `dispatch`, with the experts' outputs for all pieces.
+            sent: object returned by `dispatch`. The experts' outputs for all pieces must have been
+                passed to the object `sent`.
             plan: the plan of this call.
         """
 
@@ -224,7 +231,9 @@ def check_settings(config: DispatchConfig, training: bool = True) -> None:
     """Check the capacity settings and the settings of bounded rows.
 
     Args:
-        training: True if training calls need a capacity, too, not only evaluation calls.
+        config: the dispatch settings.
+        training: True if the layer may be trained. If `training` is True, it is not enough to set a
+            capacity for evaluation only.
     Raises:
         ValueError: If the dispatcher has fixed slots but no capacity is set, or if a setting of
             bounded rows is used with a dispatcher whose rows are not bounded.
@@ -256,7 +265,8 @@ def fixed_slots(kept: KeptRouting) -> tuple[Tensor, int]:
 
 
 def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Convert choices of experts to shard ids, int64 [T, K*r], and weights [T, K*r].
+    """Convert choices of experts to choices of expert shards. The function returns the shard ids,
+    int64 [T, K*r], and the weights [T, K*r].
 
     A token is sent to each of the r slices of a chosen expert. The S/r ranks that share a slice
     divide the slots of the expert among themselves: rank s % (S/r) among them processes slot s.
@@ -286,7 +296,8 @@ def expand(place: Placement, routing: Routing, slots_TK: Tensor | None) -> tuple
 
 
 def expand_slots(place: Placement, slots_TK: Tensor, capacity: int) -> tuple[Tensor, int]:
-    """Convert slots of experts to slots of shards, int64 [T, K*r], and their capacity.
+    """Convert the slots of experts to slots of expert shards. The function returns the slots, int64
+    [T, K*r], and the capacity per shard.
 
     The slots of an expert are assigned round-robin to the S/r ranks that share the expert.
     """

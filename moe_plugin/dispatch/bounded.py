@@ -117,7 +117,8 @@ def _fitting(count_WL: Tensor, slots: int) -> Tensor:
 
 
 def _piece(recv_WL: Tensor, first: int, end: int) -> Piece:
-    """Return the piece of the slots from `first` to `end` (exclusive) of each rank's rows.
+    """Return the piece that contains the slots from `first` (inclusive) to `end` (exclusive) of the
+    rows from every rank.
 
     Args:
         recv_WL: int64, number of real rows from each rank for each local expert. The rows from a

@@ -1,4 +1,5 @@
-"""Dispatchers that send bounded rows, once per token to each rank or node; see `dispatch.once`.
+"""Dispatchers that send bounded rows. The row of each token is sent only once to each rank or node;
+see `dispatch.once`.
 
 A rank sends at most P (expert, weight) pairs to another rank. P is `RowsLimit.slots`, as in
 `dispatch.bounded`. A rank with T tokens sends at most min(P, T) rows to another rank. All slots are
@@ -65,7 +66,8 @@ class SlotHop:
         """Assign routing choices to the slots of the exchange.
 
         Args:
-            target_TK: int64 [T, K], the index of each choice's target in `targets`, or -1.
+            target_TK: int64 [T, K], the index of each choice's target in `targets`, or -1 if a
+                choice has no target.
         """
         bundles = Bundles.of(target_TK, len(self.targets))
         number_N = torch.arange(target_TK.numel(), device=target_TK.device)
@@ -104,7 +106,8 @@ class Loaded:
     pair_TK: Tensor
 
     def rows(self, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return each row's routing choice and each routing choice's row (`kernels.rows`).
+        """Return the routing choice of each row and the row of each routing choice
+        (`kernels.rows`).
 
         Args:
             starts: first slot of each piece, followed by the total number of slots.
@@ -172,7 +175,8 @@ class ArrivedSlots:
                    choices)
 
     def piece(self, start: int, end: int) -> Arrived:
-        """Return the pairs of rows in the slots `start` to `end` (exclusive) per source.
+        """Return the pairs of the rows in slots `start` (inclusive) to `end` (exclusive) per
+        source.
 
         All other pairs are replaced with padding.
         """
@@ -199,7 +203,8 @@ class BoundedOncePlan(ExchangePlan):
         hop: first exchange, in which this rank sends its tokens.
         starts: first slot of each piece, followed by the total number of slots.
         slots: maximum number of pairs from one rank to another, P.
-        sound: factor of all outputs: 1, or NaN if any rank's rows exceeded the limit.
+        sound: factor by which all outputs are multiplied, which is 1, or NaN if the rows of any
+            rank exceeded the limit.
     """
 
     pieces: tuple[OncePiece, ...]
@@ -290,7 +295,8 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
         return SlotHop(self.placement.comm, ranks, ranks, min(slots, tokens), slots)
 
     def next_target(self, rank_TK: Tensor) -> Tensor:
-        """Return each choice's target in the first exchange, int64, or -1 without an expert.
+        """Return the index of each routing choice's target in the first exchange, int64, or -1 for
+        choices without an expert.
 
         Args:
             rank_TK: int64 [T, K], the rank of each choice's expert, or -1 if it has no expert.
@@ -307,12 +313,14 @@ class BoundedOnceDispatcher(ExchangeDispatcher[BoundedOncePlan]):
 
     def _agree(self, rank_TK: Tensor, loaded: Loaded, slots: int,
                counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows for this rank's experts, and whether any rank's rows exceed the limit.
+        """Return the number of rows for this rank's experts, and whether the rows of any rank
+        exceeded the limit.
 
         Both returned tensors stay on the device.
 
         Args:
-            rank_TK: int64 [T, K], the rank of each choice's expert, or -1 without an expert.
+            rank_TK: int64 [T, K], the rank of each choice's expert, or -1 for choices without an
+                expert.
             loaded: slots assigned to the routing choices.
             slots: maximum number of pairs from one rank to another, P.
             counts: bool scalar, True if the routing represents the actual load (`says_load`).
@@ -366,7 +374,8 @@ class BoundedOnceToNodesDispatcher(BoundedOnceDispatcher):
 
     def read_pairs(self, piece: OncePiece, arrived: Arrived, slots: int, rows: int,
                    anchor: Tensor | None) -> None:
-        """See `BoundedOnceDispatcher`. The pairs are forwarded to their experts' ranks, too."""
+        """See `BoundedOnceDispatcher`. The pairs are also forwarded to the ranks of their experts.
+        """
         place, comm = self.placement, self.placement.comm
         shard_RK = arrived.shards()
         choices = shard_RK.shape[1]

@@ -30,7 +30,8 @@ from moe_plugin.records import DeviceCounts, RowCounts, RowPlan
 
 
 def first_of_each(key_TK: Tensor) -> Tensor:
-    """Return bool [T, K], True if no earlier choice of the token has the same key.
+    """Return a bool tensor [T, K]. Element [t, k] is True if no earlier routing choice of token t
+    has the same key as choice k.
 
     Args:
         key_TK: int64 [T, K], the key of each choice. For a key of -1, the element is False.
@@ -44,12 +45,14 @@ def first_of_each(key_TK: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Bundles:
-    """The routing choices of all tokens by target. The host does not read these tensors.
+    """The routing choices of all tokens, grouped by target. All tensors are on the device, and the
+    host does not read them.
 
     Attributes:
         target_TK: int64 [T, K], the next rank that receives each choice, or -1 without a target.
         first_TK: bool [T, K], True if the choice is the first choice of its token for this target.
-        order_N: int64 [T*K], choices in the order of sending, then those without a target.
+        order_N: int64 [T*K], the indices of the choices, sorted as their pairs are sent. Choices
+            without a target are at the end.
         first_N: bool [T*K], True if the pair is the first pair of a row.
         row_N: int64 [T*K], the index of each pair's row.
         rows_W: int64 [W], the number of rows sent to each rank.
@@ -69,7 +72,8 @@ class Bundles:
         """Group the routing choices by target.
 
         Args:
-            target_TK: int64 [T, K], the rank to which each choice is sent next, or -1.
+            target_TK: int64 [T, K], the rank to which each choice is sent next, or -1 if a choice
+                has no target.
             ranks: number of ranks, W.
         """
         order_N, pairs_W = sort_by_expert(target_TK, ranks)
@@ -93,7 +97,8 @@ class Bundles:
         return slot_sources(position_N.view(self.target_TK.shape), rows)
 
     def pieces(self, share_WC: Tensor) -> Tensor:
-        """Return the piece that contains each choice's row, int64 [T, K] (`dispatch.pieces`).
+        """Return the index of the piece that contains each choice's row, int64 [T, K]
+        (`dispatch.pieces`).
 
         Args:
             share_WC: int64 [W, C], cumulative shares that divide each rank's rows into pieces.
@@ -160,7 +165,9 @@ class Pairs:
 
 
 class _Travel(torch.autograd.Function):
-    """Autograd function that sends codes and weights together, and the gradients back."""
+    """Autograd function that sends codes and weights in a single exchange. The backward pass sends
+    the gradients of the weights back.
+    """
 
     @staticmethod
     def forward(ctx: Any, weights_TK: Tensor, anchor: Tensor | None, pairs: Pairs,
@@ -192,7 +199,8 @@ class Arrived:
 
     Attributes:
         shard_Q: int64 [Q], the expert shard of each pair. -1 for padding.
-        choice_Q: int64 [Q], each pair's index among received rows' R*K choices, R*K for padding.
+        choice_Q: int64 [Q], the index of each pair among the R*K choices of all received rows. R*K
+            for padding.
         weights_RK: [R, K], the gate weights. They require gradients. If a row has fewer than K
             choices, the remaining weights are 0.
     """
@@ -220,7 +228,9 @@ class Arrived:
         return cls(code_Q >> 1, choice_Q, weights_N.view(rows, choices))
 
     def shards(self) -> Tensor:
-        """Return the expert shard of each choice of the received rows, int64 [R, K], or -1."""
+        """Return the expert shard of each routing choice of the received rows, int64 [R, K], or -1
+        if a row has fewer choices.
+        """
         choices = self.weights_RK.numel()  # one more element absorbs the padding
         shard_N = torch.full((choices + 1,), -1, dtype=torch.int64, device=self.shard_Q.device)
         shard_N.index_copy_(0, self.choice_Q, self.shard_Q)
@@ -241,7 +251,8 @@ class Arrived:
 
 
 def bounded_plan(arrived: Arrived, first_shard: int, local: int, most: int) -> RowPlan:
-    """Return the index of `Arrived.row_plan` for `most` pairs, with counts on the device.
+    """Return the same index as `Arrived.row_plan`, but in a buffer for `most` pairs and with counts
+    that stay on the device.
 
     Args:
         arrived: the received pairs.

@@ -68,7 +68,8 @@ class PipelinedExchange:
         Args:
             number: index of the piece.
             rows_ND: [N, D], the rows of the piece.
-            anchor: optional. Parameter that connects the exchange to the autograd graph.
+            anchor: parameter that connects the exchange to the autograd graph (`comm.functional`).
+                Optional.
         """
         return _Send.apply(self, number, rows_ND, anchor)
 
@@ -155,7 +156,8 @@ def _sum(lengths: Sequence[list[int]]) -> list[int]:
 
 
 def _by_rank(parts: Sequence[Tensor], lengths: Sequence[list[int]]) -> Tensor:
-    """Merge pieces, whose rows are ordered by rank, into one buffer in the same order."""
+    """Merge pieces into one buffer. The rows of each piece and of the buffer are ordered by rank.
+    """
     if len(parts) == 1:
         return parts[0].contiguous()
     split = [part.split(length) for part, length in zip(parts, lengths, strict=True)]
@@ -178,7 +180,9 @@ def by_piece(rows: Tensor, lengths: Sequence[list[int]]) -> list[Tensor]:
 
 
 class _Send(torch.autograd.Function):
-    """Autograd function that sends a piece's rows. Backward waits for their gradients."""
+    """Autograd function that sends the rows of a piece and returns a scalar token. The backward
+    pass waits for the gradients of the rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, exchange: PipelinedExchange, number: int, rows: Tensor,
@@ -195,7 +199,9 @@ class _Send(torch.autograd.Function):
 
 
 class _Receive(torch.autograd.Function):
-    """Autograd function that receives a piece's rows, given its token. Backward sends gradients."""
+    """Autograd function that receives the rows of a piece, given its scalar token. The backward
+    pass sends the gradients of the rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, exchange: PipelinedExchange, number: int, token: Tensor) -> Tensor:
@@ -210,12 +216,15 @@ class _Receive(torch.autograd.Function):
 
 
 class SentPieces(Sent):
-    """Rows that are sent in pieces. A piece's outputs return while the next is computed.
+    """Rows that are sent in several pieces. The outputs of a piece are sent back while the next
+    piece is computed.
 
     Args:
         arriving: iterator that yields the rows for the experts, one piece at a time (`Sent`).
         anchor: anchor that was passed to `Dispatcher.dispatch`.
-        mapped: True if experts write outputs in the rows' arrival order (`Piece.results`).
+        plan: the plan of the call.
+        mapped: True if the experts write their outputs in arrival order of the rows
+            (`Piece.results`).
         back: exchange that sends the outputs back.
     """
 
@@ -306,7 +315,8 @@ class ExchangeDispatcher(Dispatcher[ExchangePlanT]):
 
     @property
     def sharers(self) -> int:
-        """Number of ranks that have the same tokens and divide their rows among themselves."""
+        """Number of ranks that have the same tokens and divide the tokens' rows among themselves.
+        """
         return 1
 
     def own_part(self, rows_ND: Tensor) -> Tensor:

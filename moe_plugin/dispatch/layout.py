@@ -1,4 +1,5 @@
-"""`LayerLayout`: whether tokens are sent, parameters are gathered, or both.
+"""`LayerLayout`, which determines whether a layer sends tokens to the experts, gathers the experts'
+parameters, or does both.
 
 With r = 0, the parameters of all experts are gathered, and tokens stay on their ranks. With r >= 1,
 each token is sent to r ranks for each of its experts. See `comm.placement.Placement` and
@@ -54,7 +55,8 @@ class LayerLayout:
         choice: `LayoutChoice` that describes the layout.
         dispatcher: dispatcher that sends rows and returns outputs.
         experts: this rank's experts, without any adapters that wrap them.
-        strategy: function that computes rows, or None for the configured strategy.
+        strategy: function that computes the experts' rows. If `strategy` is None, the configured
+            strategy is used.
         gather: group of ranks whose parameters are gathered before the experts are computed, or
             None if no parameters are gathered.
         gathered_shards: number of consecutive ranks in `gather` with shards of the same expert.
@@ -62,7 +64,8 @@ class LayerLayout:
         stash: pages that store the rows for the backward pass, or None if autograd stores the rows.
         label: label of the layout (`LayoutChoice.label`).
         pieces: number of pieces in which rows are sent and computed.
-        plain: True for rows in one piece, without pages, with stored parameters and strategy.
+        plain: True if all rows are computed in one piece, without pages, using the stored
+            parameters and the configured strategy.
     """
 
     choice: LayoutChoice
@@ -140,7 +143,8 @@ class LayerLayout:
         return sent
 
     def _anchor_of(self, experts: nn.Module) -> Tensor | None:
-        """Return a trainable parameter of the adapter, or otherwise the experts' anchor.
+        """Return a trainable parameter of the adapter, or the anchor of the experts if the adapter
+        has no trainable parameter.
 
         Raises:
             ValueError: If code outside the adapter computes the experts.

@@ -40,7 +40,8 @@ def why_not() -> str | None:
 
 
 class _Lease:
-    """Owns a handle until a call has finished, after which other calls can use it.
+    """An object that owns a handle until a call has finished. When the call has finished, other
+    calls can use the handle.
 
     Args:
         ours: handle of the package.

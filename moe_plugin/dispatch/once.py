@@ -1,4 +1,5 @@
-"""A dispatcher that sends a token's row once to each rank, or node, with its experts.
+"""A dispatcher that sends a token's row only once to each rank, or to each node, that has experts
+of the token.
 
 For a token with k experts, `ragged` sends k rows, even if several of these experts are on the same
 rank.
@@ -84,7 +85,8 @@ class Agreed:
 
     Attributes:
         first: sizes of the first exchange, in which each rank sends its own tokens.
-        inner: for each piece, sizes within the node, or [] if rows are not forwarded.
+        inner: for each piece, sizes of the exchange within the node. If rows are not forwarded,
+            `inner` is an empty list.
         counts_PL: for each piece, number of rows of each expert on this rank.
     """
 
@@ -112,7 +114,8 @@ class Forwarding:
     anchor: Tensor | None
 
     def there(self, rows_RD: Tensor) -> Tensor:
-        """Send the rows to the ranks of their experts, and return the received rows."""
+        """Send the rows to the ranks of their experts, and return the rows that this rank receives.
+        """
         rows_ND = gather_rows(rows_RD, self.source_N, self.position_RK)
         return self._exchange(rows_ND, self.sizes.send, self.sizes.recv)
 
@@ -209,7 +212,8 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
 
     @property
     def maps_rows(self) -> bool:
-        """See `ExchangeDispatcher`. False if rows of borrowed experts are computed separately."""
+        """See `ExchangeDispatcher`. False if the rows of borrowed experts are computed separately.
+        """
         return self.planner is None
 
     def plan(self, kept: KeptRouting) -> OncePlan:
@@ -262,7 +266,8 @@ class OnceDispatcher(ExchangeDispatcher[OncePlan]):
         return super().dispatch(x_TD, plan, anchor)
 
     def next_rank(self, rank_TK: Tensor) -> Tensor:
-        """Return each choice's rank in the first exchange, int64, or -1 without an expert.
+        """Return the rank that receives each routing choice in the first exchange, int64, or -1 for
+        choices without an expert.
 
         Args:
             rank_TK: int64 [T, K], the rank of each choice's expert, or -1 if it has no expert.

@@ -53,7 +53,8 @@ class NodePeers:
 
 
 class OnceToNodesDispatcher(OnceDispatcher):
-    """A dispatcher that sends a token's row once to each node, which forwards it to its ranks.
+    """A dispatcher that sends each token's row only once to each node. The receiving rank forwards
+    the row within its node.
 
     See `dispatch.once` and `NodePeers`.
     """
@@ -70,7 +71,8 @@ class OnceToNodesDispatcher(OnceDispatcher):
 
     def read_pairs(self, plan: OncePlan, number: int, arrived: Arrived,
                    anchor: Tensor | None) -> None:
-        """See `OnceDispatcher`. The pairs are also forwarded to the ranks of their experts."""
+        """See `OnceDispatcher`. In addition, the pairs are forwarded to the ranks of their experts.
+        """
         place, sizes = self.placement, plan.agreed.inner[number]
         shard_RK = arrived.shards()
         rank_RK = torch.div(shard_RK, plan.width, rounding_mode="floor")
@@ -86,7 +88,8 @@ class OnceToNodesDispatcher(OnceDispatcher):
             Arrived.of(code_Q, weight_Q, sum(sizes.recv), shard_RK.shape[1]), anchor)
 
     def agree(self, table_WPL: Tensor, rows_W: Tensor) -> Agreed:
-        """See `OnceDispatcher`. Sizes are exchanged between nodes, then their sums within nodes.
+        """See `OnceDispatcher`. First exchange the sizes between nodes, then exchange their sums
+        within each node.
 
         The host reads from the device only once, after both exchanges.
         """

@@ -46,7 +46,8 @@ class PieceShares:
     """A rule that divides the rows of one call into pieces.
 
     Attributes:
-        shares: function from the distance of ranks and a local expert to pieces' shares.
+        shares: function that maps the distance between two ranks and a local expert to the
+            cumulative shares of the pieces.
         pieces: number of pieces.
         local: indices of the pieces whose rows stay on their rank.
     """
@@ -82,7 +83,9 @@ def _divided(rows: int, shares: list[int]) -> list[int]:
 
 
 def _window(number: int, items: int, index: int) -> list[int]:
-    """Return the cumulative shares of item `index` in each of `number` pieces of `items` items."""
+    """Return the cumulative shares of item `index` in each piece when `items` items are divided
+    among `number` pieces.
+    """
     return [min(max(piece * items - number * index, 0), number) for piece in range(number + 1)]
 
 
@@ -217,10 +220,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class ExchangePlan(DispatchPlan):
-    """The plan of an exchange, with the rows of each token and the pieces that are sent.
+    """The plan of an exchange. The plan describes the rows of each token and the pieces that are
+    sent.
 
     Attributes:
-        source_N: int64 [N], each row's routing choice (`kernels.rows`). Rows are in pieces' order.
+        source_N: int64 [N], the routing choice to which each row belongs (`kernels.rows`). Rows are
+            ordered by piece.
         position_TK: int64 [T, K*r], the row of each routing choice, or -1 if a choice has no row.
         weights_TK: [T, K*r], the gate weights, which require gradients. `weights_TK` is None if
             outputs are multiplied by the gate weights before they are sent back.
@@ -242,7 +247,8 @@ def ragged_plan(order_N: Tensor, send_WL: Counts, recv_WL: Counts, ids_TK: Tenso
     """Return a plan that sends exactly the routed rows, without padding.
 
     Args:
-        order_N: int64 [N], choices sorted by expert shard, then choices without an expert.
+        order_N: int64 [N], the indices of the routing choices, sorted by expert shard. Choices
+            without an expert are at the end.
         send_WL: row counts, indexed by destination rank and that rank's local expert.
         recv_WL: row counts, indexed by source rank and this rank's local expert.
         ids_TK: int64 [T, K*r], the expert shard of each choice.
@@ -285,7 +291,8 @@ def padded_plan(place: Placement, ids_TK: Tensor, weights_TK: Tensor, slots_TK: 
         weights_TK: [T, K*r], the gate weight of each choice.
         slots_TK: int64 [T, K*r], the slot of each choice within its expert shard.
         capacity: number of slots per expert shard.
-        number: the number of pieces, limited to the number of slots.
+        number: the number of pieces. If the capacity is smaller than the number of pieces, there
+            are as many pieces as slots.
         sharers: number of ranks that have the same tokens and divide the slots among themselves.
     """
     sharer_slots = -(-capacity // sharers)

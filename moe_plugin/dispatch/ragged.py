@@ -91,7 +91,8 @@ class SentSizes:
     """A pending exchange of the row counts of one call.
 
     Attributes:
-        owner: dispatcher that started the exchange. Row counts require its placement.
+        owner: dispatcher that started the exchange. Only a dispatcher with the same placement can
+            use the row counts.
         order_N: int64 [N], the indices of the routing choices, sorted by expert (`sort_by_expert`).
         most_tokens: largest number of tokens on any rank. The `rows` method sets `most_tokens` if
             the exchange includes the numbers of tokens.
@@ -106,7 +107,8 @@ class SentSizes:
     most_tokens: int | None = None
 
     def rows(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return row counts to and from each rank, by rank and the receiver's local expert.
+        """Return the row counts to each rank and from each rank. Both lists are indexed by rank and
+        by the receiver's local expert.
 
         The host waits for the row counts, but not for work launched after the exchange.
         """
@@ -164,7 +166,9 @@ def _sorted(place: Placement, ids_TK: Tensor, routing: Routing) -> tuple[Tensor,
 
 @dispatchers.register("ragged")
 class RaggedDispatcher(ExchangeDispatcher[ExchangePlan]):
-    """Sends exactly the routed rows by expert in an uneven all-to-all (FastMoE, MegaBlocks)."""
+    """A dispatcher that sends exactly the routed rows, sorted by expert, in an uneven all-to-all.
+    Sources: FastMoE, MegaBlocks.
+    """
 
     traits = DispatchTraits(supports_pieces=True, piece_axes=tuple(PIECE_AXES), spills=True,
                             sends_once=True)
@@ -175,7 +179,8 @@ class RaggedDispatcher(ExchangeDispatcher[ExchangePlan]):
 
     @property
     def maps_rows(self) -> bool:
-        """See `ExchangeDispatcher`. False if rows of borrowed experts are computed separately."""
+        """See `ExchangeDispatcher`. False if the rows of borrowed experts are computed separately.
+        """
         return self.planner is None
 
     def plan(self, kept: KeptRouting) -> ExchangePlan:

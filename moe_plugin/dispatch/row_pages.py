@@ -41,7 +41,8 @@ class PageRing:
         device: device of the ring.
 
     Attributes:
-        free_S: int64 [slots + 1], indices of free pages. The last absorbs invalid writes.
+        free_S: int64 [slots + 1], the indices of the free pages. The last element receives the
+            writes for invalid pages.
         head: int64 scalar, the total number of pages that `take` has removed.
         tail: int64 scalar, `slots` plus the total number of pages that `give` has returned.
     """
@@ -175,7 +176,9 @@ class Kept:
             x_RD.reshape(-1), lengths_L.sum() * x_RD.shape[1])
 
     def rows(self) -> Tensor:
-        """Return the stored rows in a buffer of the original shape, with arbitrary padding rows."""
+        """Return the stored rows in a buffer of the original shape. The padding rows of the
+        returned buffer contain arbitrary values.
+        """
         x_N = read_pages(self.record_M, self.pages.pages_SP, self.pages.host_SP,
                          math.prod(self.shape), self.enough)
         return x_N.view(self.shape)

@@ -63,7 +63,8 @@ def sort_by_expert(ids_TK: Tensor, experts: int, load_KE: Tensor | None = None,
     Args:
         ids_TK: int64 [T, K], the expert of each choice, or -1 for a choice without an expert.
         experts: number of experts, E.
-        load_KE: int64 [K, E], the load (`known_load`), or None to count it.
+        load_KE: int64 [K, E], the load, if it is known (`known_load`). If None, the function counts
+            the load.
         complete: True if it is known that every choice has an expert.
     Returns: The indices of the routing choices, sorted by expert, int64 [T*K], and the number of
         choices of each expert, int64 [E]. Choices without an expert are at the end.
@@ -99,13 +100,15 @@ def inverse_permutation(order_R: Tensor) -> Tensor:
 
 def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor | None = None,
                complete: bool = False) -> RowPlan:
-    """Return a row per (token, expert) pair, by expert. The host reads the row counts.
+    """Return one row for each (token, expert) pair. The rows are sorted by expert. The host reads
+    the row counts from the device.
 
     Args:
         ids_TK: int64 [T, K], the expert of each choice. -1 means that the choice has no row.
         weights_TK: [T, K], the gate weights.
         experts: number of experts.
-        load_KE: int64 [K, E], the load, or None to count it.
+        load_KE: int64 [K, E], the load, if it is known. If `load_KE` is None, the function counts
+            the load.
         complete: True if it is known that every choice has an expert.
     """
     order_N, count_E = sort_by_expert(ids_TK, experts, load_KE, complete)
@@ -118,10 +121,12 @@ def exact_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int, load_KE: Tensor
 
 
 def device_rows(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> RowPlan:
-    """Return the rows of `exact_rows` in a buffer of T*K rows, with counts on the device.
+    """Return the rows of `exact_rows` in a buffer for T*K rows, with counts that stay on the
+    device.
 
     Args:
-        ids_TK: int64 [T, K], the expert of each choice, or -1 for a choice without a row.
+        ids_TK: int64 [T, K], the expert of each choice. A value of -1 means that the choice has no
+            row.
         weights_TK: [T, K], the gate weights.
         experts: number of experts.
     """

@@ -29,11 +29,14 @@ class RowsOverflow(RuntimeError):
 
 
 class Limit(ABC):
-    """A limit on rows or their memory, of which only the device knows if it is exceeded.
+    """A limit on the number of rows, or on the memory that stores them. Only the device knows
+    whether the limit was exceeded.
 
     Attributes:
-        remedy: message with `{needed}` that names the limit and explains how to raise it.
-        repeats: True to repeat a step that exceeds the limit, False to raise an error.
+        remedy: error message. The message names the limit that was exceeded and explains how to
+            raise it. It contains `{needed}`.
+        repeats: True if a step that exceeds the limit is repeated. If `repeats` is False, exceeding
+            the limit raises an error.
         needed: int64 scalar on the device, the size that would have been sufficient for all calls
             since the last `forget`. `needed` is 0 if the limit was not exceeded, and None if the
             limit has not been used yet. Calls without gradients are included. A step or an
@@ -70,14 +73,17 @@ def overflowed(limits: Sequence[Limit], comm: Comm) -> bool:
         limits: limits of the layers on this rank. May be empty.
         comm: group of all ranks of the model, including replicas and pipeline stages.
     Raises:
-        RowsOverflow: On all ranks, if a limit is exceeded and its steps are not repeated.
+        RowsOverflow: If a limit was exceeded and its steps are not repeated. All ranks raise this
+            error.
     """
     own_N = needed_of(limits, comm.device)
     return settle(limits, torch.cat([comm.all_reduce(most_of(limits, own_N), "max"), own_N]))
 
 
 def needed_of(limits: Sequence[Limit], device: torch.device) -> Tensor:
-    """Return a copy of the `needed` attribute of N limits, int64 [N], 0 for unused limits."""
+    """Return a copy of the `needed` attribute of N limits, int64 [N]. For a limit that has not been
+    used yet, the returned element is 0.
+    """
     own_N = torch.zeros(len(limits), dtype=torch.int64, device=device)
     for index, limit in enumerate(limits):
         if (needed := limit.needed) is not None:
@@ -101,7 +107,8 @@ def most_of(limits: Sequence[Limit], needs: Tensor) -> Tensor:
 
 
 def settle(limits: Sequence[Limit], needs: Tensor) -> bool:
-    """Raise or reset the limits, after `overflowed`. The host waits once for the device.
+    """Raise or reset the limits as the last step of `overflowed`. The host waits once for the
+    device.
 
     Args:
         limits: limits on this rank.
@@ -148,8 +155,10 @@ class RowsLimit(Limit):
             agreed on the number in the first call with gradients and tokens.
         tokens: largest number of tokens on any rank, T.
         least: minimum value of the limit, which is set after an overflow. Initially 0.
-        stashes: True if backward's rows are stored in pages (`dispatch.row_pages`).
-        needed: limit that would have been sufficient, equal on all ranks; see `Limit`.
+        stashes: True if the rows needed in the backward pass are stored in pages without padding
+            (`dispatch.row_pages`).
+        needed: limit that would have been sufficient; see `Limit`. All ranks of the group have the
+            same limit.
     """
 
     remedy = ("a rank had {needed} rows for another rank, more than dispatch.max_rows_factor "
@@ -183,7 +192,8 @@ class RowsLimit(Limit):
             ids_TK: [T, k], the choices on this rank. Only the shape of `ids_TK` is used.
             place: the ranks that store each expert.
         Raises:
-            CommError: If T is unknown in `torch.compile` or when a CUDA graph is captured.
+            CommError: If T is still unknown when the call is compiled by `torch.compile` or
+                captured in a CUDA graph.
         """
         choices, tokens = self.choices, self.tokens
         if choices is None:
@@ -198,7 +208,8 @@ class RowsLimit(Limit):
         return max(1, bound, self.least), max(1, tokens, self.least)
 
     def record(self, most: Tensor, slots: int) -> Tensor:
-        """Update `needed`. Return a bool scalar on the device: whether rows exceeded the limit.
+        """Update `needed`. The method returns a bool scalar on the device that is True if the rows
+        exceeded the limit.
 
         Args:
             most: int64 scalar, the largest number of rows that any rank sends to a single rank.

@@ -42,9 +42,11 @@ class SpillingPlan(ExchangePlan):
 
 def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
                   planner: SpillPlanner) -> SpillingPlan:
-    """Return a call's plan with spilling, after an exchange of counts and a copy to the host.
+    """Return the plan of one call with spilling. The function requires one exchange of counts and
+    one copy from device to host.
 
     Args:
+        kept: routing of the call.
         place: the ranks that store each expert.
         overlap: number of pieces of the exchange.
         planner: object that decides which rank computes which rows.
@@ -70,7 +72,8 @@ def spilling_plan(kept: KeptRouting, place: Placement, overlap: Overlap,
 
 def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tuple[
         Tensor, list[list[int]], SpillPlan | None]:
-    """Return the choices sorted by expert, row counts by source and expert, and the plan.
+    """Return the routing choices sorted by expert, the row counts by source and expert, and the
+    plan.
 
     The plan is None if every rank computes only the rows of its own experts.
     """
@@ -85,7 +88,8 @@ def _who_computes(ids_TK: Tensor, place: Placement, planner: SpillPlanner) -> tu
 
 def spilled(ids_TK: Tensor, place: Placement,
             planner: SpillPlanner) -> tuple[Tensor, int, SpillPlan | None]:
-    """Return the rank and local expert of each choice when rows are sent once.
+    """For a dispatcher that sends each token's row only once per rank or node, return the rank and
+    the local expert that compute each choice.
 
     Collective. The function requires one exchange of counts and one copy from device to host.
 
@@ -112,7 +116,8 @@ def spilled(ids_TK: Tensor, place: Placement,
 
 
 class _Tables:
-    """The row counts of a plan by source rank, target rank and the target's local expert."""
+    """The row counts of a plan, indexed by source rank, target rank and the target's local expert.
+    """
 
     def __init__(self, spill: SpillPlan) -> None:
         self.spill, self.width = spill, spill.most_guests

@@ -114,7 +114,8 @@ class TokenEntry:
 
 def split_tokens(x_TD: Tensor, mask_T: Tensor | None,
                  comm: Comm) -> tuple[Tensor, Tensor | None]:
-    """Return this rank's 1/size of the tokens [T, D] and of the mask [T].
+    """Return the part of the tokens [T, D] and of the mask [T] that this rank processes. The part
+    contains 1/size of the tokens.
 
     If T is not a multiple of the group size, the function first appends masked tokens.
     """

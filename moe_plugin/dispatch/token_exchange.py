@@ -1,4 +1,5 @@
-"""Dispatchers of external packages that send a token once to each rank with its experts.
+"""Dispatchers that use external packages to send each token once to each rank that has at least one
+of its experts.
 
 Before a rank returns the outputs of its experts, it multiplies them by the gate weights and sums
 them per token. The number of bytes sent therefore does not depend on how many of a token's experts
@@ -47,11 +48,13 @@ def done() -> None:
 
 
 def package_why_not(package: str, file: str, name: str, install: str) -> str | None:
-    """Return None if the installed package has the file, or the reason and a remedy.
+    """Return None if the installed package contains the file, and otherwise the reason and a
+    remedy.
 
     The package is not imported, because that would load its libraries and might require a GPU.
 
     Args:
+        package: name of the package.
         file: path within the package. Only the required version of the package contains this file.
         name: name of the required software, for use in the message.
         install: installation instructions, for use in the message.
@@ -107,9 +110,11 @@ class Arrival:
 
 
 class TokenExchange(ABC):
-    """A package's buffers to exchange tokens within a group. Their creation is collective.
+    """The buffers that a package needs to exchange tokens within one group. Creating the buffers is
+    collective.
 
     Attributes:
+        comm: the group.
         size: maximum sizes that the buffers support.
         agrees: True if the package needs `Size.tokens`.
     """
@@ -142,12 +147,14 @@ class TokenExchange(ABC):
     @abstractmethod
     def send_back(self, x_RD: Tensor, handle: Any, weights_RK: Tensor | None = None
                   ) -> tuple[Tensor, Tensor | None, Wait]:
-        """Return the outputs to their tokens' ranks, and sum the outputs of each token there.
+        """Return the outputs to the ranks of their tokens, and sum the outputs of each token on
+        these ranks.
 
         Args:
             x_RD: [R, D], outputs computed on this rank.
             handle: the `handle` attribute of the `Arrival` that contained the tokens.
-            weights_RK: optional. [R, K], gradients of gate weights, sent with the outputs.
+            weights_RK: [R, K], gradients of the gate weights, which are sent together with the
+                outputs. Optional.
         Returns: The summed outputs [T, D], the gradients of the gate weights [T, K] or None, and a
             function that waits for these tensors.
         """

@@ -25,7 +25,8 @@ class WeighedChoices:
 
     Attributes:
         weights_TK: [T, K], the gate weights. They require gradients.
-        source_N: int64 [N], the choice that each new token represents, or -1.
+        source_N: int64 [N], the index of the choice that each new token represents, or -1 if the
+            choice has no expert.
         position_TK: int64 [T, K], the index of the new token for choice j of token t, which is t *
             K + j, or -1 if the choice has no expert.
     """

@@ -1,4 +1,5 @@
-"""Wire formats, which send fewer bits per row than in memory, with a bounded error.
+"""Wire formats, which use fewer bits per row during sending than in memory. The error of each
+format is bounded.
 
 Let x be an element of a row whose largest magnitude is m. Let b be the largest magnitude in the
 block of 128 consecutive elements that contains x, with 2^-110 <= b <= m < 2^127. One exchange
@@ -44,7 +45,8 @@ class RowFormat:
     """Functions that convert rows to a wire format and back.
 
     Attributes:
-        encode: function from floating-point rows [R, ...] to the sent tensors, each [R, ...].
+        encode: function that converts floating-point rows [R, ...] to the tensors that are sent,
+            each of shape [R, ...].
         decode: function that converts the sent tensors back to rows [R, ...] of a given `dtype`.
         row_bytes: function that returns the number of bytes sent for a row of n elements.
     """
@@ -114,7 +116,8 @@ def _saves(form: RowFormat, x: Tensor) -> bool:
 
 
 def _scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fp16 rows and one exponent per row, int8 [R]: x = row * 2^exponent, rounded.
+    """Return the rows in fp16 and one exponent per row, int8 [R]. Up to rounding, x = row *
+    2^exponent.
 
     The magnitudes of the fp16 values do not exceed 2^15.
     """

@@ -1,4 +1,6 @@
-"""Expert parameters, stored in the same form for all layouts, and their computation."""
+"""Expert parameters and the computation of experts. Parameters are stored in the same form for all
+parallel layouts.
+"""
 
 from moe_plugin.experts.base import (
     CustomExperts,

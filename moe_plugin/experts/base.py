@@ -33,12 +33,15 @@ _IN_FULL = re.compile(rf"(?<![^.])experts\.((?:base_layer\.)*)({'|'.join(FORMER)
 
 
 def current_name(name: str) -> str:
-    """Replace a former parameter name in a tensor name with the current parameter name."""
+    """If a tensor name contains a former parameter name, replace it with the current parameter
+    name.
+    """
     return _IN_FULL.sub(lambda found: f"experts.{found[1]}{FORMER[found[2]]}", name)
 
 
 def with_current_names(column: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a mapping with `current_name` applied to each key, in order.
+    """Return a copy of a mapping with `current_name` applied to each key. The order of the keys is
+    preserved.
 
     Raises:
         ValueError: If the mapping contains a parameter under both its former and its current name.
@@ -55,7 +58,8 @@ def use_current_names(state: MutableMapping[str, Any], prefix: str) -> None:
     """Replace former parameter names of one layer's experts in a state dict.
 
     Args:
-        state: the state dict, modified in place. Entries under both names are both kept.
+        state: the state dict, which is modified in place. If a parameter is present under both
+            names, both entries are kept.
         prefix: the prefix of the experts' names, with a trailing dot.
     """
     for former, now in FORMER.items():
@@ -88,12 +92,15 @@ def mark_experts(module: nn.Module, ranks: int | None = None) -> None:
 
 
 def expert_ranks(parameter: Tensor) -> int:
-    """Return the expert-parallel size stored on an expert parameter, or otherwise 1."""
+    """Return the expert-parallel size stored on an expert parameter, or 1 for any other parameter.
+    """
     return getattr(parameter, "expert_ranks", 1)
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Return whether a parameter (or fairseq's fp32 copy of it) belongs to an expert."""
+    """Return whether a parameter belongs to an expert. The result is also correct for fairseq's
+    fp32 copies of parameters.
+    """
     return getattr(parameter, "expert", False)
 
 
@@ -119,7 +126,8 @@ class Experts(nn.Module):
         reduced: whether `gradients.sync.reduce_experts` was called for these experts.
             `reduce_experts` also sets the attribute `reduced` of each parameter on which it
             registers hooks.
-        adapters: the ranks of low-rank adapters on these experts (`experts.lora`), or None.
+        adapters: the ranks of the low-rank adapters on these experts (`experts.lora`). None
+            without adapters.
         later: object that postpones the computation of weight gradients until the host requests it
             after the backward pass. If `later` is None, weight gradients are computed in the
             backward pass.
@@ -159,7 +167,8 @@ class Experts(nn.Module):
 
     @property
     def anchor(self) -> Tensor | None:
-        """A parameter that connects exchanges to the autograd graph (see `comm.functional`).
+        """A parameter that connects the exchanges between ranks to the autograd graph (see
+        `comm.functional`).
 
         The anchor is a trainable parameter, unless all parameters are frozen. None if there are no
         parameters.
@@ -172,7 +181,9 @@ class Experts(nn.Module):
         return next(self.parameters(), None) if frozen is None else frozen
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """Return the stored parameters by name. Their first dimension indexes the experts."""
+        """Return the stored parameters by name. The first dimension of each parameter indexes the
+        experts.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 
     def compute_parameters(self, tensors: dict[str, Tensor] | None = None,
@@ -180,19 +191,23 @@ class Experts(nn.Module):
         """Return the parameters in the form that compute strategies use.
 
         Args:
-            tensors: parameters as in `local_parameters`. Defaults to the stored parameters.
-            first_shard: the index of the first shard in `tensors`. Defaults to this rank's first.
+            tensors: parameters in the form of `local_parameters`. Defaults to the stored
+                parameters.
+            first_shard: the index of the first expert shard in `tensors`. Defaults to the first
+                shard of this rank.
         """
         raise NotImplementedError(f"{type(self).__name__} does not support gathered parameters")
 
     def gathered_parameters(self, local: dict[str, Tensor] | None, comm: Comm, shards: int,
                             first_shard: int) -> FFNParameters:
-        """Gather several ranks' parameters in the form that compute strategies use.
+        """Gather the parameters of several ranks, and return them in the form that compute
+        strategies use.
 
         Collective over `comm`.
 
         Args:
-            local: this rank's parameters as in `local_parameters`. Defaults to the stored ones.
+            local: parameters of this rank in the form of `local_parameters`. Defaults to the stored
+                parameters.
             comm: the group of ranks whose parameters are gathered.
             shards: number of consecutive ranks that store shards of the same expert.
             first_shard: the index of the first expert shard in the gathered parameters.
@@ -203,18 +218,22 @@ class Experts(nn.Module):
         """Start to load the experts that a call will need, without waiting until they are loaded.
 
         Args:
-            ids_TK: int64 tensor of global expert indices, or -1 for no expert.
+            ids_TK: int64 tensor of global expert indices. The index -1 means that no expert is
+                chosen.
         """
 
     def use_layer(self, number: int | None) -> None:
         """Set the index of the MoE layer that contains these experts, counted from 0.
 
         Args:
-            number: the layer index, or None if unknown (`HostContext.numbered_later`).
+            number: the layer index, or None if the host does not know it
+                (`HostContext.numbered_later`).
         """
 
     def taken_counts(self) -> dict[str, int]:
-        """Return the expert store's counters since the last call, and reset them."""
+        """Return the counters that the expert store has collected since the last call, and reset
+        them.
+        """
         return {}
 
     def mark(self) -> None:
@@ -329,6 +348,7 @@ def check_memory(config: MoEConfig, place: Placement, factory: Callable[[int], n
     disk.
 
     Args:
+        config: the settings of the layer.
         place: describes which ranks store each expert.
         factory: the function that creates custom experts, or None.
         dtype: the dtype of the parameters. Defaults to torch's default dtype.

@@ -46,7 +46,8 @@ class ExpertWindow:
         shape: the shape of the tensor of all experts. The first dimension indexes the experts.
         offsets: the start index of the local tensor in the full tensor, along each dimension.
         sizes: the shape of the local tensor.
-        shard_axis: the dimension along which experts are split over ranks, or None.
+        shard_axis: the dimension along which each expert is split over several ranks, or None if
+            experts are not sharded.
     """
 
     shape: tuple[int, ...]
@@ -66,13 +67,15 @@ def window_of(name: str, sizes: Sequence[int], place: Placement, *,
     """Return the position of a rank's local tensor within the tensor of all experts.
 
     Args:
-        name: the tensor's name, whose last component is a parameter name (`PART_AXIS`).
+        name: the name of the tensor. The last component of the name is a parameter name
+            (`PART_AXIS`).
         sizes: the shape of this rank's local tensor.
         of_parameter: whether the tensor has the same dimensions as the parameter. For other
             tensors, such as factored optimizer states, the position is known only if experts are
             not sharded.
     Raises:
-        ValueError: If dimension 0 does not index experts, or shards have an unknown dimension.
+        ValueError: If the first dimension does not index experts, or if experts are split along an
+            unknown dimension.
     """
     cut = place.shards > 1
     axis = PART_AXIS.get(name.rpartition(".")[2]) if cut and of_parameter else None
@@ -98,7 +101,8 @@ def window_in(name: str, shape: Sequence[int], place: Placement, *,
         shape: the shape of the full tensor.
         of_parameter: whether the tensor has the same dimensions as the parameter.
     Raises:
-        ValueError: If dimension 0 does not index experts, or shards have an unknown dimension.
+        ValueError: If the first dimension does not index experts, or if experts are split along an
+            unknown dimension.
     """
     sizes = list(shape)
     if not sizes or sizes[0] != place.experts:
@@ -199,7 +203,9 @@ def hook(layer: Any) -> None:
 
 
 def follow(layer: Any) -> None:
-    """For a layer that already has the hooks, also convert experts in optimizers' state dicts."""
+    """For a layer that already has the state dict hooks, also convert the experts in state dicts of
+    optimizers.
+    """
     _LAYERS.add(layer)
     if layer.comm.size > 1 and not hasattr(Optimizer.state_dict, "gives_experts"):
         Optimizer.state_dict = _giving(Optimizer.state_dict)  # type: ignore[method-assign]
@@ -218,7 +224,8 @@ def asked_by_dcp() -> bool:
 
 
 def give(layer: Any, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Convert a layer's experts in a new state dict. A hook that runs after `state_dict`.
+    """Convert a layer's experts in a state dict that was just created. This function is a hook that
+    runs after `state_dict`.
 
     If DCP requested the state dict, the layer's extra state describes the experts of all ranks, and
     the tuner's state is omitted, because it is valid only for the current number of ranks.
@@ -277,7 +284,9 @@ def _plain(value: Any) -> Any:
 
 
 def placed_parameters() -> dict[int, tuple[str, Placement]]:
-    """Return name and placement of each expert parameter spread over ranks, by its id."""
+    """Return the name and placement of each expert parameter whose layer spreads its experts over
+    several ranks, by the parameter's id.
+    """
     return {id(parameter): (name, layer.placement)
             for layer in list(_LAYERS) if layer.placement.comm.size > 1
             for name, parameter in layer.experts.named_parameters()}
@@ -326,6 +335,7 @@ def _changed(optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[
     """Apply a function to the optimizer state of each expert parameter.
 
     Args:
+        optimizer: the optimizer.
         change: a function that computes a new state tensor from the parameter, the old state
             tensor, the parameter's name and its placement.
         keys: the key of each parameter in the state dict, in the order of the parameters.

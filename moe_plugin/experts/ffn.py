@@ -110,7 +110,8 @@ class FFNExperts(Experts):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize complete experts, with zero biases, and keep this rank's shard.
+        """Initialize the weights of complete experts, and set the biases to zero. If experts are
+        sharded, each rank keeps its shard.
 
         Weights are drawn from a Xavier uniform distribution, or from a normal distribution with
         standard deviation `experts.init_std`. The seed of an expert is a number drawn from torch's
@@ -167,7 +168,9 @@ class FFNExperts(Experts):
         return self.w_in_LDF.dtype
 
     def forward(self, work: ExpertRows | ParameterRequest) -> Any:
-        """See `Experts`. With shards of experts, the result is this shard's contribution."""
+        """See `Experts`. If experts are split into shards, the result is this shard's contribution
+        to the output.
+        """
         if isinstance(work, ParameterRequest):
             return self.local_parameters()
         strategy = work.strategy or self.compute
@@ -183,7 +186,9 @@ class FFNExperts(Experts):
         return strategy(work.x, work.rows, parameters)
 
     def local_parameters(self) -> dict[str, Tensor]:
-        """See `Experts`. The names are the keys of `SHARD_AXIS` that this type of expert has."""
+        """See `Experts`. The names are those keys of `SHARD_AXIS` for which this type of expert has
+        parameters.
+        """
         parameters = {}
         for name in SHARD_AXIS:
             if (value := getattr(self, name)) is not None:
@@ -227,7 +232,9 @@ class FFNExperts(Experts):
         self.adapters = ranks
 
     def _drawn_a(self, seed: int, shape: tuple[int, int]) -> Tensor:
-        """Draw this rank's slice of `a` uniformly within 1 / sqrt(inputs) of 0, as `peft` does."""
+        """Draw this rank's slice of `a` uniformly between -1 / sqrt(inputs) and 1 / sqrt(inputs),
+        as `peft` does.
+        """
         place, drawn = self.placement, []
         for expert in range(place.first_expert, place.first_expert + place.local):
             whole = torch.empty(shape, dtype=torch.float32)
@@ -237,7 +244,9 @@ class FFNExperts(Experts):
         return torch.stack(drawn)
 
     def _shards(self) -> Comm | None:
-        """Return the group of ranks that store shards of the same experts, or None."""
+        """Return the group of ranks that store shards of the same experts, or None if experts are
+        not sharded.
+        """
         place = self.placement
         return place.comm.contiguous_subgroup(place.shards) if place.shards > 1 else None
 
@@ -258,7 +267,9 @@ class FFNExperts(Experts):
         return with_factors(tensors, self.weights_of(), ranks, self.placement.first_expert, shards)
 
     def main_grad_weights(self) -> dict[str, Tensor]:
-        """Return by name the weights whose gradients are added to the host's `main_grad`."""
+        """Return the weights whose gradients are added to the host's `main_grad`, by parameter
+        name.
+        """
         if not (self.adds_to_main_grad and torch.is_grad_enabled()):
             return {}
         return {
@@ -274,7 +285,8 @@ class FFNExperts(Experts):
             tensors: parameters in the form of `local_parameters`. The weights may belong to experts
                 of other ranks, to more experts than this rank stores, or to several consecutive
                 shards. Defaults to the stored parameters.
-            first_shard: the index of the first shard in `tensors`. Defaults to this rank's.
+            first_shard: the index of the first shard in `tensors`. Defaults to the shard of this
+                rank.
         """
         redirected, rounded, borrowed = {}, None, tensors is not None
         if tensors is None and self.adds_to_main_grad:
@@ -307,7 +319,8 @@ class FFNExperts(Experts):
 
 @expert_kinds.register("gated_ffn")
 class GatedFFNExperts(FFNExperts):
-    """Experts that compute `(act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out + bias_out`.
+    """Experts that each compute `(act(x w_gate + bias_gate) * (x w_in + bias_in)) w_out +
+    bias_out`.
 
     With the silu activation, a gated expert is a SwiGLU layer (Shazeer 2020). `experts.clamp`
     limits both factors of the product, and `experts.linear_offset` is added to the second factor
@@ -344,10 +357,12 @@ def _check_shards(config: MoEConfig, shards: int) -> None:
 
 def gather_parameters(local: Mapping[str, Tensor], comm: Comm, shards: int,
                       axes: Mapping[str, int | None] = _USED_AXIS) -> dict[str, Tensor]:
-    """Gather several ranks' parameters in one all-gather (backward: one reduce-scatter).
+    """Gather the parameters of several ranks in a single all-gather. The backward pass is a single
+    reduce-scatter.
 
     Args:
-        local: this rank's parameters by name. Their first dimension indexes the experts.
+        local: the parameters of this rank, by name. The first dimension of each parameter indexes
+            the experts.
         shards: number of consecutive ranks that store shards of the same expert. Shards of an
             expert are concatenated along the dimension given by `axes`.
         axes: the dimension of each parameter along which experts are split, or None if every shard

@@ -42,7 +42,8 @@ class ExpertRanks:
         alphas: for each key of `PLACES`, the value of alpha. The scale of an adapter is alpha / r.
         rooted: whether the scale of an adapter is alpha / sqrt(r) (rsLoRA) instead of alpha / r.
         dora: whether the adapters have column lengths m (DoRA).
-        merged: the adapters added to the weights and no longer computed separately, or None.
+        merged: the adapters that have been added to the weights and are no longer computed
+            separately, or None.
     """
 
     ranks: Mapping[str, Sequence[int]]
@@ -57,7 +58,8 @@ class ExpertRanks:
         return self.alphas[place] / (math.sqrt(rank) if self.rooted else rank) if rank else 0.0
 
     def scale_LR(self, place: str, first: int, like: Tensor) -> Tensor:
-        """Return the scales [L, R] of each expert's R columns, 0 beyond its own LoRA rank.
+        """Return the scales [L, R] of the R columns of each expert. Columns beyond an expert's own
+        LoRA rank have scale 0.
 
         Args:
             place: a key of `PLACES`.
@@ -83,7 +85,8 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
         w_LIO: the weights, [L, I, O].
         adapter: the matrices a and b. b must already include the scale. If `adapter` is None, the
             lengths of the columns of w are returned.
-        shards: the ranks with the other slices of the dimension I, or None if it is whole.
+        shards: the ranks that store the other slices of the dimension I, or None if this rank
+            stores the whole dimension.
     """
     wide = torch.promote_types(w_LIO.dtype, torch.float32)
     squared = torch.linalg.vector_norm(w_LIO, dim=1, dtype=wide).square()
@@ -100,14 +103,17 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
 
 def with_factors(tensors: dict[str, Tensor], weights: Mapping[str, Sequence[Tensor]],
                  ranks: ExpertRanks, first: int, shards: Comm | None) -> dict[str, Tensor]:
-    """Multiply each b by its scale, and replace DoRA's lengths m with columns' factors.
+    """Multiply each tensor b by its scale, and replace the DoRA lengths m with the factors by which
+    the columns must be multiplied.
 
     Args:
-        tensors: the adapter tensors by name, modified in place. Those of `WHOLE` are whole.
+        tensors: the adapter tensors by name. The mapping is modified in place. The tensors listed
+            in `WHOLE` must not be sharded.
         weights: lists of weights, with the keys of `PLACES`.
         ranks: the LoRA ranks and scales of the adapters.
         first: the global index of the first expert.
-        shards: the ranks with the other shards of these experts, or None without shards.
+        shards: the ranks that store the other shards of these experts. None if experts are not
+            sharded.
     """
     for place, (a, bs, ms) in PLACES.items():
         for w_LIO, b, m in zip(weights[place], bs, ms, strict=False):

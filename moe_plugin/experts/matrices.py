@@ -1,4 +1,5 @@
-"""Experts' weights as separate matrices, for optimizers such as Muon (Jordan et al. 2024).
+"""Access to the weights of experts as separate matrices, for optimizers such as Muon (Jordan et al.
+2024).
 
 Muon needs the complete matrix of each expert. A matrix has the shape [out, in], as in
 `torch.nn.Linear`. The gate and up weights of a gated expert form a single matrix whose first rows
@@ -39,7 +40,8 @@ class MatrixPart:
 
     Attributes:
         stack: an object shared by all weight tensors that form the same matrices.
-        number: the index of this weight among `stack.parts`, in the order of matrix rows.
+        number: the index of this weight tensor among the `stack.parts` tensors, in the order of the
+            matrix rows.
     """
 
     stack: Stack
@@ -76,7 +78,9 @@ def to_matrices(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def from_matrices(matrices: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
-    """Split matrices into weights with the shapes of `like`, the inverse of `to_matrices`."""
+    """Split matrices into weights with the shapes of `like`. This function is the inverse of
+    `to_matrices`.
+    """
     # rows of the matrix are outputs, which are the last axis of a weight
     widths = [part.shape[2] for part in like]
     split = [matrix.split(widths) for matrix in matrices]
@@ -122,7 +126,8 @@ def _forms_of(module: nn.Module) -> Iterator[tuple[str, MatrixForm]]:
 
 
 def of_transformers(module: nn.Module) -> bool:
-    """Return whether a module's class is decorated with `use_experts_implementation`."""
+    """Return whether a module's class has the transformers decorator `use_experts_implementation`.
+    """
     return hasattr(module, "is_concatenated")
 
 
@@ -137,6 +142,7 @@ def is_vector(parameter: Tensor, stacks: Collection[int]) -> bool:
     """Return whether a parameter is a vector, such as a bias, or a stack of one vector per expert.
 
     Args:
+        parameter: the parameter.
         stacks: the result of `stacked` for the model that contains the parameter.
     """
     return parameter.ndim - (id(parameter) in stacks) < 2

@@ -139,7 +139,8 @@ def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _refuse_products(optimizer: Optimizer, parameters: list[Tensor]) -> None:
-    """Refuse an optimizer that would update shared parameters differently on each rank."""
+    """Raise an error for an optimizer that would update shared parameters differently on each rank.
+    """
     if not isinstance(optimizer, LBFGS):
         return
     for parameter in parameters:
@@ -161,7 +162,9 @@ def _refuse_copies(optimizer: Optimizer, parameters: list[Tensor]) -> None:
 
 
 def _refuse_early(parameters: list[Tensor]) -> None:
-    """Refuse an optimizer step before the gradients of replicated experts are averaged."""
+    """Raise an error if an optimizer step runs before the gradients of replicated experts are
+    averaged.
+    """
     if torch._C._current_graph_task_id() == -1:
         return
     for parameter in parameters:

@@ -33,7 +33,8 @@ _APART = 0.05  # experts with a larger distance, relative to their norms, count 
 
 
 class OverwriteCheck:
-    """Compares experts over all ranks in training calls 2, 4, 7, 13, 25, 61, 121 and 241.
+    """A comparison of the experts of all expert-parallel ranks, which runs in training calls 2, 4,
+    7, 13, 25, 61, 121 and 241 of each layer.
 
     Each comparison uses one all-gather of 4 KiB from each rank (5 KiB the first time), and a
     second all-gather over `world`. The ranks compare changes since the previous comparison, so
@@ -59,7 +60,9 @@ class OverwriteCheck:
         self.begin(experts)
 
     def begin(self, experts: nn.Module) -> None:
-        """Set the current values of the experts as the baseline of the next comparison."""
+        """Set the current values of the experts as the baseline from which the next comparison
+        measures changes.
+        """
         self._before_N = _sample(experts.parameters())
         self._built_N: Tensor | None = None  # `_before_N` before the first call
         self._shared_N: Tensor | None = None
@@ -181,7 +184,8 @@ def _warn(comm: Comm, text: str, *values: object) -> None:
 
 
 def _equal_and_moved(before_RN: Tensor, now_RN: Tensor, is_RR: Tensor) -> Tensor:
-    """Return pairs of ranks whose experts are equal now, but were trained since `before_RN`.
+    """Return the pairs of ranks whose experts are equal now and were trained after `before_RN` was
+    sampled.
 
     Weight decay alone changes the weights of an expert without tokens, and moves every large value
     towards zero. Therefore an expert counts as trained only if the magnitude of a large value has
@@ -204,7 +208,9 @@ def _tells_apart(router: nn.Module | None) -> bool:
 
 
 def _drifted(before_RN: Tensor, now_RN: Tensor, part_R: Tensor) -> tuple[int, int] | None:
-    """Return two ranks whose replicas of the same experts differ, or None if all are equal."""
+    """Return two ranks that store the same experts but no longer have equal values, or None if all
+    values are equal.
+    """
     first_R = (part_R[:, None] == part_R).int().argmax(1)
     drift_R = (now_RN - now_RN[first_R]).norm(dim=1) > 1e-4 * now_RN.norm(dim=1)
     drifted = (drift_R & (before_RN == before_RN[first_R]).all(1)).nonzero().flatten().tolist()
@@ -212,7 +218,8 @@ def _drifted(before_RN: Tensor, now_RN: Tensor, part_R: Tensor) -> tuple[int, in
 
 
 def _sample(parameters: Iterable[Tensor]) -> Tensor:
-    """Return a float32 sample of `VALUES` values, equally many of each parameter.
+    """Return a float32 sample of `VALUES` values, with the same number of values from each
+    parameter.
 
     If there are fewer values, the sample is padded with zeros. Parameters without storage and
     sharded parameters are skipped.
@@ -254,7 +261,8 @@ _TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 
 
 class DDPCheck:
-    """Raises a `ValueError` in the forward pass if other code treats experts as replicas.
+    """A check in the forward pass that raises a `ValueError` if other code treats experts as
+    replicas of each other.
 
     The check detects torch's DDP and FSDP, DeepSpeed, other code that overwrites experts
     (`OverwriteCheck`), and parameters that were replaced after `reduce_experts`. Once the check has
@@ -285,7 +293,9 @@ class DDPCheck:
         self.passed = self._wrapped = False
 
     def compare_replicas(self, world: Comm | None) -> None:
-        """Also compare shared parameters and replicas over `world` (see `OverwriteCheck`)."""
+        """Also compare shared parameters and replicas over the ranks in `world` (see
+        `OverwriteCheck`).
+        """
         if self.overwrites is not None:
             self.overwrites.world = world
 
@@ -294,6 +304,7 @@ class DDPCheck:
 
         Args:
             built: the layer's experts, without any adapters that wrap them.
+            layer: the layer.
         """
         experts: nn.Module = layer.experts  # type: ignore[assignment]
         if torch.compiler.is_compiling():
@@ -324,7 +335,8 @@ class DDPCheck:
 
 
 def _refuse_new(experts: nn.Module) -> None:
-    """Refuse a trainable parameter without the hooks registered by `reduce_experts`.
+    """Raise an error if a trainable parameter does not have the hooks registered by
+    `reduce_experts`.
 
     Without these hooks, the parameter would be trained with the gradient of only one rank.
     """
@@ -351,7 +363,9 @@ def _refuse_averaged(ddp: DistributedDataParallel, experts: nn.Module) -> None:
 
 
 def _refuse_hooks(ddp: DistributedDataParallel) -> None:
-    """Refuse a communication hook that might not divide gradients by the number of ranks."""
+    """Raise an error for a communication hook that might not divide gradients by the number of
+    ranks.
+    """
     # private in torch (>= 2.0); without it nothing is checked
     for hook, _ in getattr(ddp, "_comm_hooks", []):
         name = getattr(hook, "__name__", type(hook).__name__)

@@ -18,7 +18,8 @@ from moe_plugin.utils.tensors import fill_, is_sharded
 
 
 class DrawnLinear(nn.Linear):
-    """A linear layer with the same initial values for every sharding of its parameters.
+    """A linear layer that is initialized to the same values no matter how its parameters are
+    sharded.
 
     Args:
         std: optional. The standard deviation of the initial weights. If `std` is given, biases are
@@ -92,13 +93,16 @@ class SharedExpert(nn.Module):
 
     @classmethod
     def of(cls, config: MoEConfig, **where: Any) -> SharedExpert | None:
-        """Build the shared expert, or return None if the settings specify none."""
+        """Build the shared expert, or return None if the settings do not specify a shared expert.
+        """
         return cls(config, **where) if config.experts.shared_hidden_dim else None
 
     def forward(self, x_TD: Tensor, mask_T: Tensor | None) -> Tensor:
-        """Compute the shared expert's outputs, [T, D], in the tokens' dtype, 0 for padding.
+        """Compute the outputs of the shared expert, [T, D], in the dtype of `x_TD`. For padding
+        tokens, the outputs are zero.
 
         Args:
+            x_TD: the tokens, [T, D].
             mask_T: bool [T], True for tokens that are not padding. None if there is no padding.
         """
         if mask_T is not None:
@@ -119,11 +123,14 @@ class SharedExpert(nn.Module):
 
 
 class OverlappedWork:
-    """Work of a call that is independent of experts' outputs and overlaps with the exchange.
+    """Work of a call that does not need the routed experts' outputs, and can therefore overlap with
+    the exchange.
 
     Args:
         shared: the layer's shared expert, or None.
-        more: another function of the layer's caller to run during the exchange, or None.
+        tokens: the tokens of the call.
+        more: another function to run during the exchange, passed by the caller of the layer, or
+            None.
     """
 
     def __init__(self, shared: SharedExpert | None, tokens: Tokens,
@@ -151,10 +158,12 @@ class OverlappedWork:
 
 def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
                  shared_TD: Tensor | None) -> Tensor:
-    """Add the shared expert's outputs, and the tokens weighted by `passthrough_T`.
+    """Add two terms to the routed experts' outputs: the outputs of the shared expert, and the
+    tokens weighted by `passthrough_T`.
 
     Args:
         y_TD: the outputs of the routed experts, [T, D].
+        tokens: the tokens of the call.
         routing: the routing result of the call. `routing.passthrough_T` may be None.
         shared_TD: the outputs of the shared expert, [T, D], or None.
     Returns: the sum, [T, D], in the dtype of the tokens.
@@ -171,7 +180,8 @@ def add_residual(y_TD: Tensor, tokens: Tokens, routing: Routing,
 
 
 class LatentProjection(nn.Module):
-    """Two linear layers of all experts, to the latent width and back.
+    """Two linear layers that are shared by all experts: one projects tokens to the latent width,
+    and the other projects back.
 
     `down` projects tokens from width D to the smaller width L. Rows are sent and experts compute in
     width L. `up` projects the combined expert outputs of a token from width L back to width D. The
@@ -194,6 +204,7 @@ class LatentProjection(nn.Module):
         """Build the projection. Returns None if the settings do not specify a latent projection.
 
         Args:
+            config: the settings of the layer.
             where: the dtype and device of the parameters.
         """
         return cls(config, **where) if config.experts.latent_dim else None

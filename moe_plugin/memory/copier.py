@@ -1,4 +1,5 @@
-"""Background copies between a device and a slower tier, in the order of their start.
+"""Background copies between a device and a slower memory tier. Copies run one after another, in the
+order they were started.
 
 If the device is a GPU, copies run on a separate CUDA stream. Other work, such as reading a file,
 runs in a background thread. If the device is a CPU, all work runs in this background thread. The
@@ -30,7 +31,8 @@ class CopyCounters:
             the time in the background thread is counted.
         throttled_s: total delay of jobs by throttling, in seconds.
         waits: number of times that a caller waited for an unfinished job.
-        stalled_s: seconds during which callers, but not CUDA streams, waited.
+        stalled_s: total time in seconds during which callers waited. The time during which a CUDA
+            stream waited is not included.
     """
 
     copies: int = 0
@@ -77,7 +79,8 @@ class Ticket:
         return self.event is None or self.event.query()
 
     def wait(self) -> None:
-        """Wait until the job is complete. On a GPU, only the current stream waits.
+        """Wait until the job is complete. If the device is a GPU, only the current stream waits for
+        the copies, and the host does not wait.
 
         Raises:
             Exception: If the job failed. Every call of this method raises the job's error.
@@ -94,7 +97,9 @@ class Ticket:
             torch.cuda.current_stream(self.copier.device).wait_event(self.event)
 
     def synchronize(self) -> None:
-        """Block the host until the job is complete. Needed before its data is read or changed."""
+        """Block the host until the job is complete. Call this method before the host overwrites the
+        source of a job or reads the copied data.
+        """
         self.wait()
         if self.event is not None:
             self.event.synchronize()
@@ -132,7 +137,8 @@ class Copier:
         self._pid = os.getpid()
 
     def start(self, copies: Sequence[tuple[Tensor, Tensor]]) -> Ticket:
-        """Start copying. Targets and sources must not change before the returned ticket ends.
+        """Start copying. The targets and sources must not change before the caller has waited for
+        the returned ticket.
 
         Args:
             copies: pairs (target, source) of tensors with equal shapes. The pairs are copied in
@@ -196,7 +202,9 @@ class Copier:
         return ticket
 
     def close(self) -> None:
-        """Finish all started jobs and stop the thread. A later copy starts a new thread."""
+        """Finish all jobs that have been started, and stop the thread. If another copy is started
+        later, a new thread is created.
+        """
         # a forked child must not wait for its parent's thread
         if self._thread is not None and self._pid == os.getpid():
             self._thread.shutdown()
@@ -210,7 +218,9 @@ class Copier:
         return self._thread
 
     def settle_device(self) -> None:
-        """Give a GPU device without an index the caller's current one, for other threads."""
+        """If a GPU device has no index, replace it with the caller's current GPU. The background
+        thread may have a different current GPU.
+        """
         if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
 

@@ -243,6 +243,7 @@ def unchanged_buffers(module: nn.Module, places: Sequence[Place] | None = None) 
     For example, if a block is computed twice, only one of the passes may update running statistics.
 
     Args:
+        module: the module.
         places: list of buffers to restore. Each buffer is given as a pair of its module and its
             name. Defaults to all buffers of the module.
     """

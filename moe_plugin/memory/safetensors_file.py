@@ -43,6 +43,7 @@ class SafetensorsFile:
     call `close` when the file is no longer needed.
 
     Args:
+        path: path of the file.
         verify: whether to verify the file's checksum. The checksum is verified only if the file has
             one and this process has not verified it before.
 

@@ -24,7 +24,9 @@ from moe_plugin.utils.regular_files import make_folder, read_at, write_remedy
 
 
 class TierError(OSError):
-    """A tier cannot store or read a tensor. The message names size, location and remedy."""
+    """Error that is raised if a tier cannot store or read a tensor. The error message names the
+    size, the location and a remedy.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +36,8 @@ class TierTensor:
     Attributes:
         shape, dtype: shape and dtype of the tensor.
         tensor: the tensor in host memory, or None if the data is stored in a file.
-        file, offset: descriptor of the open file, and the data's offset in bytes.
+        file, offset: descriptor of the open file that contains the data, and the offset of the data
+            in the file in bytes.
     """
 
     shape: tuple[int, ...]
@@ -111,7 +114,9 @@ class Tier(ABC):
         return copier.start_call(read, sum(held.nbytes for _, held in wanted))
 
     def take(self, held: Sequence[TierTensor]) -> list[Tensor]:
-        """Move stored tensors to memory and free their space, unless `TierError` is raised."""
+        """Move stored tensors to memory and free their space. If this method raises `TierError`,
+        all tensors remain stored in the tier.
+        """
         made = [torch.empty(stored.shape, dtype=stored.dtype) for stored in held]
         for stored, target in zip(held, made, strict=True):
             self.read_into(stored, target)
@@ -320,7 +325,8 @@ class TierBuffer:
 
 
 def tier_of(device: torch.device | str, folder: str | os.PathLike[str] | None = None) -> Tier:
-    """Return a tier for a device's tensors: host memory for a GPU, and files for a CPU.
+    """Return a tier for the tensors of a device. The tier is in host memory for a GPU, and in files
+    for a CPU.
 
     folder: folder on disk for the files. Defaults to the system's folder for temporary files.
     """
@@ -339,7 +345,8 @@ def write_values(file: int, offset: int, x: Tensor) -> None:
 
 
 def read_values(held: TierTensor, target: Tensor, name: str) -> None:
-    """Read a tensor from a file into `target` of equal shape, and any dtype and device.
+    """Read a tensor from a file into `target`. `target` must have the same shape, but may have any
+    dtype and any device.
 
     name: name of the file or folder, for use in the error message.
     Raises:

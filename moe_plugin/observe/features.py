@@ -38,7 +38,8 @@ _EVALUATION = "--model-overrides \"{'moe_capacity_factor': 'none'}\" to drop not
 
 
 class DropWarning(RunFeature):
-    """A run feature that warns once if more choices than `WARN_ABOVE` are dropped for capacity.
+    """A run feature that warns once if the fraction of choices dropped because of the expert
+    capacity exceeds `WARN_ABOVE`.
 
     Training and validation are checked separately, because experts may have fewer slots in
     validation (`dispatch.eval_token_fraction`, `dispatch.eval_capacity_factor`).
@@ -47,7 +48,8 @@ class DropWarning(RunFeature):
         warns: whether this rank logs warnings.
 
     Attributes:
-        validation: counter of dropped choices, for hosts that do not report them.
+        validation: counter of the choices dropped in validation. Used only for hosts that do not
+            report dropped choices.
     """
 
     def __init__(self, warns: bool = True) -> None:
@@ -83,7 +85,9 @@ class DropWarning(RunFeature):
 
 
 class DropCount:
-    """A counter on the device of all choices and of dropped choices since the last `take`."""
+    """A counter of all choices and of the dropped choices, stored on the device. The counts
+    accumulate until `take` is called.
+    """
 
     def __init__(self) -> None:
         self._counts_2: torch.Tensor | None = None  # int64: chosen, dropped
@@ -126,13 +130,17 @@ def listen(layers: Mapping[str, Any], training: Sequence[Callable[[str, LayerSta
 
 
 class LayerRecords(RunFeature):
-    """A run feature that writes records, timelines and findings, as set in `observe`.
+    """A run feature that writes records, timelines and findings about the MoE layers, as specified
+    by the `observe` settings.
 
     Args:
-        layers: the layers by name, whose statistics the caller passes on. See `listen`.
+        config: the `observe` settings.
+        layers: the layers by name. The caller must pass the statistics of these layers to
+            `recorder`. See `listen`.
         comm: the ranks over which statistics are summed. Rank 0 writes the files.
         host: the name of the host framework, which is shown in the report.
-        rank: this process's rank in timelines and traces. Defaults to the rank in `comm`.
+        rank: the rank that identifies this process in timelines and traces. Defaults to the rank
+            within `comm`.
         has_log: whether the host writes a training log that the report can read. If not, the loss
             and the throughput are written together with the layer records.
     """

@@ -68,7 +68,8 @@ class Finding:
         remedy: the flags or settings that the user should change.
         layers: the names of the affected layers. Empty if the finding applies to the whole run.
         past: whether the problem has disappeared.
-        steps: the first and last affected step, or None without particular steps.
+        steps: the first and the last affected step. None if the finding does not apply to
+            particular steps.
     """
 
     rule: str
@@ -81,11 +82,13 @@ class Finding:
 
 
 def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> list[Finding]:
-    """Apply all rules to a run, ordered by severity, with past problems last.
+    """Apply all rules to a run. Findings are ordered by severity, and findings about past problems
+    come last.
 
     Args:
         skip: the names of rules that are not applied.
-        past: whether to include past problems, from which layers have recovered.
+        past: whether to include past problems, from which the layers have recovered. Defaults to
+            True.
     """
     skipped = set(skip)
     results = [finding for name, rule in RULES.items() if name not in skipped for finding in (
@@ -98,7 +101,9 @@ def findings(run: RunRecord, skip: Iterable[str] = (), *, past: bool = True) -> 
 
 
 def _for_host(remedy: str, host: str) -> str:
-    """Replace the flags in a remedy with the host's flags, or with settings if it has none."""
+    """Replace the flags in a remedy with the equivalent flags of the given host. If the host has no
+    flags, use the settings instead.
+    """
     every = "; ".join(f"{name}: {weight}" for name, weight in _BALANCE_WEIGHTS.items())
     remedy = remedy.replace(BALANCE_WEIGHT, _BALANCE_WEIGHTS.get(host, every))
     if host not in OWN_LOOPS:
@@ -109,7 +114,9 @@ def _for_host(remedy: str, host: str) -> str:
 
 
 def too_few(run: RunRecord) -> str:
-    """Return why a run has too few records for rules about layers, or an empty string."""
+    """Return the reason why a run has too few records for the rules about layers, or an empty
+    string if there are enough records.
+    """
     layers = run.layers or _of_the_log(run)
     most = max(map(len, layers.values()), default=0)
     if most >= RECENT:
@@ -131,7 +138,9 @@ def _of_layers(rule: LayerRule, run: RunRecord, past: bool) -> Iterator[Finding]
 
 
 def _of_the_log(run: RunRecord) -> dict[str, list[LayerRecord]]:
-    """Build records of means over all layers from fairseq's log, if there are no others."""
+    """For a run without layer statistics, build records from fairseq's log, which contains only
+    means over all layers.
+    """
     name = "the mean of all layers"
     records = [LayerRecord(step=r.step, layer=name, drop_fraction=share) for r in run.steps
                if (share := r.dropped()) is not None]

@@ -24,13 +24,15 @@ def per_token(record: LayerRecord) -> float | None:
 
 
 def ratio_of_same_experts(record: LayerRecord) -> float | None:
-    """Return `E / k`, the `max_over_mean` if all tokens choose the same experts."""
+    """Return `E / k`, which is the value of `max_over_mean` if all tokens choose the same experts.
+    """
     k = per_token(record)
     return None if k is None else len(record.load) / k
 
 
 def concentration(record: LayerRecord) -> float | None:
-    """Return the load's concentration: 0 if even, 1 if all tokens choose the same experts.
+    """Return how concentrated the load is: 0 for an even load, 1 if all tokens choose the same `k`
+    experts, or a value in between.
 
     The concentration is a linear function of the fraction of choices that go to the `k` busiest
     experts. Return None if the load is unknown, or if every token chooses all experts.
@@ -46,7 +48,9 @@ def concentration(record: LayerRecord) -> float | None:
 
 
 def may_be_concentrated(record: LayerRecord) -> bool:
-    """Return False if the busiest expert's load alone excludes a high `concentration`."""
+    """Return False if `concentration` cannot reach its limit. This is a fast check that examines
+    only the load of the busiest expert.
+    """
     k, experts = per_token(record), len(record.load)
     if k is None:
         return False
@@ -113,7 +117,9 @@ def unchosen(record: LayerRecord) -> tuple[int, int] | None:
 
 
 def sureness(record: LayerRecord) -> float | None:
-    """Return the routing's entropy relative to a uniform one, or None for a single expert each."""
+    """Return the entropy of the routing divided by the entropy of a uniform distribution, or None
+    if each token chooses a single expert.
+    """
     k, experts = per_token(record) or 0.0, len(record.load)
     known = record.entropy is not None and experts > 1 and k > 1 + PART
     return (record.entropy or 0.0) / math.log(experts) if known else None

@@ -88,7 +88,9 @@ def episodes(records: Sequence[LayerRecord], rule: LayerRule, *,
 
 def _groups(records: Sequence[LayerRecord], suspect: Callable[[LayerRecord], Any]
             ) -> Iterator[int]:
-    """Yield the start of each group of `RECENT` consecutive records with a suspect record."""
+    """Yield the start index of each group of `RECENT` consecutive records that contains at least
+    one suspect record.
+    """
     begin, last = 0, len(records) - RECENT
     for at, record in enumerate(records):
         if suspect(record):
@@ -125,10 +127,12 @@ class LayerRule:
         judge: a function that decides whether consecutive records indicate a problem. It receives
             the values of `measure`, and returns the value to report, or None if there is no
             problem.
-        title: function that returns a finding's title, in the past tense for a second True.
+        title: a function that returns the title of a finding. If its second argument is True, the
+            title is in the past tense.
         meaning: how the problem affects the run.
         remedy: the flags or settings that the user should change.
-        lasted: minimum length of a past problem, as a fraction of the layer's records.
+        lasted: the minimum length of a past problem, as a fraction of the layer's records. Shorter
+            past problems are ignored.
     """
 
     name: str
@@ -141,7 +145,8 @@ class LayerRule:
     lasted: float = LASTED
 
     def look(self, layers: Mapping[str, Sequence[LayerRecord]], past: bool) -> tuple[Found, Found]:
-        """Apply the rule to all layers, and return current and past episodes by layer.
+        """Apply the rule to all layers, and return the current episodes and the past episodes by
+        layer.
 
         past: whether to also search for past episodes.
         """
@@ -157,7 +162,9 @@ class LayerRule:
 
 
 def _where(found: Found, past: bool) -> str:
-    """Return the affected layers, and the range of steps if only some steps are affected."""
+    """Return a string that lists the affected layers. If only some steps are affected, the string
+    also lists the range of these steps.
+    """
     return named([_steps(name, stretches, past) for name, stretches in found.items()])
 
 
@@ -170,7 +177,9 @@ def _steps(name: str, stretches: Sequence[Episode], past: bool) -> str:
 
 
 def _at(found: Found, past: bool) -> tuple[str, Episode]:
-    """Return the name and the steps of the most affected layer's worst episode."""
+    """Return a string with the name and steps of the most affected layer, and the worst episode of
+    this layer.
+    """
     name, worst = max(((name, e) for name, stretches in found.items() for e in stretches),
                       key=lambda item: item[1].value)
     return _steps(name, [worst], past), worst

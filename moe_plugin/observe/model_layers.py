@@ -1,4 +1,6 @@
-"""Collect the statistics of a model's MoE layers, and the settings the user has changed."""
+"""Functions that collect the statistics of every MoE layer of a model, and the settings that the
+user has changed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ ON, OFF = "on", "off"  # the values of a flag that is a switch
 
 def chosen(words: Iterable[str], known: Mapping[str, tuple[str, str]],
            several: Collection[str] = ()) -> dict[str, tuple[str, str]]:
-    """Return the settings of a command and its `--moe-config` that differ from defaults.
+    """Return the settings in a command and in its `--moe-config` file that differ from their
+    defaults.
 
     Args:
         words: the command-line arguments.
@@ -46,7 +49,9 @@ def _is_switch(text: str, known: tuple[str, str]) -> bool:
 
 
 def differing(settings: Mapping[str, object]) -> dict[str, tuple[str, str]]:
-    """Return the settings that differ from their defaults, as {path: (value, default)}."""
+    """Return the settings of this package that differ from their defaults. The keys are dotted
+    paths, and the values are pairs (value, default).
+    """
     defaults = {**flatten(to_dict(from_dict({}))), **flatten(to_dict(run_from_dict({})))}
     return {path: (str(value), shown(defaults[path])) for path, value in settings.items()
             if path in defaults and comparable(value) != comparable(defaults[path])}

@@ -1,4 +1,5 @@
-"""Record MoE layers' statistics (`LayerStats`), once per interval, summed over ranks.
+"""Record the statistics (`LayerStats`) of MoE layers. Statistics are summed over all ranks once per
+interval and written to files.
 
     recorder = StatsRecorder(run.observe, comm)
     for step in ...:
@@ -45,7 +46,9 @@ class _Copies:
         self.on_device = on_device
 
     def vector(self) -> Tensor:
-        """Return all counters as float64 [10], in the order of `CopyCounters` and `OnDevice`."""
+        """Return all counters as one float64 vector [10], in the order of `CopyCounters` and
+        `OnDevice`.
+        """
         now = dataclasses.astuple(self.copier.counters)
         grown = [after - before for after, before in zip(now, self._before, strict=True)]
         self._before = now
@@ -64,17 +67,21 @@ def _copy_record(sums: Tensor, ranks: int) -> dict[str, Any]:
 
 
 class StatsRecorder:
-    """Write MoE layers' statistics, one record per layer every `config.interval` steps.
+    """Write the statistics of MoE layers to files, with one record per layer every
+    `config.interval` steps.
 
     Args:
-        config: the `observe` settings: interval, and files that rank 0 of `comm` writes.
+        config: the `observe` settings, which contain the interval and the names of the files. Only
+            rank 0 of `comm` writes files.
         comm: the ranks over which statistics are summed, such as the ranks of one pipeline stage.
             All ranks must have the same layers and must call `step` the same number of times.
             Defaults to a group that contains only this rank.
         skip: the names of rules to skip because the host logs its own warning.
-        host: the host framework for the report: `pytorch`, `fairseq` or `megatron`.
+        host: the name of the host framework for the report, one of `pytorch`, `fairseq` and
+            `megatron`.
     Raises:
-        ValueError: If a file cannot be written, or TensorBoard or wandb is not installed.
+        ValueError: If a file cannot be written, or if TensorBoard or Weights & Biases is configured
+            but not installed.
     """
 
     def __init__(self, config: ObserveConfig, comm: Comm | None = None,
@@ -93,7 +100,9 @@ class StatsRecorder:
         marked_here(self)
 
     def add(self, layer: str, stats: LayerStats) -> None:
-        """Add a forward pass's statistics without copies to the host or communication."""
+        """Add the statistics of one forward pass of a layer. This neither copies data to the host
+        nor communicates with other ranks.
+        """
         if layer not in self._layers:
             self._layers[layer] = StatsSums()
         self._layers[layer].add(stats)
@@ -117,7 +126,8 @@ class StatsRecorder:
         return list(found)
 
     def mark(self) -> Callable[[], None]:
-        """Return a function that restores these statistics and discards later calls of `add`.
+        """Return a function that restores the current statistics and discards the results of later
+        calls of `add`.
 
         The returned function may be called several times, until the next record is written.
         """
@@ -130,18 +140,22 @@ class StatsRecorder:
 
     def watch(self, name: str, copier: Copier,
               on_device: Callable[[], OnDevice] = OnDevice) -> None:
-        """From now on, record the activity of a copier of data such as activations.
+        """From now on, record the activity of a copier that moves data such as activations or
+        weights.
 
         All ranks must watch copiers with the same names.
 
         Args:
             name: a name for the copied data.
-            on_device: function that returns the device memory in use, called once per record.
+            copier: the copier.
+            on_device: a function that returns how much device memory is in use, called once per
+                record.
         """
         self._copiers[name] = _Copies(copier, on_device)
 
     def step(self, step: int) -> dict[str, float]:
-        """End a training step, and write a record after each interval. Collective.
+        """End a training step, and write a record at the end of each interval. Every rank must call
+        this method once per step.
 
         Returns: The result of `flush` at the end of an interval, and an empty dict after every
         other step.
@@ -149,7 +163,8 @@ class StatsRecorder:
         return self.flush(step) if (step + 1) % self.config.interval == 0 else {}
 
     def flush(self, step: int) -> dict[str, float]:
-        """Write the statistics since the last record, summed over all ranks. Collective.
+        """Sum the statistics since the previous record over all ranks, and write them to the files.
+        Collective.
 
         Returns: Metrics for the host's log, or an empty dict if there are no statistics.
         """
@@ -160,7 +175,8 @@ class StatsRecorder:
         return summary(records)
 
     def training(self, step: int, **numbers: float | None) -> None:
-        """Write metrics of the training loop, on rank 0 alone, and check them for problems.
+        """Write metrics of the training loop to the files, and check them for problems. Only rank 0
+        writes these metrics.
 
         numbers: the metrics by name. The supported names are loss (in nats per token),
             tokens_per_s, grad_norm, learning_rate and not_finite (the number of skipped steps since
@@ -259,7 +275,9 @@ def marked_here(marked: Marked) -> None:
 
 
 def marks() -> list[Callable[[], None]]:
-    """Return the `mark` of each registered object of this thread, before a step that may repeat."""
+    """Call `mark` of each registered object of this thread and return the results. Call this
+    function before a step that may be repeated.
+    """
     return [recorder.mark() for recorder in _of_this_thread()]
 
 
@@ -293,7 +311,9 @@ def summary(records: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def _rows_sent(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the rows per token and the fraction of saved rows of layers that send rows."""
+    """For layers that send rows, return the number of rows per token and the fraction of rows
+    saved.
+    """
     if not rows:
         return {}
     sent, between, tokens = (sum(row[key] for row in rows) for key in (

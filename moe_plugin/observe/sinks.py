@@ -53,7 +53,8 @@ class HealthLog:
     Args:
         skip: the names of rules to skip because the host logs its own warning.
         unit: what log lines call the number of a record, such as `step`.
-        tell: function called for each finding with (step, rule, title, meaning and remedy).
+        tell: a function that is called for each logged finding with the arguments (step, rule,
+            title, meaning and remedy).
         host: the host framework whose flags are used in remedies. See `RunRecord.host`. If empty,
             the flags of all hosts are used.
     """
@@ -83,7 +84,9 @@ class HealthLog:
         self._look(record.step)
 
     def add_timeline(self, row: Mapping[str, Any]) -> None:
-        """Add a timeline, in the form in which it is written, and log new findings."""
+        """Add a timeline, and log new findings. The timeline is passed in the form in which it is
+        written to the file.
+        """
         step, rank, spans = timeline(row)
         self.run.timelines = {(step, rank): spans}
         self._look(step)
@@ -104,7 +107,9 @@ class HealthLog:
 
 
 def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
-    """Join two records, with the first step and the last decision of each kind."""
+    """Join two records. The result has the step of the first record and the last decision of each
+    kind.
+    """
     last: dict[bool, DecisionRecord] = {}
     for made in (*first.decisions, *second.decisions):
         if made.event == "explore" or made.event in DECIDED:
@@ -113,7 +118,9 @@ def _joined(first: LayerRecord, second: LayerRecord) -> LayerRecord:
 
 
 def _shortened(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the fastest consecutive records, without losses, and the most recent records."""
+    """Return the fastest sequence of consecutive records, without their losses, followed by the
+    most recent records.
+    """
     stretches = [steps[i:i + MEMORY] for i in range(0, len(steps) - 3 * MEMORY + 1, MEMORY // 2)]
     fastest = max(stretches, key=lambda some: statistics.median(r.tokens_per_s or 0 for r in some))
     return [*(replace(r, loss=None, not_finite=None) for r in fastest), *steps[-2 * MEMORY:]]
@@ -156,7 +163,8 @@ _LOGS: WeakKeyDictionary[ExpertCache, StoreLog] = WeakKeyDictionary()  # layers 
 
 
 def watch_store(layer: MoELayer, name: Callable[[], str]) -> None:
-    """Watch a layer with stored experts, and log warnings on rank 0 alone.
+    """Watch the calls of a layer whose experts are loaded from a store, and log warnings. Only rank
+    0 logs these warnings.
 
     name: a function that returns the layer's name for log messages.
     """
@@ -312,7 +320,8 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Logs records' numbers to a Weights & Biases project, under the names of `points`.
+    """Log the numeric fields of records to a run in a Weights & Biases project, under the names
+    that `points` returns.
 
     All plots use the training step as the horizontal axis, so the records of one step may be
     written separately. The package `wandb` sends data in the background and reads environment
@@ -320,7 +329,8 @@ class WandbSink:
     runs in the same process, such as the run of fairseq's `--wandb-project`, are not affected.
 
     Raises:
-        ValueError: If `wandb` is missing or cannot start, for example without an API key.
+        ValueError: If `wandb` is not installed or cannot start, for example because there is no API
+            key or no network connection.
     """
 
     def __init__(self, project: str) -> None:

@@ -49,8 +49,10 @@ class StepTimeline:
     Args:
         config: the `observe` settings. `timeline` is the number of the step to record. `jsonl` is
             the file to which the timeline is appended.
-        layers: the layers by name whose forward and backward passes the timeline shows.
-        comm: optional. The ranks, of which rank 0 records. By default, this rank records.
+        layers: the layers by name. The timeline shows the forward and backward passes of these
+            layers.
+        comm: the ranks of the run. Only rank 0 records the timeline. If `comm` is omitted, this
+            rank records the timeline.
         rank: the rank that is stored in the record of the timeline.
         health: the log to which findings about the timeline are added. Optional.
     """
@@ -63,7 +65,9 @@ class StepTimeline:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Return a context manager for a training step, which records the configured step."""
+        """Return a context manager for a whole training step. The timeline is recorded only in the
+        configured step.
+        """
         if self.path is None or not self.step or step != self.step:
             yield
             return
@@ -109,7 +113,9 @@ def _marked(name: str, layer: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Pass:
-    """A layer's forward pass, whose autograd nodes have numbers in [first, after)."""
+    """The forward pass of a layer. The autograd nodes of the pass have sequence numbers in the
+    range [first, after).
+    """
 
     name: str
     begin: float
@@ -163,7 +169,9 @@ def _on_host(event: Any) -> bool:
 
 
 def _row(event: Any, passes: Sequence[_Pass]) -> _Row | None:
-    """Convert a profiler event to a span, or return None if it is not shown."""
+    """Convert a profiler event to a span, or return None if the timeline does not show this type of
+    event.
+    """
     name, begin, end = event.name, event.time_range.start, event.time_range.end
     if not _on_host(event):
         if name.startswith((MARK, *EXCHANGES)):

@@ -1,4 +1,5 @@
-"""Write, read and replay routing traces: the experts of each token in each step.
+"""Write, read and replay routing traces, which contain the chosen experts of each token in each
+step.
 
 The file format is that of `--moe-routing-trace-path` in Megatron 0.19 and later. Each rank writes
 one trace file. The file of rank 0 is named `router_trace_rank0.jsonl`. A trace file contains one
@@ -47,12 +48,14 @@ def trace_path(folder: str, rank: int) -> Path:
 
 
 def read_trace(path: str | Path) -> dict[Key, list[list[Tensor]]]:
-    """Read the chosen experts from one rank's trace file, by layer in the model's order.
+    """Read the chosen experts from the trace file of one rank. The layers in the returned dict are
+    ordered as in the model.
 
     Returns: For each layer, a list of steps. Each step is a list of passes, and each pass is an
         int64 tensor [T, K] on the CPU.
     Raises:
-        ValueError: If the file is unreadable or no trace. The message has the line number.
+        ValueError: If the file cannot be read or is not a trace. The error message contains the
+            line number.
     """
     found: dict[Key, dict[int, list[Tensor]]] = {}
     check_input(path, "routing trace", "write one with observe.trace")
@@ -88,7 +91,8 @@ def read_traces(folder: str | Path) -> list[dict[Key, list[list[Tensor]]]]:
 
 
 class RoutingTrace:
-    """In training, write the chosen experts to a trace, or replay an earlier trace.
+    """During training, write the chosen experts to a trace, or replay the choices of an earlier
+    trace.
 
     Recomputed passes and repeated steps are counted only once. Passes during which torch.compile
     traces the model are not written.
@@ -98,7 +102,8 @@ class RoutingTrace:
             layer is its attribute `trace_key` if it exists, and otherwise its index.
         write: the folder to which the trace of this run is written. Optional. If the run resumes
             from a checkpoint, the trace of earlier steps is preserved.
-        steps: the number of steps to record from this run's start, or 0 for all steps.
+        steps: the number of steps to record, starting with the first step of this run. If 0, all
+            steps of the run are recorded.
         replay: the folder of a trace to replay. Optional. In pass `m` of step `n`, a layer uses
             record `m` of step `n` of the trace instead of its router's choice (see
             `Router.forced`). After the last step of the trace, the replay restarts from the first
@@ -160,9 +165,11 @@ class RoutingTrace:
 
         Args:
             number: the number of the step, counted from 1.
-            made: whether the optimizer applied the step. If False, its records are discarded.
+            made: whether the optimizer has applied the step to the model. If False, the records of
+                the step are discarded.
         Raises:
-            ValueError: If the layers made fewer passes in this step than the replayed trace.
+            ValueError: If the layers made fewer passes in this step than the replayed trace
+                contains.
         """
         records, self.records = self.records, []
         first, self.ended = not self.ended, self.ended + made
@@ -194,7 +201,9 @@ def _checked(steps: list[list[Tensor]], experts: int, path: Path) -> list[list[T
 
 def trace_of(config: ObserveConfig, layers: Mapping[str, nn.Module],
              rank: int) -> RoutingTrace | None:
-    """Create the trace of `observe.trace` and `observe.replay`, or None without both."""
+    """Create the trace object for `observe.trace` and `observe.replay`. Return None if both
+    settings are unset.
+    """
     if not config.trace and not config.replay:
         return None
     return RoutingTrace(layers, rank, write=config.trace, steps=config.trace_steps,
@@ -228,7 +237,9 @@ class _Replay:
     passes: int = 0  # the number of passes in the current step
 
     def __call__(self, call: RoutingCall) -> Tensor | None:
-        """Return this pass's chosen experts, or None if it is not counted or not training."""
+        """Return the chosen experts for this pass, or None if this is not a training pass or must
+        not be counted.
+        """
         if self.router.training and inside_backward():
             raise RuntimeError(
                 "a forward pass was recomputed, but its routing was not recorded. With "

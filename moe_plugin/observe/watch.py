@@ -201,12 +201,16 @@ class Watch:
         self.signature: object = None
 
     def once(self) -> None:
-        """Print the run's current state once. Raise `ValueError` without a run in the folder."""
+        """Print the current state of the run once. Raise `ValueError` if the folder does not
+        contain a run.
+        """
         self.run = read_run(self.folder)
         self._print()
 
     def follow(self) -> None:
-        """Show the live view until the run finishes, Ctrl-C, or the end of a pipe's reader."""
+        """Show the live view until the run finishes, Ctrl-C is pressed, or the reader of a pipe
+        exits.
+        """
         try:
             self._follow()
             self._print(f"{self.folder.resolve().name} finished")

@@ -40,7 +40,8 @@ class Phase:
         machine: sums over all ranks of three values: `k ** WAKES`, number of messages, and number
             of bytes. In `k ** WAKES`, k is the number of messages that a rank sends and receives.
         copied: number of bytes that memory copies read and write on the busiest rank.
-        parallel_links: whether links within and between nodes transfer data simultaneously.
+        parallel_links: whether links within nodes and links between nodes transfer data at the same
+            time.
     """
 
     inter: tuple[float, float]
@@ -56,13 +57,17 @@ class Phase:
             max(bandwidth) if self.parallel_links else sum(bandwidth))
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the seconds of the phase, including memory copies and its fixed cost."""
+        """Return the time of the phase in seconds, including memory copies and the fixed cost per
+        phase.
+        """
         return self.copied * cluster.copy_s + cluster.phase_s + overlapped_s(
             self.wire_s(cluster), cluster.machine_s(*self.machine))
 
 
 def overlapped_s(wire: float, machine: float) -> float:
-    """Return the seconds of two activities that overlap but sometimes wait for each other."""
+    """Return the total time in seconds of two activities that overlap but sometimes wait for each
+    other.
+    """
     less, more = sorted((wire, machine))
     return more * (1 + (less / more) ** SHARPNESS) ** (1 / SHARPNESS) if less else more
 
@@ -90,7 +95,8 @@ def cost_of(cluster: Cluster, node: tuple[int, float, int, float], phases: Seque
     """Return the cost of an exchange that consists of the given phases.
 
     Args:
-        node: messages and bytes that leave a node, then messages and bytes inside it.
+        node: numbers of messages and bytes that leave a node, followed by the numbers of messages
+            and bytes sent inside a node.
         phases: the phases of the exchange, in order.
     """
     return Cost(sum(phase.seconds(cluster) for phase in phases), *node, phases=tuple(phases))
@@ -101,7 +107,8 @@ def busiest(cluster: Cluster, of_rank: Callable[[int], float]) -> float:
 
     Args:
         cluster: the cluster on which the exchange runs.
-        of_rank: function from a node's ranks to the messages or bytes of each rank.
+        of_rank: function that returns the number of messages or bytes per rank, given the number of
+            ranks in the node.
     """
     return max(size / min(cluster.nics, size) * of_rank(size) for size in cluster.sizes)
 
@@ -167,7 +174,9 @@ def two_d_cost(cluster: Cluster, size: float) -> Cost:
 
 
 def _messages(cluster: Cluster, here: int) -> int:
-    """Return how many messages a rank in a node of `here` ranks sends to other nodes in 2DH."""
+    """Return the number of messages that a rank in a node of `here` ranks sends to other nodes in
+    the 2DH algorithm.
+    """
     return sum(-(-there // here) * nodes for there, nodes in cluster.sizes.items()) - 1
 
 
@@ -176,7 +185,8 @@ COSTS: dict[str, CostModel] = {"linear": linear_cost, "2dh": two_d_cost, "leader
 
 
 def distinct(cluster: Cluster) -> tuple[str, ...]:
-    """Return `linear` and all algorithms whose cost differs from it on the cluster."""
+    """Return `linear` and all algorithms whose cost on the cluster differs from that of `linear`.
+    """
     # the comparison holds for any exchange size, so an arbitrary one is used
     size = 2.0**20
     base = COSTS["linear"](cluster, size)

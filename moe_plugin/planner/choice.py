@@ -1,4 +1,6 @@
-"""`LayoutChoice`, a layer's parallel layout in the settings, the planner and the tuner."""
+"""`LayoutChoice`, the description of a layer's parallel layout, which is used by the settings, the
+planner and the tuner.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class LayoutChoice:
             must be 0 or 1.
         d: overlap degree in the forward pass. The rows are split into d pieces, and one piece is
             sent while another is computed. With d = 1, sending does not overlap with computing.
-        d_backward: overlap degree in the backward pass, or 0 for that of the forward pass.
+        d_backward: overlap degree in the backward pass. 0 means the same overlap degree as in the
+            forward pass.
         algorithm: registered name of the all-to-all algorithm.
         kernel: registered name of the strategy that computes the experts.
         piece_axis: how rows are divided into pieces: by `rows`, by `experts` or by `peers`.
@@ -138,7 +141,9 @@ class LayoutChoice:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayoutChoice:
-        """Return the layout with the given fields, in the form of the result of `as_dict`."""
+        """Return the layout with the given fields, which have the same form as in the result of
+        `as_dict`.
+        """
         return cls(**values)
 
 
@@ -154,7 +159,8 @@ def legal_r(experts: int, ranks: int, shards: int | None = None) -> list[int]:
     On a single rank, the only possible value is 1.
 
     Args:
-        shards: number S of ranks that share an expert. Defaults to max(1, ranks / experts).
+        shards: number S of ranks that share an expert. Defaults to `ranks / experts`, but at least
+            1.
 
     Raises:
         ValueError: If `experts` is not a divisor or a multiple of `ranks`.
@@ -174,7 +180,9 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
                   algorithms: Iterable[str] = ("linear",), kernels: Iterable[str] = ("auto",),
                   backward_degrees: Iterable[int] = (0,), sends: Iterable[str] = ("rows",)
                   ) -> Iterator[LayoutChoice]:
-    """Yield every useful layout for `ranks` ranks, given the values of each field."""
+    """Yield every useful layout for `ranks` ranks that can be built from the given values of each
+    field.
+    """
     values = {
         "kernel": kernels, "r": legal_r(experts, ranks), "algorithm": algorithms,
         "d": degrees, "d_backward": backward_degrees, "send": sends
@@ -183,7 +191,8 @@ def legal_choices(experts: int, ranks: int, *, degrees: Iterable[int] = DEGREES,
 
 
 def combinations(values: Mapping[str, Sequence[Any]], ranks: int) -> Iterator[LayoutChoice]:
-    """Yield the useful layouts of `values`, a mapping from field names to lists of values.
+    """Yield every useful layout that can be built from `values`, a mapping from field names to
+    lists of values.
 
 
     Layouts without an all-to-all (r = 0, gathered tokens, or a single rank) have no exchange that

@@ -23,12 +23,14 @@ class Device:
     """Speed and memory of the processor that one rank uses.
 
     Attributes:
+        name: name of the device.
         flops: throughput that large matmuls reach in practice, in FLOP/s.
         half_rows: number of rows for which a matmul reaches half of `flops`. With n rows, the
             efficiency is `n / (n + half_rows)`.
         memory_bytes_s: memory bandwidth, in bytes per second.
         launch_s: fixed time of each operation, in seconds.
-        memory_bytes: memory of one rank in bytes, of which `HEAD_ROOM` remains free.
+        memory_bytes: memory of one rank, in bytes. Plans leave the fraction `HEAD_ROOM` of this
+            memory free.
         fit_error: mean relative error between the fitted model and the measurements, or None if the
             values come from a data sheet.
     """
@@ -53,14 +55,16 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """Number of bytes that a plan may use, which is all but the fraction `HEAD_ROOM`."""
+        """Number of bytes of memory that a plan may use. The fraction `HEAD_ROOM` is not included.
+        """
         return (1 - HEAD_ROOM) * self.memory_bytes
 
     def matmul_s(self, rows: float, flops: float, traffic: float = 0.0) -> float:
         """Predict the time in seconds of a matmul, including one launch, with the roofline model.
 
         Args:
-            rows: number of rows of the matmul, which determines the device's efficiency.
+            rows: number of rows of the matmul, which determines how efficiently the device
+                computes.
             flops: number of floating-point operations of the matmul.
             traffic: number of bytes that the matmul reads and writes. Defaults to 0.
         """
@@ -89,7 +93,9 @@ MAX_RANKS, MAX_SECONDS = 1 << 20, 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link on which a message takes `alpha_s` seconds plus `beta_s` seconds per byte."""
+    """A link. A network link on which a message takes `alpha_s` seconds plus `beta_s` seconds per
+    byte.
+    """
 
     alpha_s: float = 0.0
     beta_s: float = 0.0
@@ -101,7 +107,9 @@ class Link:
                                  "repeat the calibration or correct the file")
 
     def seconds(self, messages: float, size: float) -> float:
-        """Return the seconds to send messages one after another, of `size` bytes in total."""
+        """Predict the time in seconds to send several messages one after the other, with `size`
+        bytes in total.
+        """
         return messages * self.alpha_s + size * self.beta_s
 
 
@@ -110,16 +118,21 @@ class Cluster:
     """The nodes, ranks and links of a cluster.
 
     Attributes:
-        nodes, ranks_per_node: numbers of nodes (N) and of ranks per node (P).
-        nics: number of network cards per node, each shared by equally many ranks.
+        name: name of the cluster.
+        nodes, ranks_per_node: number of nodes and number of ranks per node, called N and P in the
+            formulas.
+        nics: number of network cards per node. Each network card is shared by the same number of
+            ranks.
         intra: link between two ranks of the same node.
         inter: link from a network card to other nodes.
         copy_s: time in seconds to read or write one byte in a memory copy.
         phase_s: fixed time of each phase, in seconds, for propagation delay and synchronization.
         host: CPU cost of each message and of each byte, if a single machine emulates the cluster.
             Otherwise zero. See `planner.all_to_all_cost`.
-        wake_s: CPU time in seconds to wake up a rank of an emulated cluster, otherwise 0.
-        fit_error: mean relative error of the model, or None if nothing was measured.
+        wake_s: CPU time in seconds to wake up a rank, if a single machine emulates the cluster.
+            Otherwise 0.
+        fit_error: mean relative error between the fitted model and the measurements, or None if
+            nothing was measured.
     """
 
     name: str = "cluster"
@@ -165,16 +178,21 @@ class Cluster:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """Mapping from a number of ranks per node to the number of nodes of this size."""
+        """Mapping from a number of ranks per node to the number of nodes that have this many ranks.
+        """
         return {self.ranks_per_node: self.nodes}
 
     @property
     def between(self) -> float:
-        """Fraction of bytes that leave the node if each rank sends equally to every rank."""
+        """Fraction of the bytes that leave the node if every rank sends the same number of bytes to
+        every rank.
+        """
         return 1 - 1 / self.nodes
 
     def resized(self, nodes: int, ranks_per_node: int | None = None) -> Cluster:
-        """Return a cluster with these links and other numbers of nodes and ranks per node."""
+        """Return a cluster with the same links, but with a different number of nodes and of ranks
+        per node.
+        """
         links = {f.name: getattr(self, f.name) for f in dataclasses.fields(Cluster)}
         return Cluster(**links | {"nodes": nodes,
                                   "ranks_per_node": ranks_per_node or self.ranks_per_node})
@@ -191,10 +209,12 @@ class Cluster:
         return UnequalCluster(**vars(equal), of_nodes=tuple(sizes))
 
     def with_ranks(self, ranks: int) -> Cluster:
-        """Return a cluster of `ranks` ranks, with these links, in whole nodes or a part of one.
+        """Return a cluster with the same links and `ranks` ranks. The ranks fill whole nodes, or
+        only part of a single node.
 
         Raises:
-            ValueError: If the ranks exceed one node and do not fill whole nodes.
+            ValueError: If the number of ranks is larger than one node and not a multiple of the
+                node size.
         """
         if ranks < 1:
             raise ValueError(f"the number of ranks is {ranks}; it must be at least 1")

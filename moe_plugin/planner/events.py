@@ -25,7 +25,8 @@ class Task:
         resource: name of the resource that the task occupies for `seconds`.
         seconds: duration of the task, in seconds.
         after: names of the tasks that must end before this task starts.
-        phase: name under which the duration is reported. Defaults to the task's name.
+        phase: name under which the duration of the task is reported. Defaults to the name of the
+            task.
         also: names of other resources that the task occupies at the same time.
     """
 
@@ -69,7 +70,9 @@ class Timeline:
         return sum(s.task.seconds for s in self.spans if resource in s.task.resources)
 
     def phases(self) -> dict[str, float]:
-        """Return the sum of the seconds of each phase's tasks, counting overlaps repeatedly."""
+        """For each phase, return the sum of the durations of its tasks in seconds. Overlapping
+        times are counted several times.
+        """
         total: dict[str, float] = {}
         for span in self.spans:
             phase = span.task.phase or span.task.name
@@ -93,7 +96,9 @@ class Timeline:
 
     @property
     def hidden(self) -> float:
-        """Seconds saved by overlap: all durations minus the end of the last task."""
+        """Time in seconds saved by overlap: the sum of all task durations minus the time at which
+        the last task ends.
+        """
         return sum(s.task.seconds for s in self.spans) - self.seconds
 
 
@@ -243,5 +248,7 @@ def run_s(shape: ParmShape, cluster: Cluster, schedule: str, pieces: int = 1) ->
 
 
 def choose_run(shape: ParmShape, cluster: Cluster, pieces: int = 1) -> str:
-    """Return `s1` or `s2`, whichever `run_s` predicts to be faster, or `s1` if equal."""
+    """Return `s1` or `s2`, whichever `run_s` predicts to be faster, or `s1` if both are equally
+    fast.
+    """
     return min(("s1", "s2"), key=lambda s: run_s(shape, cluster, s, pieces))

@@ -22,11 +22,13 @@ class Measurement:
     """One measured exchange.
 
     Attributes:
-        nodes, ranks_per_node: numbers of nodes and of ranks per node.
+        nodes, ranks_per_node: number of nodes and number of ranks per node in the measured
+            exchange.
         algorithm: all-to-all algorithm.
         size: number of bytes that each rank sends.
         seconds: measured time.
-        machine_s: an emulated cluster's CPU seconds divided by its cores, otherwise None.
+        machine_s: CPU time in seconds on an emulated cluster, divided by the number of cores. None
+            otherwise.
     """
 
     nodes: int
@@ -47,7 +49,8 @@ class Fit:
 
 
 def fit(measurements: Sequence[Measurement], shape: Cluster, emulated: bool = False) -> Fit:
-    """Fit non-negative constants to measurements with least squared relative errors.
+    """Fit non-negative constants to measurements. The fit minimizes the sum of squared relative
+    errors.
 
     Args:
         measurements: measured exchanges. To distinguish the links, the fit needs measurements of at
@@ -115,7 +118,9 @@ def _links(measurements: Sequence[Measurement], cluster: Cluster) -> Cluster:
 
 
 def _linear(m: Measurement, cluster: Cluster, first: bool) -> tuple[np.ndarray, float]:
-    """Return the linearized time's coefficients of `LINKS`, and the measured minus the CPU time."""
+    """For the linearized time of an exchange, return the coefficients of the constants in `LINKS`,
+    and the measured time minus the CPU time.
+    """
     row, rest, cluster = np.zeros(len(LINKS)), m.seconds, cluster.resized(m.nodes, m.ranks_per_node)
     for phase in _phases(m, cluster):
         machine = cluster.machine_s(*phase.machine)
@@ -144,7 +149,8 @@ def relative_errors(cluster: Cluster, measurements: Iterable[Measurement]) -> It
 
 
 def nonnegative_least_squares(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the x >= 0 that minimizes `|a x - b|` (active sets, Lawson and Hanson 1974).
+    """Return the x >= 0 that minimizes `|a x - b|`. The method is the active-set method of Lawson
+    and Hanson (1974).
 
     Args:
         a: float64 matrix of shape [rows, columns].
@@ -186,7 +192,9 @@ def _feasible(a: np.ndarray, b: np.ndarray, x: np.ndarray, free: np.ndarray) -> 
 
 
 def _with_values(cluster: Cluster, values: dict[str, float]) -> Cluster:
-    """Return a copy of the cluster with new values of constants such as "inter.alpha_s"."""
+    """Return a copy of the cluster in which the constants named by `values`, such as
+    "inter.alpha_s", are replaced.
+    """
     links = {
         name: {
             key.split(".")[1]: float(value) for key, value in values.items()

@@ -1,4 +1,5 @@
-"""Predict the cost of an MoE layer in a layout: rooflines, alpha-beta models and overlap.
+"""Predict the cost of one MoE layer in a given layout, with roofline and alpha-beta models and a
+simulation of overlap.
 
 With P bytes of expert parameters and r = 0, O(P) bytes are sent in each direction, and no rows are
 sent. With r >= 1 and E experts, O(r rows + P/(E r)) bytes are sent (Tutel).
@@ -42,9 +43,11 @@ class LayerShape:
         tokens: number T of tokens per rank.
         capacity_factor: factor by which padding increases the number of rows. None: no padding.
         gated: if True, each expert has three weight matrices instead of two.
-        latent_dim: width of tokens when they are sent to experts, or 0 without projection.
+        latent_dim: width to which tokens are projected before they are sent to the experts, or 0
+            without a projection.
         element_bytes: number of bytes per element of activations and parameters.
-        skew: rows on the busiest rank divided by the mean rows per rank. At least 1.
+        skew: number of rows on the busiest rank divided by the mean number of rows per rank. At
+            least 1.
         shards: number of ranks that share an expert. Defaults to `ranks / experts`, but at least 1.
         guests: maximum number of experts that a rank may borrow from other ranks at the same time.
         limits: restrictions of the router on which experts a token can select.
@@ -133,13 +136,15 @@ class _Sizes:
         gather: group of ranks that gather each other's parameters.
         piece: number of bytes that each rank contributes to the all-gather of parameters.
         out: number of bytes that one rank sends to the experts.
-        rows_here, experts_here, inner: a rank's rows, experts and inner width.
+        rows_here, experts_here, inner: number of rows, number of experts and inner width of the
+            experts on one rank.
         tokens: size in bytes of one rank's tokens if all ranks gather the tokens, otherwise 0.
         travel: number of bytes that the busiest rank sends or receives, as a multiple of `out`.
         lend: number of bytes of lent expert weights that the busiest rank sends or receives.
         guests: maximum number of experts that a rank borrows at the same time.
         once: numbers of rows per token if tokens are sent once per rank or node, otherwise None.
-        gather_s, reduce_s: seconds to gather parameters and to reduce their gradients.
+        gather_s, reduce_s: time in seconds to gather the parameters, and to reduce the parameters'
+            gradients.
     """
 
     shards: int
@@ -159,7 +164,8 @@ class _Sizes:
 
 
 def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCosts:
-    """Return the costs of moving rows and lending experts in both passes."""
+    """Return the costs of moving rows and lending experts. The costs cover both the forward and the
+    backward pass."""
     link, sharing = cluster.intra, 1.0
     if cluster.nodes > 1:
         link = cluster.inter
@@ -174,7 +180,8 @@ def spill_costs(shape: LayerShape, cluster: Cluster, device: Device) -> SpillCos
 
 def _spread(shape: LayerShape, cluster: Cluster, device: Device,
             choice: LayoutChoice) -> Spread | None:
-    """Return the busiest rank's load after spilling rows, or None if none is spilled.
+    """Return the load of the busiest rank after spilling rows to other ranks, or None if no row is
+    spilled.
 
     The whole skew is assumed to come from a single expert, and the remaining rows to be divided
     equally among all other experts.
@@ -221,7 +228,8 @@ def _sizes(shape: LayerShape, cluster: Cluster, device: Device, choice: LayoutCh
 
 @dataclass(frozen=True)
 class _Work:
-    """Computation of the experts in a pass. passes: factor of the time, 2 for backward."""
+    """Computation of the experts in one pass. passes: factor by which the time is multiplied, 1 for
+    forward and 2 for backward."""
 
     shape: LayerShape
     sizes: _Sizes
@@ -244,7 +252,8 @@ class _Work:
 def _through_experts(cluster: Cluster, work: _Work, choice: LayoutChoice, d: int,
                      links: tuple[str, str], after: str,
                      parameters: tuple[str, ...] = ()) -> list[Task]:
-    """Return the tasks of exchanging and computing rows, all sends before returns.
+    """Return the tasks for exchanging rows and computing experts. All pieces are sent to the
+    experts before the first piece is sent back.
 
     Pieces are sent over `links[0]` and sent back over `links[1]`, in `d` groups."""
     sizes = work.sizes

@@ -22,7 +22,8 @@ class MeasuredNetwork:
     """Constants of a network, measured between real ranks.
 
     Attributes:
-        about: properties of the ranks, for which a measurement is valid.
+        about: properties of the ranks. A measurement can be reused on other ranks with the same
+            properties.
         cluster: cluster whose constants were fitted to measured all-to-alls. The fitted cluster has
             the same number of ranks as the measurement.
     """
@@ -36,7 +37,8 @@ class Processor:
     """Compute speed of real ranks, measured while all ranks compute at the same time.
 
     Attributes:
-        about: properties of the ranks, for which a measurement is valid.
+        about: properties of the ranks. A measurement can be reused on other ranks with the same
+            properties.
         device: device whose constants were fitted to measured matmuls.
     """
 
@@ -56,7 +58,8 @@ def load(kind: type[Record], path: str | Path) -> Record:
     """Read a record of the given type from a measurement file.
 
     Raises:
-        ValueError: If the file cannot be read or has no record of this type.
+        ValueError: If the file cannot be read, or if it does not contain a record of the given
+            type.
     """
     return load_record(kind, path, "file of measurements", "measure again with --fresh")
 
@@ -79,7 +82,8 @@ class ModelShape:
             `in_host`.
         ffn_dim: inner width of dense layers.
         hidden_dim: inner width of an expert. 0 means `ffn_dim`.
-        latent_dim: width of sent rows and of experts' inputs and outputs, or 0: `model_dim`.
+        latent_dim: width of the rows that are sent to the experts, and of the experts' inputs and
+            outputs. 0 means `model_dim`.
         sequence: number of tokens per sequence.
         global_batch: number of sequences per training step.
         groups, group_top_k: number of groups into which consecutive experts are divided, and number
@@ -87,7 +91,8 @@ class ModelShape:
             each group corresponds to a node. `group_top_k` then limits the number of ranks and
             nodes to which a token is sent. With `groups=1`, a token may select any experts.
         capacity_factor: capacity factor of the experts, or None if no token is dropped.
-        skew: rows on the busiest rank divided by the mean rows per rank. At least 1.
+        skew: number of rows on the busiest rank divided by the mean number of rows per rank. At
+            least 1.
         element_bytes: number of bytes per element of weights and activations.
         state_bytes: number of bytes per parameter for the gradient and the optimizer state, not
             counting the weight itself. An fp32 gradient takes 4 bytes, an fp32 master weight 4
@@ -140,7 +145,9 @@ class ModelShape:
                              f"{self.groups}. Correct the model file")
 
     def in_host(self, host: str) -> ModelShape:
-        """Return a copy with a host framework's placement of MoE layers and optimizer state."""
+        """Return a copy with the placement of MoE layers and the sharding of the optimizer that a
+        host framework uses.
+        """
         megatron = host == "megatron"
         return dataclasses.replace(self, moe_first=megatron, sharded_optimizer=megatron)
 
@@ -167,7 +174,9 @@ class ModelShape:
                 for first in range(0, pp * size, size)]
 
     def fullest(self, pp: int) -> tuple[int, int]:
-        """Return the numbers of layers and MoE layers of the stage with the most MoE layers."""
+        """Return the number of layers and the number of MoE layers of the stage with the most MoE
+        layers.
+        """
         return max((self.moe_before(layers.stop) - self.moe_before(layers.start), len(layers))
                    for layers in self.stages(pp))[::-1]
 
@@ -185,7 +194,9 @@ class ModelShape:
         return attention + dense + self.vocab * self.model_dim + of_tokens
 
     def parameter_bytes(self) -> dict[str, int]:
-        """Return the bytes per parameter of weights, gradients and the optimizer state."""
+        """Return the number of bytes per parameter for weights, for gradients and for the optimizer
+        state.
+        """
         gradient = min(GRADIENT_BYTES, self.state_bytes)
         return {"parameters": self.element_bytes, "gradients": gradient,
                 STATE: self.state_bytes - gradient}
@@ -197,7 +208,8 @@ class ModelShape:
 
     @property
     def row_dim(self) -> int:
-        """Width of the rows that are sent, and of the experts' inputs and outputs."""
+        """Width of the rows that are sent to the experts, and of the experts' inputs and outputs.
+        """
         return self.latent_dim or self.model_dim
 
     @property
@@ -279,7 +291,9 @@ class ModelPlan:
         return self.groups()["experts"].shape(cluster)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert the plan to a dictionary of plain values that includes `expert_dp`."""
+        """Convert the plan to a dictionary of plain values. The dictionary also contains
+        `expert_dp`.
+        """
         return {**dataclasses.asdict(self), "expert_dp": self.expert_dp}
 
     @property

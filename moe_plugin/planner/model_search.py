@@ -53,7 +53,8 @@ class ScaleRow:
     Attributes:
         ranks: number of ranks.
         static_s: time of the static layer in seconds.
-        plain_s: seconds with sparse dispatch, the largest r, d = 1 and `linear`.
+        plain_s: time in seconds with sparse dispatch, the largest possible r, d = 1 and the
+            algorithm `linear`.
         r_alone_s: time in seconds as in `plain_s`, but with the best r.
         d_alone_s: time in seconds as in `plain_s`, but with the best d.
         all_s: time in seconds with the best r, the best d and the best all-to-all algorithm.
@@ -105,7 +106,9 @@ def _scale_row(shape: LayerShape, cluster: Cluster, device: Device) -> ScaleRow:
 
 
 def scale_text(rows: Sequence[ScaleRow]) -> str:
-    """Format a table of predicted times and of speed-ups over the plain layer (`plain_s`)."""
+    """Format a table of predicted times. The table also contains the speed-up of each adaptation
+    over the plain layer (`plain_s`).
+    """
     lines = [f"{'ranks':>6}{'static':>11}{'plain':>10}{'r alone':>9}{'d alone':>9}"
              f"{'all':>9}{'static/all':>11}  layout"]
     for row in rows:
@@ -177,7 +180,9 @@ def outlines(model: ModelShape, cluster: Cluster, space: Space) -> Iterator[Mode
 
 def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, pp: int,
                    group: int) -> Iterator[ModelPlan]:
-    """Yield the possible plans for given sizes of TP, PP and groups of experts."""
+    """Yield the plans that are possible with the given tensor-parallel size, pipeline-parallel size
+    and size of expert groups.
+    """
     dp, etp = cluster.ranks // (tp * pp), max(1, group // model.experts)
     if model.experts % group and group % model.experts:
         return
@@ -195,7 +200,8 @@ def search(model: ModelShape, cluster: Cluster, device: Device, space: Space = S
     """Return the `keep` fastest plans that fit in the device's memory, each with its best layout.
 
     Raises:
-        ValueError: If no plan fits in memory. The message has the bytes of the smallest.
+        ValueError: If no plan fits in the device's memory. The message contains the number of bytes
+            that the smallest plan needs.
     """
     order = sorted(outlines(model, cluster, space), key=lambda p:
                    (lower_bound_s(model, cluster, device, p), p))
@@ -255,7 +261,8 @@ def sends_of(model: ModelShape, cluster: Cluster, space: Space,
 
 def alternatives(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
                  space: Space = Space()) -> dict[str, PlanCost]:
-    """Return, for each axis of `PLAN_AXES` and `LAYOUT_AXES`, the best plan that differs.
+    """For each plan setting in `PLAN_AXES` and `LAYOUT_AXES`, return the best plan in which this
+    setting differs from `best`.
 
     All other settings may differ as well. A plan that does not fit in the device's memory is
     returned only if no other such plan fits.
@@ -279,6 +286,8 @@ def value_of(plan: ModelPlan, axis: str) -> int | str:
 
 
 def _rank(cost: PlanCost, device: Device) -> tuple:
-    """Return a sort key: by time for plans that fit in memory, then by memory for others."""
+    """Return a sort key: plans that fit in memory come first, sorted by time, followed by all other
+    plans, sorted by memory use.
+    """
     over = cost.memory_bytes > device.usable_bytes
     return over, cost.memory_bytes if over else 0.0, _order(cost)

@@ -1,4 +1,5 @@
-"""Traffic and time of sending tokens once per rank or node, and time of ring collectives.
+"""Predict the traffic and the time of sending each token once per rank or once per node, and the
+time of ring collectives.
 
 Assume that each of a token's k choices is one of W targets, and that all targets are equally likely
 and independent. On average, the token is then sent to `W (1 - (1 - 1/W)^k)` different targets
@@ -27,7 +28,9 @@ from moe_plugin.planner.cluster import Cluster
 # the ranks of a node use their network cards together.
 @dataclass(frozen=True)
 class GroupShape:
-    """A group of `size` ranks whose neighbouring ranks are `stride` apart."""
+    """A group of `size` ranks. The indices of neighboring ranks differ by `stride`, so that the
+    ranks are consecutive if `stride` is 1.
+    """
 
     size: int
     stride: int = 1
@@ -62,7 +65,9 @@ def all_to_all_s(cluster: Cluster, group: GroupShape, algorithm: str, size: floa
 
 
 def _ring_steps_s(cluster: Cluster, group: GroupShape, piece: float) -> float:
-    """Return the seconds of a ring's n - 1 steps, each of `piece` bytes per rank."""
+    """Predict the time in seconds of the n - 1 steps of a ring, in which every rank forwards
+    `piece` bytes per step.
+    """
     if group.size == 1:
         return 0.0
     shape = group.shape(cluster)
@@ -147,7 +152,9 @@ class Limits:
     chosen: int = 1
 
     def targets(self, choices: float, targets: int, each: float = 1.0) -> float:
-        """Return `expected_targets` under these restrictions for equally large targets."""
+        """Return `expected_targets` under these restrictions. All targets must have the same number
+        of experts.
+        """
         inside, rest = divmod(self.groups, targets)
         if not rest:  # each target contains several groups, and some of these groups are chosen
             return targets * sum(
@@ -207,7 +214,8 @@ class TokenBytes:
     """Number of bytes that a rank sends for one token in one direction.
 
     Attributes:
-        inside: bytes sent in the same node, which are forwarded bytes for `send=nodes`.
+        inside: number of bytes sent to ranks of the same node. With `send=nodes`, these bytes are
+            forwarded inside a node.
         between: number of bytes sent to other nodes.
     """
 
@@ -223,6 +231,7 @@ def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
     number of bytes again in each direction.
 
     Args:
+        cluster: the cluster.
         send: how often a token's row is sent, one of `choice.SENDS`.
         top_k: number of choices per token.
         row_bytes: size of a row in bytes.
@@ -241,7 +250,9 @@ def bytes_of_token(cluster: Cluster, send: str, top_k: float, row_bytes: float,
 
 def exchange_s(cluster: Cluster, choice: LayoutChoice, rows: OnceRows, tokens: float,
                row_bytes: float) -> float:
-    """Return the seconds to send `tokens` tokens of each rank, or to return the results."""
+    """Predict the time in seconds to send `tokens` tokens of each rank to their experts, or to send
+    the results back.
+    """
     group, pairs = GroupShape(cluster.ranks), tokens * rows.pairs * PAIR_BYTES / 2
     flat = min(cluster.nodes, cluster.ranks_per_node) == 1
     if choice.send == "ranks" or flat:

@@ -19,7 +19,9 @@ BACKWARD = 2.5  # size of a backward task relative to a forward task
 
 @dataclass
 class Throughput:
-    """A moving average of a peer's throughput, corrected for its initial value of zero."""
+    """A moving average of a peer's throughput. The average is corrected for the bias that results
+    from the initial value of zero.
+    """
 
     _average: float = 0.0
     _weight: float = 0.0
@@ -37,11 +39,13 @@ class Throughput:
 
 @dataclass(order=True)
 class _Entry:
-    """A peer in the heap, which is sorted by when the peer is predicted to be idle.
+    """A heap entry for one peer. Entries are sorted by the predicted time at which the peer becomes
+    idle.
 
     Attributes:
         busy_until: predicted time at which the peer will have finished its tasks.
         tie: random number used to break ties between peers with equal times.
+        peer: the peer.
     """
 
     busy_until: float
@@ -87,7 +91,9 @@ class Wiring:
         heapq.heappush(self._heap, _Entry(busy, self._dice.random(), peer))
 
     def ban(self, peer: Hashable) -> None:
-        """Remove a peer that responded with an error or left. It can be announced again."""
+        """Remove a peer that has responded with an error or has left. The peer can be announced
+        again later.
+        """
         if self._throughput.pop(peer, None) is not None:
             self._heap = [entry for entry in self._heap if entry.peer != peer]
             heapq.heapify(self._heap)
@@ -118,7 +124,9 @@ class Wiring:
         return earliest.peer
 
     def done(self, peer: Hashable, size: float, seconds: float) -> None:
-        """Record that a peer has finished a task. For a banned peer, this has no effect."""
+        """Record that a peer has finished a task. If the peer has been banned in the meantime, this
+        has no effect.
+        """
         if peer in self._throughput:
             self._throughput[peer].add(size, seconds)
 
@@ -133,7 +141,8 @@ class Wiring:
 
 
 def butterfly_weights(bandwidths: Sequence[float]) -> list[float]:
-    """Return the fraction w_i of the vector that each of n peers sums in a butterfly.
+    """For a butterfly all-reduce of n peers, return the fraction w_i of the vector that each peer i
+    sums.
 
     For given bandwidths b_i, the fractions minimize the maximum of `(1 + (n - 2) w_i) / b_i`. All
     fractions are >= 0 and their sum is 1. In a time T, peer i can sum the fraction

@@ -35,8 +35,10 @@ class PlanCost:
     """Predicted time and memory of a plan.
 
     Attributes:
+        plan: the plan.
         time: for each component of a training step, its time in seconds.
-        memory: bytes of each memory component on the rank with the highest memory use.
+        memory: for each component of the memory, its size in bytes on the rank with the highest
+            memory use.
         layer: predicted cost of one MoE layer.
         activations: for each layer of the model, whether to keep or to recompute its activations.
             `activations` is empty if all layers keep their activations.
@@ -94,7 +96,8 @@ def time_of(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan
 
 
 def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict[str, float]:
-    """Return the seconds of both passes of attention, dense layers and output head.
+    """Return the time in seconds of the forward and backward passes, separately for attention,
+    dense layers and the output head.
 
     Args:
         model: sizes of the model.
@@ -113,7 +116,8 @@ def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict
 
 def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: int,
                   tp: int) -> dict[str, float]:
-    """Return the seconds of a dense layer's forward and backward passes on `tp` ranks.
+    """Return the time in seconds of the forward and backward passes of one dense layer on `tp`
+    ranks.
 
     The time includes tensor-parallel communication, which consists of two all-reduces per pass.
     """
@@ -126,7 +130,9 @@ def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: i
 
 def _stage(model: ModelShape, cluster: Cluster, device: Device, plan: ModelPlan,
            layer_s: float) -> dict[str, float]:
-    """Return the seconds of a micro-batch on the stage with the most MoE layers."""
+    """Return the time in seconds of the forward and backward passes of one micro-batch on the stage
+    with the most MoE layers.
+    """
     layers, moe = model.fullest(plan.pp)
     tokens = plan.micro_batch * model.sequence
     dense = dense_layer_s(model, cluster, device, tokens, plan.tp)
@@ -178,7 +184,8 @@ def layer_activations(model: ModelShape, plan: ModelPlan) -> float:
 
 
 def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str, float]:
-    """Return the bytes of each memory component on the fullest stage, with `pp` in flight.
+    """Return the size in bytes of each component of the memory on the stage with the most MoE
+    layers. Up to `pp` micro-batches are in flight.
 
     Parameters, gradients and optimizer states are listed separately for dense layers and for
     experts. If `ModelShape.sharded_optimizer` is set, the optimizer state is divided among the
@@ -218,7 +225,9 @@ ACTIVATIONS = "activations, some recomputed"
 
 
 def activation_bytes(cost: PlanCost, memory: float) -> int:
-    """Return how many of `memory` bytes the fullest rank has for activations."""
+    """Return how many of `memory` bytes are available for activations on the rank with the highest
+    memory use.
+    """
     return int(memory - sum(_of_parameters(cost).values()))
 
 
@@ -260,14 +269,17 @@ def _again_s(made: SwapPlan) -> float:
 
 
 def _stages(model: ModelShape, cost: PlanCost, room: int) -> list[SwapPlan]:
-    """Plan each stage's activations, kept or recomputed, once per sequence of layer types."""
+    """For each pipeline stage, return a plan that keeps or recomputes activations. Stages with the
+    same types of layers share a plan.
+    """
     rows = [tuple(map(model.has_experts, layers)) for layers in model.stages(cost.plan.pp)]
     plans = {row: plan_activations(_blocks(model, cost, row), room) for row in dict.fromkeys(rows)}
     return [plans[row] for row in rows]
 
 
 def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> list[SwapBlock]:
-    """Return a stage's layers as blocks with the activations of all micro-batches in flight.
+    """Return the layers of a stage as blocks. The activations of a block are those of all
+    micro-batches in flight.
 
     Args:
         experts: for each layer of the stage, whether the layer is an MoE layer.

@@ -37,7 +37,8 @@ class Kernel:
             rows. Times are interpolated linearly between these points and extrapolated linearly
             beyond them.
         launch_s: time of a kernel launch, in seconds.
-        each: whether each expert is a launch, or else one launch computes a piece.
+        each: if True, every expert is a separate kernel launch. If `each` is False, one launch
+            computes all experts of a piece.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -60,7 +61,9 @@ class Kernel:
         return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
 
     def seconds(self, experts: float, rows: float) -> float:
-        """Return the seconds of `experts` experts with `rows` rows each, with launches."""
+        """Return the computation time in seconds of `experts` experts with `rows` rows each,
+        including kernel launches.
+        """
         launches = experts if self.each else 1
         return launches * self.launch_s + experts * self.expert_s(rows)
 
@@ -194,7 +197,8 @@ def bound_s(load: PrefillLoad, pieces: int, compute_s: float) -> float:
 
 def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
             pieces: Sequence[int] = PIECES) -> list[PrefillChoice]:
-    """Return each number of pieces with its fastest kernel, from fastest to slowest.
+    """For each number of pieces, find the fastest kernel and predict the time. The choices are
+    returned from fastest to slowest.
 
     Among equally fast choices, those with fewer pieces come first.
 
@@ -230,6 +234,7 @@ def choices(load: PrefillLoad, profile: Profile, cut: str = "experts",
 
 def table(loads: Sequence[PrefillLoad],
           profile: Profile) -> list[tuple[PrefillLoad, PrefillChoice]]:
-    """Return each load's fastest division of rows into pieces, by expert or by row."""
+    """For each load, return the fastest division of rows into pieces, either by expert or by row.
+    """
     return [(load, min((choices(load, profile, cut)[0] for cut in CUTS),
                        key=lambda choice: (choice.seconds, choice.pieces))) for load in loads]

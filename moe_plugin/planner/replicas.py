@@ -50,7 +50,9 @@ class ReplicaMap:
         return {expert: tuple(slots[expert]) for expert in sorted(slots)}
 
     def rank_loads(self, loads: Loads) -> list[float]:
-        """Return each rank's load if an expert's load is divided equally among replicas."""
+        """Return the load of each rank, assuming that the load of an expert is divided equally
+        among its replicas.
+        """
         copies = {expert: len(slots) for expert, slots in self.physical.items()}
         slot_loads = [loads[expert] / copies[expert] for expert in self.logical]
         return [sum(slot_loads[i:i + self.slots]) for i in range(0, len(slot_loads), self.slots)]
@@ -60,7 +62,9 @@ class ReplicaMap:
         return tuple(sorted({slot // self.slots for slot in self.physical[expert]}))
 
     def incoming(self, before: ReplicaMap) -> list[tuple[int, ...]]:
-        """Return the experts that each rank must receive when this placement follows `before`."""
+        """For each rank, return the experts whose weights it must receive when the placement
+        changes from `before` to this placement.
+        """
         def experts(placed: ReplicaMap, rank: int) -> set[int]:
             return set(placed.logical[rank * placed.slots:(rank + 1) * placed.slots])
 
@@ -69,7 +73,8 @@ class ReplicaMap:
 
 
 def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
-    """Return each expert's number of replicas, at least 1, which sum to `slots`.
+    """Return the number of replicas of each expert. Every expert has at least one replica, and the
+    numbers sum to `slots`.
 
 
     The greedy method is optimal: no other numbers of replicas give a smaller maximum load per slot.
@@ -95,7 +100,8 @@ def replicate(loads: Loads, slots: int, most: int | None = None) -> list[int]:
 
 
 def pack(loads: Loads, packs: int) -> list[list[int]]:
-    """Divide items into equally large packs, and keep the largest load of a pack small.
+    """Divide items into packs. All packs have the same number of items, and the maximum load of a
+    pack is kept small.
 
     Returns: For each pack, its items in ascending order.
 
@@ -130,7 +136,8 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
             same node. If `groups` is not a multiple of `nodes`, both are ignored. Defaults to 1.
 
     Raises:
-        ValueError: If a number is out of its bounds, which the message contains.
+        ValueError: If a number is out of bounds or not divisible as required. The message contains
+            the bound.
     """
     experts = len(loads)
     if min(loads, default=0) < 0:
@@ -156,7 +163,8 @@ def place_replicas(loads: Loads, slots: int, ranks: int, *, nodes: int = 1,
 
 def host_replicas(loads: Loads, ranks: int, guests: int,
                   speeds: Sequence[float] | None = None) -> ReplicaMap:
-    """Return a placement with own experts in place and replicas on additional ranks.
+    """Return a placement in which each expert remains on its own rank and ranks additionally store
+    replicas of other experts.
 
     Rank i stores the L experts with the indices `i L` to `(i + 1) L - 1`. As in `place_replicas`,
     each additional replica is given to the expert with the highest load per replica. Replicas are
@@ -167,7 +175,8 @@ def host_replicas(loads: Loads, ranks: int, guests: int,
         loads: load >= 0 of each logical expert, in any unit.
         ranks: number of ranks.
         guests: number of slots per rank for replicas of other experts.
-        speeds: speed of each rank, which divides its load. Equal by default.
+        speeds: speed of each rank. The load of a rank is divided by its speed. By default, all
+            ranks are equally fast.
     """
     local = len(loads) // ranks
     counts = replicate(loads, len(loads) + ranks * guests, ranks)
@@ -187,7 +196,9 @@ def host_replicas(loads: Loads, ranks: int, guests: int,
 
 
 def hosting(hosted: Sequence[Collection[int]], local: int, guests: int) -> ReplicaMap:
-    """Return the placement of `local` own experts per rank and the replicas in `hosted`."""
+    """Return the placement in which each rank stores its own `local` experts and the replicas
+    listed in `hosted`.
+    """
     slots: list[int] = []
     for rank, guest in enumerate(hosted):
         stored = range(rank * local, (rank + 1) * local)

@@ -37,9 +37,11 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) along each axis of the tensor
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """A layout of a tensor: the box of the tensor that each device stores.
+    """A layout of a tensor, which assigns to each device the box of the tensor that the device
+    stores.
 
     Attributes:
+        shape: shape of the tensor.
         boxes: the box that each device stores. Several devices may store the same elements."""
 
     shape: tuple[int, ...]
@@ -63,6 +65,7 @@ class TensorLayout:
         If a dimension cannot be divided evenly, the lengths of its shards differ by at most 1.
 
         Args:
+            shape: shape of the tensor.
             mesh: mapping from the name of each mesh axis to its size. The slowest axis comes first.
             spec: for each dimension of the tensor, the mesh axes over which the dimension is
                 sharded. The tensor is replicated over all other mesh axes.
@@ -246,7 +249,8 @@ class SliceOrder:
     """Result of `best_order`.
 
     Attributes:
-        steps: pairs (slice, sending node) of slices that leave a node, in order.
+        steps: pairs (slice, sending node) for the slices that leave a node, in the order of
+            sending.
         seconds: arrival time of the last slice. The unit is the time of one element on one link."""
 
     steps: tuple[tuple[int, int], ...]
@@ -291,7 +295,8 @@ def best_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUN
 
 
 def _add(task: _Crossing, sender: int, free: dict[str, float]) -> tuple[dict[str, float], float]:
-    """Return when nodes are free after sending a slice, and the slice's arrival time."""
+    """Return the times at which nodes are free after sending a slice, and the slice's arrival time.
+    """
     ports = [f"out {sender}", *(f"in {node}" for node in task.receivers)]
     end = max(free.get(port, 0.0) for port in ports) + task.seconds
     return {**free, **dict.fromkeys(ports, end)}, end

@@ -1,4 +1,5 @@
-"""Simulate a routing trace to choose a policy for overloaded experts.
+"""Replay a routing trace in the planner's simulation to choose a policy for overloaded experts, for
+example before renting a cluster.
 
 The trace contains the loads of all experts in each forward call of a layer. From these loads, the
 load of the busiest rank is computed for each policy of `parallel.spill`. The predicted time of the
@@ -70,11 +71,14 @@ class PolicyTimes:
 
     @property
     def worst(self) -> float:
-        """The lowest throughput of any call relative to forced balance."""
+        """The lowest throughput of any call, relative to the throughput of the same call under
+        forced balance.
+        """
         return min(one.balanced / one.seconds for one in self.calls)
 
     def share(self, third: int | None = None) -> float | None:
-        """Return the throughput of all calls relative to forced balance, or None.
+        """Return the total throughput of all calls, relative to their throughput under forced
+        balance, or None if there are no calls.
 
 
         Args:
@@ -135,7 +139,9 @@ def resplit(of_ranks: Sequence[Any], ranks: int) -> list[Sequence[Any]]:
 
 
 def _counts(of_ranks: Sequence[Any], experts: int, ranks: int) -> list[list[int]]:
-    """Count rows by source rank and expert. of_ranks: each rank's choices, [T, K]."""
+    """Return the number of rows by source rank and expert. of_ranks: the choices, [T, K], of each
+    rank in the trace.
+    """
     parts = [[expert_id for ids_TK in some for expert_id in ids_TK.flatten().tolist()]
              for some in resplit(of_ranks, ranks)]
     counts = []
@@ -149,7 +155,8 @@ def _counts(of_ranks: Sequence[Any], experts: int, ranks: int) -> list[list[int]
 
 
 def simulate(calls: Calls, costs: SpillCosts, guests: int, replan: int) -> list[PolicyTimes]:
-    """Predict the times of calls with rows for each policy, of which the first is `never`.
+    """Predict the times of all calls for each policy. The first policy is `never`. Calls without
+    rows are skipped.
 
     Args:
         calls: for every call, the number of rows by source rank and expert (see `calls_of`).
@@ -180,14 +187,18 @@ def _layer(policy: str, steps: Sequence[Sequence[Counts]], costs: SpillCosts, gu
 
 
 def balanced_s(counts_WV: Counts, costs: SpillCosts) -> float:
-    """Return the seconds of a call whose rows are even over experts and ranks."""
+    """Predict the time in seconds of a call whose rows are distributed evenly over experts and
+    ranks.
+    """
     ranks = len(counts_WV)
     rows = sum(map(sum, counts_WV)) / ranks
     return costs.seconds(Spread(rows, rows * (ranks - 1) / ranks, 0.0))
 
 
 def best(found: Sequence[PolicyTimes]) -> PolicyTimes:
-    """Return the fastest policy, or `never` if none saves the fraction `LEAST_GAIN`."""
+    """Return the fastest policy. If no policy saves at least the fraction `LEAST_GAIN` of the time,
+    return `never`.
+    """
     plain = found[0]
     fastest = min(found, key=lambda one: one.mean)
     return fastest if fastest.mean < plain.mean * (1 - LEAST_GAIN) else plain
@@ -221,7 +232,9 @@ def replay(traces: Sequence[Mapping[Any, Any]], model: ModelShape, cluster: Clus
 
 
 def what_to_use(found: Sequence[PolicyTimes]) -> str:
-    """Return a sentence that recommends a policy and states how much time it saves."""
+    """Return a sentence that recommends a policy for overloaded experts and states how much time it
+    saves.
+    """
     plain, chosen = found[0], best(found)
     if chosen is plain:
         return (f"Use parallel.spill: never. No policy saves {LEAST_GAIN:.0%} of a call's time: "

@@ -1,4 +1,5 @@
-"""Plan how ranks compute rows of overloaded experts (LLEP, arXiv 2601.17111).
+"""Plan how ranks compute rows of overloaded experts: least-loaded expert parallelism (LLEP, arXiv
+2601.17111).
 
 In LLEP, the least loaded ranks compute the rows that exceed another rank's share. For one call, the
 rank that owns an expert lends the expert's weights to the least loaded ranks. In FasterMoE's
@@ -29,7 +30,8 @@ Amounts = dict[int, list[int]]  # for each lent expert: rows by the rank that co
 
 
 def round_shares(shares: Sequence[float], total: int) -> list[int]:
-    """Return integers proportional to `shares` with sum `total` (Hagenbach-Bischoff).
+    """Return integers that are proportional to `shares` and sum to `total` (Hagenbach-Bischoff
+    method).
 
     The quota is `sum / (total + 1)`. Each share first receives the integer part of `share / quota`.
     Each remaining unit is given to the share with the largest `share / (number + 1)`, where
@@ -57,7 +59,9 @@ def round_shares(shares: Sequence[float], total: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Loan:
-    """An expert lent for one call. helpers: the borrowing ranks, in ascending order."""
+    """An expert that its owner lends to other ranks for one call. helpers: the ranks that borrow
+    the expert, in ascending order.
+    """
 
     expert: int
     owner: int
@@ -166,7 +170,8 @@ class _Draft:
     Attributes:
         speeds: relative speed of each rank, or None if all ranks are equally fast. A rank of speed
             1 computes one row per unit of time.
-        shares: each rank's rows with which all ranks would finish at the same time.
+        shares: for each rank, the number of rows with which all ranks would finish at the same
+            time.
     """
 
     def __init__(self, counts_WV: Counts, speeds: Sequence[float] | None = None) -> None:
@@ -187,7 +192,9 @@ class _Draft:
             self.shares = round_shares(speeds, total)
 
     def loads(self) -> Sequence[float]:
-        """Return each rank's compute time in units of one row on a rank of speed 1."""
+        """Return the time that each rank needs to compute its rows. The unit is the time of one row
+        on a rank of speed 1.
+        """
         if self.speeds is None:
             return self.rows
         return [rows / speed for rows, speed in zip(self.rows, self.speeds, strict=True)]
@@ -247,7 +254,8 @@ class SpillCosts:
         travel_s: time in seconds for one row to enter or leave a rank. The time includes the way to
             the expert, the way back, and the row's gradient.
         lend_s: time in seconds to send the weights of one expert and to return their gradient.
-        fixed_s: seconds of the additional exchanges in a call that lends experts.
+        fixed_s: fixed time in seconds of the additional exchanges in a call that lends at least one
+            expert.
     """
 
     row_s: float
@@ -292,7 +300,8 @@ def _next_move(draft: _Draft, guests: int) -> tuple[int, int, int] | None:
 
 
 def _everywhere(draft: _Draft, guests: int) -> Iterator[None]:
-    """Lend the most loaded experts to all ranks (FasterMoE), and yield after each.
+    """Lend the experts with the highest loads to all ranks (FasterMoE). The generator yields after
+    each expert.
 
     Every rank computes its own rows of the lent experts.
     """
@@ -311,7 +320,8 @@ POLICIES = ("never", *_POLICIES)
 
 def saves(counts_WV: Counts, amounts: Mapping[int, Sequence[int]], costs: SpillCosts,
           speeds: Sequence[float] | None = None) -> bool:
-    """Return whether an assignment of rows saves the fraction `LEAST_GAIN` of a call.
+    """Return whether an assignment of rows to ranks saves at least the fraction `LEAST_GAIN` of a
+    call's time.
 
     Returns False if the assignment would make the busiest rank compute for longer.
     """
@@ -328,16 +338,19 @@ def saves(counts_WV: Counts, amounts: Mapping[int, Sequence[int]], costs: SpillC
 
 def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
                speeds: Sequence[float] | None = None) -> SpillPlan | None:
-    """Return a policy's fastest plan, or None if none saves the fraction `LEAST_GAIN`.
+    """Return the fastest plan of a policy, or None if no plan saves at least the fraction
+    `LEAST_GAIN` of a call's time.
 
     With the returned plan, the busiest rank does not compute for longer than without it, and no
     rank borrows more than `guests` experts.
 
     Args:
-        counts_WV: rows by source rank and expert. Rank i owns experts `i L` to `(i + 1) L - 1`.
+        counts_WV: number of rows by source rank and expert. Rank i owns the experts with the
+            indices `i L` to `(i + 1) L - 1`.
         policy: name of the policy, one of `POLICIES`.
         guests: maximum number of experts that a rank may borrow at the same time.
-        speeds: speed of each rank relative to the device of `costs`. Defaults to 1.
+        speeds: speed of each rank, relative to the device for which `costs` is valid. By default,
+            all ranks have speed 1.
     """
     if policy == "never" or len(counts_WV) == 1:
         return None
@@ -358,6 +371,8 @@ def plan_spill(counts_WV: Counts, costs: SpillCosts, policy: str, guests: int,
 @lru_cache(maxsize=8)  # many choices share a spread, because they differ in other fields
 def spread_of(row: tuple[int, ...], ranks: int, costs: SpillCosts, policy: str,
               guests: int) -> Spread | None:
-    """Return the busiest rank's load if each rank sends `row[v]` rows to expert v, or None."""
+    """Return the load of the busiest rank if every rank sends `row[v]` rows to each expert v, or
+    None if no row is spilled.
+    """
     plan = plan_spill([row] * ranks, costs, policy, guests)
     return None if plan is None else plan.spread()

@@ -82,7 +82,9 @@ def _wired(loads: Loads, holders: Mapping[int, frozenset[int]], speeds: Sequence
 
 
 def _busiest(shares: Shares, loads: Loads, speeds: Sequence[float]) -> float:
-    """Return the busiest rank's compute time in units of one row on a rank of speed 1."""
+    """Return the time that the busiest rank needs to compute its rows. The unit is the time of one
+    row on a rank of speed 1.
+    """
     rows, local = [0.0] * len(speeds), _local(loads, speeds)
     for expert, load in enumerate(loads):
         for rank, share in shares.get(expert, {expert // local: 1.0}).items():
@@ -126,7 +128,9 @@ class StandingReplicas:
         self._calls = self._steps = 0
 
     def plan(self, counts_WV: Counts) -> SpillPlan | None:
-        """Return a call's plan, or None if each rank computes all rows of its own experts."""
+        """Return the plan of a call, or None if every rank computes exactly the rows of the experts
+        that it owns.
+        """
         if not self.shares:
             return None
         amounts = {}
@@ -150,7 +154,8 @@ class StandingReplicas:
         return self._steps % self.every == 0
 
     def place(self, speeds: Sequence[float] | None = None) -> None:
-        """Place replicas for the mean loads since the last placement, if this saves time.
+        """Choose a placement of replicas from the mean loads since the last placement. If no
+        placement saves time, no expert is replicated.
 
         Args:
             speeds: speed of each rank, in any unit. By default, all ranks are equally fast.

@@ -1,4 +1,5 @@
-"""Choose the fastest candidate from noisy times, for all tuners, without measuring.
+"""Choose the fastest of several candidates from noisy times. All tuners share this module, which is
+pure Python and does not measure time.
 
 Callers report which candidates were tried and how long each candidate took. Candidates are tried in
 rounds, with one call per candidate, so that background noise on the machine affects all candidates
@@ -55,7 +56,8 @@ class PairedComparison(NamedTuple):
 
         Args:
             pairs: for each round, the times of both candidates.
-            smallest: whether to compare the smallest times if their spread is smaller.
+            smallest: whether to use the comparison of the smallest times if it has a smaller
+                spread. Defaults to True.
 
         Returns:
             The comparison. With fewer than two rounds, the spread is infinite.
@@ -72,11 +74,13 @@ class PairedComparison(NamedTuple):
         return cls(middle, half * (1 + FEW_ROUNDS / rounds), rounds)
 
     def faster(self, gain: float) -> bool:
-        """Return whether the first candidate certainly saves the fraction `gain` of the time."""
+        """Return whether the first candidate certainly saves at least the fraction `gain` of the
+        second candidate's time."""
         return self.middle + self.spread < math.log1p(-gain)
 
     def not_faster(self, gain: float) -> bool:
-        """Return whether the first candidate certainly saves less than the fraction `gain`."""
+        """Return whether the first candidate certainly saves less than the fraction `gain` of the
+        second candidate's time."""
         return self.middle - self.spread >= math.log1p(-gain)
 
 
@@ -131,7 +135,8 @@ class Contest(Generic[Choice]):
         cold: candidates whose first time is ignored, because their first call takes longer.
 
     Attributes:
-        rounds: the candidates' times in each round from the oldest, without ignored ones.
+        rounds: for each round, from oldest to newest, the times of the candidates, except ignored
+            times.
         behind: candidates that were excluded because they are much slower.
         failed: candidates that could not run.
     """
@@ -181,7 +186,8 @@ class Contest(Generic[Choice]):
 
         Args:
             check: whether the round contains all candidates that have not been excluded.
-            every: whether the round also contains candidates that are much slower.
+            every: whether the round also contains candidates that were excluded because they are
+                much slower.
         """
         if every:
             self.behind.clear()
@@ -298,7 +304,8 @@ class Contest(Generic[Choice]):
             self._factors[choice] = [factors[choice]]
 
     def contradicts(self) -> bool:
-        """Return whether another candidate won the latest round by more than the gain."""
+        """Return whether, in the latest round, a candidate was faster than the current candidate by
+        more than the required gain."""
         times = self.rounds[-1] if self.rounds else {}
         current_s = times.get(self.current)
         return current_s is not None and any(
@@ -384,7 +391,8 @@ class Steady:
         return {key: min(step[key] for step in self.steps if key in step) for key in keys}
 
     def contradicts(self, numbers: Mapping[Hashable, float]) -> bool:
-        """Return whether a later step was so fast that earlier steps must have been disturbed."""
+        """Return whether a later step was so fast that the earlier steps must have been disturbed.
+        """
         known = self.best()
         known_s = sum(known[key] for key in numbers if key in known)
         return sum(numbers[key] for key in numbers if key in known) < BUSY * known_s

@@ -51,7 +51,9 @@ def record(kind: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 def _make_writable(schema: Any) -> None:
-    """Make schemas of frozen dataclasses, which are read-only by default, writable."""
+    """Make a schema and its nested schemas writable. Schemas of frozen dataclasses are read-only by
+    default.
+    """
     from omegaconf import DictConfig, OmegaConf
 
     OmegaConf.set_readonly(schema, False)
@@ -65,6 +67,7 @@ def load_record(kind: type[T], path: str | Path, what: str, remedy: str) -> T:
     """Read a dataclass of type `kind` from a YAML file.
 
     Args:
+        kind: the dataclass.
         what: description of the file for error messages, such as "cluster file".
         remedy: what the user can do if the file cannot be read, for error messages.
 

@@ -21,6 +21,7 @@ class Assignment:
     """An assignment of files to workers.
 
     Attributes:
+        name: name of the assignment.
         files: for each worker, its files in ascending order.
         classes: number of consecutive workers that form a class. Workers of the same class have no
             file in common. The workers of a class are interchangeable: some renaming of the files
@@ -77,7 +78,8 @@ def mols(load: int, copies: int) -> Assignment:
 
     Args:
         load: number l of files per worker. Must be prime.
-        copies: number r of workers per file, which must be odd and at most l - 1.
+        copies: number r of workers per file. The number of workers per file must be odd and at most
+            l - 1.
 
     Raises:
         ValueError: If the value of `load` or `copies` is not allowed.
@@ -101,7 +103,8 @@ def ramanujan(prime: int, columns: int) -> Assignment:
 
     Args:
         prime: length s of the cycle, which must be a prime number.
-        columns: the number m: an odd number less than s, or a multiple of an odd s.
+        columns: the number m. The number m must be either an odd number less than s, or a multiple
+            of s if s is odd.
 
     Raises:
         ValueError: If the value of `prime` or `columns` is not allowed.
@@ -124,7 +127,9 @@ def ramanujan(prime: int, columns: int) -> Assignment:
 
 
 def repetition(groups: int, copies: int) -> Assignment:
-    """Assign files by fractional repetition (DETOX, DRACO): one file per group of workers."""
+    """Assign files by fractional repetition (DETOX, DRACO): all workers of a group process the same
+    file.
+    """
     _check_odd(copies)
     if groups < 1:
         raise ValueError(f"groups={groups} must be >= 1")
@@ -150,7 +155,8 @@ def assign(name: str, workers: int, copies: int) -> Assignment:
         copies: number r of workers per file. Must be odd.
 
     Raises:
-        ValueError: If there is no such assignment. The message has the condition.
+        ValueError: If there is no assignment with these numbers. The message contains the condition
+            that is not met.
     """
     _check_odd(copies)
     load, left = divmod(workers, copies)
@@ -176,7 +182,8 @@ def _check_odd(copies: int) -> None:
 
 
 class _Worst:
-    """An exhaustive search of c(q) for all q up to a maximum, stored in `best`.
+    """An exhaustive search that computes c(q) for all q up to a maximum. The attribute `best`
+    contains c(q) for each q.
 
     The search extends sets of workers in ascending order. The votes of a set are stored in a single
     integer that has one digit per file. Two rules shorten the search. First, a set is not extended
@@ -202,7 +209,9 @@ class _Worst:
             self._grow(self.masks[first], first, 1, True)
 
     def _grow(self, votes: int, last: int, size: int, one_class: bool) -> None:
-        """Try every extension of a set. one_class: whether its workers share a class."""
+        """Try every set that extends the given set. one_class: whether all workers of the set
+        belong to the same class.
+        """
         spoiled = ((votes + self.offset) & self.high).bit_count()
         if spoiled > self.best[size]:
             self.best[size] = spoiled
@@ -215,7 +224,8 @@ class _Worst:
             self._grow(votes + self.masks[worker], worker, size + 1, False)
 
     def _reachable(self, assignment: Assignment) -> list[list[int]]:
-        """Return, by last worker and number v, the files of at least v later workers.
+        """For each last worker and each number v, return the files that are processed by at least v
+        later workers.
 
         Each file is encoded as the highest bit of its digit.
         """

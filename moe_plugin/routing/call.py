@@ -60,10 +60,12 @@ def check_range(values: Tensor, first: int, last: int, message: str) -> None:
 
 
 class TakesTokenIds:
-    """Base class of a host's MoE layers that receive token ids from `hand_token_ids`.
+    """Base class for the MoE layers of a host framework that receive token ids from
+    `hand_token_ids`.
 
     Attributes:
-        needs: token information that the layer's router needs; see `RouterModule.needs`.
+        needs: names of the token information that the layer's router needs; see
+            `RouterModule.needs`.
         tokens_BT: int64 [B, T], the token ids for the next call, or None if none were passed.
     """
 
@@ -77,7 +79,8 @@ def hand_token_ids(model: nn.Module, *names: str) -> None:
     The hook runs before each forward pass of the model.
 
     Args:
-        model: model whose first positional or a keyword argument is token ids.
+        model: model that receives token ids as its first positional argument or as a keyword
+            argument.
         names: names of the keyword arguments that may contain the token ids. If several of the
             named arguments are passed, the argument that comes first in `names` is used.
     """
@@ -124,7 +127,8 @@ class RoutingCall:
         mask_T: bool, True for tokens that are not padding. `mask_T` is None if all tokens are real.
         k: number of experts per token.
         info: additional information about the tokens.
-        noise: standard deviation of the logits' noise, divided by E, or 0 without noise.
+        noise: standard deviation of the noise in the logits, already divided by E, or 0 without
+            noise.
         score: function that converts logits to scores.
         divides: True if the weights are divided by `max(sum over the choices + added, least)`.
         one_pass: True if a single kernel computes the choices, weights and sums. If `one_pass` is
@@ -132,12 +136,14 @@ class RoutingCall:
         reads_z: True if a configured loss needs the logsumexp of the logits.
         leaves_none: True if every real token has an expert for each of its choices. If
             `leaves_none` is False, some choices may be -1.
-        replays_whole: True if recordings never contain -1 for a real token, on any nodes.
+        replays_whole: True if recordings of this router class never contain -1 for a real token,
+            for any number of nodes.
         comm: group of ranks whose tokens form the batch, or None if this rank has the whole batch.
         clean_TE: logits without noise, or None if no noise was added to the logits.
         deviation_TE: standard deviation of the noise for each logit (noisy_topk).
         outside_TE: bool, True for experts that do not belong to the groups chosen for the token.
-        penalty_E: penalty of the link from this rank to each expert, with a mean of 1.
+        penalty_E: penalty of each expert for the link between this rank and the expert. The mean of
+            all penalties is 1.
         step_load_E: int64 [E + 1], the number of choices of each expert, followed by the number of
             tokens. The counts include all ranks and all micro-batches of the step, up to and
             including this call.
@@ -183,11 +189,13 @@ class RoutingCall:
 
     def choose(self, chosen_TK: Tensor | None = None, *, bias_E: Tensor | None = None,
                groups: int = 0, take: int = 1, best: int = 1) -> Tensor:
-        """Choose each token's k best experts, or use given choices, and set `routed`.
+        """Choose the k best experts of each token, or use given choices. The method also sets
+        `routed`.
 
         Args:
             chosen_TK: int64, choices without -1 to use instead of the k best experts. Optional.
-            bias_E: optional. Bias added when experts are chosen, but not when they are weighted.
+            bias_E: bias that is added to the scores when experts are chosen, but not when weights
+                are computed. Optional.
             groups, take, best: see `moe_plugin.kernels.router.Rule`.
 
         Returns: int64 [T, K], the chosen experts.
@@ -221,7 +229,9 @@ class RoutingCall:
         return self.routed.weights_TK
 
     def _weights_of_some(self, ids_TK: Tensor) -> Tensor:
-        """Return the weights if choices may be -1, which the kernel cannot exclude from the sum."""
+        """Return the weights of choices when some choices may be -1. The kernel cannot exclude
+        choices of -1 from the sum of the scores.
+        """
         # The weights are divided only after the choices of -1 were set to 0.
         divides, self.divides, self.leaves_none = self.divides, False, False
         self.choose(ids_TK.clamp(min=0))
@@ -275,7 +285,8 @@ class RoutingCall:
 
     @property
     def margin_TE(self) -> Tensor | None:
-        """`(clean logit - k-th largest noisy logit of the others) / (deviation of the noise)`.
+        """For each expert, `(clean logit - k-th largest noisy logit of the other experts) /
+        (deviation of the noise)`.
 
         The margin is None if the deviation of the noise is not learned. If k = E, the margin is
         infinite, because every expert is always chosen.
@@ -333,7 +344,9 @@ class RoutingCall:
         return self.total(self.own_load_KE.sum(0).to(self.logits_TE.dtype))
 
     def first_load_E(self) -> Tensor:
-        """Return how often each expert is a token's first choice, [E] in the scores' dtype."""
+        """For each expert, return how often it is the first choice of a token of the group, [E] in
+        the dtype of the scores.
+        """
         return self.total(self.own_load_KE[0].to(self.logits_TE.dtype))
 
     def real(self, values: Tensor) -> Tensor:

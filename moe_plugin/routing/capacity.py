@@ -1,4 +1,5 @@
-"""The capacity: the rows, one per slot, that an expert accepts from one rank.
+"""The capacity is the number of rows that an expert accepts from one rank. Each accepted choice
+occupies one slot of its expert.
 
 Notation: T is the number of tokens on a rank, E the number of experts, k the number of choices per
 token, f the capacity factor, and s = ceil(T / E).
@@ -37,16 +38,20 @@ from moe_plugin.utils.machine import exporting
 
 
 class CapacityLimit:
-    """Drops routing choices for which an expert has no free slot, by one limit for all ranks.
+    """A module that drops the routing choices for which an expert has no free slot. All ranks use
+    the same limit.
 
     Args:
+        config: configuration of the layer.
         comm: group of ranks over which the capacity is determined.
         makes_slots: True if the dispatcher sends slots, including empty slots. If `makes_slots` is
             True, all ranks must agree on the number of slots.
-        own: True if ranks limit their own tokens; see `HostContext.own_capacity`.
+        own: True if each rank computes the limit from its own tokens; see
+            `HostContext.own_capacity`.
 
     Attributes:
-        never: True if no choice is dropped and no weight changed, also in evaluation.
+        never: True if choices are never dropped and weights are never changed, neither in training
+            nor in evaluation.
     """
 
     def __init__(self, config: MoEConfig, comm: Comm, makes_slots: bool = True,
@@ -59,7 +64,9 @@ class CapacityLimit:
         self.never = not self.normalize and self.keeps_all(True) and self.keeps_all(False)
 
     def __call__(self, routing: Routing, training: bool) -> KeptRouting:
-        """Return the routing without choices above the capacity; see `capacity` and `drop`."""
+        """Return the routing after dropping the choices that exceed the capacity; see `capacity`,
+        `limit_on_device`, `slots` and `drop`.
+        """
         if not self.normalize and self.keeps_all(training):
             return KeptRouting(routing, None, None, routing)
         # Without slots nothing on the host depends on the number, so that the host of a GPU does
@@ -98,7 +105,8 @@ class CapacityLimit:
         return made if limit is None else limit
 
     def _checked(self, routing: Routing, training: bool) -> Routing:
-        """Return the routing after checking that ranks have equally many tokens, as promised.
+        """Check that all ranks have the same number of tokens, as `dispatch.equal_tokens` promises,
+        and return the routing.
 
         Under a compiler, the check must be an operation in the graph. As plain Python code, the
         check would run only once.
@@ -150,7 +158,9 @@ class _Rule:
         return fixed_slots(tokens, experts, top_k, self.factor)
 
     def slots_on_device(self, tokens: Tensor, experts: int, top_k: int) -> Tensor:
-        """Compute `slots` from an int64 scalar tensor, in float64 as on the host."""
+        """Compute the same number as `slots`, but from an int64 scalar tensor. The arithmetic is in
+        float64, as on the host.
+        """
         if self.fraction:
             return (tokens.double() * self.fraction).ceil().long()
         assert self.factor is not None
@@ -160,7 +170,8 @@ class _Rule:
 
 def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
              training: bool) -> int | None:
-    """Return the slots per expert and source rank, equal on all ranks, or None.
+    """Return the number of slots per expert and source rank, which is the same on all ranks, or
+    None if no choice is dropped.
 
      In the formulas, T is the largest number of real tokens on any rank. On a CPU, a single
     all-reduce of two integers determines T and, if f <= 0, the largest load of any expert. On a
@@ -177,10 +188,12 @@ def capacity(config: DispatchConfig, routing: Routing, experts: int, comm: Comm,
     communication; see `check_promise`.
 
     Args:
+        config: settings `dispatch`.
         routing: choices and weights of the tokens on this rank.
         experts: number of experts, E.
         comm: group of ranks over which the capacity is determined.
-        training: True in training mode, False to use the settings for evaluation.
+        training: True if the layer is in training mode. If `training` is False, the settings for
+            evaluation apply.
     """
     rule = _Rule.of(config, training)
     if rule.factor is None and not rule.fraction:
@@ -206,6 +219,7 @@ def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm
     If the function returns None, the number returned by `capacity` is already exact.
 
     Args:
+        config: settings `dispatch`.
         routing: choices and weights of this rank's tokens.
         experts: number of experts, E.
         comm: group of ranks that have different loads.
@@ -224,7 +238,9 @@ def limit_on_device(config: DispatchConfig, routing: Routing, experts: int, comm
 
 
 def _load_unknown(rule: _Rule, routing: Routing, comm: Comm) -> bool:
-    """Return whether a single rank would wait for the device for the load that sets the slots."""
+    """Return whether a single rank would have to wait for the device to obtain the load that
+    determines the number of slots.
+    """
     return (rule.follows_load and comm.size == 1 and not _on_host(routing)
             and (exporting() or not torch.compiler.is_compiling()))
 
@@ -292,7 +308,8 @@ def _agree(routing: Routing, experts: int, comm: Comm) -> tuple[int, int]:
 
 
 def slots(routing: Routing, experts: int, prioritized: bool) -> Tensor:
-    """Return each choice's slot within its expert, int64 [T, K], or -1 without an expert.
+    """Return the slot of each routing choice within its expert, int64 [T, K], or -1 for a choice
+    without an expert.
 
     The first choices of all tokens get the first slots, followed by all second choices, and so on.
     Within the j-th choices, tokens get slots in sequence order. If `prioritized` is true, tokens
@@ -314,8 +331,10 @@ def drop(routing: Routing, slots_TK: Tensor | None, limit: int | Tensor | None,
     Args:
         routing: routing before choices are dropped.
         slots_TK: int64 [T, K], the slot of each choice; see `slots`. Unused if `limit` is None.
-        limit: maximum slots per expert and source rank (integer or int64 scalar), or None.
-        normalize_after: True to divide remaining weights by `max(sum + added, least)`.
+        limit: maximum number of slots per expert and source rank, as an integer or an int64 scalar
+            tensor, or None for no limit.
+        normalize_after: True if the remaining weights of tokens with several choices are divided by
+            `max(sum + added, least)`.
         added: number added to the sum of the weights before the division.
         least: smallest divisor. Defaults to the epsilon of the dtype, as in fairseq. With the
             default of `least`, the output of a token is almost 0 if the router assigns almost the

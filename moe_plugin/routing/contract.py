@@ -67,7 +67,8 @@ class BuffersKeepDtype(nn.Module):
     well. Subclasses must not create buffers on the meta device.
 
     Attributes:
-        keeps_parameters: if True, parameters below float32 are also converted to float32.
+        keeps_parameters: if True, parameters whose dtype has fewer bits than float32 are also
+            converted to float32.
     """
 
     keeps_parameters: bool = False
@@ -119,7 +120,8 @@ class RouterModule(HasFinishStep, nn.Module):
             None, `router.top_k` sets the number of experts per token, and each call can override
             it.
         any_number: True if a token may have up to E experts, independently of k.
-        reads_top_k: True if `router.top_k` affects the router, so not with a `fixed_k`.
+        reads_top_k: True if `router.top_k` affects the router. `reads_top_k` is False for every
+            class that sets `fixed_k`.
         balances: True if the router distributes tokens evenly without a balance loss.
         host: information about the layer from the host framework.
         all_ranks: group of all data-parallel ranks. In models without a host framework,
@@ -150,7 +152,8 @@ class RouterModule(HasFinishStep, nn.Module):
 
         Args:
             x_TD: tokens [T, D] of any floating-point dtype.
-            mask_T: optional. bool [T], True for real tokens. Defaults to all tokens.
+            mask_T: bool [T], True for tokens that are not padding. Optional. By default, all tokens
+                are real.
             top_k: number of experts per token for this call. Defaults to the configured number.
             info: additional information about the tokens; see `needs`.
         """
@@ -243,7 +246,8 @@ class TopKSchedule(HasFinishStep, BuffersKeepDtype):
         """Count the step.
 
         Raises:
-            ValueError: If a schedule uses fractions of a run of unknown length.
+            ValueError: If the schedule contains fractions of the run but its number of steps is
+                unknown.
         """
         self._follow_buffer()
         self._go_to(self.steps + 1)
@@ -286,7 +290,9 @@ def needs_of(router: nn.Module) -> frozenset[str]:
 
 
 def balances_by_itself(router: nn.Module) -> bool:
-    """Return whether a router balances the load without a loss, as is assumed of other modules."""
+    """Return whether a router balances the load without a balance loss. Modules that do not derive
+    from `RouterModule` are assumed to do so.
+    """
     return router.balances if isinstance(router, RouterModule) else True
 
 
@@ -364,7 +370,8 @@ def router_counts(model: nn.Module) -> list[str]:
 
 
 def watch_ddp() -> None:
-    """Exclude routers' counts from the buffers that later DDP wrappers synchronize.
+    """Exclude the counts of routers from the buffers synchronized by all DDP wrappers that are
+    created afterwards.
 
     Before each forward pass, DDP overwrites the buffers of every rank with the buffers of rank 0.
     This would discard the counts of earlier micro-batches. The routers in a DDP wrapper use the

@@ -101,7 +101,8 @@ def _solve(costs: tuple[tuple[float, ...], ...]) -> LinkShares:
 
 
 def _scales(inverse_WW: Matrix, other_W: Matrix, most: float) -> Matrix:
-    """Return the rows' factors u_i, [W], with `sum_j min(most, u_i other_j) inverse_ij` = 1.
+    """Return the factors u_i of the rows, [W], for which `sum_j min(most, u_i other_j) inverse_ij`
+    is 1.
 
     The method is Sinkhorn scaling with an upper bound on each entry: rows and columns are scaled
     alternately. The scaling converges to the feasible shares that are closest to `inverse_WW` in
@@ -120,7 +121,8 @@ def _scales(inverse_WW: Matrix, other_W: Matrix, most: float) -> Matrix:
 
 
 def _best_cut(inverse_WW: Matrix, rows_W: Matrix, columns_W: Matrix) -> float:
-    """Return the largest bound of any cut between ranks of large and of small factors.
+    """Return the largest lower bound that follows from any cut between ranks with large factors and
+    ranks with small factors.
 
     If no shares are possible for a value of `most`, the factors on the two sides of the violated
     cut diverge.
@@ -151,7 +153,8 @@ def target_shares(beta_WW: Tensor) -> Tensor:
 
 
 def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None = None) -> Tensor:
-    """Return the fraction `c_e` of a rank's choices for each expert, float64 [E], of sum 1.
+    """Return the fraction `c_e` of a rank's choices that each expert should receive, float64 [E].
+    The fractions sum to 1.
 
     Args:
         beta_WW: see `target_shares`.
@@ -167,7 +170,9 @@ def expert_shares(beta_WW: Tensor, rank: int, experts: int, shards: int | None =
 
 
 def penalties(shares_E: Tensor, blend: float) -> Tensor:
-    """Return the penalties [E], `blend * (1 / c) / mean(1 / c) + 1 - blend`, of mean 1."""
+    """Return the penalties [E] for fractions c, `q = blend * (1 / c) / mean(1 / c) + 1 - blend`.
+    The mean of all penalties is 1.
+    """
     inverse_E = 1 / shares_E
     return blend * inverse_E / inverse_E.mean() + 1 - blend
 
@@ -262,7 +267,8 @@ def expert_nodes(comm: Comm, experts: int, shards: int | None = None) -> Tensor:
 
 
 def prefer_visited(scores_TE: Tensor, k: int, nodes_EN: Tensor, own: int, bias: float) -> Tensor:
-    """Choose a token's k experts in turn, and prefer nodes that already receive the token.
+    """Choose k experts per token, one after another, with a preference for experts on nodes that
+    already receive the token.
 
     For the next choice, the preferred nodes are the token's own node and the nodes of the experts
     chosen so far. If an expert is entirely on preferred nodes, `bias` is added to its score.

@@ -29,7 +29,8 @@ losses: Registry[LossFn] = Registry("loss")
 
 
 def declares(*, balances: bool = True, needs: frozenset[str] = frozenset()) -> Callable[[Any], Any]:
-    """Return a decorator that declares a loss's properties. Place it below `losses.register`.
+    """Return a decorator that declares properties of a loss. Place the decorator below
+    `losses.register`.
 
     Args:
         balances: True if the loss increases when the load is uneven.
@@ -58,7 +59,8 @@ def gshard(x: RoutingCall) -> Tensor:
 
 @losses.register("switch")
 def switch(x: RoutingCall) -> Tensor:
-    """Switch's balance loss for all choices, `E / (S sum_e N_e) * sum_e (sum_s p(s,e)) * N_e`.
+    """Switch Transformer's balance loss for all choices,
+    `E / (S sum_e N_e) * sum_e (sum_s p(s,e)) * N_e`.
 
     With k choices per token, the factor before the sum is `E / (k S^2)`. For k = 1, this loss
     equals `gshard`. `switch` is exactly 1 for a uniform router. Source: Switch Transformer (Fedus
@@ -107,7 +109,8 @@ def sequence(x: RoutingCall) -> Tensor:
 
 @losses.register("global_batch")
 def global_batch(x: RoutingCall) -> Tensor:
-    """`switch` with the load of the whole batch, `E / (S N) * sum_e (sum_s p(s,e)) * N_e`.
+    """The `switch` loss computed with the load of the whole batch,
+    `E / (S N) * sum_e (sum_s p(s,e)) * N_e`.
 
     The scores p and the number of tokens S are those of the current call. N_e is the number of
     choices of expert e on all data-parallel ranks in all micro-batches since the last optimizer
@@ -139,7 +142,8 @@ def ta_moe(x: RoutingCall) -> Tensor:
 @losses.register("sam_alignment")
 @declares(balances=False)
 def sam_alignment(x: RoutingCall) -> Tensor:
-    """Aligns choices with their group, `mean_s sum_{e outside} max(0, p(s,e) - p(s, k-th choice))`.
+    """A loss that aligns choices with the chosen group, `mean_s sum_{e outside the group} max(0,
+    p(s,e) - p(s, k-th choice))`.
 
     The loss is 0 if and only if, for every token, no expert outside the group has a higher score
     than the token's k-th choice. For routers without groups, the loss is always 0. Source: the SAM
@@ -191,7 +195,8 @@ def tutel_load_importance(x: RoutingCall) -> Tensor:
 
 @losses.register("importance")
 def importance(x: RoutingCall) -> Tensor:
-    """`CV^2(sum_s p(s, e))` over experts: the unbiased variance over the squared mean.
+    """The loss `CV^2(sum_s p(s, e))` over experts, where CV^2 is the unbiased variance divided by
+    the squared mean.
 
     `importance` is 0 for a uniform router. Source: Shazeer et al., 2017, equation 6.
     """
@@ -215,7 +220,9 @@ def noisy_load(x: RoutingCall) -> Tensor:
 @losses.register("z")
 @declares(balances=False)
 def router_z(x: RoutingCall) -> Tensor:
-    """The mean of `logsumexp_e(logits(s,e))^2` over tokens s (ST-MoE, Zoph et al., 2022, eq. 5)."""
+    """The mean squared logsumexp of the logits, `mean_s logsumexp_e(logits(s,e))^2`. Source: ST-MoE
+    (Zoph et al., 2022), equation 5.
+    """
     return x.squared_z() / x.count
 
 

@@ -127,7 +127,8 @@ def _warn(why: str) -> None:
 
 
 class _Checkpoint:
-    """An activation checkpointing function whose recomputation uses the first pass's mask."""
+    """An activation checkpointing function. The recomputation uses the same mask as the first pass.
+    """
 
     def __init__(self, masks: TokenMasks, function: Callable[..., Any]) -> None:
         self.masks, self.function = masks, function
@@ -248,7 +249,9 @@ def _not_padding(module: nn.Module, value: Any) -> Tensor | None:
 
 
 class _Unknown:
-    """A hook that warns once if a model without a known mask argument receives a mask."""
+    """A hook for models that have no known mask argument. If a model receives an unknown mask, the
+    hook logs a warning once.
+    """
 
     def __init__(self, places: Mapping[str, int]) -> None:
         self.places = places

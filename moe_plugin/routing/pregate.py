@@ -144,7 +144,8 @@ class NextBlockRouting:
         following: the next block in the model. The `router` of the next block is the pre-gate, or
             predicts the routing. `following` is None for the last block.
         inbox: mailbox for decisions of the previous block, or None if the layer's own gate decides.
-        outbox: mailbox for the next block's decisions, or None without decisions for it.
+        outbox: mailbox for decisions for the next block, or None if this block does not decide for
+            the next block.
     """
 
     def __init__(self, layer: LinkableLayer, following: LinkableLayer | None,
@@ -175,7 +176,8 @@ class NextBlockRouting:
         """Return the routing of a call; see `MoELayer.route`.
 
         Raises:
-            ValueError: If the decision does not match the call, or in a `torch.func` transform.
+            ValueError: If the decision in the mailbox does not match the call, or if a `torch.func`
+                transform is active.
         """
         if transformed():
             raise not_transformed("linked blocks (router.pre_gate, router.predict)")
@@ -320,7 +322,8 @@ def _check_widths(layers: Sequence[LinkableLayer]) -> None:
 
 
 def has_own_gate(layer: LinkableLayer) -> bool:
-    """Return whether a layer chooses its own experts, which otherwise the previous block does."""
+    """Return whether a layer chooses its own experts. Otherwise, the previous block chooses them.
+    """
     return layer.link is None or layer.link.inbox is None
 
 
@@ -348,7 +351,8 @@ def _with_values(routing: Routing, values: Sequence[Tensor]) -> Routing:
 
 
 class _Receive(torch.autograd.Function):
-    """Return a decision's tensors as leaves, and store their gradients in `PendingRouting`.
+    """Return the tensors of a decision as leaves of the graph, and store their gradients in
+    `PendingRouting`.
 
     The block's input is an argument of this function. As a result, the backward pass of `_Receive`
     runs before the backward pass of the previous block.
@@ -369,7 +373,9 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """Return a block's output. Backward adds the next block's gradients to the decision."""
+    """Return the output of a block unchanged. In the backward pass, the decision receives the
+    gradients stored by the next block.
+    """
 
     @staticmethod
     def forward(ctx: Any, pending: PendingRouting, y_TD: Tensor, *values: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ from moe_plugin.utils.registry import Registry
 
 
 class Unlinked:
-    """The routing of a layer that is not linked with its neighbors: calls raise an error.
+    """A placeholder for the routing of a layer that has not been linked with its neighboring
+    layers. Calling the placeholder raises an error.
 
     setting: name of the setting that requires linked layers.
     """
@@ -154,7 +155,9 @@ def check_balance(router: nn.Module, config: MoEConfig, comm: Comm, host: HostCo
 
 
 def has_balance_loss(weights: Mapping[str, float]) -> bool:
-    """Return whether any loss, given as name and weight, increases when the load is uneven."""
+    """Return whether any of the given losses increases when the load is uneven. The losses are
+    given as a mapping from name to weight.
+    """
     for name, weight in weights.items():
         if weight > 0 and getattr(losses.find(name), "balances", True):
             return True
@@ -172,6 +175,7 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
     router is later called as `router(x_TD, mask_T, top_k, info)`.
 
     Args:
+        config: configuration of the layer.
         comm: group of ranks that store the experts. Defaults to a group of this rank only.
         host: information about the layer from the host framework.
         dtype, device: dtype and device of the router's parameters.
@@ -188,7 +192,8 @@ def build_router(config: MoEConfig, comm: Comm | None = None, *, host: HostConte
 
 def layer_router(config: MoEConfig, comm: Comm, router: nn.Module | None, host: HostContext,
                  **where: Any) -> nn.Module:
-    """Return a layer's router: the argument `router`, or the configured router for None.
+    """Return the router of a layer, which is the `router` argument, or the configured router if the
+    argument is None.
 
     If the router is not part of this package, the routings it returns are checked in each call
     (`RoutingCheck`). If neither the router nor a loss keeps the experts balanced, a warning is
@@ -234,6 +239,7 @@ def only_read(settings: Mapping[str, Any], names: Collection[str], top_k: int) -
 
     Args:
         settings: mapping from the dotted path of each setting to its value.
+        names: names of the routers.
         top_k: number of experts per token.
     """
     def is_read(name: str, value: Any) -> bool:

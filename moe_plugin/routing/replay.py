@@ -1,4 +1,5 @@
-"""Recording of a layer's first routing, which the recomputation of activations replays.
+"""Recording of the routing in a layer's first pass, so that the recomputation of activations uses
+the same routing.
 
 With activation checkpointing, a layer runs twice: once in the forward pass, and again during the
 backward pass. If the second pass sent a token to a different expert, for example because of noise
@@ -174,10 +175,12 @@ def replayed(owner: object, choose: Callable[[], T], training: bool, *, what: st
     Args:
         owner: object that makes the choice, such as a router or a layout tuner.
         choose: function that returns the value.
-        training: True in training mode. If False, only tapes record and replay the value.
+        training: True if the layer is in training mode. If `training` is False, the value is
+            recorded and replayed only by tapes.
         what: label of the value. A recorded value is returned only for the same owner and label.
         shape: expected shape of the recorded value. If `shape` is None, the shape is not checked.
-        values: False if only a pass and its recomputation, and no tape, use the value.
+        values: False if the value must not be recorded on tapes, because it is used only by a pass
+            and its recomputation.
     Raises:
         RuntimeError: If the recomputation does not match the first pass.
         ValueError: If a tape contains a value with another label at this position.
@@ -210,7 +213,8 @@ class _Tape:
 
     Attributes:
         ids: list of recorded values.
-        calls: each value's label and module, numbered in the order of first calls.
+        calls: for each value, its label and the index of its module. Modules are numbered in the
+            order of their first calls.
     """
 
     def __init__(self) -> None:
@@ -221,7 +225,8 @@ class _Tape:
         self._moves: list[Any] = []  # moves of generators; absent after the tape was loaded
 
     def begin(self, position: int | None) -> None:
-        """Start recording if the position is None, or start replaying from it."""
+        """Start recording if the position is None. Otherwise, start replaying from this position.
+        """
         if position is None:
             self.ids, self.calls, self._moves = [], [], []
         elif len(self.calls) != len(self.ids):
@@ -294,7 +299,8 @@ class _Use:
 
 
 def record_routing() -> AbstractContextManager[_Tape]:
-    """Record the routing of all layers called inside, for a later `replay_routing`.
+    """Record the routing of all layers that are called in this context. Use `replay_routing` to
+    replay the recording.
 
     Recomputations of activations are not recorded. Both attributes of the tape can be saved with
     `torch.save`. `ids` contains the choices of the routers and, if weights depend on noise, also
@@ -319,7 +325,8 @@ def replay_routing(tape: _Tape) -> AbstractContextManager[_Tape]:
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call torch's non-reentrant checkpoint with recorded routing in the recomputation.
+    """Call `torch.utils.checkpoint.checkpoint`, non-reentrant. The routing of the first pass is
+    recorded and then used in the recomputation.
 
     If weights depend on noise that is resampled (`router.noise`, `router.input_jitter`,
     `router.input_dropout`), do not disable `preserve_rng_state`.
@@ -330,7 +337,9 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def routing_replay() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two empty contexts for torch's `context_fn`. Routing is replayed without them."""
+    """Return two empty contexts to use as `context_fn` of `torch.utils.checkpoint`. Routing is
+    replayed even without these contexts.
+    """
     return nullcontext(), nullcontext()
 
 

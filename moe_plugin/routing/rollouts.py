@@ -1,4 +1,5 @@
-"""Rollout routing replay (R3, arXiv 2510.11370): train with the inference engine's experts.
+"""Rollout routing replay (R3, arXiv 2510.11370). In training, the model uses the experts that the
+inference engine chose.
 
 About one in ten router choices differs between the inference engine that generated a sample and the
 model that is trained on the sample. Inference engines therefore return the experts of each token,
@@ -151,17 +152,21 @@ def packed(samples: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
 def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
                    context: tuple[int, int] = (0, 1), lengths: Sequence[int] | None = None,
                    sequence: tuple[int, int] = (0, 1)) -> Tensor:
-    """Return the experts, int64 [T, L, K], of a rank's tokens in the layer's order.
+    """Return the chosen experts, int64 [T, L, K], of the tokens that a layer on this rank
+    processes, in the order of these tokens.
 
     Args:
         ids_BSLK: chosen experts of a whole batch; see `padded` and `packed`.
-        sequence_first: True for tokens [S, B] (Megatron, fairseq). Defaults to [B, S].
+        sequence_first: True if tokens are ordered [S, B] (Megatron, fairseq). By default, tokens
+            are ordered [B, S].
         context: pair (rank, ranks) for context parallelism. Each sequence is split into 2 * ranks
             equal parts. As in Megatron, a rank processes two of the 2 * ranks parts: the part with
             index `rank`, counted from the start, and the part with index `rank`, counted from the
             end.
-        lengths: lengths of packed sequences, which are split separately, or None.
-        sequence: pair (rank, ranks) of sequence parallelism, which splits the rest evenly.
+        lengths: lengths of the packed sequences, or None if samples are not packed. Each packed
+            sequence is split separately.
+        sequence: pair (rank, ranks) for sequence parallelism, which splits the remaining tokens
+            into equal parts.
     Raises:
         ValueError: If a sequence cannot be split into equal parts.
     """
@@ -189,7 +194,8 @@ def _check_parts(name: str, tokens: int, parts: int) -> None:
 @contextmanager
 def replay_rollouts(model: nn.Module, ids_TLK: Tensor,
                     layers: Sequence[int] | None = None) -> Iterator[None]:
-    """Inside, each layer of `model` uses the experts of the samples' generation.
+    """Within this context, let each layer of `model` use the experts that were chosen when the
+    samples were generated.
 
     The experts are replaced both in training and in evaluation, for example in a pass that computes
     log-probabilities. Keep the context open until `backward` has returned, and open a new context
@@ -233,7 +239,8 @@ def replay_choices(routers: Sequence[Any], ids_TLK: Tensor,
 
 def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
                       experts: Sequence[int]) -> list[Tensor]:
-    """Return each layer's experts [T, K]. Arguments and errors are as for `replay_rollouts`.
+    """Return the chosen experts [T, K] for each layer. The arguments and errors are the same as for
+    `replay_rollouts`.
 
     experts: number of experts in each layer.
     """

@@ -36,7 +36,8 @@ class SelectionCall:
     Attributes:
         count: number of routers.
         step: number of completed optimizer steps.
-        layer: index from 0 among the MoE layers of its model, or None if unknown.
+        layer: index of this layer among the MoE layers of its model, counted from 0. None if
+            unknown.
         training: True if the layer is in training mode.
         settings: the `router.selection` section of the settings.
     """
@@ -112,13 +113,16 @@ class RouterSelector(BuffersKeepDtype, RouterModule):
 
     Args:
         routers: routers in the order of their names in `router.name`.
-        config: optional. Section `router`. By default, the first router routes all calls.
+        config: section `router` of the layer's configuration. Optional. By default, the first
+            router routes every call.
         comm: group of ranks that store the experts. If the group has more than one rank, creating a
             `RouterSelector` is collective.
-        host: the host framework's information, with which all routers are built.
+        host: information about the layer from the host framework. All routers are built with this
+            information.
         device: device of the buffer that contains the number of steps.
     Attributes:
-        layer: index from 0 among the model's MoE layers, or None. See `number_layers`.
+        layer: index of this layer among the MoE layers of its model, counted from 0. None if
+            unknown. See `number_layers`.
         steps: number of completed optimizer steps.
     Raises:
         ValueError: If the rule is unknown, or if the settings differ between ranks.
@@ -228,6 +232,7 @@ def number_layers(model: nn.Module, first: int = 0) -> int:
     `HostContext.layer_number` was not set.
 
     Args:
+        model: any module.
         first: index of the first selector.
     Returns: Number of router selectors.
     """

@@ -1,1 +1,3 @@
-"""Code around training steps: runs, features, gradients, fault tolerance, ensembles."""
+"""Code that runs before, during and after each training step: runs, features, gradients, fault
+tolerance and ensembles.
+"""

@@ -32,7 +32,8 @@ class EnsembleSettings:
     Attributes:
         heads: number of heads, M.
         hidden: width of each head's hidden layer.
-        sharing: probability of adding a head's feature to another head's features.
+        sharing: probability with which a feature of one head is added to the features of another
+            head.
         k: see `confident_oracle_loss`.
         beta: see `confident_oracle_loss`.
         labels: see `confident_oracle_loss`.

@@ -1,4 +1,5 @@
-"""A training run in any host, and the features called before, during and after steps.
+"""A training run in any host framework, and the features that are called before, during and after
+its steps.
 
 A feature is a `RunFeature`, which does not depend on the host framework. Each host framework
 creates one `Run` with the enabled features, and calls it at several points of each step:
@@ -40,7 +41,8 @@ class Run(RunFeature):
 
     Attributes:
         number: index of the current or last step, counted from 1.
-        left_out: why the current step does not change the parameters, or None.
+        left_out: reason why the current step does not change the parameters, or None if it changes
+            them.
     """
 
     after_passes = _of_each("after_passes")

@@ -40,26 +40,31 @@ class HostSeams:
     """Information about a run that only the host framework has.
 
     Attributes:
-        host: key of the host framework in `config.lacks.HOSTS`.
+        host: key of the host framework in `config.refusals.HOSTS`.
         models: the parts of the model on this rank, without wrappers.
         world: group of all ranks that share the models.
         data: data-parallel ranks. Defaults to `world`.
-        layers: the MoE layers by their names in records; see `observe.features.listen`.
+        layers: the MoE layers, keyed by the names that are used in records; see
+            `observe.features.listen`.
         records: group of ranks whose statistics are combined, or None if this rank has no layers.
-        rank: this process's rank in timelines and traces. Defaults to that in `records`.
+        rank: rank of this process in timelines and traces. Defaults to this rank's index in
+            `records`.
         has_log: see `LayerRecords`.
         training: optional. Function that is also called with the statistics of training passes.
         speaks: whether this rank logs warnings about dropped choices.
         start: see `TwinCheck`.
         kept: see `TwinCheck`.
-        skips_steps: whether the host's loss scaler skips steps with non-finite gradients.
+        skips_steps: whether the loss scaler of the host framework skips steps with non-finite
+            gradients.
         streamed: trainer for streamed weights, which updates a model block by block. `streamed` is
             None if weights are not streamed.
         replicas: position of this run among several replicas, or None if there is only one replica.
-        resize: function that creates the feature of `resize`, or None if unsupported.
+        resize: function that creates the feature for `resize` settings. None if the host framework
+            does not support this feature.
         activations: function that creates the feature for `offload.activations`. None if the host
             framework does not support this feature.
-        votes: function that creates the feature of `guard.votes`, or None if unsupported.
+        votes: function that creates the feature for `guard.votes`. None if the host framework does
+            not support this feature.
         more: additional features of this run. These features are called before `FiniteSteps` checks
             whether gradients are finite, so they may change gradients.
     """
@@ -175,7 +180,8 @@ def make_run(settings: RunConfig, host: HostSeams) -> Run:
     """Create the run of a host framework, with the features that the settings enable. Collective.
 
     Raises:
-        ValueError: If the host lacks a feature, or a feature's settings are not valid.
+        ValueError: If the host framework does not support a feature, or if a feature's settings are
+            not valid.
     """
     refuse_lacking(settings, host.host)
     made: list[RunFeature | None] = []

@@ -36,6 +36,7 @@ class BorrowedExperts:
     All ranks must start these transfers and wait for them, both in forward and in backward.
 
     Args:
+        experts: experts of the layer.
         place: placement that states which ranks store which experts.
         spill: plan that states which ranks compute the rows of each expert.
 
@@ -60,7 +61,8 @@ class BorrowedExperts:
         self._parameters: FFNParameters | None = None
 
     def split(self, work: ExpertRows) -> Iterator[ExpertRows]:
-        """Yield the rows of the rank's own experts, then the rows of borrowed experts.
+        """Yield the rows of the rank's own experts, followed by the rows of the borrowed experts,
+        if any.
 
         If this rank borrows nothing, the rows of its own experts are linked to the weight exchanges
         in the autograd graph, so that backward still runs these exchanges.
@@ -110,10 +112,12 @@ class _SentWithGuests(Sent):
 
 
 class BorrowingDispatcher(WrappedDispatcher):
-    """A dispatcher that uses an inner dispatcher and lends weights if the plan has loans.
+    """A dispatcher that sends rows with an inner dispatcher and lends weights if the plan contains
+    loans.
 
     Args:
         inner: dispatcher that creates a `SpillingPlan` or an `OncePlan`.
+        experts: experts of the layer.
     """
 
     def __init__(self, inner: Dispatcher, experts: Experts) -> None:
@@ -169,7 +173,9 @@ class _WeightTransfer:
         self._others: Callable[[], Tensor] | None = None
 
     def pass_on(self) -> None:
-        """Send the parts received from the owners to the other borrowers, on the first call."""
+        """Send the parts that this rank has received from the owners to the other borrowers. Only
+        the first call sends anything.
+        """
         if not self.shared or self._others is not None:
             return
         rank, ranks = self.place.comm.rank, range(self.place.comm.size)
@@ -212,7 +218,8 @@ class _WeightTransfer:
 
 def _post(place: Placement, anchor: Tensor | None, rows_N: Tensor, send: list[int],
           recv: list[int]) -> Callable[[], Tensor]:
-    """Start an exchange in the background, and return a function that returns the elements.
+    """Start an exchange in the background, and return a function that waits for the received
+    elements and returns them.
 
     Weights are sent exactly as they are in memory, regardless of the format in which rows are sent.
     """
@@ -225,7 +232,8 @@ def _post(place: Placement, anchor: Tensor | None, rows_N: Tensor, send: list[in
 
 def _from_owner(local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
                 size: int) -> tuple[Tensor, list[int], list[int]]:
-    """Return the elements that this rank lends, and the numbers sent and received.
+    """Return the elements that this rank lends, the number of elements sent to each rank, and the
+    number of elements received from each rank.
 
     A borrower receives one part of each expert that it borrows. The received parts are in the order
     of the experts.
@@ -266,7 +274,8 @@ def _cut(x_N: Tensor, lengths: list[int]) -> Sequence[Tensor]:
 
 def _as_parameters(flat_N: Tensor, local: Mapping[str, Tensor], numbers: list[int],
                    place: Placement) -> dict[str, Tensor]:
-    """Convert [G * P] elements to parameters [G, ...] of experts or shards, by name.
+    """Convert [G * P] elements to the parameters [G, ...] of the given experts or expert shards, by
+    name.
 
     The output bias of a shard is padded to the whole width, and each shard has its own position
     within this width.

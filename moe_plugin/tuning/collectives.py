@@ -38,11 +38,13 @@ def with_collectives(comm: Comm, config: CommConfig, measures: bool = True) -> C
 
     Args:
         comm: a prepared group.
+        config: communication settings.
         measures: whether `auto` may measure times. If `measures` is False, `auto` uses predicted
             times, even without a cluster file.
 
     Raises:
-        ValueError: If the network file is unreadable or has a wrong number of ranks.
+        ValueError: If the network file cannot be read, or if the network has a wrong number of
+            ranks.
     """
     kind = collective_kinds.get(config.collectives)
     if kind is Collectives or comm.size == 1:
@@ -69,7 +71,8 @@ def prepare_replicas(comm: Comm, config: CommConfig, measures: bool = True) -> C
 
 
 def network_of(comm: Comm, config: CommConfig) -> tuple[Network, str]:
-    """Return the network of a prepared group's ranks, and where this information is from.
+    """Return the network between the ranks of a prepared group, and a description of where this
+    information comes from.
 
     If `comm.network` is set (see `find_network`), the network must have as many ranks as the group
     or as the whole job. If the network file describes a single node, all nodes of the group are
@@ -134,7 +137,8 @@ def _cluster(comm: Comm) -> Cluster:
 @collective_kinds.register("auto")
 @dataclass(frozen=True)
 class AutoCollectives(Collectives):
-    """Collectives that use native or forest, whichever is faster for a size.
+    """Collectives that use either the native or the forest implementation, whichever is faster for
+    each collective and size.
 
     Trials run in the same way as trials of all-to-all algorithms (`tuning.exchange_tuner`).
 
@@ -150,7 +154,8 @@ class AutoCollectives(Collectives):
         """Create the collectives. If no trees can be planned, native collectives are returned.
 
         Raises:
-            WrongNetwork: If the configured network is not valid, which is not ignored.
+            WrongNetwork: If the configured network is not valid. Such a network must not be
+                ignored.
         """
         try:
             forest = Forest(*network())
@@ -255,7 +260,8 @@ class AutoCollectives(Collectives):
 
 @dataclass
 class Predictions:
-    """Predictions of `auto` by network, cluster, collective and total number of bytes.
+    """Predictions of the setting `auto`, keyed by network, cluster, collective and total number of
+    bytes.
 
     There are only a few predictions, because a model uses only a few different sizes. The object is
     stored in the state of the group.

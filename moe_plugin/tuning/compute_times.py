@@ -1,4 +1,5 @@
-"""Measured choices of compute strategies, shared in the process and cached on disk.
+"""Measured choices of the strategy that computes the experts. The choices are shared within a
+process and stored in the user's cache.
 
 The host does not wait for the device in order to measure times. Later runs load the stored choices,
 and check them occasionally.
@@ -188,7 +189,8 @@ def timed(run: Callable[[], object], device: torch.device) -> Callable[[], float
 
 
 class ChoiceFiles:
-    """Stores each choice in a separate small file, which other processes do not overwrite.
+    """Stores each choice in a separate small file, so that processes do not overwrite each other's
+    choices.
 
     Args:
         folder: folder for the files. Defaults to the user's cache.
@@ -238,7 +240,8 @@ class ChoiceFiles:
             self._path(key).unlink()
 
     def forget_all(self) -> int:
-        """Remove all files, also unreadable ones, and return the number of removed files.
+        """Remove all files, including those that cannot be read, and return the number of removed
+        files.
 
         Raises: OSError, ValueError: If the files cannot be removed.
         """

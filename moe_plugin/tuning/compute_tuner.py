@@ -1,4 +1,5 @@
-"""Choice of the strategy that computes the experts, by device and load (`compute: auto`).
+"""Automatic choice of the strategy that computes the experts, for each device and load
+(`compute: auto`).
 
 The forward and backward passes of each candidate are timed. Trials use the layer's own weights, and
 random rows that represent the load of the bucket. Trials do not affect the call that starts them:
@@ -92,7 +93,8 @@ class ComputeLoad:
 
 
 def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
-    """Return the names of candidates, of which the first is used without measurements.
+    """Return the names of candidate strategies. If nothing is measured, the first candidate is
+    used.
 
     On a CPU, the candidates are `fused`, which runs one GEMM per expert, and, for few rows, also
     `grouped` and (if all experts have the same number of rows) `batched`. On a GPU, the candidates
@@ -103,6 +105,7 @@ def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
     store more tensors for backward. torch's kernels are used only if they are measurably faster.
 
     Args:
+        load: load of the call.
         usable: names of the strategies that can compute the rows on this device.
     """
     rows_each = load.rows_each
@@ -117,9 +120,12 @@ def candidates(load: ComputeLoad, usable: Collection[str]) -> list[str]:
 
 
 def why_unmeasured(load: ComputeLoad, names: Sequence[str], setting: str) -> str | None:
-    """Return why the first candidate is used without measurement, or None to measure.
+    """Return the reason why no measurement is needed and the first candidate is used, or None if
+    candidates must be measured.
 
     Args:
+        load: load of the call.
+        names: names of the candidates.
         setting: value of the setting `experts.compute_selection`.
     """
     if setting == "rule":
@@ -194,7 +200,8 @@ def load_of(x: Tensor, rows: RowCounts | RowPlan, p: FFNParameters) -> ComputeLo
 
 def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters: FFNParameters,
           part: int = 1) -> Runs:
-    """Return functions that run each candidate's passes with the load of a bucket.
+    """For each candidate, return a function that runs the candidate's forward and backward passes
+    with the load of a bucket.
 
     part: the functions use only `1 / part` of the bucket's rows. By default, all rows are used.
     """
@@ -221,7 +228,8 @@ def trial(load: ComputeLoad, names: list[str], device: torch.device, parameters:
 
 def sample_load(load: ComputeLoad, device: torch.device,
                 part: int = 1) -> tuple[Tensor, RowCounts | RowPlan]:
-    """Return rows, or tokens and a plan, of a bucket's load, assigned round-robin.
+    """Return rows, or tokens with a row plan, that represent the load of a bucket. The rows are
+    assigned to the experts in round-robin order.
 
     part: only `1 / part` of the bucket's rows are created. By default, all rows are created.
     """
@@ -243,7 +251,8 @@ def sample_load(load: ComputeLoad, device: torch.device,
 
 @contextlib.contextmanager
 def _clean(device: torch.device) -> Iterator[None]:
-    """Run the block with torch's default thread-local state, as in a new thread.
+    """Context manager that runs its block with torch's default thread-local state, as in a new
+    thread.
 
     torch runs only the innermost hooks on saved tensors. This context therefore sets hooks that
     disable all outer hooks.
@@ -266,7 +275,8 @@ def _compiled(x: Tensor, counts: RowCounts) -> str:
 
 
 def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
-    """Return the strategies that compute these rows on this device without a fallback.
+    """Return the names of the strategies that can compute these rows on this device without a
+    fallback to another strategy.
 
     If the row counts are known only on the device, strategies that read them on the host are
     excluded.
@@ -290,7 +300,8 @@ def usable_ways(x: Tensor, p: FFNParameters, counts: RowCounts) -> set[str]:
 
 
 def takes_counts_of_device(name: str) -> bool:
-    """Return true if a strategy needs no counts on the host, so that nothing waits.
+    """Return true if a strategy can compute rows whose counts are known only on the device, so that
+    the host does not wait for the device.
 
     All other strategies read the counts on the host. `grouped` also reads the counts on the host
     if it falls back to `loop`.

@@ -21,13 +21,15 @@ class TunerSettings:
     Attributes:
         tries: number of candidates that are timed for a new load bucket. Candidates with the
             shortest predicted times are timed first. None means all.
-        within: largest predicted time, over the shortest, of candidates that are timed.
+        within: a candidate is not timed if its predicted time exceeds the shortest predicted time
+            by more than this factor.
         contest: rules that determine when the times of two candidates are considered different.
         drift: relative change in the chosen candidate's time that counts as drift.
         patience: number of consecutive calls with drift after which candidates are timed again.
         watch: after a choice is made, one of every `watch` calls is timed.
         allowance, budget: the number of trials is limited to `max(allowance, budget * calls)`.
-        each: whether the limit on trials applies to each bucket (True) or to all together.
+        each: whether the limit on trials applies to each bucket separately (True) or to all buckets
+            together (False).
     """
 
     tries: int | None = 4
@@ -51,7 +53,8 @@ class TunerDecision:
         choice: the candidate that was chosen.
         event: type of the decision: predict, explore, settle, keep or restore.
         why: the reason for the decision.
-        predicted_s, measured_s: seconds of the chosen candidate, or None if unknown.
+        predicted_s, measured_s: predicted time and measured time of the chosen candidate in
+            seconds, or None if unknown.
     """
 
     call: int
@@ -76,7 +79,8 @@ class KeptDecision:
         why: the reason for the decision.
         spread: spread of the measured times; see `Contest.spread`.
         seconds: measured time of each candidate in seconds, by name.
-        behind: excluded candidates' times relative to the fastest candidate, by name.
+        behind: for candidates that were excluded because they are much slower: time relative to the
+            fastest candidate, by name.
         made: time of the decision, in seconds since 1970.
     """
 
@@ -150,8 +154,10 @@ class Trials(Generic[Choice]):
         known: whether a decision has been made.
         contest: comparison of the candidates in this bucket, or None if there have been no trials.
         open: whether more rounds are needed to find the fastest candidate.
-        checking: whether this round checks a decision of the round before it, `seen`.
-        sure, spread: whether the decision is certain, and the spread of its times.
+        checking: whether the current round checks an earlier decision. `seen` is the round before
+            the current round.
+        sure, spread: whether the decision is certain, and the spread of the times on which it is
+            based.
         calls, explored: number of calls so far, and number of trials so far.
         untimed: number of calls since the last timed call.
         timed: whether the call for which `choose` was called most recently is timed.

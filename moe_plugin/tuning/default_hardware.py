@@ -52,7 +52,8 @@ class Calibration:
 
 
 def default_cluster(comm: Comm, device: torch.device) -> Cluster:
-    """Return a group's calibrated cluster, or a cluster of its nodes with typical links.
+    """Return the calibrated cluster of a group, or a cluster with the group's nodes and typical
+    links.
 
     The group must be prepared, because its topology determines the nodes.
     """
@@ -76,7 +77,8 @@ def default_device(config: MoEConfig, device: torch.device) -> Device:
 
 
 def count_visits(routing: Routing, place: Placement, copies: Sequence[int]) -> list[float]:
-    """Count the ranks and nodes that this rank's tokens are sent to, per selected expert.
+    """Count the ranks and the nodes that this rank's tokens are sent to, and return these counts
+    per selected expert.
 
     For each r in `copies`, the result contains the number of ranks and then the number of nodes. If
     no token has selected an expert, all numbers are 0. The host waits for the device.
@@ -94,7 +96,8 @@ def count_visits(routing: Routing, place: Placement, copies: Sequence[int]) -> l
 
 
 def as_visits(by_choice: Sequence[float], copies: Sequence[int], choices: int) -> Visits | None:
-    """Return the visits of a token with `choices` experts, or None without counts.
+    """Return the visits of a token that selects `choices` experts, or None if no visits were
+    counted.
 
     by_choice: numbers of ranks and of nodes per selected expert; see `count_visits`.
     """
@@ -108,11 +111,13 @@ def layer_shape(config: MoEConfig, place: Placement, probe: Tensor, tokens: int,
     """Describe a layer under a given load for the planner.
 
     Args:
+        config: settings of the layer.
         place: placement that states which ranks store the layer's parameters.
         probe: a parameter of the layer, whose dtype determines the element size.
         tokens: maximum number of tokens on any rank.
         skew: maximum number of rows on any rank, divided by the mean over all ranks. Defaults to 1.
-        visits: measured ranks and nodes that each token is sent to, unknown by default.
+        visits: measured numbers of ranks and nodes to which each token is sent. Defaults to
+            unknown.
     """
     return LayerShape(tokens=max(1, tokens), model_dim=config.model_dim,
                       latent_dim=config.experts.latent_dim, hidden_dim=config.hidden_dim,

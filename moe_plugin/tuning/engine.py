@@ -52,7 +52,8 @@ class Tuner(Generic[Bucket, Choice]):
             candidate must be first. All ranks must have the same candidates.
         settings: settings that control the trials.
         memory: storage for decisions of earlier runs; see `known`.
-        always: function that returns candidates timed despite their predicted times.
+        always: function that returns the candidates that are timed regardless of their predicted
+            times.
     """
 
     def __init__(self, candidates: Callable[[Bucket], Mapping[Choice, float | None]],
@@ -68,7 +69,9 @@ class Tuner(Generic[Bucket, Choice]):
         self._unread: deque[TunerDecision] = deque(maxlen=LOG_LENGTH)
 
     def choose(self, bucket: Bucket, calls: int = 1) -> Choice:
-        """Return the candidate for this call. calls: number of calls since the last `choose`."""
+        """Return the candidate to use in this call. calls: number of calls since `choose` was last
+        called, including this call.
+        """
         entry = self._entry(bucket)
         self.calls, entry.calls = self.calls + calls, entry.calls + calls
         entry.checks.calls, entry.untimed = entry.checks.calls + calls, entry.untimed + calls
@@ -90,7 +93,9 @@ class Tuner(Generic[Bucket, Choice]):
         return choice
 
     def known(self, bucket: Bucket) -> bool:
-        """Return true if the choice is from trials, from an earlier run, or the only candidate."""
+        """Return true if the choice was decided by trials, was stored by an earlier run, or is the
+        only candidate.
+        """
         entry = self._entry(bucket)
         if self.memory is not None and not entry.known and not entry.asked:
             entry.asked = True
@@ -165,7 +170,8 @@ class Tuner(Generic[Bucket, Choice]):
 
     def _calibrated(self, bucket: Bucket,
                     predicted: dict[Choice, float | None]) -> dict[Choice, float | None]:
-        """Correct predicted times by the error in the nearest bucket with measured times.
+        """Correct predicted times by the prediction error in the nearest bucket with measured
+        times.
 
         For each candidate, the prediction error of this candidate is used if it is known, otherwise
         the median error. Buckets are tuples of integers.

@@ -1,4 +1,5 @@
-"""Choice of the fastest all-to-all algorithm (`all_to_all: auto`) by timed exchanges.
+"""Choice of the fastest all-to-all algorithm (`all_to_all: auto`), and exchanges that also serve as
+trials.
 
 The fastest algorithm is either predicted by a calibrated model or measured. All ranks use the same
 algorithm. The output of a trial is used like the output of any other exchange.
@@ -49,12 +50,14 @@ def turn(tuner: Tuner[Any, str], bucket: Any, x: Tensor) -> tuple[str, bool]:
 
 def trial(tuner: Tuner[Any, str], bucket: Any, name: str, comm: Comm, x: Tensor,
           run: Callable[[str], Tensor], what: str) -> Tensor:
-    """Run a candidate as a trial, record the slowest rank's time, and return the output.
+    """Run a candidate as a trial, record the time of the slowest rank, and return the candidate's
+    output.
 
     Args:
         tuner: tuner that records the time.
         bucket: load bucket of the call.
         name: name of the candidate; see `turn`.
+        comm: the group.
         x: input tensor.
         run: function that runs the candidate with the given name.
         what: description of the trial for the log line that reports a decision.
@@ -76,7 +79,8 @@ AGREE_EVERY = 64
 
 
 class ExchangeTuner:
-    """Selects the all-to-all algorithm of a group's exchanges, in the group's state.
+    """Selects the all-to-all algorithm for the exchanges of one group. The tuner is stored in the
+    state of the group.
 
     Each bucket contains the sizes, in bytes per rank, between two consecutive powers of two.
     """

@@ -61,7 +61,9 @@ Bucket = tuple[int, int]  # logarithms of rows and of imbalance
 
 @dataclass(frozen=True)
 class Dimension:
-    """A tuned field of `LayoutChoice`. values: function that returns its possible values."""
+    """A field of `LayoutChoice` that is tuned. values: function that returns the possible values of
+    this field.
+    """
 
     name: str
     values: Callable[[LayoutTuner], Sequence[Any]]
@@ -78,15 +80,18 @@ class _Run:
 
 
 class LayoutTuner:
-    """Selects the layout of a layer's calls. All ranks must create one tuner per layer.
+    """Selects the layout for each call of one layer. All ranks must create one tuner for each
+    layer.
 
     Args:
+        config: settings of the layer.
         layouts: the layouts of the layer from which the tuner selects.
         probe: a parameter of the layer, whose device and dtype are used.
         measure: function that creates a timer for a call. Tests replace it.
 
     Attributes:
-        settled: whether no decision will follow: always False, as loads may change.
+        settled: whether no more decisions will be made. `settled` is always False, because any call
+            may need a decision.
     """
 
     settled = False

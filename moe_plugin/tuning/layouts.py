@@ -45,7 +45,9 @@ class Layouts:
     communication.
 
     Args:
+        config: settings of the layer.
         place: placement that states which ranks store the layer's parameters.
+        experts: experts of the layer.
 
     Attributes:
         limit: row limit of a dispatcher with bounded rows, or None.
@@ -104,7 +106,8 @@ class Layouts:
         return legal if self.stash is None else [r for r in legal if r]
 
     def sends(self) -> list[str]:
-        """Return the possible values of `LayoutChoice.send`, the configured value first.
+        """Return the possible values of `LayoutChoice.send`. The configured value is first in the
+        list.
 
         With bounded rows, there is only one value, because all slots are sent, whether they are
         used or not.

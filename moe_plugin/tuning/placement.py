@@ -53,11 +53,14 @@ def agree_on_settings(config: MoEConfig, comm: Comm, agreed: Mapping[str, Any],
     the file are also compared, because each node may have a different file.
 
     Args:
+        config: settings of the layer.
+        comm: the group.
         agreed: settings of the host framework; see `HostContext`.
         more: additional values, by name, that determine the shapes and dtypes of exchanged data.
 
     Raises:
-        ValueError: On all ranks, if values differ. The message names the differences.
+        ValueError: If the ranks have different values. This error is raised on all ranks and names
+            the differences.
     """
     settings = {name: value for name, value in {**flatten(to_dict(config)), **agreed}.items()
                 if not name.startswith(OWN_SETTINGS)}
@@ -89,10 +92,13 @@ def place_experts(config: MoEConfig, comm: Comm, router: nn.Module | None = None
     weights fit into memory.
 
     Args:
+        config: settings of the layer.
+        comm: the group.
         router, experts, dtype, device, host: arguments of the layer; see `MoELayer`.
 
     Raises:
-        ValueError: If settings do not fit the group or other ranks, or memory is too small.
+        ValueError: If the settings do not match the group, if ranks have different settings, or if
+            the memory is too small.
     """
     agree_on_settings(config, comm, host.agreed, dtype=dtype or torch.get_default_dtype(),
                       custom_router=router is not None, custom_experts=experts is not None)
@@ -116,7 +122,8 @@ def may_measure(config: MoEConfig) -> bool:
 
 
 def resolve_open_settings(config: MoEConfig, comm: Comm) -> MoEConfig:
-    """Return the settings with values for all that the user left open, for a prepared group.
+    """Choose values for all settings that the user has not set, for a prepared group. Return the
+    settings.
 
     On several nodes, where these choices matter most, the all-to-all algorithm and the layout are
     chosen by measurements during training. On one node, the layout is predicted once, so that runs
@@ -149,8 +156,10 @@ def with_schedule(config: MoEConfig, place: Placement, tokens: int | None = None
     require the same tokens on all ranks.
 
     Args:
+        config: settings of the layer.
         place: placement of the layer's experts on the ranks.
-        tokens: tokens per call, equal on all ranks. By default, a typical number.
+        tokens: number of tokens per call and rank, which must be the same on all ranks. By default,
+            a typical number is assumed.
         dtype: dtype of the rows. Defaults to torch's default dtype.
 
     Raises:

@@ -1,4 +1,5 @@
-"""Predicted layouts (`parallel: predicted`), and pieces for evaluation (`parallel.prefill`).
+"""Predicted layouts (`parallel: predicted`), and predicted numbers of pieces for evaluation calls
+(`parallel.prefill`).
 
 The layout is predicted once, for the number of tokens in the layer's first training call. Nothing
 is measured, so runs are bitwise reproducible. After the prediction, the ranks do not communicate
@@ -54,18 +55,21 @@ MEMORY_SHARE = 0.02
 
 
 class PredictedLayout:
-    """A layer's layout: as configured, and as predicted from the first training call on.
+    """The layout of one layer. The layout is the configured layout until the first training call,
+    and the predicted layout from then on.
 
     All ranks must call this object in the same order. The first training call runs an all-reduce,
     so all ranks must take part in it.
 
     Args:
+        config: settings of the layer.
         layouts: the layouts of the layer from which one is selected.
         probe: a parameter of the layer, whose device and dtype are used.
 
     Attributes:
         current: layout that the next call will use.
-        settled: whether the layout is from a prediction or checkpoint, and thus final.
+        settled: whether the layout was predicted or loaded from a checkpoint, so that no more
+            decisions are made.
         decisions: decisions that `pop_decisions` has not returned yet.
     """
 
@@ -78,7 +82,8 @@ class PredictedLayout:
         self.decisions: tuple[TunerDecision, ...] = ()
 
     def layout(self, routing: Routing, training: bool) -> tuple[LayerLayout, None]:
-        """Return this call's layout, and no timer. Evaluation uses the current layout.
+        """Return the layout for this call, and None instead of a timer. Evaluation calls use the
+        current layout.
 
         During compilation, the graph cannot depend on a number that other ranks send. The
         configured layout is therefore used until the first call that is not compiled.
@@ -161,7 +166,9 @@ class PredictedLayout:
                 f"saved by sending once: {100 * (1 - sent / rows.pairs):.0f} %")
 
     def _best(self, tokens: int, visits: Visits | None) -> tuple[LayoutChoice, float, float]:
-        """Return the best layout, and its and the configured layout's predicted seconds."""
+        """Return the best layout, its predicted time, and the predicted time of the configured
+        layout, both in seconds.
+        """
         fixed, layouts = self.layouts.fixed, self.layouts
         values: dict[str, Sequence[Any]] = {
                   "r": layouts.legal(), "algorithm": [fixed.algorithm], "kernel": [fixed.kernel],
@@ -199,7 +206,9 @@ def worth_taking(costs: Sequence[LayerCost], fixed: LayoutChoice,
 
 
 def _with_sizes(kept: KeptRouting, sizes: SentSizes, dispatcher: Dispatcher) -> KeptRouting:
-    """Add the known row counts to the routing, so that they are not exchanged again."""
+    """Add to the routing the row counts that are already known, so that the dispatcher does not
+    exchange them again.
+    """
     while isinstance(dispatcher, WrappedDispatcher):
         dispatcher = dispatcher.inner
     routing = dataclasses.replace(kept.routing,
@@ -214,6 +223,7 @@ class PrefillPieces:
     Nothing is timed, so runs are bitwise reproducible.
 
     Args:
+        config: settings of the layer.
         layouts: the layouts of the layer from which a layout is selected.
         probe: a parameter of the layer, whose device and dtype are used.
 

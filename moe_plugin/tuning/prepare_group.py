@@ -40,10 +40,14 @@ def prepare(comm: Comm, config: CommConfig, measures: bool = True) -> Exchange:
     ranks agree on the topology.
 
     Args:
-        measures: whether measurements may fill in settings; see `exchange_name`.
+        comm: the group.
+        config: communication settings.
+        measures: whether measurements may determine settings that the user has not set; see
+            `exchange_name`.
 
     Raises:
-        ValueError: If a name is unknown, a file unreadable, or ranks are not the group's.
+        ValueError: If a name is unknown, if a file cannot be read, or if the topology contains
+            other ranks than the group.
     """
     if config.all_to_all is not None:
         algorithms.get(config.all_to_all)  # reject unknown names before anything is sent
@@ -74,6 +78,7 @@ def exchange_name(comm: Comm, config: CommConfig, measures: bool = True) -> str:
 
     Args:
         comm: a prepared group.
+        config: communication settings.
         measures: whether measurements during training may determine settings that the user has not
             set. If `measures` is False, `linear` is used instead of `auto`.
     """
@@ -114,7 +119,8 @@ def read_topology(text: str, size: int, nics: int = 1) -> Topology:
         nics: number of network cards per node. Defaults to 1.
 
     Raises:
-        ValueError: If the file is unreadable, has no list of nodes, or ranks are missing.
+        ValueError: If the file cannot be read, if it contains no list of nodes, or if ranks are
+            missing.
     """
     if text.isdecimal() and len(text) < 10:
         return Topology.uniform(size, int(text), nics)

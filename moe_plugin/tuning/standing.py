@@ -31,11 +31,13 @@ class LayerReplicas:
     Args:
         parallel: parallelism settings of the layer.
         comm: group of ranks among which the layer's experts are distributed.
+        experts: experts of the layer.
         costs: model of the costs of a call; see `planner.spill.SpillCosts`.
 
     Attributes:
         standing: object that decides where replicas are placed.
-        speeds: measures this rank's speed, or None for configured or equal speeds.
+        speeds: object that measures the speed of this rank, or None if speeds are configured or
+            assumed to be equal.
     """
 
     def __init__(self, parallel: ParallelConfig, comm: Comm, experts: Experts,
@@ -78,7 +80,8 @@ class LayerReplicas:
 
 
 class MeasuredSpeeds:
-    """Each rank's measured rows per second of its experts, averaged as in SWARM.
+    """The measured speed of each rank's experts in rows per second. Speeds are averaged like the
+    throughput in SWARM.
 
     Only the forward passes of experts are measured, because these passes do not wait for other
     ranks.

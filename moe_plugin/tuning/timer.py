@@ -43,11 +43,13 @@ class CallTimer:
         self._mark("forward")
 
     def started(self, x: Tensor, anchor: Tensor | None) -> Tensor:
-        """Return x unchanged. The backward time ends when its gradient has been computed.
+        """Return x unchanged. The backward time ends when the gradient of this tensor has been
+        computed.
 
         Args:
             x: input tensor of the computation that is timed.
-            anchor: a parameter through which backward passes if x requires no gradient.
+            anchor: a parameter. If x does not require a gradient, the parameter ensures that
+                backward reaches this point.
         """
         return _Mark.apply(x, anchor, self, "backward_end")
 
@@ -66,7 +68,8 @@ class CallTimer:
                                                 or "backward_end" in self.marks)
 
     def seconds(self) -> float:
-        """Return the seconds of forward and backward, or 0 if the passes have not ended.
+        """Return the sum of the forward and backward times in seconds, or 0 if the passes have not
+        ended.
 
         On a GPU, the host waits for the last recorded event.
         """

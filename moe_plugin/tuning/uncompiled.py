@@ -17,5 +17,7 @@ from moe_plugin.utils.selective import hidden_from_policies
 @torch.compiler.disable
 @hidden_from_policies
 def uncompiled(call: Callable[..., Any], *args: Any) -> Any:
-    """Call `call(*args)`, and all functions that it calls, outside of compiled graphs."""
+    """Call `call(*args)` outside of compiled graphs, and return its result. Functions that are
+    called by `call` are not compiled either.
+    """
     return call(*args)

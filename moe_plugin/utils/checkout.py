@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]  # root of the checkout
 
 
 class CheckoutFinder:
-    """An import finder for `sys.meta_path`, after all others, of the packages in `FOLDERS`."""
+    """An import finder for `sys.meta_path` that finds only the packages listed in `FOLDERS`. The
+    finder is used after all other finders.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -41,7 +43,9 @@ class CheckoutFinder:
 
 
 def install(package: Path) -> None:
-    """Add a `CheckoutFinder` if the folder `package` lacks the packages listed in `FOLDERS`."""
+    """Add a `CheckoutFinder` to `sys.meta_path` if the package folder `package` does not contain
+    the packages listed in `FOLDERS`.
+    """
     installed = any(isinstance(finder, CheckoutFinder) for finder in sys.meta_path)
     if not installed and not (package / FOLDERS[0]).is_dir():
         sys.meta_path.append(CheckoutFinder(package.parent))  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""CRC-32 checksums of checkpoint files, which detect changes of up to 32 adjacent bits.
+"""Compute and check CRC-32 checksums of checkpoint files. CRC-32 detects every change that affects
+up to 32 adjacent bits.
 
 A *sealed* file contains its own checksum. The checksum therefore stays with the file when the file
 is moved or copied. Files written by torch contain the checksum in a trailer of 27 bytes. The
@@ -37,7 +38,9 @@ _JSON_END = re.compile(r', "crc32": "([0-9a-f]{8})"\}\s*')
 
 
 class DamagedFile(ValueError):
-    """A file's data is not as written. The message has the reason, but not the file's name."""
+    """Raised if a file does not contain the data that was originally written. The message contains
+    the reason, but not the name of the file.
+    """
 
 
 class _SummingStream:
@@ -65,7 +68,8 @@ class _SummingStream:
 
 
 def write_sealed(path: str | os.PathLike[str], write: Callable[[Any], None]) -> None:
-    """Write a binary file with a checksum, computed meanwhile, and flush it to disk.
+    """Write a sealed binary file and flush it to disk. The checksum is computed while the file is
+    being written.
 
     Args:
         write: function that receives a stream and writes the data to it.
@@ -91,7 +95,9 @@ def trailer(crc: int) -> bytes:
 
 
 def _digits_in_header(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Return the checksum in a safetensors file's header and its position, or None."""
+    """Return the position and the value of the checksum in the header of a safetensors file, or
+    None if the header does not contain a checksum.
+    """
     with open(path, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = stream.read(length) if length <= _HEADER_BYTES else b""
@@ -106,6 +112,7 @@ def seal(path: str | os.PathLike[str], crc: int | None = None) -> None:
     the file's header. For all other files, the checksum is appended as a trailer.
 
     Args:
+        path: path of the file.
         crc: optional. Checksum of the file's bytes, if already known. Computed by default.
     """
     crc, position = crc_of(path) if crc is None else crc, _digits_in_header(path)
@@ -133,7 +140,9 @@ def crc_of(path: str | os.PathLike[str], size: int | None = None, digits: int | 
     """Return the CRC-32 checksum of a file.
 
     Args:
-        size: optional. Number of leading bytes to include. Defaults to the whole file.
+        path: path of the file.
+        size: optional. Number of bytes to include, from the start of the file. Defaults to the
+            whole file.
         digits: optional. Position of a checksum within the file, whose digits are counted as zeros.
     """
     size = os.path.getsize(path) if size is None else size
@@ -215,7 +224,9 @@ _CHECKED: list[Path] = []  # files that another function has verified
 
 @contextmanager
 def verified(paths: Iterable[Path]) -> Iterator[None]:
-    """Inside the block, treat the files as verified, so that `FirstRead` skips them."""
+    """Inside the block, treat the given files as verified, so that `FirstRead` does not verify them
+    again.
+    """
     own_paths = list(paths)
     _CHECKED.extend(own_paths)
     try:
@@ -226,7 +237,11 @@ def verified(paths: Iterable[Path]) -> Iterator[None]:
 
 
 class FirstRead:
-    """Verifies a file before its first tensor is read."""
+    """Verifies a file before its first tensor is read.
+
+    Args:
+        path: path of the file.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path, self._done, self._lock = path, False, Lock()

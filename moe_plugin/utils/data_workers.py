@@ -45,7 +45,8 @@ class _LostBatch(ExceptionWrapper):
 
 
 def _work_and_report(*args: Any) -> None:
-    """Replaces torch's `_worker_loop`, whose fourth argument is the queue of batches.
+    """Replaces torch's `_worker_loop`. The fourth argument is the queue through which batches are
+    sent.
 
     A thread of the queue pickles each batch. If pickling or sending fails, the thread calls
     `_on_queue_feeder_error`, which this function replaces.

@@ -25,7 +25,8 @@ from torch import Tensor
 
 
 def enable() -> None:
-    """Enable torch's strict deterministic mode, with the cuBLAS workspace it requires.
+    """Enable torch's strict deterministic mode, and set the cuBLAS workspace that this mode
+    requires.
 
     Call this function before the first matmul on a GPU.
     """
@@ -35,7 +36,9 @@ def enable() -> None:
 
 
 def check(wanted: bool) -> None:
-    """Raise a `ValueError` if `wanted`, but torch's strict deterministic mode is off."""
+    """Raise a `ValueError` if deterministic results are required (`wanted`) but torch's strict
+    deterministic mode is not enabled.
+    """
     strict = torch.are_deterministic_algorithms_enabled(
     ) and not torch.is_deterministic_algorithms_warn_only_enabled()
     if wanted and not strict:
@@ -45,7 +48,9 @@ def check(wanted: bool) -> None:
 
 
 def seed_of(*numbers: int) -> int:
-    """Compute a seed, equal in all processes, from numbers such as step and micro-batch."""
+    """Compute a seed, which is the same in every process, from numbers such as the step and the
+    micro-batch.
+    """
     name = ".".join(map(str, numbers)).encode()
     return int.from_bytes(blake2b(name, digest_size=7).digest(), "little")
 
@@ -63,7 +68,9 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RecordedChoice:
-    """The result of a choice, and the random generators' states before and after it."""
+    """The result of a choice, and the states of the random generators before and after the choice
+    was made.
+    """
 
     value: Any
     moves: tuple[tuple[torch.Generator, Tensor, Tensor], ...] = ()
@@ -76,7 +83,9 @@ class RecordedChoice:
         return cls(value, tuple(move for move in moves if not _equal(move[1], move[2])))
 
     def move_generators(self) -> None:
-        """Set generators that are in their states before a choice to their states after it."""
+        """If a random generator is in its state before the choice, for example after loading a
+        checkpoint, set it to its state after the choice.
+        """
         for generator, before, after in self.moves:
             if _equal(generator.get_state(), before):
                 generator.set_state(after)

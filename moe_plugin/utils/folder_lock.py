@@ -41,8 +41,10 @@ class Holder:
     """The run that has acquired a lock.
 
     Attributes:
+        host: name of the machine.
         machine: identifier of the machine's boot and of its process table (see `_machine`).
             `machine` is empty if the identifier is unknown.
+        process: process id.
         begun: start time of the process, in clock ticks since the boot. The start time shows
             whether a process id has been reused.
         since: UTC time at which the lock was acquired.
@@ -60,7 +62,9 @@ class Holder:
 
 
 class FolderLock:
-    """A lock of this process (see the module docstring), which `release` releases."""
+    """A lock that this process has acquired (see the module docstring). `release` releases the
+    lock. `release` ends it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.holder = path, _myself()
@@ -68,7 +72,9 @@ class FolderLock:
 
     @property
     def is_mine(self) -> bool:
-        """True if this process, not its parent before a fork, acquired the lock."""
+        """True if this process acquired the lock. False in a process that was forked after the lock
+        was acquired.
+        """
         return self.holder.process == os.getpid()
 
     def acquire(self, what: str, take_over: bool) -> None:
@@ -123,7 +129,9 @@ class FolderLock:
         return _read(self.path) == seen
 
     def _remove(self, seen: _Seen) -> None:
-        """Remove the lock file of an ended run, unless another run has replaced it meanwhile."""
+        """Remove the lock file of a run that has ended, unless another run has replaced the file in
+        the meantime.
+        """
         aside, now = self.path.with_name(f"{self.path.name}.{self.holder.token}"), _read(self.path)
         if now is None or now.text != seen.text:
             return
@@ -157,7 +165,9 @@ class FolderLock:
         return self
 
     def release(self) -> None:
-        """Release the lock for one of its users. The last user removes the lock file."""
+        """Release the lock for one of its users. The lock file is removed when all users have
+        released the lock.
+        """
         self._shares -= 1
         if self._shares <= 0:
             self.end()
@@ -280,7 +290,8 @@ def _myself() -> Holder:
 
 
 def _machine() -> str:
-    """Return an identifier of boot and process table, equal for mutually visible processes.
+    """Return an identifier of the boot and the process table, which is the same for processes that
+    can see each other.
 
     Containers have separate process tables. Returns an empty string if the operating system does
     not provide this information.
@@ -293,7 +304,9 @@ def _machine() -> str:
 
 
 def _stat(process: int) -> tuple[str, str] | None:
-    """Return a process's state and start time, or None if the system does not tell."""
+    """Return the state and the start time of a process, or None if the operating system does not
+    provide them.
+    """
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -303,7 +316,9 @@ def _stat(process: int) -> tuple[str, str] | None:
 
 
 def _exists(holder: Holder) -> bool:
-    """Return whether a run's process still exists here and is no other with its id."""
+    """Return whether the process of a run on this machine still exists and is not a different
+    process with the same id.
+    """
     try:
         os.kill(holder.process, 0)
     except ProcessLookupError:
@@ -315,7 +330,9 @@ def _exists(holder: Holder) -> bool:
 
 
 def _now_in(folder: Path) -> float:
-    """Return the time by the clock of a folder's file system, maybe of another machine."""
+    """Return the current time according to the clock of a folder's file system, which may be the
+    clock of another machine.
+    """
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=LOCK) as file:
             file.write(b"0")

@@ -1,4 +1,6 @@
-"""Utilities: processor names, transfers, pinned memory, caches and child processes."""
+"""Utilities for processor names, device transfers, pinned memory, cache folders and child
+processes.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def device_name(device: torch.device) -> str:
 
 
 def to_device(numbers: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
-    """Copy integers to an int64 tensor on a device without waiting for a GPU."""
+    """Copy integers from the host to an int64 tensor on a device. The host does not wait for a GPU.
+    """
     table = torch.as_tensor(numbers, dtype=torch.int64)
     if device.type in ("cpu", "meta"):
         return table.to(device)
@@ -68,24 +71,31 @@ def to_device(numbers: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
 
 
 def capturing(device: torch.device) -> bool:
-    """Return whether a CUDA graph captures this thread's kernels on the device."""
+    """Return whether a CUDA graph is currently capturing the kernels that this thread launches on
+    the device.
+    """
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def inside_backward() -> bool:
-    """Return whether this runs in a backward pass, which then recomputes a forward pass."""
+    """Return whether this code runs inside a backward pass, which means that it recomputes a
+    forward pass.
+    """
     # The autograd engine sets this id during a backward pass; it is -1 outside (torch >= 2.0).
     return torch._C._current_graph_task_id() != -1
 
 
 def wait_for_device(device: torch.device) -> None:
-    """Wait until a GPU has finished its queued work, for example before measuring time."""
+    """Make the host wait until a GPU has finished all queued work, for example before measuring
+    time.
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def start_to_host(x: Tensor) -> Callable[[], Tensor]:
-    """Start to copy a tensor to the host, and return a function that waits for the copy.
+    """Start to copy a tensor from a device to the host, and return a function that waits for the
+    copy.
 
     The returned function waits only for work that was queued before `start_to_host` was called, and
     returns the copy.
@@ -106,14 +116,17 @@ def start_to_host(x: Tensor) -> Callable[[], Tensor]:
 
 
 def record_event(device: torch.device, timing: bool = True) -> torch.cuda.Event:
-    """Record an event on the given GPU's current stream, also if it is not torch's device."""
+    """Record an event on the current stream of the given GPU, which need not be torch's current
+    device.
+    """
     event = torch.cuda.Event(enable_timing=timing)
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 def pinned_buffer(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate uninitialized pinned memory for long-lived data that GPUs read and copy.
+    """Allocate uninitialized pinned host memory for long-lived data that is accessed by GPU kernels
+    and copies.
 
     The memory has exactly the requested size, whereas torch would round it up to a power of two.
     The memory is freed once no tensor refers to it and the device has finished all work that was
@@ -176,7 +189,8 @@ def cache_home() -> Path:
 
 
 def user_cache(purpose: str, folder: Path | None = None) -> Path:
-    """Return the folder of all caches kept between runs, and create it if necessary.
+    """Return the folder for all caches that are kept between runs. The folder is created if it does
+    not exist.
 
     The folder belongs to the current user, and no other user may write to it, because compiled
     programs in it are executed. If the folder cannot be created, a folder in the system's temporary
@@ -217,7 +231,9 @@ def _is_private(folder: Path) -> bool:
 
 @functools.cache
 def fresh_cache() -> Path:
-    """Create a folder that only this user can write to, until this process ends."""
+    """Create a new folder to which no other user can write, and which is deleted when this process
+    ends.
+    """
     folder = tempfile.mkdtemp(prefix="moe-plugin-")
     owner = os.getpid()
 
@@ -230,7 +246,8 @@ def fresh_cache() -> Path:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the system to kill this process as soon as its parent process ends.
+    """Ask the operating system to kill this process as soon as its parent process ends for any
+    reason.
 
     More precisely, this process is killed when the parent's thread that started it ends.
 
@@ -243,7 +260,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def call_libc(name: str, *args: int) -> None:
-    """Call a function of the C library, and raise an `OSError` unless it returns 0."""
+    """Call a function of the C library. If it does not return 0, raise an `OSError` with the
+    reason.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*args):
         number = ctypes.get_errno()

@@ -49,11 +49,13 @@ REMOVED = {
 
 
 def removed(name: str, *commands: str) -> str:
-    """Return the error message for a name that was removed from the package, or "".
+    """Return the error message for a name that has been removed from the package, or an empty
+    string for any other name.
 
     Args:
         name: name of a flag, setting or command, as written by the user.
-        commands: the words before the name, which may include the flag's command.
+        commands: the words before the name on the command line. The words may include the command
+            to which a flag belongs.
     """
     places = (name, *(f"{command} {name}" for command in commands))
     replacement = next((REMOVED[key] for key in places if key in REMOVED), "")
@@ -122,13 +124,17 @@ def _likeness(one: str, other: str) -> float:
 
 
 def did_you_mean(near: Iterable[str]) -> str:
-    """Return a question with similar names and the start of a remedy, or an empty string."""
+    """Return a question that suggests similar names, followed by the start of the remedy, or an
+    empty string if there are no similar names.
+    """
     return f"did you mean {' or '.join(near)}? If not, " if near else ""
 
 
 @functools.cache
 def warn_once(where: str, text: str) -> None:
-    """Log a warning once in this process. where: name of the logger."""
+    """Log a warning, unless this process has logged the same warning before. where: name of the
+    logger.
+    """
     logging.getLogger(where).warning("moe-plugin: %s", text)
 
 
@@ -143,7 +149,9 @@ def flag_names(words: Iterable[str]) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` with short errors, which suggest a known flag for misspelled ones."""
+    """An `ArgumentParser` with short error messages. If a flag is misspelled, the message suggests
+    a known flag.
+    """
 
     given: Sequence[str] = ()
 
@@ -174,7 +182,9 @@ class Parser(argparse.ArgumentParser):
         return [name for name in flag_names(self.given) if name not in known]
 
     def remedies(self, message: str) -> list[str]:
-        """Return suggestions of known flags or choices for unknown ones in an error message."""
+        """Return suggestions of known flags or choices that are similar to the unknown ones in an
+        error message.
+        """
         known = self.flags()
         wrong = {name: similar_names(name, known) for name in self.unknown()}
         if match := _CHOICE.match(message):
@@ -189,7 +199,8 @@ class Parser(argparse.ArgumentParser):
                 for name, meant in list(near.items())[:_UNKNOWN]]
 
     def error(self, message: str) -> NoReturn:
-        """Print the message, after a short usage text, and exit with status 2.
+        """Print the error message and exit with status 2. If the usage text is short, it is printed
+        before the message.
 
         Only the first rank on each node prints the message, because a launcher starts all ranks of
         a node with the same arguments. On different nodes, the arguments may differ. All other
@@ -205,7 +216,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Silent:
-    """A silent progress bar with those methods of tqdm that this package uses."""
+    """A progress bar that does not print anything. The class has the same methods as tqdm, as far
+    as this package uses them.
+    """
 
     def update(self, *_: object) -> None:
         pass
@@ -218,7 +231,8 @@ class _Silent:
 
 def progress(total: int | None, description: str, stream: TextIO | None = None, *,
              unit: str = "step") -> Any:
-    """Create a progress bar, a context manager with `update`, `set_postfix_str` and `close`.
+    """Create a progress bar with the methods `update(n)`, `set_postfix_str(text)` and `close()`,
+    which can also be used as a context manager.
 
     The bar is a tqdm bar that shows the remaining time, provided that the stream is a terminal,
     tqdm is installed, and this is the first process of its job. If one of these conditions is not

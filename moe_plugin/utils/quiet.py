@@ -1,4 +1,5 @@
-"""Known warnings of other libraries that users cannot avoid, and functions to hide them.
+"""Known warnings of other libraries that users of this package cannot avoid, and functions that
+hide them.
 
 A warning is identified by the module that reports it and by the beginning of its message. All other
 warnings, and all errors, are still shown. Nothing is hidden if the user sets warning filters for
@@ -34,6 +35,7 @@ class KnownLine:
     """A known line that another library logs.
 
     Attributes:
+        logger: name of the logger.
         text: regular expression for the beginning of the line.
     """
 
@@ -41,7 +43,9 @@ class KnownLine:
     text: str
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return False for the known line, which `Logger.addFilter` then drops."""
+        """Return False for the known line, so that the logger drops it. `Logger.addFilter` expects
+        this method.
+        """
         return re.match(self.text, record.getMessage()) is None
 
 
@@ -105,7 +109,8 @@ TORCHRUN_LINES = (
 
 
 def hide(known: Iterable[Known], lines: Iterable[KnownLine] = ()) -> None:
-    """Hide known warnings and log lines until the process ends or filters are reset.
+    """Hide known warnings and log lines until the process ends or the filters of `warnings` are
+    reset.
 
     Calling this function again has no further effect.
     """
@@ -127,7 +132,8 @@ def hidden(known: Iterable[Known]) -> Iterator[None]:
 
 
 def own_log(verbose: bool = False) -> None:
-    """Set up a command's logging to standard error, unless the program has done so.
+    """Set up logging to standard error for a command of this package. Nothing is changed if the
+    program has already set up logging.
 
     All messages of this package are logged, but messages of other libraries only if their level is
     `WARNING` or higher.

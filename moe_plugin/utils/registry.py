@@ -32,7 +32,10 @@ class Entry(Generic[T]):
     """One registered implementation.
 
     Attributes:
-        why_not: returns why the implementation cannot run on this machine, or None.
+        name: name of the implementation.
+        value: the implementation.
+        why_not: function that returns the reason why the implementation cannot run on this machine,
+            or None if it can.
         optional: whether the implementation requires packages that may be missing. If such an
             implementation cannot run, `Registry.names` does not list it, and `Registry.get` raises
             an error with the reason.
@@ -56,7 +59,9 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """A mapping from names to implementations of one type, such as routers."""
+    """A mapping from names to implementations of one type, such as routers or all-to-all
+    algorithms.
+    """
 
     def __init__(self, kind: str, *, base: type | None = None,
                  check: Callable[[str, T], None] | None = None) -> None:
@@ -69,6 +74,7 @@ class Registry(Generic[T]):
         """Return a decorator that registers an implementation, as in `@routers.register("topk")`.
 
         Args:
+            name: name of the implementation.
             why_not: see `Entry`.
             optional: see `Entry`.
         Raises:
@@ -104,12 +110,16 @@ class Registry(Generic[T]):
         return entry.value
 
     def find(self, name: str) -> T | None:
-        """Return the implementation, even if it cannot run here, or None for an unknown name."""
+        """Return the implementation with the given name, even if it cannot run on this machine, or
+        None if the name is unknown.
+        """
         entry = self._entries.get(name)
         return None if entry is None else entry.value
 
     def entry(self, name: str) -> Entry[T]:
-        """Return the `Entry` of a name. A `ValueError` lists the known names otherwise."""
+        """Return the `Entry` with the given name. A `ValueError` that lists the known names is
+        raised if the name is unknown.
+        """
         if name not in self._entries:
             near = did_you_mean(similar_names(str(name), self.names()))
             raise ValueError(
@@ -118,7 +128,8 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def forget(self, name: str) -> None:
-        """Remove a name, for example to register a changed version in a notebook."""
+        """Remove a name from the registry, for example to register a changed version in a notebook.
+        """
         del self._entries[self.entry(name).name]
 
     @contextmanager
@@ -146,9 +157,13 @@ class Registry(Generic[T]):
 
 
 def import_user_modules(names: str | None) -> None:
-    """Import each module (a dotted name, or a path of a `.py` file) of a comma-separated list once.
+    """Import each module of a comma-separated list, once per process.
 
-    Raises: ValueError: If importing a module raises any exception, which the message contains.
+    Args:
+        names: optional. Comma-separated list of module names in dotted form or paths of `.py`
+            files.
+    Raises:
+        ValueError: If importing a module raises any exception, which the message then contains.
     """
     for name in (part.strip() for part in (names or "").split(",")):
         if not name:

@@ -24,7 +24,9 @@ _Path = str | os.PathLike[str]
 
 
 def _kind(path: _Path, follow: bool) -> str:
-    """Return a path's type ("folder", "pipe"), or "" for a regular or missing file."""
+    """Return the type of a path, such as "folder" or "pipe", or an empty string for a regular or
+    missing file.
+    """
     try:
         mode = os.stat(path, follow_symlinks=follow).st_mode
     except (OSError, ValueError):
@@ -33,7 +35,8 @@ def _kind(path: _Path, follow: bool) -> str:
 
 
 def check_input(path: _Path, what: str = "", remedy: str = "give a file") -> None:
-    """Raise a `ValueError` unless `path` is a regular file. A pipe could block forever.
+    """Raise a `ValueError` if `path` is not a regular file. Opening a pipe, for example, could
+    block forever.
 
     Args:
         path: path of the file. If the file is missing, no error is raised until the file is opened.
@@ -64,7 +67,8 @@ def check_output(path: _Path) -> Path:
 
 
 def half_of(path: Path) -> Path:
-    """Return the temporary path of a file, which is renamed to its final path."""
+    """Return the temporary path to which a file is written before it is renamed to its final path.
+    """
     return path.with_name(path.name + ".new")
 
 
@@ -84,7 +88,8 @@ def read_at(file: int, values: memoryview, offset: int) -> int:
 
 
 def begin_writing(file: int, offset: int, nbytes: int) -> None:
-    """Start to flush a range of an open file, which stays in the page cache, to disk.
+    """Start to flush a range of an open file to disk, without removing the range from the page
+    cache.
 
     This function calls sync_file_range(2) of Linux, which Python does not provide. Nothing happens
     if the C library does not provide it either.
@@ -112,9 +117,11 @@ def write_regular(path: _Path, content: str | bytes) -> Path:
 
 
 def write_whole(path: Path, content: str | Callable[[BinaryIO], Any]) -> None:
-    """Write a small file, flush it to disk, and rename it when it is complete.
+    """Write a small file and flush it to disk. The file is renamed to its final name when it is
+    complete.
 
     Args:
+        path: path of the file.
         content: string to write, or a function that receives a stream and writes the data to it.
     """
     half = half_of(path)
@@ -149,7 +156,9 @@ def move_into_place(scratch: Path, target: Path, keep_old: bool = False) -> None
 
 
 def make_folder(path: _Path) -> Path:
-    """Create a folder and its parents if necessary, and return it. Errors are `ValueError`."""
+    """Create a folder, including its parents, if it does not exist, and return its path. Raises a
+    `ValueError` if the folder cannot be created.
+    """
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -159,7 +168,8 @@ def make_folder(path: _Path) -> Path:
 
 
 def output_folder(path: _Path, names: Iterable[str]) -> Path:
-    """Create a folder if necessary, and check that these files can be written to it.
+    """Create a folder if it does not exist, and check that files with the given names can be
+    written to it.
 
     Commands that run for a long time should call this function before they start.
 
@@ -192,7 +202,9 @@ def open_append(path: _Path) -> BinaryIO:
 
 
 def refuse_output(path: Path, error: OSError) -> NoReturn:
-    """Raise a `ValueError` with the file that cannot be written, the reason and a remedy."""
+    """Raise a `ValueError` that contains the path of a file that cannot be written, the reason and
+    a remedy.
+    """
     raise ValueError(f"{path} cannot be written ({error.strerror}); "
                      f"{write_remedy(error, path.parent)}") from error
 

@@ -36,7 +36,8 @@ class StepInput:
         number: index of the training step, counted from 1.
         batch: function that returns this rank's first micro-batch in a form that can be pickled.
             None if the host framework does not provide batches.
-        loss_of: function that runs the forward pass on a `batch()` and returns the loss.
+        loss_of: function that runs the model's forward pass on a batch returned by `batch` and
+            returns the loss.
         total: number of training steps in the run, or None if it is unknown.
     """
 
@@ -52,8 +53,10 @@ class StepGradients:
 
     Attributes:
         number: index of the training step, counted from 1.
-        tensors: returns all gradients of this rank, or None without a gradient.
-        finite: collective function that returns whether gradients and loss are finite.
+        tensors: function that returns all gradients of this rank. The list contains None for
+            parameters without a gradient.
+        finite: collective function that returns whether the gradients and the loss are finite, with
+            the same result on all ranks.
         scale_falls: function that returns whether the loss scale is reduced if gradients or the
             loss are not finite. If the loss scale is reduced, a step that is not finite is expected
             and does not indicate a failure.
@@ -73,14 +76,18 @@ class StepFacts:
 
     Attributes:
         number: number of completed training steps, including this step.
-        made: whether the step counts. If False, the next step has the same number.
-        skipped: True if parameters did not change for a non-finite gradient or loss.
-        tokens: tokens in the step over all ranks, or None or 0 if the host reports none.
+        made: whether the step counts as a step of the run. If `made` is False, the next step has
+            the same number.
+        skipped: True if the parameters were not changed because a gradient or the loss was not
+            finite.
+        tokens: number of tokens in the step, summed over all ranks. None or 0 if the host framework
+            does not report this number.
         left: number of training steps that remain after this step, or None if it is unknown.
         loss: mean loss per token, in nats. None if the host framework does not report the loss.
         dropped: fraction of the choices that were dropped in this step because their expert had no
             free slot. None if it is unknown.
-        logged: the host framework's log line of this step as a `StepRecord`, or None.
+        logged: the host framework's log line for this step as a `StepRecord`, or None if there is
+            no log line.
     """
 
     number: int
@@ -111,18 +118,23 @@ class RunFeature:
     replaced = False
 
     def begin(self) -> None:
-        """Prepare for the first step, after the optimizer exists and a checkpoint is loaded."""
+        """Prepare for the first training step. At this point, the optimizer exists, and a
+        checkpoint has been loaded.
+        """
 
     def around_step(self, step: StepInput) -> AbstractContextManager[Any]:
         """Return a context manager in which the whole training step runs."""
         return nullcontext()
 
     def batches(self, own: list[Any]) -> list[Any]:
-        """Return the micro-batches of this rank in the step, by default its own ones."""
+        """Return the micro-batches that this rank computes in the training step. By default, these
+        are the rank's own micro-batches.
+        """
         return own
 
     def before_passes(self) -> Callable[[], None] | None:
-        """Prepare for the passes of a training step, or the forward passes of an evaluation.
+        """Prepare for the forward and backward passes of a training step, or for the forward passes
+        of an evaluation.
 
         Returns: If this feature may raise `StepRepeat`, a function that restores all state that the
             passes have changed. None otherwise.
@@ -133,13 +145,17 @@ class RunFeature:
         """Called after all forward and backward passes. May raise `StepRepeat`."""
 
     def after_backward(self, gradients: StepGradients) -> None:
-        """Called with complete gradients before a parameter changes. May raise `SkipStep`."""
+        """Called with the complete gradients, before any parameter is changed. May raise
+        `SkipStep`.
+        """
 
     def after_step(self, facts: StepFacts) -> None:
         """Called at the end of a training step."""
 
     def after_log(self, facts: StepFacts) -> None:
-        """Called if the host reports more about the step (`dropped` or `logged`)."""
+        """Called if the host framework reports additional information about the step (`dropped` or
+        `logged`).
+        """
 
     def after_evaluation(self, number: int, dropped: float | None = None) -> None:
         """Called at the end of a validation.
@@ -167,7 +183,8 @@ def refuse_unfit(what: str, unfit: Iterable[tuple[str, bool, str]]) -> None:
 
     Args:
         what: the requested flag or setting, including its value.
-        unfit: tuples of a host setting's name, whether it fits the request, and a remedy.
+        unfit: for each host setting, a tuple of its name, whether it can be combined with the
+            request, and a remedy.
     """
     for name, fits, remedy in unfit:
         if not fits:

@@ -35,8 +35,10 @@ class Chart:
 
     Attributes:
         id: name of the chart. The name must be unique in the report.
+        title: the title of the chart.
         about: one sentence that explains the chart.
-        section: the heading of the chart's section. A new heading creates a section.
+        section: the heading of the section that contains the chart. A new heading creates a new
+            section.
         value: a function that maps a `LayerRecord` to the value to plot, or to None if the value is
             unknown. By default, the statistic itself is plotted.
         unit, floor: see `LineChart`.
@@ -75,9 +77,11 @@ class Statistic:
         of_calls: for tensors, a function that replaces `of_call` in order to launch fewer small
             device operations. The function receives the values of earlier statistics, stacked over
             calls, and returns values [N, ...].
-        derive: for the reduction `derived`, a function of earlier fields of the record.
+        derive: for the reduction `derived`, a function that computes the statistic from earlier
+            fields of the record.
         on_device: whether the values are tensors.
-        shared: whether ranks with the same tokens measure equal values, counted once.
+        shared: whether all ranks with the same tokens measure the same value, which is then counted
+            only once.
         by_name: whether the value of a call is a dict of numbers. Each key is reduced separately.
         names: if `by_name` is True, the keys that the dict of every call contains.
         charts: the charts in the report that show the statistic.
@@ -127,7 +131,9 @@ statistics: Registry[Statistic] = Registry("statistic", check=_check)
 
 
 def add(statistic: Statistic) -> Statistic:
-    """Add a statistic to the table. Earlier layers do not call its `measure` function."""
+    """Add a statistic to the table. Layers that were built earlier do not call its `measure`
+    function.
+    """
     return statistics.register(statistic.name)(statistic)
 
 
@@ -146,7 +152,9 @@ def _max_over_mean(record: Mapping[str, Any]) -> float:
 
 
 def _saved_rows(r: Any) -> float | None:
-    """Return the fraction of kept choices without an own sent row, or None if all have one."""
+    """Return the fraction of the kept choices for which no separate row was sent, or None if no row
+    was saved.
+    """
     kept = r.choices * (1 - (r.drop_fraction or 0.0))
     return 1 - r.rows_sent / kept if r.rows_sent and r.rows_sent < kept else None
 

@@ -38,7 +38,8 @@ def sharded_as(whole: Tensor, like: DTensor) -> DTensor:
 
 @torch.no_grad()
 def fill_(parameter: Tensor, whole: Tensor) -> None:
-    """Copy a full tensor into a parameter, collectively if the parameter is sharded."""
+    """Copy a full tensor into a parameter. This function is collective if the parameter is sharded.
+    """
     if is_sharded(parameter):
         parameter.to_local().copy_(sharded_as(whole, parameter).to_local())
     else:
@@ -46,7 +47,8 @@ def fill_(parameter: Tensor, whole: Tensor) -> None:
 
 
 def xavier_(weight_ED: Tensor) -> None:
-    """Initialize `weight_ED` from a Xavier uniform distribution, drawn in float32."""
+    """Initialize `weight_ED` from a Xavier uniform distribution. The values are drawn in float32.
+    """
     bound = (6 / sum(weight_ED.shape)) ** 0.5
     fill_(weight_ED, torch.empty(weight_ED.shape, dtype=torch.float32).uniform_(-bound, bound))
 
@@ -55,7 +57,8 @@ T = TypeVar("T")
 
 
 def as_pytree(*static: str) -> Callable[[type[T]], type[T]]:
-    """Return a decorator that registers a data class as a pytree of its fields, in order.
+    """Return a decorator that registers a data class as a pytree. The leaves of the pytree are the
+    values of the fields, in order.
 
     Args:
         static: names of fields that contain plain values rather than tensors. The values of these
@@ -92,12 +95,16 @@ def as_pytree(*static: str) -> Callable[[type[T]], type[T]]:
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for smaller floating-point dtypes, and other dtypes unchanged."""
+    """Return float32 for floating-point dtypes with fewer than 32 bits, and the given dtype
+    otherwise.
+    """
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def keep_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Wrap a function for `Module._apply` so that small floating-point results become float32."""
+    """Wrap a function for `Module._apply`, so that floating-point results with fewer than 32 bits
+    become float32.
+    """
 
     def apply(tensor: Tensor) -> Tensor:
         made = fn(tensor)

@@ -18,7 +18,8 @@ _NAMES: dict[type, str] = {dict: "mapping", list: "list"}
 
 
 def bundled(path: str | Path) -> str | Path:
-    """Return this package's example file for a missing path `configs/...`, if any.
+    """If `path` begins with `configs/` and does not exist, return the path of the example file in
+    this package, if there is one.
 
     In all other cases, return `path` unchanged.
     """

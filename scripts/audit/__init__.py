@@ -1,5 +1,6 @@
-"""Check whether an expert-parallel training step of any framework is correct: compare the loss, the
-gradients and the gradient norm with a dense reference.
+"""Check whether an expert-parallel training step of any framework is correct.
+
+The audit compares the loss, the gradients and the gradient norm with a dense reference.
 """
 
 from scripts.audit.contract import AuditTarget, Batch, HeldPart, load

@@ -1,4 +1,6 @@
-"""The training steps of an audit, which differ in ranks, load and features."""
+"""The training steps of an audit, which differ in the number of ranks, the load and the features
+they use.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ MICRO_BATCHES = 3  # differs from every number of ranks, so that factors can be 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A type of training step. `needs` are the abilities that a target must support to run it."""
+    """A type of training step to audit. needs: the abilities that a target must support to run this
+    scenario.
+    """
 
     name: str
     needs: tuple[str, ...] = ()
@@ -46,8 +50,10 @@ SCENARIOS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A scenario that runs on `ranks` ranks with expert-parallel groups of size `ep`. `shared`
-    consecutive ranks process the same tokens, and form one source.
+    """A scenario that runs on `ranks` ranks with expert-parallel groups of size `ep`.
+
+    shared: the number of consecutive ranks that process the same tokens. Ranks that process the
+    same tokens form one source.
     """
 
     ranks: int
@@ -57,6 +63,9 @@ class Case:
 
     @property
     def sources(self) -> int:
+        """The number of token sources. A source is a rank, or a group of ranks that process the
+        same tokens.
+        """
         return self.ranks // self.shared
 
     @property
@@ -66,9 +75,11 @@ class Case:
 
     @property
     def micro_batches(self) -> int:
+        """The number of micro-batches per rank and step."""
         return self.scenario.micro_batches
 
     def source_of(self, rank: int) -> int:
+        """Return the source to which a rank belongs."""
         return rank // self.shared
 
     def __str__(self) -> str:
@@ -112,8 +123,10 @@ class Question:
 
 
 def worlds(target: Target, ranks: Iterable[int], experts: int) -> Iterator[tuple[int, int]]:
-    """Yield the pairs (number of ranks, expert-parallel size) to audit. If the target does not
-    accept an expert-parallel size, the group contains all ranks.
+    """Yield the pairs (number of ranks, expert-parallel size) to audit.
+
+    If the target does not accept an expert-parallel size, the expert-parallel group contains all
+    ranks.
     """
     for number in ranks:
         sizes = [ep for ep in (4, 2) if number % ep == 0 and experts % ep == 0]
@@ -124,7 +137,8 @@ def worlds(target: Target, ranks: Iterable[int], experts: int) -> Iterator[tuple
 
 
 def cases(target: Target, ranks: int, ep: int) -> list[Case]:
-    """Return all cases that a target supports for these ranks and expert-parallel size."""
+    """Return all cases that a target supports for a given number of ranks and expert-parallel size.
+    """
     shared = target.tokens_shared(ranks, ep)
     return [Case(ranks, ep, scenario, shared) for scenario in SCENARIOS
             if target.supports.issuperset(scenario.needs)

@@ -2,7 +2,7 @@
 
 A gradient is a sum over the tokens of all sources (ranks) and micro-batches. The reference stores
 these summands separately, so that an incorrect gradient can be expressed as a linear combination of
-them, whose coefficients reveal the fault. For example, the coefficients may all be 2 or 1/EP, or 0
+them. The coefficients reveal the fault. For example, the coefficients may all be 2 or 1/EP, or 0
 for everything except this rank or the last micro-batch.
 """
 
@@ -28,13 +28,16 @@ MISSING, ZERO, NOT_ZERO, OTHER = "missing", "zero", "not zero", "not a multiple"
 
 @dataclass(frozen=True)
 class Observation:
-    """The comparison of one tensor (of one expert), loss or norm on one rank with the correct
-    result.
+    """The comparison of one tensor, loss or norm on one rank with the correct result, in one case.
 
-    `readings` contains all explanations that match the result, each with a factor. For a gradient,
-    the explanation is one of the constants above, and the factor is the gradient divided by the
-    gradient that the explanation predicts, or NaN if both are 0. For a norm, the explanation
-    describes which parameters are counted, and the factor is the norm divided by the correct norm.
+    Attributes:
+        what: the name of the compared tensor, or `loss` or `norm`.
+        readings: all explanations that match the result, each with a factor. For a gradient, the
+            explanation is one of the constants above, and the factor is the gradient divided by the
+            gradient that the explanation predicts, or NaN if both are 0. For a norm, the
+            explanation describes which parameters are counted, and the factor is the norm divided
+            by the correct norm.
+        expert: the index of the expert if the tensor contains experts. Otherwise None.
     """
 
     case: Case
@@ -46,12 +49,15 @@ class Observation:
 
     @property
     def right(self) -> bool:
+        """Whether the result is correct."""
         return RIGHT in self.readings
 
 
 def observe(question: Question, steps: Sequence[RankStep], tolerance: float) -> list[Observation]:
-    """Compare the results of all ranks in one case, which all completed the step, with the correct
-    results. `tolerance` is the maximum relative error of a correct result.
+    """Compare the results of all ranks in one case with the correct results. All ranks must have
+    completed the training step.
+
+    tolerance: the maximum relative error of a correct result.
     """
     case, right = question.case, question.right
     unclipped = {step.rank: _scale(question.clip, step.norm) for step in steps}
@@ -78,8 +84,10 @@ def _scale(clip: float | None, norm: float | None) -> float:
 
 def _tensors(question: Question, name: str, step: RankStep
              ) -> Iterator[tuple[int | None, Tensor, Tensor | None]]:
-    """Yield the gradient of the rank's shards of a tensor, or one gradient per expert. If only some
-    of the shards have a gradient, those of the other shards are set to zero.
+    """Yield the rank's shards of a tensor. The shards are combined into one gradient, or into one
+    gradient per expert.
+
+    If only some of the shards have a gradient, the gradients of the other shards are set to zero.
     """
     parts = step.grads.get(name, [])
     if not parts:
@@ -110,6 +118,7 @@ def read_gradient(case: Case, rank: int, tokens_SM: Tensor, rows_SMn: Tensor, g_
         tokens_SM: the number of tokens in each micro-batch of each source.
         rows_SMn: the contribution of each source and micro-batch to the correct gradient.
         g_n: the gradient on the rank, or None if there is no gradient.
+        tolerance: the maximum relative error of a correct gradient.
         size: the gradient norm of the whole tensor, of which this gradient may be a small slice.
     """
     right_n = rows_SMn.sum((0, 1))
@@ -141,7 +150,9 @@ def read_gradient(case: Case, rank: int, tokens_SM: Tensor, rows_SMn: Tensor, g_
 
 
 def predictions(case: Case, rank: int, tokens_SM: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield each explanation with its coefficients [S, M] of the summands, up to a factor."""
+    """Yield each explanation with the coefficients [S, M] that it implies for the summands, up to a
+    common factor.
+    """
     ones_SM = torch.ones_like(tokens_SM)
     source_S = torch.arange(case.sources)
     mine, groups = case.source_of(rank), max(1, case.ep // case.shared)
@@ -171,7 +182,11 @@ def _is_sum(rows_SMn: Tensor, g_n: Tensor, zero: float, tolerance: float) -> boo
 
 def _losses(case: Case, right: Reference, losses: Sequence[float | None], tolerance: float
             ) -> Iterator[Observation]:
-    """Compare all losses with the means over all tokens, the rank's, or its micro-batches'."""
+    """Compare the losses of all ranks with the correct losses.
+
+    A correct loss is the mean over all tokens, over the rank's tokens, or over the means of its
+    micro-batches.
+    """
     mean_SM = right.losses / right.tokens.clamp(min=1)
     own_S, all_S = right.losses.sum(1) / right.tokens.sum(1).clamp(min=1), torch.ones(case.sources)
     expected = ((FACTOR, all_S * right.loss, False), (FACTOR, own_S, True),
@@ -196,8 +211,11 @@ def _losses(case: Case, right: Reference, losses: Sequence[float | None], tolera
 
 def _norms(question: Question, steps: Sequence[RankStep], unclipped: Mapping[int, float],
            tolerance: float) -> Iterator[Observation]:
-    """Compare the norm that each rank uses for clipping with the norm of the actual gradients, if
-    ranks that store the same parameter have the same gradients for it.
+    """Compare the gradient norm that each rank uses for clipping with the norm of the actual
+    gradients.
+
+    The norms are not compared if ranks that store the same parameter have different gradients for
+    it.
     """
     experts = question.model.experts
     squares = {name: _squares(name, w.numel(), steps, unclipped)
@@ -218,7 +236,9 @@ def _norms(question: Question, steps: Sequence[RankStep], unclipped: Mapping[int
 
 @dataclass(frozen=True)
 class _Squares:
-    """The squared gradient elements of a parameter over all ranks, and their sum on each rank."""
+    """The squared gradient elements of a parameter, combined over all ranks that store them, and
+    the sum of squares on each rank.
+    """
 
     sum_n: Tensor
     largest_n: Tensor
@@ -232,7 +252,9 @@ class _Squares:
         return float(apart_n.sum()) <= 4 * tolerance * float(mean_n.sum())
 
     def mean(self) -> Tensor:
-        """Return the squared norm of the gradient, in which each element is counted once."""
+        """Return the squared norm of the gradient. Each element is counted once, even if several
+        ranks store it.
+        """
         return (self.sum_n / self.holders_n.clamp(min=1)).sum()
 
 
@@ -253,8 +275,14 @@ def _squares(name: str, size: int, steps: Sequence[RankStep], unclipped: Mapping
 
 def counted(norm: float, experts: float, dense: float, own: Sequence[float], rank: int, case: Case,
             tolerance: float) -> dict[str, float]:
-    """Return all explanations that match a gradient norm on one rank. `experts` and `dense` are the
-    squared norms of all experts and of all other parameters, and `own` that of each rank's experts.
+    """Return all explanations that match a gradient norm.
+
+    Args:
+        norm: the gradient norm on one rank.
+        experts: the squared gradient norm of all experts.
+        dense: the squared gradient norm of all other parameters.
+        own: for each rank, the squared gradient norm of the experts on that rank.
+        tolerance: the maximum relative error of a match.
     """
     readings = {
         RIGHT: experts + dense, "counts only this rank's experts": own[rank] + dense,

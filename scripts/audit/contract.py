@@ -1,5 +1,7 @@
-"""The interface between the audit and the training step that it checks: one function reports which
-slices of the model's tensors are stored on each rank, and another runs the step.
+"""The interface between the audit and the training step that it checks.
+
+A training step is defined by two functions: the first reports which slices of the model's tensors
+are stored on each rank, and the second runs the step.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ class Batch:
     """The data for one training step on one rank.
 
     Attributes:
-        micro_batches: pairs (input x, target y). For the model `TINY`, both have the shape [T, 8].
-        tokens: number of tokens of all ranks and micro-batches, over which the loss is the mean.
+        micro_batches: pairs (input x, target y). For the model `TINY`, both x and y have the shape
+            [T, 8].
+        tokens: the total number of tokens in the micro-batches of all ranks. The loss is the mean
+            over all tokens.
         clip: the maximum gradient norm. None if gradients must not be clipped.
         recompute: whether the layer's forward pass is recomputed during the backward pass.
     """
@@ -44,11 +48,13 @@ class HeldPart:
     """A tensor on this rank, and its position in the unsharded tensor.
 
     Attributes:
-        tensor: the parameter tensor on this rank. A DTensor stores its own position.
+        tensor: the parameter tensor on this rank. Ignored for a DTensor, which stores its own
+            position.
         where: the index into the unsharded tensor, such as `slice(2, 4)` for experts 2 and 3.
         here: the index into `tensor` that selects this part, if `tensor` also contains other data.
         transposed: whether the last two dimensions of `tensor` are swapped.
-        grad: returns the gradient, if it is stored neither in `.grad` nor in `.main_grad`.
+        grad: a function that returns the gradient. Required if the gradient is stored neither in
+            `.grad` nor in `.main_grad`. Optional.
     """
 
     tensor: Tensor
@@ -65,19 +71,23 @@ class AuditTarget(Protocol):
     """A training step to audit. `load` also accepts a module with the functions `build` and `step`.
 
     A target may have these optional attributes: `supports`, a subset of `ABILITIES`; `model`, a
-    `DenseModel`; `dtype`, the dtype of the batches (default: float32); and `tokens_shared(ranks,
-    ep)`, which returns the number of consecutive ranks with the same tokens.
+    `DenseModel`; `dtype`, the dtype of the batches (default: float32); and
+    `tokens_shared(ranks, ep)`, a function that returns the number of consecutive ranks with the
+    same tokens.
     """
 
     def build(self, ranks: int) -> Parts:
-        """Build the model on this rank. Return its parameters by the names of the unsharded
-        tensors. If `build` has a second argument `ep`, the audit also tries several expert-parallel
-        sizes.
+        """Build the model on this rank. Return the model's parameters by the names of the unsharded
+        tensors.
+
+        If `build` has a second argument `ep`, the audit also tries several expert-parallel sizes.
         """
 
     def step(self, batch: Batch) -> Mapping[str, float]:
-        """Set all gradients to zero, and run a training step without the optimizer. Return a
-        mapping with `loss`, and with `norm` if the step clips gradients.
+        """Run a training step without the optimizer. All gradients must be set to zero first.
+
+        Returns: A mapping that contains `loss`. If the step clips gradients, the mapping also
+        contains `norm`.
         """
 
 
@@ -95,12 +105,16 @@ class Target:
 
     @property
     def takes_ep(self) -> bool:
+        """Whether `build` accepts the expert-parallel size."""
         return "ep" in inspect.signature(self.build).parameters
 
 
 def load(name: str) -> Target:
-    """Load a target by a name such as `module`, `module:name`, `file.py` or `file.py:name`. Raise
-    ValueError if it is not found, lacks a function, or supports an unknown ability.
+    """Load a target by a name such as `module`, `module:name`, `file.py` or `file.py:name`.
+
+    Raises:
+        ValueError: if the target is not found, if it has no `build` or `step` function, or if it
+            supports an unknown ability.
     """
     path, _, attribute = name.partition(":")
     target: Any = _import(path)
@@ -147,8 +161,13 @@ def _import(path: str) -> Any:
 def places(parts: Parts, shapes: Mapping[str, Sequence[int]]
            ) -> Iterator[tuple[str, HeldPart, Tensor]]:
     """For each part of a tensor, yield the tensor's name, the part, and the part's positions in the
-    flattened unsharded tensor, which are int64 with the shape of the part. Raise ValueError if the
-    names or shapes do not match those of the unsharded model.
+    flattened unsharded tensor.
+
+    The positions are an int64 tensor with the same shape as the part.
+
+    Raises:
+        ValueError: if the parts and the unsharded model have different tensor names, or if the
+            shape of a part does not match its position.
     """
     if set(parts) != set(shapes):
         raise ValueError(f"build returned the tensors {', '.join(sorted(parts))}, but the "
@@ -169,7 +188,9 @@ def places(parts: Parts, shapes: Mapping[str, Sequence[int]]
 
 
 def local(part: HeldPart, tensor: Tensor | None = None) -> Tensor:
-    """Return the part as a view of its parameter, or of a tensor with the parameter's shape."""
+    """Return the part as a view of its parameter, or of another tensor with the same shape as the
+    parameter.
+    """
     tensor = part.tensor if tensor is None else tensor
     held = tensor.to_local() if is_sharded(tensor) else tensor
     held = held.detach()[part.here]
@@ -177,7 +198,9 @@ def local(part: HeldPart, tensor: Tensor | None = None) -> Tensor:
 
 
 def gradient(part: HeldPart) -> Tensor | None:
-    """Return the gradient of a part as a view with the shape of the part, or None."""
+    """Return the gradient of a part as a view with the shape of the part, or None if there is no
+    gradient.
+    """
     if part.grad is not None:
         grad = part.grad()
     else:

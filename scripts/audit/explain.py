@@ -1,8 +1,9 @@
-"""Turn the observations of all cases into findings, each described in a sentence.
+"""Turn the observations of all cases into findings, and describe each finding in a sentence.
 
-The factor of a wrong gradient is replaced with an expression (such as EP) that equals the factor in
-every case. For example, a factor of 2.0 on two ranks may mean EP, the number of ranks, or a loss
-that is counted twice. One rank, and four ranks in groups of two, distinguish them.
+The factor of a wrong gradient is replaced with an expression (such as EP) if the expression equals
+the factor in every case. For example, a factor of 2.0 on two ranks may mean EP, the number of
+ranks, or a loss that is counted twice. The audit can distinguish these expressions if it also tries
+one rank, and four ranks in groups of two.
 """
 
 from __future__ import annotations
@@ -43,10 +44,15 @@ class AuditFinding:
     Attributes:
         names: the names of the affected tensors, or `loss`, `norm` or `step`.
         pattern: the type of fault, which is one of the constants in `compare`.
-        factor: the factor as an expression or a number, or the description of a norm, if any.
-        only: the feature of a training step that triggers the fault, if there is a single one.
-        cases: the number of cases in which the fault occurs, `of` the audited cases.
-        example: one case with its measured values, or with the calls in which the ranks wait.
+        factor: the factor as an expression or a number, or the description of a norm. Empty if the
+            fault has no factor.
+        cause: the most likely cause of the fault.
+        only: the feature of a training step that triggers the fault. Empty if the fault does not
+            depend on a single feature.
+        cases: the number of cases in which the fault occurs.
+        of: the number of audited cases.
+        example: one case in which the fault occurs, with its measured values or with the calls in
+            which the ranks wait.
     """
 
     names: tuple[str, ...]
@@ -60,7 +66,7 @@ class AuditFinding:
 
 
 def explain(observations: Sequence[Observation], experts: Iterable[str]) -> list[AuditFinding]:
-    """Return all faults. `experts` are the names of the tensors that contain experts."""
+    """Return all faults. experts: the names of the tensors that contain experts."""
     by_name: dict[str, list[Observation]] = {}
     # a wrong norm makes all clipped gradients wrong, so such gradients are not reported separately
     norm_wrong = {o.case for o in observations if o.what == "norm" and not o.right}
@@ -78,8 +84,8 @@ def explain(observations: Sequence[Observation], experts: Iterable[str]) -> list
 
 
 def fewest(observations: Sequence[Observation]) -> Iterator[tuple[str, list[Observation]]]:
-    """Yield a small set of explanations that together cover all faults, each with its faults,
-    beginning with the explanation that covers most.
+    """Yield a small set of explanations that together cover all faults, each with the faults that
+    it covers. Explanations that cover many faults are yielded first.
     """
     left = [o for o in observations if not o.right]
     while left:
@@ -141,7 +147,9 @@ def _near(found: float, value: float) -> bool:
 
 
 def _only(every: Sequence[Observation], observed: Sequence[Observation]) -> str:
-    """Return the feature that is used in every case with the fault, and in no case without it.
+    """Return the feature that is used in every case with the fault, and in no case without the
+    fault.
+
     Cases with fewer ranks than the smallest faulty case are ignored.
     """
     wrong = {o.case for o in observed}
@@ -182,7 +190,9 @@ def _of_norm(observations: Sequence[Observation]) -> Iterator[AuditFinding]:
 
 
 def stopped(case: Case | str, steps: Sequence[RankStep], without_tokens: set[int]) -> AuditFinding:
-    """Return a finding that explains why a training step did not complete."""
+    """Return a finding that explains why a training step did not complete. without_tokens: the
+    ranks that have no tokens.
+    """
     errors = [step for step in steps if step.error is not None and not step.late]
     if errors:
         cause = f"rank {errors[0].rank}: {errors[0].error}"

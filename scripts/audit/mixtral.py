@@ -1,5 +1,7 @@
-"""A dense Mixtral model with one block in float64, the reference for targets that are whole models.
-It uses the names and layouts of `transformers`, but shares no code with it.
+"""A dense Mixtral model with one block in float64, the reference for audit targets that are whole
+models.
+
+The model uses the parameter names and weight layouts of `transformers`, but shares no code with it.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ _NORMS = (f"{_BLOCK}input_layernorm.weight", f"{_BLOCK}post_attention_layernorm.
 
 @dataclass(frozen=True)
 class DenseMixtral:
-    """A model with an embedding, causal attention with rotary position embeddings and grouped
-    queries, experts, and cross-entropy losses. A sample is a sequence of `length` tokens. The
-    target of each token is the next token.
+    """A model with an embedding, causal attention, experts and cross-entropy losses.
+
+    The attention uses rotary position embeddings and grouped-query attention. A sample is a
+    sequence of `length` tokens. The target of each token is the next token.
     """
 
     vocabulary: int = 13
@@ -42,7 +45,10 @@ class DenseMixtral:
     experts: frozenset[str] = frozenset({GATE_UP, DOWN})
 
     def weights(self, skewed: bool) -> dict[str, Tensor]:
-        """Return random weights. If `skewed`, all tokens choose the first experts."""
+        """Return random weights.
+
+        Feature 0 of every token is large, so a large router weight for this feature skews the load.
+        """
         d, head, e = self.width, self.width // self.heads, self.num_experts
         shapes = {"model.embed_tokens.weight": (self.vocabulary, d),
                   f"{_BLOCK}self_attn.q_proj.weight": (d, d),

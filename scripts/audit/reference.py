@@ -1,5 +1,7 @@
-"""The dense reference for the results of an audit, which runs in a single process in float64. It is
-intentionally slow and simple, and shares no code with the layer.
+"""The dense reference for the results of an audit.
+
+The reference runs in a single process in float64, and computes each expert separately for each
+token. The reference is intentionally slow and simple, and shares no code with the layer.
 """
 
 from __future__ import annotations
@@ -20,15 +22,18 @@ class DenseModel(Protocol):
 
     Attributes:
         experts: the names of the tensors whose first dimension is the expert.
-        rows: the number of samples per micro-batch: tokens for `TINY`, sequences for a language
-            model.
+        rows: the number of samples per micro-batch. For the model `TINY`, a sample is a token. For
+            a language model, a sample is a sequence.
     """
 
     experts: frozenset[str]
     rows: int
 
     def weights(self, skewed: bool) -> dict[str, Tensor]:
-        """Return the unsharded tensors. If `skewed`, all tokens choose the first experts."""
+        """Return the unsharded tensors by name.
+
+        skewed: whether the router weights send all tokens to the first experts.
+        """
 
     def draw(self, rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return the inputs and targets of `rows` samples."""
@@ -38,9 +43,15 @@ class DenseModel(Protocol):
 
 
 def routed_experts(x_TD: Tensor, w: Mapping[str, Tensor], top_k: int) -> Tensor:
-    """Compute gated experts with SiLU behind a softmax router, for tokens [T, D]. The top-k weights
-    of each token are normalized. `w` contains `router` [E, D], `gate` and `up` [E, F, D], and
-    `down` [E, D, F].
+    """Compute gated experts with the activation SiLU and a softmax router. The top-k weights of
+    each token are normalized to sum to 1.
+
+    Args:
+        x_TD: the tokens.
+        w: the weight matrices `router` [E, D], `gate` and `up` [E, F, D], and `down` [E, D, F].
+        top_k: the number of experts per token.
+    Returns:
+        The output of each token, [T, D].
     """
     rows = []
     for x_D in x_TD:
@@ -57,8 +68,12 @@ def routed_experts(x_TD: Tensor, w: Mapping[str, Tensor], top_k: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A linear layer, experts with a residual connection, and another linear layer: h = inp x, y =
-    out (h + experts(h)). The loss is the squared error. `inp` and `out` are [D, D].
+    """A model that consists of a linear layer, experts with a residual connection, and another
+    linear layer.
+
+    The model computes h = inp x and y = out (h + experts(h)), and its loss is the squared error.
+    The shapes are [D, D] for `inp` and `out`, [E, D] for `router`, [E, F, D] for `gate` and `up`,
+    and [E, D, F] for `down`. All matrices are stored in the layout of `nn.Linear`.
     """
 
     width: int = 8
@@ -69,12 +84,16 @@ class TinyModel:
     experts: frozenset[str] = frozenset({"gate", "up", "down"})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the unsharded tensors by name."""
         d, f, e = self.width, self.hidden, self.num_experts
         return {"inp": (d, d), "router": (e, d), "gate": (e, f, d), "up": (e, f, d),
                 "down": (e, d, f), "out": (d, d)}
 
     def weights(self, skewed: bool) -> dict[str, Tensor]:
-        """Return random weights. If `skewed`, all tokens choose the first experts."""
+        """Return random weights.
+
+        Feature 0 of every token is 2, so a large router weight for this feature skews the load.
+        """
         generator = torch.Generator().manual_seed(SEED)
         w = {name: 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)
              for name, shape in self.shapes().items()}
@@ -104,8 +123,13 @@ TINY = TinyModel()
 
 @dataclass(frozen=True)
 class Reference:
-    """The correct results of a training step: for each source and micro-batch [S, M], the sum of
-    the losses, the number of tokens, and the contribution to each flattened gradient [S, M, n].
+    """The correct results of a training step, separately for each source and micro-batch.
+
+    Attributes:
+        losses: [S, M], the sum of the losses over the tokens in each micro-batch of each source.
+        tokens: [S, M], the number of tokens in each micro-batch of each source.
+        grads: for each tensor name, the contribution of each source and micro-batch to the
+            flattened gradient, [S, M, n].
     """
 
     losses: Tensor
@@ -124,7 +148,13 @@ class Reference:
 
 def reference(model: DenseModel, weights: Mapping[str, Tensor],
               data: Sequence[Sequence[tuple[Tensor, Tensor]]]) -> Reference:
-    """Compute the losses and gradients of all micro-batches of all sources (see `Case`)."""
+    """Compute the losses and gradients of all micro-batches of all sources.
+
+    Args:
+        weights: the unsharded weights in float64, by name.
+        data: for each source and micro-batch, the inputs and targets. A source is a rank, or a
+            group of ranks that process the same tokens.
+    """
     leaves = {name: w.clone().requires_grad_() for name, w in weights.items()}
     losses = [[model.losses(leaves, x, y) for x, y in micro] for micro in data]
     tokens = torch.tensor([[len(loss) for loss in row] for row in losses], dtype=torch.float64)

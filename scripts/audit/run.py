@@ -1,4 +1,5 @@
-"""Run an audit: start the ranks, run the training steps, and compare the results."""
+"""Run an audit: start the ranks, run the training steps, compare the results, and derive findings.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Audit:
     Attributes:
         tried: the cases in which all ranks completed the training step.
         left_out: the scenarios that the target does not support.
-        not_installed: the reason why the target could not be audited, if there is one.
+        not_installed: the reason why the target could not be audited. None if the target's package
+            is installed.
         largest_error: the largest relative error among all correct results.
     """
 
@@ -37,9 +39,11 @@ class Audit:
 
     @property
     def right(self) -> bool:
+        """Whether the audit found no faults."""
         return not self.findings
 
     def as_json(self) -> dict[str, Any]:
+        """Convert the result to plain values for `--json`."""
         state = "not installed" if self.not_installed else "right" if self.right else "wrong"
         return {"state": state, **dataclasses.asdict(self)}
 
@@ -52,7 +56,9 @@ def audit(target: Target, ranks: Sequence[int] = (1, 2, 4), *, timeout_s: float 
     Args:
         ranks: the numbers of ranks to audit. Each rank is a process in a gloo group.
         timeout_s: the time limit in seconds, both for building the model and for each step.
-        tolerance: the maximum relative error of a correct gradient, loss or norm.
+        tolerance: the maximum relative error at which a gradient, loss or norm is considered
+            correct.
+        version: the package version to print with the result.
     """
     # imported before the ranks are forked, because the import is slow and the first collective of
     # each rank would need it
@@ -74,7 +80,9 @@ def audit(target: Target, ranks: Sequence[int] = (1, 2, 4), *, timeout_s: float 
 
 def _in_one_world(target: Target, waiting: list[Case], timeout_s: float, tolerance: float,
                   answer: Audit, observations: list[Observation]) -> list[Case]:
-    """Run the training steps of several cases until one does not complete. Return the others."""
+    """Run the training steps of several cases until one of them does not complete. Return the
+    remaining cases.
+    """
     first = waiting[0]
     with World(target, first.ranks, first.ep, timeout_s) as world:
         built = world.built()

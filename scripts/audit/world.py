@@ -33,10 +33,14 @@ class RankStep:
     """The result of a training step on one rank.
 
     Attributes:
-        grads: for each tensor name, pairs (positions in the flattened unsharded tensor, gradient at
-            these positions or None), both [n].
+        loss: the loss that the step returned.
+        norm: the gradient norm that the step returned.
+        grads: for each tensor name, a list of pairs (positions in the flattened unsharded tensor,
+            gradient at these positions), both [n]. The gradient is None if this slice of the tensor
+            has no gradient.
         error: the last line of an exception, and the location at which it was raised.
-        stuck: the function in which the rank waited at the time limit, and where it was called.
+        stuck: the function in which the rank was waiting when the time limit expired, and where it
+            was called.
         late: whether another rank had failed earlier.
     """
 
@@ -50,11 +54,19 @@ class RankStep:
 
     @property
     def ended(self) -> bool:
+        """Whether the rank completed its training step."""
         return self.error is None and self.stuck is None
 
 
 class World:
-    """A context manager that forks ranks in one gloo group, each with the target's model."""
+    """A context manager that forks the processes of an audit. The forked processes form one gloo
+    group, and each process builds the target's model.
+
+    Args:
+        ranks: the number of processes to fork.
+        ep: the size of the expert-parallel groups.
+        timeout_s: the time limit in seconds, both for building the model and for each step.
+    """
 
     def __init__(self, target: Target, ranks: int, ep: int, timeout_s: float) -> None:
         self.target, self.ranks, self.ep, self.timeout_s = target, ranks, ep, timeout_s
@@ -83,8 +95,13 @@ class World:
         return self._answers()
 
     def step(self, weights: dict[str, Tensor], batches: Sequence[Batch]) -> list[RankStep]:
-        """Run one training step on every rank, and return the results ordered by rank. If a rank
-        does not complete the step, `alive` is set to False.
+        """Run one training step on every rank, and return the results ordered by rank.
+
+        If a rank does not complete the step, `alive` is set to False.
+
+        Args:
+            weights: the unsharded weights by name.
+            batches: one batch per rank.
         """
         for pipe, batch in zip(self.pipes, batches, strict=True):
             pipe.send_bytes(pickle.dumps((weights, batch)))
@@ -127,7 +144,9 @@ class World:
 
 def one_step(target: Target, parts: Parts, weights: dict[str, Tensor], batch: Batch,
              rank: int = 0) -> RankStep:
-    """Set the weights, run a training step in this process, and return its results."""
+    """Set the weights, run a training step in this process, and return the loss, the norm and the
+    gradients.
+    """
     held = list(places(parts, {name: w.shape for name, w in weights.items()}))
     with torch.no_grad():
         for name, part, where in held:
@@ -144,7 +163,9 @@ def one_step(target: Target, parts: Parts, weights: dict[str, Tensor], batch: Ba
 
 
 class _Reporting:
-    """Send the result of a rank to the parent process, or at the time limit its location."""
+    """Send the result of a rank to the parent process. If the time limit expires, send the current
+    location of the rank instead.
+    """
 
     def __init__(self, rank: int, pipe: Connection, timeout_s: float) -> None:
         self.rank, self.pipe, self.sent = rank, pipe, threading.Lock()
@@ -181,7 +202,7 @@ def _is_collective(frame: traceback.FrameSummary) -> bool:
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the innermost stack frame outside of torch and the audit."""
+    """Return the file and line of the innermost stack frame outside of torch and the audit."""
     theirs = [f for f in frames if not f.filename.startswith((_TORCH, __file__, "<"))
               and ("site-packages" in f.filename or not f.filename.startswith(_PYTHON))]
     frame = (theirs or [*frames])[-1]

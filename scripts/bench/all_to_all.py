@@ -1,4 +1,5 @@
-"""Measure all-to-all algorithms on emulated clusters, and present the times."""
+"""Measure all-to-all algorithms on an emulated cluster, and present the times in tables and plots.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ TITLES = {"native": "gloo's own"}
 
 
 def emulated(args: argparse.Namespace, plan: Plan) -> tuple[list[ExchangeRow], dict[str, Any]]:
-    """Measure on several emulated clusters, in the same format as `measure_rows`."""
+    """Measure all-to-all algorithms on several emulated clusters, in the same format as
+    `measure_rows`.
+    """
     links, rows = links_of(args), []
     for grid in args.emulate.split(","):
         with EmulatedCluster(*parse_grid(grid), **links) as cluster:
@@ -53,10 +56,18 @@ def as_dicts(rows: Sequence[ExchangeRow]) -> list[dict]:
 def wire_floor_s(nodes: int, ranks_per_node: int, size: float, rate_bit_s: float, delay_s: float,
                  mtu: int = 1500) -> float:
     """Return the minimum time in seconds to transfer an exchange over one node's link, including
-    TCP/IP and Ethernet headers. Each rank sends `size` bytes.
+    TCP/IP and Ethernet headers.
 
     Every node sends P S (N-1)/N bytes to other nodes. A frame with an MTU of `mtu` bytes carries
     mtu - 52 bytes of data and takes up mtu + 38 bytes on the wire.
+
+    Args:
+        nodes: number of nodes, N.
+        ranks_per_node: number of ranks per node, P.
+        size: number of bytes that each rank sends, S.
+        rate_bit_s: bandwidth of a node's link in bit/s.
+        delay_s: latency of the link in seconds.
+        mtu: maximum transmission unit in bytes.
     """
     if nodes == 1:
         return 0.0
@@ -70,7 +81,9 @@ def grids(rows: Sequence[ExchangeRow]) -> list[tuple[int, int]]:
 
 
 def parts(rows: Sequence[ExchangeRow]) -> list[str]:
-    """Return one table per grid, with the time of each algorithm, the bound and the CPU time."""
+    """Return one table per grid of nodes and ranks. For each message size, the table contains the
+    time of each algorithm, the lower bound given by the link, and the CPU time.
+    """
     found = []
     for grid in grids(rows):
         mine = [row for row in rows if (row.nodes, row.ranks_per_node) == grid]

@@ -31,7 +31,9 @@ _UNLIMITED = 1 << 62
 
 
 def command(function: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
-    """Return the command line that runs `function(*args)` in a process with one thread."""
+    """Return the command line that runs `function(*args)` in a process with one thread. The process
+    can import this repository's modules.
+    """
     given = base64.b64encode(pickle.dumps(args)).decode()
     places = os.pathsep.join(sys.path)
     return ["env", "OMP_NUM_THREADS=1", f"PYTHONPATH={places}", sys.executable, "-m",
@@ -40,7 +42,12 @@ def command(function: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
 
 def call(function: Callable[..., Any], *args: Any,
          environment: Mapping[str, str] | None = None) -> Any:
-    """Call `function(*args)`, which returns plain values, in a new process with one thread."""
+    """Call `function(*args)` in a new process with one thread and return the result.
+
+    Args:
+        function: a function defined at the top level of a module, which returns plain values.
+        environment: additional environment variables for the process.
+    """
     done = subprocess.run(command(function, args), stdout=subprocess.PIPE, text=True, check=True,
                           env={**os.environ, **(environment or {})})
     return result(done.stdout)
@@ -94,7 +101,9 @@ def _spawned(rank: int, ranks: int, port: int, result: str, measure: Callable[..
 
 
 def why_not() -> str | None:
-    """Return the reason why no memory limit can be set on this machine, or None."""
+    """Return the reason why no memory limit can be set on this machine, or None if limits can be
+    set.
+    """
     try:
         with _group(_UNLIMITED):
             return None
@@ -126,7 +135,11 @@ def _group(limit: int) -> Iterator[Path]:
 
 
 class AnonymousPeak:
-    """The peak `bytes` of this process's memory that is not backed by files, sampled every 10 ms.
+    """The peak of this process's anonymous memory (memory that is not backed by files), sampled
+    every 10 ms.
+
+    Attributes:
+        bytes: the peak of the anonymous memory in bytes.
     """
 
     def __init__(self) -> None:
@@ -140,13 +153,20 @@ class AnonymousPeak:
 
 
 def status_bytes(field: str) -> int:
-    """Return VmRSS, its peak VmHWM, or the resident anonymous memory RssAnon of this process."""
+    """Return a field of this process's `/proc/self/status` in bytes.
+
+    Args:
+        field: VmRSS (current resident memory), VmHWM (peak resident memory) or RssAnon (resident
+            anonymous memory).
+    """
     with open("/proc/self/status", encoding="ascii") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith(field + ":"))
 
 
 def reset_peak() -> bool:
-    """Reset VmHWM of this process. Return False if the system does not support this."""
+    """Reset the peak resident memory (VmHWM) of this process. Return False if the system does not
+    support resetting the peak.
+    """
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:

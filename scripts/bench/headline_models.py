@@ -70,35 +70,46 @@ def _scaled(gpus: int, tokens: int, cluster: Cluster = AZURE) -> ScaleRow:
 
 
 def sparse_layer(gpus: int, slower: float = 1.0) -> float:
-    """Return the gain of sparse over one-hot dispatch in the same layout, as in Tutel's blog."""
+    """Return the time of one-hot dispatch divided by the time of sparse dispatch in the same
+    layout, the comparison made in Tutel's blog.
+    """
     link = replace(AZURE.inter, beta_s=slower * AZURE.inter.beta_s)
     row = _scaled(gpus, LAYER.tokens, replace(AZURE, inter=link))
     return row.static_s / row.plain_s
 
 
 def adaptive_layer(gpus: int) -> Range:
-    """Return the gain of sparse dispatch in the best layout over one-hot dispatch, over `TOKENS`.
+    """Return the time of one-hot dispatch in one layout divided by the time of sparse dispatch in
+    the best layout, as a range over `TOKENS`.
     """
     return spread([_scaled(gpus, tokens).speedup for tokens in TOKENS])
 
 
 def adapted(of: str) -> float:
-    """Return the largest gain from adapting only `r` or only `d`, over 16 to 2,048 GPUs."""
+    """Return the largest speedup from adapting only `r` or only `d`, over 16 to 2,048 GPUs and all
+    `TOKENS`.
+    """
     return max(row.plain_s / getattr(row, f"{of}_alone_s") for row in (
         _scaled(2**n, tokens) for n in range(4, 12) for tokens in TOKENS))
 
 
 def two_dimensional() -> float:
-    """Return the largest gain of 2DH over linear, on 2,048 GPUs with 64 KiB to 256 MiB per GPU."""
+    """Return the largest ratio of the linear all-to-all time to the 2DH all-to-all time, on 2,048
+    GPUs with 64 KiB to 256 MiB per GPU.
+    """
     cluster = AZURE.with_ranks(2048)
     return max(predict(cluster, "linear", 2**n).seconds / predict(cluster, "2dh", 2**n).seconds
                for n in range(16, 29))
 
 
 def whole_model(gpus: int, mask_bytes: float = 0.0) -> float:
-    """Return the time with one-hot dispatch divided by that with sparse dispatch, for a training
-    step of the 1.1 T model in Tutel's table 1. Each GPU processes 24 sequences and stores one
-    expert. `mask_bytes` are moved per mask element, in addition to the reads by matmuls.
+    """Return the time with one-hot dispatch divided by the time with sparse dispatch, for a
+    training step of the 1.1 T model in Tutel's table 1.
+
+    Each GPU processes 24 sequences and stores one expert.
+
+    Args:
+        mask_bytes: bytes moved per mask element, in addition to the reads by matmuls.
     """
     cluster = AZURE.with_ranks(gpus)
     model = ModelShape(layers=32, model_dim=4096, ffn_dim=16384, heads=32, vocab=51200,
@@ -115,13 +126,13 @@ def whole_model(gpus: int, mask_bytes: float = 0.0) -> float:
 
 @cache
 def pipeline_moe() -> tuple[Range, Range, Range]:
-    """Return predictions for PPMoE on DGX-1 machines as ranges: the speedup over experts on all
-    ranks of eight nodes, the same speedup if every tensor-parallel rank sends all of its rows, and
-    the throughput as a fraction of the dense backbone's throughput.
+    """Return predictions for PPMoE on DGX-1 machines, each as a range.
 
-    The model has dense layers with the width of GPT-3 6.7B, and MoE layers with 64 experts, which
-    is 22 times as many parameters as its backbone. Each range covers 1 to 8 sequences of 2,048
-    tokens, and one or two experts per token.
+    The three ranges are the speedup over experts on all ranks of eight nodes, the same speedup if
+    every tensor-parallel rank sends all of its rows, and the throughput as a fraction of the dense
+    backbone's throughput. The model has dense layers with the width of GPT-3 6.7B, and MoE layers
+    with 64 experts. The MoE model has 22 times as many parameters as its dense backbone. Each range
+    covers 1 to 8 sequences of 2,048 tokens, and one or two experts per token.
     """
     node, found = DGX1.resized(1), []
     for k, sequences in itertools.product((1, 2), (1, 2, 4, 8)):
@@ -143,8 +154,10 @@ def pipeline_moe() -> tuple[Range, Range, Range]:
 
 
 def trees(boxes: int = 2) -> float:
-    """Return the load of the busiest link with ring algorithms divided by that with planned trees,
-    on DGX A100 machines: the largest ratio over three collectives.
+    """Return the load of the busiest link with ring algorithms divided by its load with planned
+    trees, on DGX A100 machines.
+
+    The returned value is the largest ratio over three collectives.
     """
     network = preset(f"dgx-a100:{boxes}")
     return max(float(ring.inverse_bandwidth() / program_of(plan(network, kind)).inverse_bandwidth())
@@ -157,7 +170,7 @@ def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: b
     """Return the tasks that simulate the exchanges of one forward pass.
 
     Args:
-        schedule: `baseline`, `s1` or `s2`; see `planner.events`.
+        schedule: name of the schedule, one of `SCHEDULES`.
         overlap: whether the all-gather of schedule `s2` overlaps with the second all-to-all.
         pieces: number of pieces into which overlapping exchanges are split. Defaults to 1.
     """
@@ -198,7 +211,9 @@ def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool 
 
 @cache
 def shared_tokens() -> Range:
-    """Return the gain of the faster Parm schedule in the exchange, over 1,296 layer shapes."""
+    """Return the exchange time of the plain schedule divided by the time of the faster Parm
+    schedule, as a range over 1,296 layer shapes.
+    """
     gains = []
     for batch, length, width, k, f, replicas, shards in itertools.product(
             (2, 4, 8), (512, 1024, 2048), (1024, 2048, 4096, 8192), (1, 2), (1.2, 2.4), (1, 2, 4),
@@ -212,10 +227,19 @@ def shared_tokens() -> Range:
 
 def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int,
             active: float) -> Range:
-    """Return the speedup of EPS-MoE: the time of a prefill in one piece divided by that with the
-    best number of pieces, over 1,024 to 16,384 tokens per GPU. All matmuls run at the same rate,
-    and attention costs only the time of its weights. `active` is the number of parameters used per
-    token.
+    """Return the speedup of EPS-MoE as a range.
+
+    The speedup is the time of a prefill in one piece divided by the time with the best number of
+    pieces.
+
+    The range covers 1,024 to 16,384 tokens per GPU. All matmuls are assumed to run at the same
+    rate. Attention is assumed to cost only the time of its weight matrices.
+
+    Args:
+        width: width of a token.
+        inner: inner width of an expert.
+        k: number of experts per token.
+        active: number of parameters used per token.
     """
     each = 3 * width * inner  # number of parameters of an expert
     kernel = Kernel(((0, 0.0), (1, 2 * each / H800_FLOPS)), LAUNCH_S)
@@ -232,9 +256,11 @@ def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int
 
 
 def token_slices(batches: Sequence[int] = (1, 2, 4)) -> Range:
-    """Return the speedup of TeraPipe over the number of sequences per step: the time with whole
-    sequences divided by that with the best slices. The model is GPT-3 175B in 48 pipeline stages of
-    two layers. Each stage runs on eight V100 GPUs, and sequences have 2,048 tokens.
+    """Return the speedup of TeraPipe as a range over the number of sequences per step. The speedup
+    is the time with whole sequences divided by the time with the best slices.
+
+    The model is GPT-3 175B in 48 pipeline stages of two layers. Each stage runs on eight V100 GPUs,
+    and sequences have 2,048 tokens.
     """
     width, node = 12288, DGX1.resized(1)
 
@@ -301,8 +327,8 @@ def pipelined_s(made: StreamPlan, bytes_s: float) -> float:
 
 
 def near_links() -> float:
-    """Return the speedup of TA-MoE's distribution of tokens over an even distribution on two nodes,
-    considering only the load of the busiest link.
+    """Return the speedup of TA-MoE on two nodes. The speedup compares TA-MoE's distribution of
+    tokens with an even distribution, and considers only the load of the busiest link.
     """
     ranks, nodes = AZURE.ranks_per_node, 2
     near, far = (1 / link.beta_s for link in (AZURE.intra, AZURE.inter))
@@ -311,8 +337,9 @@ def near_links() -> float:
 
 def spoiled_files() -> float:
     """Return the gain of ByzShield: the mean fraction of corrupted files that are avoided by
-    assigning files with Latin squares instead of repetition, over 2 to 7 faulty workers out of 15.
-    Each file is assigned to three workers.
+    assigning files with Latin squares instead of repetition.
+
+    The mean is over 2 to 7 faulty workers out of 15. Each file is assigned to three workers.
     """
     squares, groups = mols(5, 3), repetition(5, 3)
     pairs = zip(squares.worst(7)[2:], groups.worst(7)[2:], strict=True)
@@ -343,9 +370,13 @@ def stated() -> dict[str, Any]:
 
 
 def ratios(found: Any, text: str) -> list[float]:
-    """Return the values at a path of keys, such as "rows.*.factor", or ratios of the values at two
-    paths, such as "plain / parm.s?". A pattern selects all matching keys of a dict, and `*` also
-    all items of a list. Items without a matching key are skipped.
+    """Return values of a benchmark page, or ratios of such values.
+
+    Args:
+        found: the data of a benchmark page.
+        text: a path of keys, such as "rows.*.factor", or two paths, such as "plain / parm.s?". A
+            pattern selects all matching keys of a dict. The pattern `*` also selects all items of a
+            list. Items without a matching key are skipped.
     """
     top, *bottom = (_at(found, path) for path in text.split(" / "))
     if not bottom:
@@ -368,14 +399,16 @@ def _at(found: Any, path: str) -> list[Any]:
 
 
 def faster_policy(found: Any) -> float:
-    """Return the time of the faster uniform policy (recompute or swap) divided by that of the plan.
+    """Return the time of the faster uniform policy (recompute everything or swap everything)
+    divided by the time of the plan.
     """
     seconds = found["seconds"]
     return min(seconds["recompute"], seconds["swap"]) / seconds["auto"]
 
 
 def steps(found: Any, of: dict[str, str]) -> list[float]:
-    """For each shape, return the median step time of the model `over` divided by that of `under`.
+    """For each model shape, return the median step time of the model `over` divided by that of the
+    model `under`.
     """
     return [median_ms(cell.side(of["over"])) / median_ms(cell.side(of["under"]))
             for cell in newest(reports(found)) if cell.host == of["host"]
@@ -390,13 +423,17 @@ def pieces(found: Any, *kinds: str) -> list[float]:
 
 
 def by_load(found: Any) -> list[float]:
-    """Return the time of evaluations with one piece divided by that with pieces by load."""
+    """Return the time of complete evaluations with one piece, divided by their time when the number
+    of pieces depends on the load.
+    """
     return [median_ms(cell.side(OURS)) / median_ms(cell.side(PIECES))
             for cell in newest(reports(found), evaluate=True)]
 
 
 def hierarchical(found: Any) -> list[float]:
-    """For each grid and size, return the time of the linear all-to-all divided by that of 2DH."""
+    """For each grid and size, return the time of the linear all-to-all divided by the time of the
+    2DH all-to-all.
+    """
     times: dict[Any, dict[str, float]] = {}
     for number, rows in enumerate((found["rows"], found["rows_with_message_cost"])):
         for row in rows:
@@ -406,14 +443,17 @@ def hierarchical(found: Any) -> list[float]:
 
 
 def einsum(found: Any) -> list[float]:
-    """For each layer, return the time of the one-hot implementation divided by that of our layer.
+    """For each layer, return the time of the one-hot (einsum) implementation divided by the time of
+    our layer.
     """
     return [peer["median_ms"] / cell["median_ms"] for cell in found["one_rank"]
             for peer in cell["peers"] if peer["name"] == "einsum"]
 
 
 def tokens_s(found: Any, over: str, under: str) -> float:
-    """Return the tokens per second of the mode `over` divided by those of the mode `under`."""
+    """Return the tokens per second of the mode `over` divided by the tokens per second of the mode
+    `under`.
+    """
     rate = {row["mode"]: row["tokens_s"] for row in found["rows"]}
     return rate[over] / rate[under]
 

@@ -21,7 +21,11 @@ CIFAR_OPTIONS = ["--preset", "cifar", "--flips", "--batch-size", "128"]
 
 
 def run_options(name: str, data: str) -> dict[str, Option]:
-    """Return the options that `folder_of_runs` reads. `data` is the default data set."""
+    """Return the options of a study that trains on images. `folder_of_runs` reads these options.
+
+    Args:
+        data: name of the default data set of digit images.
+    """
     return {
         "data": Option(data, f"images to train on. {CIFAR} takes hours and needs its npm package",
                        choices=(data, CIFAR)),
@@ -32,7 +36,11 @@ def run_options(name: str, data: str) -> dict[str, Option]:
 
 
 def folder_of_runs(args: argparse.Namespace) -> Path:
-    """Return the folder for a study's runs. The images are written to its subfolder `images`."""
+    """Return the folder for a study's runs. The images are written to its subfolder `images`.
+
+    Raises:
+        ValueError: if the package that provides the images is not installed.
+    """
     place = Path(args.runs) / f"{args.data} {args.images or 'all'}, {args.epochs} epochs"
     if args.fresh:
         shutil.rmtree(place, ignore_errors=True)
@@ -42,7 +50,11 @@ def folder_of_runs(args: argparse.Namespace) -> Path:
 
 
 def check_counts(args: argparse.Namespace) -> None:
-    """Raise ValueError if a number of images, epochs or seeds is out of bounds."""
+    """Check the numbers of images, epochs and seeds.
+
+    Raises:
+        ValueError: if a number is out of bounds.
+    """
     for name, least in (("images", 0), ("epochs", 1), ("seeds", 1)):
         if (value := getattr(args, name)) < least:
             raise ValueError(f"--{name} {value} is out of bounds: must be >= {least}. Leave out "
@@ -50,7 +62,9 @@ def check_counts(args: argparse.Namespace) -> None:
 
 
 def train_images(out: Path, *options: str) -> list[dict[str, Any]]:
-    """Train in the folder `out`, or continue an unfinished run there. Return the training log."""
+    """Train in the folder `out`, and return the records of the training log. If the folder contains
+    an unfinished run, the run is continued.
+    """
     subprocess.run(
         [sys.executable, "-m", "moe_plugin.hosts.timm.train", "--out", str(out), *options],
         check=True, stdout=subprocess.DEVNULL,

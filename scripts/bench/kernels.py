@@ -26,7 +26,9 @@ from scripts.bench.report import page
 
 @dataclass(frozen=True)
 class Work:
-    """One call of an operation, with its FLOPs and its bytes (each input and output once)."""
+    """One call of an operation, with its number of FLOPs and its minimum number of bytes. Each
+    input and output is counted once.
+    """
 
     operation: str
     args: tuple[Any, ...]
@@ -35,7 +37,10 @@ class Work:
 
 
 def parts(found: Mapping[str, Any]) -> list[str]:
-    """Return the sections of a page. In the table, * marks the implementation that is chosen."""
+    """Return the sections of a page from a result of `run`.
+
+    Each row shows one implementation of an operation; * marks the one that the package chooses.
+    """
     rows = [{**r, **{name: r[f"{name}_ms"] / 1e3 for name in ("median", "min", "bound")},
              "marked": r["implementation"] + " *" * r["chosen"]} for r in found["results"]]
     return [
@@ -44,9 +49,10 @@ def parts(found: Mapping[str, Any]) -> list[str]:
 
 
 def run(problem: Problem, rounds: int = 15) -> dict[str, Any]:
-    """Measure all implementations of every operation that can run on this machine. `refused`
-    contains the reason for each operation that was not measured, also if only Triton is missing on
-    a GPU.
+    """Measure all implementations of every operation that can run on this machine.
+
+    `refused` contains the reason for each operation that was not measured, and for each operation
+    without a Triton measurement on a GPU.
     """
     device = torch.device(problem.device)
     copy_s, gemm_flops = _ceilings(problem, device, rounds)

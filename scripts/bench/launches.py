@@ -36,13 +36,14 @@ ALIGNED = 16  # Triton compiles separate code for addresses and numbers that are
 @dataclass(frozen=True)
 class Launch:
     """A Triton kernel with all arguments that determine the compiled code. Equal launches run the
-    same code.
+    same compiled code.
 
     Attributes:
         module: name of the kernel's module in moe_plugin.kernels.gpu.
         types: types of the run-time arguments, in Triton's notation.
         constants: compile-time values. As in Triton, arguments with the value 1 are also constants.
         aligned: names of the arguments that are multiples of 16.
+        options: number of warps, number of stages, and maximum number of registers.
     """
 
     module: str
@@ -66,8 +67,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class Call:
-    """One launch of a kernel, with the sizes of its tensors and its integer arguments. In `bytes`,
-    each tensor is counted once, even if it is both read and written.
+    """One launch of a kernel, together with the sizes of its arguments.
+
+    Attributes:
+        launch: the launch.
+        shapes: shapes of the tensor arguments, by name.
+        numbers: values of the integer arguments, by name.
+        bytes: total size of all tensor arguments in bytes. Each tensor is counted once, even if it
+            is both read and written.
+        programs: number of programs in the grid.
     """
 
     launch: Launch
@@ -79,8 +87,12 @@ class Call:
 
 @dataclass
 class Recorded:
-    """The calls of Triton kernels, and the torch operations that compute new tensors as pairs
-    (name, bytes), in the order in which they were made.
+    """The recorded calls and operations in the order in which they were made.
+
+    Attributes:
+        calls: launches of Triton kernels.
+        operations: torch operations that compute new tensors, as pairs (name, bytes). Views and
+            memory allocations are not included.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -137,7 +149,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the total size of tensors in bytes. Shared memory is counted once."""
+    """Return the total size of tensors in bytes. Memory shared by several tensors is counted once.
+    """
     each = {(t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t for t in tensors}
     return sum(t.numel() * t.element_size() for t in each.values())
 
@@ -187,8 +200,10 @@ def _is_aligned(value: Any) -> bool:
 
 def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) -> Callable[[], None]:
     """Return a function that runs the forward and backward pass of one layer on the device `META`.
-    With `adds`, weight gradients are accumulated in a float32 `main_grad`. `sections` contains
-    settings that override the benchmark's layer settings.
+
+    Args:
+        adds: whether weight gradients are accumulated in a float32 `main_grad`.
+        sections: settings that override the benchmark's layer settings, by section.
     """
     p = problem
     experts = {"hidden_dim": p.hidden_dim, "compute": "kernels", "bias": False,

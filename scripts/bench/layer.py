@@ -28,7 +28,9 @@ TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
 
 
 def parts(found: Mapping[str, Any]) -> list[str]:
-    """Return a label, a table with one row per candidate, and the peers that were not measured."""
+    """Return the sections of a page: a label that describes the layer, a table with one row per
+    candidate, and the peers that were not measured.
+    """
     bound = {"name": "GEMM bound", "median_ms": found["bound_ms"], "min_ms": found["bound_min_ms"],
              "ratio_to_bound": 1.0, "ratio_of_minima": 1.0}
     empty = dict.fromkeys(("tflops", "gbytes_per_s", "error", "note"))
@@ -55,12 +57,16 @@ def results(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def noise(found: Mapping[str, Any]) -> float:
-    """Return the median time of the GEMM bound divided by its minimum time."""
+    """Return the noise of the measurement: the median time of the GEMM bound divided by its minimum
+    time.
+    """
     return found["bound_ms"] / found["bound_min_ms"]
 
 
 def not_measured(refused: Mapping[str, str]) -> str:
-    """Return a paragraph that lists the peers that could not run, without removed peers."""
+    """Return a paragraph that lists the layers of other frameworks that could not run. Layers that
+    have been removed from the benchmark are left out.
+    """
     by_reason: dict[str, list[str]] = {}
     for name in [name for name in refused if name in peers.names()]:
         by_reason.setdefault(refused[name], []).append(name)
@@ -70,7 +76,13 @@ def not_measured(refused: Mapping[str, str]) -> str:
 
 def enter_candidates(stack: contextlib.ExitStack, problem: Problem, data: Data,
                      names: Sequence[str]) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Build our layer and the peers. Return (candidates, reason for each peer that cannot run)."""
+    """Build our layer and the layers of the other frameworks.
+
+    Args:
+        stack: exit stack that closes the resources of all layers.
+
+    Returns: A pair (candidates by name, reason for each peer that cannot run).
+    """
     refused = {n: why for n in names if (why := peers.entry(n).why_not()) is not None}
     candidates = {"moe-plugin": ours(problem, data)}
     for name in [n for n in names if n not in refused]:
@@ -93,8 +105,10 @@ def _failed(error: Exception) -> str:
 def checked(candidates: dict[str, Candidate], refused: dict[str, str], data: Data,
             problem: Problem) -> dict[str, float | None]:
     """Check the losses of each candidate, and return the relative distance between its output and
-    our layer's output. On a GPU, where device time is expensive, a candidate with an error is added
-    to `refused`, and the others are still measured.
+    our layer's output.
+
+    On the CPU, an error of any candidate is raised. On a GPU, where device time is expensive, the
+    error is added to `refused` and the other candidates are still measured.
     """
     ours_alone = {"moe-plugin": candidates["moe-plugin"]}
     errors: dict[str, float | None] = {}
@@ -152,9 +166,16 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
 
 
 class GemmBound:
-    """The matmuls of a step without any other operations, writing to preallocated memory: on the
-    CPU, one dense matmul per expert with the expert's actual number of rows (`counts`); on a GPU, a
-    single dense matmul over all rows, which has the same number of FLOPs.
+    """The matmuls of the forward and backward pass without any other operations, writing to
+    preallocated memory.
+
+    On the CPU, the GEMM bound is one dense matmul per expert with the expert's actual number of
+    rows. On a GPU, the GEMM bound is a single dense matmul over all rows, which has the same number
+    of FLOPs.
+
+    Args:
+        counts: number of rows for each expert.
+        forward_only: whether to run only the matmuls of the forward pass.
     """
 
     def __init__(self, problem: Problem, data: Data, counts: list[int],
@@ -188,7 +209,8 @@ class GemmBound:
 
     def _linear(self, x: Tensor, w: Tensor, grad: Tensor, y: Tensor, grad_x: Tensor,
                 grad_w: Tensor) -> None:
-        """Run the matmuls of a linear layer: y = x w, grad_x = grad w^T, grad_w = x^T grad."""
+        """Run the three matmuls of a linear layer: y = x w, grad_x = grad w^T, grad_w = x^T grad.
+        """
         torch.mm(x, w, out=y)
         if not self.forward_only:
             torch.mm(grad, w.t(), out=grad_x)
@@ -196,7 +218,9 @@ class GemmBound:
 
 
 def own_loads(problem: Problem, data: Data, rank: int, ranks: int) -> list[int]:
-    """Return the number of rows of each of a rank's experts, if all ranks have the same tokens."""
+    """Return the number of rows for each of a rank's experts, assuming that all ranks have the same
+    tokens.
+    """
     own = problem.experts // ranks
     return [ranks * rows for rows in loads(problem, data)[rank * own:(rank + 1) * own]]
 
@@ -225,7 +249,10 @@ def _warm_up(problem: Problem, data: Data) -> None:
 def agreement(candidates: dict[str, Candidate], data: Data,
               problem: Problem) -> dict[str, float | None]:
     """For each candidate, return the relative distance between its output and our layer's output,
-    or None if it is not compared. Raise ValueError if it is larger than `TOLERANCE`.
+    or None if the output is not compared.
+
+    Raises:
+        ValueError: if an output differs from our layer's output by more than `TOLERANCE`.
     """
     outputs: dict[str, Tensor] = {}
     with torch.no_grad():

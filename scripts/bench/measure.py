@@ -46,8 +46,13 @@ class Times:
 def interleaved(candidates: Sequence[Callable[[], object]], device: torch.device, rounds: int = 15,
                 warmup: int = 3, slow: float = math.inf) -> list[Times]:
     """Time each candidate once per round, so that background noise on the machine affects all
-    candidates equally. A candidate that takes more than `slow` times as long as the first candidate
-    runs only in every fourth round, which leaves time for more rounds of the others.
+    candidates equally.
+
+    Args:
+        warmup: number of untimed calls per candidate before the first round.
+        slow: a candidate runs only in every fourth round if it takes more than `slow` times as long
+            as the first candidate. Skipping slow candidates leaves time for more rounds of
+            similarly fast candidates.
     """
     clock = _cuda_seconds if device.type == "cuda" else cpu_seconds
     first = [
@@ -74,8 +79,8 @@ def cpu_seconds(fn: Callable[[], object]) -> float:
 def _cuda_seconds(fn: Callable[[], object]) -> float:
     """Return the duration of one call in seconds, measured with GPU events.
 
-    As in training, the CPU runs ahead of the GPU. CPU time is included only if the CPU has to wait
-    for the GPU during the call.
+    As in training, the CPU runs ahead of the GPU and launches kernels while the GPU is still busy.
+    CPU time is included only if the CPU has to wait for the GPU during the call.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -88,9 +93,11 @@ def _cuda_seconds(fn: Callable[[], object]) -> float:
 
 
 def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 3) -> float | None:
-    """Return the peak memory during `calls` calls, minus the memory in use before, in MiB. Return
-    None if it cannot be measured. On the CPU, this is resident memory, which includes reused
-    workspaces and the allocator's cache. On a GPU, it is allocated memory.
+    """Return the peak memory during `calls` calls, minus the memory in use before these calls, in
+    MiB. Return None if the peak memory cannot be measured.
+
+    On the CPU, the peak is measured as resident memory of the process, which includes tensors,
+    reused workspaces and the allocator's cache. On a GPU, the peak is measured as allocated memory.
     """
     gc.collect()
     if device.type == "cuda":
@@ -110,7 +117,9 @@ def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 
 
 
 def _trim() -> None:
-    """Return freed heap memory to the system, because a candidate could reuse it uncounted."""
+    """Return freed heap memory to the operating system, so that no candidate can reuse memory freed
+    by an earlier candidate, which would not be counted.
+    """
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     except (OSError, AttributeError):
@@ -119,8 +128,12 @@ def _trim() -> None:
 
 def training_step(forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]],
                   parameters: list[Tensor], x: Tensor, grad: Tensor) -> Callable[[], None]:
-    """Return a function that clears gradients, and runs the forward pass and the backward pass
-    through the output and the losses. x and the output's gradient `grad` are [T, D].
+    """Return a function that runs one training step. The step clears gradients, runs the forward
+    pass, and runs the backward pass through the output and the losses.
+
+    Args:
+        x: the input [T, D].
+        grad: the gradient of the output [T, D].
     """
 
     def run() -> None:

@@ -22,8 +22,9 @@ class PairedDifference:
     """The mean difference between two models over several seeds.
 
     Attributes:
+        mean: mean of the differences between runs with the same seed.
         half: half the width of the 95 % confidence interval (Student's t), assuming that the
-            differences are normally distributed. Infinite if there is only one seed.
+            differences are normally distributed. Infinite if the comparison has only one seed.
         lower: number of seeds for which the difference is negative.
     """
 
@@ -38,7 +39,9 @@ class PairedDifference:
         return abs(self.mean) > self.half
 
     def shown(self, factor: float = 1.0, digits: int = 3) -> str:
-        """Return the mean difference, its interval, and whether it is significant, as a text."""
+        """Return a text that states the mean difference, the interval, and whether the difference
+        is significant.
+        """
         mean, half = factor * self.mean, factor * self.half
         interval = (f"{mean - half:+.{digits}f} to {mean + half:+.{digits}f}"
                     if math.isfinite(half) else "one seed")
@@ -46,7 +49,12 @@ class PairedDifference:
 
 
 def paired(side: Sequence[float], other: Sequence[float]) -> PairedDifference:
-    """Compute the mean difference `side` minus `other` over the same seeds."""
+    """Compute the mean difference `side` minus `other` over all seeds.
+
+    Args:
+        side: results of one model, one per seed.
+        other: results of the other model, for the same seeds.
+    """
     found = [a - b for a, b in zip(side, other, strict=True)]
     half = math.inf
     if len(found) > 1:
@@ -60,17 +68,22 @@ TRIES = 2  # number of seeds used to search for learning rates
 def compare(jobs: int, rates: Mapping[str, Sequence[float]], seeds: int,
             run: Callable[[str, float, int], dict[str, Any]], judged: str) -> dict[str, Any]:
     """Train each model with `seeds` different seeds. The learning rate of each model is found by a
-    search that uses `TRIES` other seeds: all rates are tried with the first seed, and the two best
-    rates also with the second seed.
+    search that uses `TRIES` other seeds.
+
+    In this search, all rates are tried with the first seed, and the two best rates are also tried
+    with the second seed.
 
     Args:
         jobs: number of runs that run at the same time.
-        run: trains a model with a learning rate and a seed, and returns its results by name.
-        judged: name of the result by which learning rates are compared. The lowest mean is the
-            best.
+        rates: for each model, the learning rates to try.
+        run: a function that trains a model with a learning rate and a seed, and returns its results
+            by name.
+        judged: name of the result used to compare learning rates. The learning rate with the lowest
+            mean is the best.
 
-    Returns: "search", the values of `judged` by model and learning rate, and "runs", the results of
-    all seeds by model.
+    Returns: A dict with the keys "search" and "runs". "search" contains the values of `judged` by
+        model and learning rate. Rates are stored as strings, because JSON requires string keys.
+        "runs" contains the results of all seeds by model.
     """
     with ThreadPoolExecutor(jobs) as pool:
         def ran(wanted: Iterable[tuple[str, float, int]]) -> dict[tuple[str, float, int], Any]:
@@ -91,7 +104,9 @@ def compare(jobs: int, rates: Mapping[str, Sequence[float]], seeds: int,
 
 
 def best_rates(search: Mapping[str, Sequence[float]]) -> list[float]:
-    """Return the rates that were tried with the most seeds, from best to worst mean result."""
+    """Return the learning rates that were tried with the most seeds, from best to worst mean
+    result.
+    """
     most = max(map(len, search.values()))
     left = [rate for rate, values in search.items() if len(values) == most]
     return [float(rate) for rate in sorted(left, key=lambda rate: statistics.mean(search[rate]))]

@@ -16,7 +16,9 @@ TITLES = {"tokens": "tokens", "experts": "experts", "top_k": "experts per token 
 
 
 def layer_plot(found: Mapping[str, Any], path: str) -> None:
-    """Plot the time and its lower bound next to the peak memory, with one bar per candidate."""
+    """Plot the time and its lower bound next to the peak memory, with one bar per candidate. Our
+    layer is the first bar and is drawn in colour.
+    """
     results = [found, *sorted(found["peers"], key=lambda r: r["median_ms"])]
     figure, (time, memory) = pyplot().subplots(
         1, 2, figsize=(10, 0.45 * len(results) + 1.6), sharey=True, layout="constrained")
@@ -42,7 +44,10 @@ def layer_plot(found: Mapping[str, Any], path: str) -> None:
 
 
 def _bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Sequence[str]) -> None:
-    """Draw horizontal bars with labels. Bars that are much longer than most others are cut."""
+    """Draw horizontal bars with labels. The first bar shows our layer.
+
+    Bars that are much longer than most others are cut at the edge and labelled "(cut)".
+    """
     usual = [value for value in values if value <= 2.5 * statistics.median(values)]
     end = min(max(values), 1.6 * max(usual)) if len(usual) < len(values) else max(values)
     axis.barh(names, [min(value, end) for value in values],
@@ -56,7 +61,9 @@ def _bars(axis: Any, names: Sequence[str], values: Sequence[float], texts: Seque
 
 
 def scaling_plot(found: Sequence[Mapping[str, Any]], path: str) -> None:
-    """Plot time, bound and memory along each axis on log-log scales."""
+    """Plot time, lower bound and memory along each axis on a log-log scale, so that linear growth
+    has a slope of one.
+    """
     names = list(dict.fromkeys(one["axis"] for one in found))
     figure, grid = pyplot().subplots(2, len(names), figsize=(4 * len(names), 6), squeeze=False,
                                      sharex="col", layout="constrained")

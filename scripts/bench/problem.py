@@ -19,8 +19,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """The sizes of a layer on one device: T tokens of width D, and E experts of inner width F, of
-    which each token uses `top_k`. Gated experts are SwiGLU. `dtype` is a key of `DTYPES`.
+    """The sizes of a layer on one device.
+
+    Attributes:
+        tokens: number of tokens, T.
+        model_dim: width of a token, D.
+        hidden_dim: inner width of an expert, F.
+        experts: number of experts, E.
+        top_k: number of experts per token, K.
+        dtype: dtype of weights and tokens, a key of `DTYPES`.
+        gated: whether the experts are gated (SwiGLU).
+        device: "cpu" or "cuda".
+        seed: seed of the data.
     """
 
     tokens: int
@@ -55,7 +65,11 @@ class Problem:
         return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     def check_device(self) -> None:
-        """Raise ValueError if the device does not exist or has too little memory for the layer."""
+        """Check that the device exists and has enough memory for any implementation of the layer.
+
+        Raises:
+            ValueError: if the device does not exist or does not have enough memory.
+        """
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device='cuda' is not available, because torch sees no GPU. Use "
                              "--device cpu")
@@ -116,8 +130,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Data:
-    """The weights, the tokens and the gradient of the output, in the dtype of the problem. In the
-    shapes of tensors, L is the number of experts. `w_gate_LDF` is None if experts are not gated.
+    """The weights and inputs of a layer, in the dtype of the problem. In the shapes of tensors, L
+    is the number of experts E.
+
+    Attributes:
+        router_ED: weight matrix of the router.
+        w_in_LDF: first matrix of each expert.
+        w_gate_LDF: gate matrix of each expert, or None if experts are not gated.
+        w_out_LFD: second matrix of each expert.
+        x_TD: tokens.
+        grad_TD: gradient of the output.
     """
 
     router_ED: Tensor
@@ -128,7 +150,9 @@ class Data:
     grad_TD: Tensor
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weight matrices by name, without the gate matrix if there is none."""
+        """Return the weight matrices by name. The gate matrix is included only if experts are
+        gated.
+        """
         found = {
             "router_ED": self.router_ED, "w_in_LDF": self.w_in_LDF, "w_gate_LDF": self.w_gate_LDF,
             "w_out_LFD": self.w_out_LFD
@@ -136,7 +160,9 @@ class Data:
         return {name: value for name, value in found.items() if value is not None}
 
     def local(self, rank: int, ranks: int) -> Data:
-        """Return the same data with only one rank's experts."""
+        """Return the same data with only one rank's experts. The experts are divided equally among
+        `ranks` ranks.
+        """
 
         def own(w_LIO: Tensor | None) -> Tensor | None:
             return None if w_LIO is None else w_LIO.chunk(ranks)[rank]
@@ -146,7 +172,9 @@ class Data:
 
 
 def make_data(problem: Problem) -> Data:
-    """Draw the data, which are random because GPUs multiply zeros faster."""
+    """Draw random data. All candidates receive the same data. The data are random, because GPUs
+    multiply zeros faster.
+    """
     g, p = torch.Generator(problem.device).manual_seed(problem.seed), problem
 
     def draw(*shape: int, std: float = 1.0) -> Tensor:
@@ -164,7 +192,9 @@ def make_data(problem: Problem) -> Data:
 
 
 def add_problem(p: argparse.ArgumentParser) -> None:
-    """Add the options that `problem_of` reads."""
+    """Add the options that specify a `Problem` and its measurement. `problem_of` reads these
+    options.
+    """
     for name, default, text in (("tokens", 4096, "number of tokens"),
                                 ("model-dim", 512, "width of a token"),
                                 ("hidden-dim", 2048, "inner width of an expert"),
@@ -185,7 +215,11 @@ def add_problem(p: argparse.ArgumentParser) -> None:
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
-    """Return the problem specified by the options, and set the number of torch threads."""
+    """Return the problem specified by the options, and set the number of torch threads.
+
+    Raises:
+        ValueError: if a number is out of bounds, or if the device cannot run the problem.
+    """
     if args.threads is not None:
         if not 1 <= args.threads <= 4096:
             raise ValueError(f"threads={short(args.threads)} is out of bounds: must be from 1 to "

@@ -1,7 +1,11 @@
-"""Replay a routing trace in the layer on emulated nodes, with each policy for overloaded experts
-and with forced balance, which alternate in every call. The experts of a token are chosen by the
-trace (`routing.rollouts`) or by `router.force: balance`. The planner predicts the time of every
-call.
+"""Replay a routing trace in the layer on emulated nodes, with each policy for overloaded experts.
+
+The planner predicts the time of every call. The layer is also run with forced balance. Each call in
+the trace is run once with each variant (policy or forced balance). The variants alternate in the
+same processes. The experts of a token are chosen by the trace (`routing.rollouts`)
+or by `router.force: balance`.
+
+Letters in shapes: T tokens, K experts per token.
 """
 
 from __future__ import annotations
@@ -54,10 +58,12 @@ class Emulation:
     Attributes:
         grid: number of nodes, and number of ranks per node.
         links: keyword arguments of `EmulatedCluster`.
-        model: model of the layer, which computes in float32 and does not drop tokens.
-        cluster, device: files used to decide about spilling and to predict times.
+        model: model to which the layer belongs. The layer computes in float32 and does not drop
+            tokens.
+        cluster: cluster file, used to decide about spilling and to predict times.
+        device: device file, used to decide about spilling and to predict times.
         guests: maximum number of experts that a rank may borrow.
-        replan: number of steps between two placements of replicas by the policy `standing`.
+        replan: number of steps between consecutive placements of replicas by the policy `standing`.
     """
 
     grid: tuple[int, int]
@@ -84,14 +90,17 @@ def excerpt(traces: Sequence[Trace], experts: int, ranks: int, steps: int,
     traces of `ranks` ranks.
 
     Args:
-        steps: approximate number of steps, a third from each period. If the trace has fewer, all
-            are used.
-        tokens: mean number of tokens per rank and call, for which tokens are repeated or left out
-            evenly. None keeps the recorded number. Tokens without an expert (padding) and empty
-            calls are always left out.
+        traces: traces of the recorded ranks.
+        ranks: number of ranks in the returned traces.
+        steps: approximate number of steps. A third of the steps comes from each of the three
+            periods. If the trace has fewer steps, all of its steps are used.
+        tokens: mean number of tokens per rank and call. To reach this mean, recorded tokens are
+            repeated or left out evenly. None (default) keeps the recorded number. Tokens without an
+            expert (padding) and empty calls are always left out.
 
     Raises:
-        ValueError: if the ranks cannot be converted, or if a token has only some of its choices.
+        ValueError: if the recorded ranks cannot be converted to `ranks` ranks, or if a token has
+            only some of its choices.
     """
     check_fits(traces, experts, ranks)
     made: list[dict[Key, list[list[Tensor]]]] = [{} for _ in range(ranks)]
@@ -135,7 +144,9 @@ def _scaled(of_ranks: Sequence[Tensor], tokens: int | None) -> list[Tensor]:
 
 
 def make_layer(where: Emulation, side: str, comm: TorchComm) -> MoELayer:
-    """Build the layer of one variant. Only that with forced balance uses the layer's own router."""
+    """Build the layer for one variant on every rank. Only the variant with forced balance uses the
+    layer's own router.
+    """
     parallel: dict[str, Any] = {}
     if side not in (BALANCE, POLICIES[0]):
         parallel = {"spill": side, "guests": where.guests}
@@ -159,19 +170,21 @@ class Replayed:
         self.layers = {side: make_layer(where, side, self.comm) for side in SIDES}
 
     def tokens(self, count: int) -> Tensor:
-        """Return tokens of this rank, [T, D], which are the same in every call and variant."""
+        """Return tokens of this rank, [T, D]. Every call and every variant uses the same tokens."""
         draw = torch.Generator().manual_seed(self.comm.rank)
         return torch.randn(count, self.where.model.model_dim, generator=draw).requires_grad_()
 
     def routed(self, side: str, ids_TK: Tensor) -> AbstractContextManager[None]:
-        """Return a context in which the layer of a variant (except balance) uses the given choices.
+        """Return a context manager in which the layer of a variant uses the given choices. The
+        layer with forced balance is not affected.
         """
         if side == BALANCE:
             return nullcontext()
         return replay_choices([self.layers[side].router], ids_TK[:, None])
 
     def step(self, side: str, ids_TK: Tensor) -> tuple[float, int]:
-        """Run a forward and backward pass. Return the time in seconds, and the rows computed here.
+        """Run a forward and backward pass that all ranks start at the same time. Return the time in
+        seconds, and the number of rows computed on this rank.
         """
         layer, x_TD = self.layers[side], self.tokens(len(ids_TK))
         with self.routed(side, ids_TK):
@@ -179,7 +192,9 @@ class Replayed:
         return seconds, int(stats.rows)
 
     def begin(self, first_TK: Tensor) -> None:
-        """Remove all replicas, and run an untimed call of each variant, for the next layer."""
+        """Prepare for the next layer of the trace: remove all replicas, and run an untimed call of
+        each variant.
+        """
         self.layers[STANDING] = make_layer(self.where, STANDING, self.comm)
         for side, layer in self.layers.items():
             layer.eval()  # in evaluation, the layer does not count the load of experts
@@ -188,8 +203,9 @@ class Replayed:
 
 
 def run_rank(where: Emulation, traces: Sequence[Trace]) -> dict[str, dict[str, list[float]]]:
-    """Replay the traces on one rank. Return the `seconds` and `rows` of every call by variant. The
-    time to place replicas is added to the previous call.
+    """Replay the traces on one rank. Return the `seconds` and `rows` of every call by variant.
+
+    The time to place replicas is added to the previous call.
     """
     replayed = Replayed(where)
     found: dict[str, dict[str, list[float]]] = {
@@ -210,9 +226,11 @@ def run_rank(where: Emulation, traces: Sequence[Trace]) -> dict[str, dict[str, l
 
 
 def emulate(traces: Sequence[Trace], where: Emulation) -> dict[str, Any]:
-    """Predict and measure every call in the traces that `excerpt` returned. The result contains the
-    times in seconds for each policy and for forced balance, and the period of the trace to which
-    each call belongs (`third`). See `times_of`.
+    """Predict and measure every call in the traces that `excerpt` returned. Return plain values
+    that can be passed to `times_of`.
+
+    The result contains the times in seconds for each policy and for forced balance, and the period
+    of the trace to which each call belongs (beginning, middle or end).
     """
     predicted = replay(traces, where.shape, load_cluster(where.cluster).resized(*where.grid),
                        load_device(where.device), where.guests, where.replan, where.ranks)
@@ -257,7 +275,7 @@ MEANING = (
 
 
 def rows_of(found: Mapping[str, Any]) -> list[list[str]]:
-    """Return one table row for each policy, with the columns of `HEADER`."""
+    """Return one table row for each policy. The columns are listed in `HEADER`."""
     predicted, measured = times_of(found, "predicted"), times_of(found, "measured")
     rows = []
     for before, after in zip(predicted, measured, strict=True):

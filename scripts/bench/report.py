@@ -42,7 +42,9 @@ NOT_PROSE = ("#", "|", "!", "```", "* ")  # parts of a page that start like this
 
 
 def document(*parts: str) -> str:
-    """Return a page whose paragraphs are wrapped at 100 columns."""
+    """Return a page. The paragraphs are separated by empty lines, and text is wrapped at 100
+    columns.
+    """
     return "\n\n".join(part if part.startswith(NOT_PROSE) else paragraph(part)
                        for part in parts if part) + "\n"
 
@@ -82,8 +84,12 @@ def load_in_words(load: Sequence[float], cores: int | None = None) -> str:
 
 
 def layout_in_words(label: str) -> str:
-    """Describe one or several labels of `LayoutChoice` in words. Each of several labels is followed
-    by the number of layers that use it, such as "r=0 d=1 linear auto (1 of 2)".
+    """Describe a layout label in words.
+
+    Args:
+        label: a label of `LayoutChoice`, or several labels separated by commas. If there are
+            several labels, each label is followed by the number of layers that use it, such as "r=0
+            d=1 linear auto (1 of 2)".
     """
     parts: Iterable[str] = label.split(", ") if label else ()
     shown = []
@@ -104,7 +110,8 @@ _UNIT = re.compile(rf"({'|'.join(UNITS)})(,?)(?:\.(\d+))?")
 
 
 class _Fields(string.Formatter):
-    """A `str.format` formatter with the additional formats and quotients of this module."""
+    """A `str.format` formatter that supports the additional formats and quotients of this module.
+    """
 
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         if match := re.fullmatch(r"([^/]+)/([^/]+?)(-1)?", field_name):
@@ -125,12 +132,22 @@ class _Fields(string.Formatter):
 
 
 def filled(text: str, values: Any) -> str:
-    """Return a text with fields from a mapping, or from a record's attributes (`{0.name}`)."""
+    """Return a text with its fields replaced by values.
+
+    Args:
+        values: a mapping from field names to values, or a record whose attributes are available as
+            `{0.name}`.
+    """
     return _Fields().vformat(text, (values,), values if isinstance(values, Mapping) else {})
 
 
 def columns(records: Iterable[Any], cells: Mapping[str, str | Callable[[Any], str]]) -> str:
-    """Return a Markdown table with a row for each record. A cell is a function or a template."""
+    """Return a Markdown table with one row for each record.
+
+    Args:
+        records: one record for each row.
+        cells: for each header, a function of the record or a template string for `filled`.
+    """
     return table(list(cells), [[cell(one) if callable(cell) else filled(cell, one)
                                 for cell in cells.values()] for one in records])
 
@@ -140,7 +157,9 @@ def page(of: str, found: Mapping[str, Any], section: str = "", **values: Any) ->
 
     Args:
         of: `__name__` of the study's module. The template may use all constants of that module.
+        found: measured numbers.
         section: name of a template section. Defaults to the text before the first section.
+        values: further values.
     """
     name = of.rpartition(".")[2]
     text = (PAGES / f"{name}.md").read_text(encoding="utf-8")

@@ -20,14 +20,22 @@ from scripts.bench.launches import Launch
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU model, identified by its compiler target in Triton. Rates are those of the vendor's
-    data sheet.
+    """A GPU model, identified by its compiler target in Triton.
 
     Attributes:
         kind: type of the chip, as in `kernels.gpu.tilings.Chip`.
+        backend: name of the backend in Triton.
+        arch: name of the architecture in Triton.
+        warp: number of threads per warp.
+        processors: number of multiprocessors.
         registers: number of registers per multiprocessor (NVIDIA) or per lane (AMD).
-        shared: shared memory per multiprocessor in bytes. `shared_block`: at most per block.
-        tflops: peak rate of dense bf16 matmuls with float32 accumulation. `tbytes`: TB/s of memory.
+        most_registers: maximum number of registers per thread.
+        shared: shared memory per multiprocessor in bytes.
+        shared_block: maximum shared memory per block in bytes.
+        warps: maximum number of warps per multiprocessor.
+        tflops: peak rate of dense bf16 matmuls with float32 accumulation in TFLOP/s, from the
+            vendor's data sheet.
+        tbytes: memory bandwidth in TB/s, from the vendor's data sheet.
         fp8: whether the GPU supports the dtype e4m3fn.
     """
 
@@ -52,8 +60,12 @@ class GPU:
         return Chip(self.kind, self.processors)
 
     def blocks(self, registers: int, shared: int, warps: int) -> int:
-        """Return how many blocks can run on one multiprocessor concurrently, given the registers
-        per thread, the bytes of shared memory per block, and the warps per block.
+        """Return how many blocks can run on one multiprocessor concurrently.
+
+        Args:
+            registers: number of registers per thread.
+            shared: shared memory per block in bytes.
+            warps: number of warps per block.
         """
         if self.backend == "hip":
             # A multiprocessor has four SIMDs with at most 8 waves each. A wave's registers are
@@ -93,16 +105,22 @@ class Resources:
     """The resources used by a compiled kernel.
 
     Attributes:
-        registers: number of registers per thread. `spilled`: bytes per thread in memory instead.
+        registers: number of registers per thread.
+        spilled: bytes per thread that are spilled from registers to memory.
+        shared: shared memory per block in bytes.
         blocks: number of blocks that can run on one multiprocessor concurrently.
-        matrix: name of the matrix instruction in the assembly, or "".
+        occupancy: number of warps in these blocks divided by the maximum number of warps.
+        matrix: name of the matrix instruction in the assembly, or "" if there is none.
         copies: whether the kernel contains the asynchronous instruction that copies a tile.
-        buffers: smallest number of tiles of one operand in shared memory. 0 if no operand has
-            several.
-        through_registers: (wgmma instructions whose left operand is in registers, all wgmma).
+        stages: number of pipeline stages requested.
+        buffers: number of tiles of the same operand stored in shared memory. 0 if every operand has
+            at most one tile in shared memory.
+        through_registers: (number of wgmma instructions that read their left operand from
+            registers, total number of wgmma instructions).
         gathers: whether the pipelined loop gathers the rows of an operand by index.
-        turns: whether an operand may have to be transposed first. In tf32, wgmma requires operands
-            to be contiguous along the summed axis.
+        turns: whether an operand may have to be transposed before it is read. Operands in tf32 may
+            have to be transposed, because wgmma requires them to be contiguous along the summed
+            axis.
     """
 
     label: str
@@ -182,7 +200,9 @@ def compiled(launch: Launch, target: str) -> Any:
 
 
 def _buffers(ttgir: str) -> int:
-    """Return the smallest number of tiles in the buffer of a pipelined operand, or 0."""
+    """For each pipelined operand, count the tiles in its buffer. Return the smallest number of
+    tiles, or 0 if no operand is pipelined.
+    """
     found = [int(count) for count in re.findall(
         r"local_alloc : \(\) -> !(?:ttg|triton_gpu|tt)\.memdesc<(\d+)x\d+x\d+x[\dx]*[a-z]",
         ttgir)]
@@ -190,7 +210,9 @@ def _buffers(ttgir: str) -> int:
 
 
 def _through_registers(ptx: str) -> tuple[int, int]:
-    """Return (wgmma instructions with the left operand in registers, all wgmma instructions)."""
+    """Return (number of wgmma instructions with the left operand in registers, total number of
+    wgmma instructions).
+    """
     left = re.findall(r"wgmma\.mma_async\.[\w.]+\s*\{[^}]*\}\s*,\s*(\{|%)", ptx)
     return left.count("{"), len(left)
 
@@ -213,8 +235,10 @@ def _nvidia(gpu: GPU, made: Any) -> tuple[int, int, str, bool]:
 
 
 def _ptxas(capability: int) -> str:
-    """Return the path of the assembler that Triton uses. Since version 3.5, Triton contains two,
-    and only one of them can read the PTX code for a given target.
+    """Return the path of the assembler (ptxas) that Triton uses.
+
+    Since version 3.5, Triton contains two assemblers, and only one of them can read the PTX code
+    for a given target.
     """
     from triton.backends.nvidia import compiler
 

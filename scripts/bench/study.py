@@ -1,13 +1,13 @@
 """Run studies, and write or redraw their pages in docs/benchmarks. All studies are run by a single
 class.
 
-The module of a study defines `TITLE` and two functions. `measure(args)` returns the results of the
-study as plain values. `body(found)` returns the parts of the page below the title, usually (and by
-default) by calling `report.page` with a template in `pages`. A study on emulated clusters uses
-`sweep.Sweep` for its measurements. A study with several parts defines `PARTS` instead, which maps
-the name of each part to these two functions. With `--out`, every part is written as soon as it is
-measured, and the results of parts that are not measured are kept. With `--resume`, parts that
-already exist are not measured again.
+The module of a study defines `TITLE` and two functions. The function `measure(args)` returns the
+results of the study as plain values. The function `body(found)` returns the parts of the page below
+the title, usually by calling `report.page` with a template in `pages`. A study on emulated clusters
+uses `sweep.Sweep` for its measurements. A study with several parts defines `PARTS` instead, which
+maps the name of each part to a pair of these two functions. If a run measures only some of the
+parts, the results of the other parts are preserved. With `--out`, every part is written as soon as
+it is measured. With `--resume`, parts that already exist are not measured again.
 
 The module of a study may also define:
 
@@ -45,11 +45,15 @@ DATA = "data"  # folder of the numbers, below the folder of the pages
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a study. The default determines the type of the option. If the default is a
-    tuple, the option accepts several values.
+    """An option of a study.
 
     Attributes:
-        quick: default value with `--quick`. None means that `--quick` does not change the default.
+        default: default value. The default also determines the type of the option. If the default
+            is a tuple, the option accepts several values.
+        help: one line that describes the option.
+        quick: default value with `--quick`. None (default) means that `--quick` does not change the
+            default.
+        choices: allowed values. None (default) allows all values.
     """
 
     default: Any
@@ -58,7 +62,9 @@ class Option:
     choices: Sequence[Any] | None = None
 
     def add(self, parser: argparse.ArgumentParser, name: str) -> None:
-        """Add the option `--name` to a parser. It is None until `Study.fill` sets the default."""
+        """Add the option `--name` to a parser. The value of the option is None until `Study.fill`
+        sets the default.
+        """
         several = isinstance(self.default, tuple)
         kind = type(self.default[0] if several else self.default)
         if kind is bool:
@@ -75,11 +81,11 @@ class Study:
     """A measurement that `moe-plugin bench` can run.
 
     Attributes:
-        about: one line that describes what the study measures. "(computed)" in this line means that
+        about: one line that describes what the study measures. If this line contains "(computed)",
             the study does not measure anything on this machine.
         needs: requirements of the study, as keys of `NEEDS`.
-        module: name of the module in `scripts.bench.studies`, and the class if the module defines
-            several studies. Defaults to the name of the study.
+        module: name of the module in `scripts.bench.studies`. If the module defines several
+            studies, the class name follows the module name. Defaults to the name of the study.
         stem: file name of the page without the extension. Defaults to the name of the study.
     """
 
@@ -107,7 +113,9 @@ class Study:
 
     @property
     def parts(self) -> Mapping[str, tuple[Any, Any]]:
-        """The functions (measure, body) of each part, or an empty mapping."""
+        """A mapping from the name of each part to its functions (measure, body), or an empty
+        mapping.
+        """
         return getattr(self.code, "PARTS", {})
 
     @property
@@ -116,7 +124,8 @@ class Study:
 
     @property
     def numbers_name(self) -> str:
-        """Path of the file with the study's results, relative to the folder of the pages."""
+        """Path of the file that contains the study's results, relative to the folder of the pages.
+        """
         return f"{DATA}/{Path(self.page_name).stem}.json"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -147,14 +156,19 @@ class Study:
         return args
 
     def measure(self, args: argparse.Namespace) -> Any:
-        """Run the study and return its results as plain values. See `with_machine`."""
+        """Run the study and return its results as plain values. See `with_machine`.
+
+        Raises:
+            ValueError: if a requirement of the study is missing.
+        """
         check_needs(f"bench {self.name}", self.needs)
         found = ({name: with_machine(self.parts[name][0], args) for name in args.parts}
                  if self.parts else with_machine(self.code.measure, args))
         return json.loads(json.dumps(found))  # the page must be the same when drawn from the file
 
     def _measured(self, args: argparse.Namespace, folder: Path | None) -> Any:
-        """Measure one part after the other, and write the results. Results of other parts are kept.
+        """Measure one part after the other, and write the results. The results of parts measured in
+        earlier runs are preserved.
         """
         path = None if folder is None else folder / self.numbers_name
         merge = getattr(self.code, "merge", dict.__or__ if self.parts else None)
@@ -213,7 +227,9 @@ class Study:
         return int(bool(failed))
 
     def _folder(self, out: Path | None) -> Path | None:
-        """Check that all files can be written, before a measurement that may take hours."""
+        """Check that all files can be written to `--out` before a measurement, which may take
+        hours.
+        """
         if out is None:
             return None
         output_folder(out / DATA, [Path(self.numbers_name).name])
@@ -227,15 +243,21 @@ class Study:
 
 
 def check_needs(who: str, needs: Sequence[str]) -> None:
-    """Raise ValueError if a requirement (a key of `NEEDS`) is not met."""
+    """Check that all requirements of a study are met.
+
+    Raises:
+        ValueError: if a requirement (a key of `NEEDS`) is not met.
+    """
     for need in needs:
         if (reason := NEEDS[need]()) is not None:
             raise ValueError(f"{who} needs {NEEDS_SAID[need]}: {reason}")
 
 
 def with_machine(measure: Callable[..., Any], *args: Any) -> Any:
-    """Call `measure(*args)`. If the result is a mapping, add the package versions, the device, the
-    date, the number of cores, and the load averages before and after the measurement.
+    """Call `measure(*args)` and return its result, with information about the machine.
+
+    If the result is a mapping, add the package versions, the device, the date, the number of cores,
+    and the load averages before and after the measurement.
     """
     from scripts.bench.measure import versions  # imports torch
 
@@ -280,7 +302,11 @@ def _compact(value: Any) -> str:
 
 
 def read_numbers(path: Path) -> Any:
-    """Read the results of an earlier run, or raise ValueError."""
+    """Read the results of an earlier run.
+
+    Raises:
+        ValueError: if the file does not exist or is not JSON.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,7 +1,9 @@
-"""Simulate the rebalancing experiment of SWARM (Ryabinin et al. 2023, section 4.4): peers of a
-pipeline leave and return, and its throughput is compared with that of the best placement of the
-peers that are present. The stage of a new peer, and the peer that moves, are chosen by the code
-that a trainer runs (`resilience.swarm.members.SwarmMembers`).
+"""Simulate the rebalancing experiment of SWARM (Ryabinin et al. 2023, section 4.4).
+
+In this experiment, the peers of a pipeline leave and return while its throughput is measured. The
+throughput is reported relative to that of the best placement of the peers that are present. The
+stage of a new peer, and the peer that moves to another stage, are chosen by the code that a trainer
+runs (`resilience.swarm.members.SwarmMembers`).
 """
 
 from __future__ import annotations
@@ -19,10 +21,16 @@ from scripts.bench.report import columns, page
 
 @dataclass(frozen=True)
 class Experiment:
-    """Peers of equal speed that leave and return. The durations of presence (`life_s`) and absence
-    are exponentially distributed; the attributes are their means. A new or moved peer loads weights
-    for `load_s` and processes nothing. `lives` is the duration of the experiment divided by
-    `life_s`.
+    """Peers of equal speed that leave and return.
+
+    Attributes:
+        peers: total number of peers, present or absent.
+        life_s: mean duration of a peer's presence in seconds. The duration has an exponential
+            distribution.
+        absence_s: mean duration of a peer's absence in seconds, exponentially distributed.
+        load_s: time in seconds that a new or moved peer needs to load weights. A peer that is
+            loading weights processes nothing.
+        lives: duration of the experiment divided by the mean duration of a peer's presence.
     """
 
     stages: int = 4
@@ -40,8 +48,12 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Rebalanced:
-    """The throughput of the slowest stage divided by that of the best placement, both summed over
-    time, and the number of times that a peer moved to another stage.
+    """The result for one method of placing peers.
+
+    Attributes:
+        share: throughput of the slowest stage divided by the throughput of the best placement of
+            the peers that are present. Both throughputs are summed over time.
+        moves: number of times that a peer moved to another stage.
     """
 
     share: float
@@ -50,9 +62,13 @@ class Rebalanced:
 
 def simulate(about: Experiment, rebalance_s: float | None, *, random_stage: bool = False,
              seed: int = 0) -> Rebalanced:
-    """Simulate peers that join, process micro-batches, and leave. `rebalance_s` is the time between
-    two moves; None means that peers never move. With `random_stage`, new peers are placed at a
-    random stage instead of the slowest stage.
+    """Simulate peers that join, process micro-batches, and leave.
+
+    Args:
+        about: the experiment.
+        rebalance_s: time between consecutive moves in seconds. None means that peers never move.
+        random_stage: whether new peers are placed at a random stage instead of the slowest stage.
+        seed: random seed for the times at which peers leave and return.
     """
     lives = [random.Random(f"{seed} {peer}") for peer in range(about.peers)]
     dice, members = random.Random(seed), SwarmMembers(about.stages, seed)
@@ -104,7 +120,9 @@ def _load(about: Experiment, events: list[tuple[float, int, str]], loading: dict
 
 def _throughputs(about: Experiment, stage_of: dict[int, int], loading: dict[int, float]
                  ) -> tuple[int, int]:
-    """Return the number of peers that serve the slowest stage now, and in the best placement."""
+    """Return the number of peers that serve the slowest stage in the current placement, and in the
+    best placement of all present peers.
+    """
     serving = [0] * about.stages
     for peer, stage in stage_of.items():
         serving[stage] += peer not in loading

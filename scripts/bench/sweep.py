@@ -1,5 +1,11 @@
-"""Measure every combination of values of several axes on emulated clusters. A study describes its
-measurement with a `Sweep`, whose variants alternate in every round on each rank.
+"""Measure every combination of values of several axes on emulated clusters. Each measurement
+compares several variants, which alternate in every round.
+
+A study that runs on emulated clusters describes its measurement with a `Sweep`. On every rank, a
+`Sweep` runs a function that builds the variants and measures them with `alternate`. The result of
+this
+function contains `seconds`: for each variant, the times of all timed rounds on this rank. The
+template of the study's page defines the columns of its tables (see `report`).
 """
 
 from __future__ import annotations
@@ -28,15 +34,19 @@ Ranks = Sequence[Mapping[str, Any]]  # results of all ranks, each with `seconds`
 
 @dataclass(frozen=True)
 class Sweep:
-    """A measurement on emulated clusters for every combination of values of several axes. All
-    functions receive a cell, which contains the options of the study and one value for each axis.
+    """A measurement on emulated clusters for every combination of values of several axes.
+
+    All functions of a `Sweep` receive a cell, which contains the options of the study and one value
+    for each axis.
 
     Attributes:
-        axes: maps the study's options to the values of each axis.
-        cluster: returns the cluster for a cell.
-        rank: measures alternating variants on one rank. The result contains `seconds`: for each
-            variant, the times of all timed rounds.
-        row: computes a cell's table values from the cell and the results of all ranks.
+        axes: function that maps the study's options to a mapping from the names of the axes to
+            their values.
+        cluster: function that returns the cluster for a cell.
+        rank: function that measures alternating variants on one rank.
+        row: function that computes a cell's table values from the cell and the results of all
+            ranks.
+        timeout_s: time in seconds after which the ranks of a cell are stopped.
     """
 
     axes: Callable[[Namespace], Mapping[str, Sequence[Any]]]
@@ -46,7 +56,8 @@ class Sweep:
     timeout_s: float = 600.0
 
     def measure(self, args: Namespace) -> list[dict[str, Any]]:
-        """Measure all cells. Return their values together with their positions on the axes."""
+        """Measure all cells. Return the values of each cell together with its position on the axes.
+        """
         axes, rows = self.axes(args), []
         for values in tracked(list(itertools.product(*axes.values())), "sweep", "cell"):
             cell = dict(zip(axes, values, strict=True))
@@ -60,8 +71,14 @@ class Sweep:
 def alternate(sides: Mapping[str, Callable[[], T]], rounds: int,
               warm_up: int = 1) -> dict[str, list[T]]:
     """Run every variant once per round, so that background noise on the machine affects all
-    variants equally. Return one result per round for each variant, without the rounds of the
-    warm-up.
+    variants equally.
+
+    Args:
+        sides: for each variant, a function that runs one step.
+        rounds: number of rounds whose results are returned.
+        warm_up: number of rounds before the rounds whose results are returned.
+
+    Returns: For each variant, a list with one result per round.
     """
     found: dict[str, list[T]] = {name: [] for name in sides}
     for _ in range(warm_up + rounds):
@@ -85,9 +102,14 @@ def medians(ranks: Ranks) -> dict[str, float]:
 
 def timed_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None,
                grad_TD: Tensor | None = None) -> tuple[float, LayerStats]:
-    """Run a forward and a backward pass. All ranks start the step at the same time. `choice` is the
-    layout for this call; None uses the layout that is configured or chosen by the tuner. Without
-    `grad_TD`, the gradient is that of the mean square of the output.
+    """Run a forward and a backward pass. All ranks start the step at the same time.
+
+    Args:
+        layer: the layer.
+        x_TD: tokens of this rank [T, D].
+        choice: layout for this call. None uses the layout that is configured or chosen by the
+            tuner.
+        grad_TD: gradient of the output. None uses the gradient of the mean square of the output.
     """
     layer.comm.barrier()
     start = time.perf_counter()
@@ -98,7 +120,9 @@ def timed_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None,
 
 def clean_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None = None,
                grad_TD: Tensor | None = None) -> tuple[float, LayerStats]:
-    """Run `timed_step` and then clear all gradients, to which the next variant would add."""
+    """Run `timed_step` and then clear all gradients. Otherwise, the next variant would accumulate
+    into these gradients.
+    """
     found = timed_step(layer, x_TD, choice, grad_TD)
     layer.zero_grad(set_to_none=True)
     x_TD.grad = None
@@ -106,14 +130,18 @@ def clean_step(layer: MoELayer, x_TD: Tensor, choice: LayoutChoice | None = None
 
 
 def one_step(layer: MoELayer, tokens: int, choice: LayoutChoice | None) -> tuple[float, str]:
-    """Run `timed_step` on random tokens that differ between ranks. Return (seconds, layout)."""
+    """Run `timed_step` on random tokens that differ between ranks. Return the time of the step in
+    seconds, and its layout.
+    """
     x_TD = torch.randn(tokens, layer.config.model_dim, requires_grad=True)
     seconds, stats = timed_step(layer, x_TD, choice)
     return seconds, stats.layout
 
 
 def timed_end(layer: MoELayer) -> float:
-    """Return the time in seconds of the end of a step, in which replicas may be placed."""
+    """Measure the end of a step, in which replicas may be placed, and return the time in seconds.
+     All ranks start at the same time.
+    """
     layer.comm.barrier()
     start = time.perf_counter()
     finish_step(layer)

@@ -16,9 +16,12 @@ from moe_plugin.config import from_dict
 
 
 class ToyBlock(nn.Module):
-    """A block with causal attention and experts, each with a residual connection. With `weighs`,
-    `forward` returns (output, weighted balance loss). With `remembers`, tokens attend to the tokens
-    of earlier calls.
+    """A block with causal attention and experts, each with a residual connection.
+
+    Args:
+        weighs: whether `forward` returns (output, weighted balance loss) instead of only the
+            output.
+        remembers: whether tokens attend to the tokens of earlier calls.
     """
 
     def __init__(self, moe: MoELayer, heads: int = 1, weighs: bool = False,

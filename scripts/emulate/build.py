@@ -21,8 +21,13 @@ def compiler() -> str | None:
 
 
 def build_switch(cache: Path | None = None) -> Path:
-    """Return the path of the compiled switch, which is compiled first if its source has changed.
-    Raise ValueError with the compiler's output if this is not possible.
+    """Return the path of the compiled switch. The switch is compiled first if necessary.
+
+    The file name contains a hash of the source code, so that changed source code is compiled again.
+
+    Raises:
+        ValueError: if there is no C compiler, or the compiler fails. The error message contains the
+            compiler's output.
     """
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     target = user_cache("the emulated cluster's switch cannot be compiled there",

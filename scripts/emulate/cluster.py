@@ -1,5 +1,5 @@
-"""The class `EmulatedCluster`, whose nodes are network namespaces, connected by a switch whose
-ports have a limited bandwidth and a delay.
+"""The class `EmulatedCluster`. The nodes of the cluster are network namespaces, which are connected
+by a switch whose ports have a limited bandwidth and a delay.
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ ERRORS_SHOWN = 3
 
 @dataclass(frozen=True)
 class PortStats:
-    """Frames and bytes on the wire that a node sent (`in`) and received (`out`), and messages."""
+    """Counters of the frames sent and received by one node.
+
+    Attributes:
+        frames_in: number of frames sent by the node.
+        bytes_in: number of bytes on the wire that were sent by the node.
+        frames_out: number of frames delivered to the node.
+        bytes_out: number of bytes on the wire that were delivered to the node.
+        drops: number of frames that were dropped.
+        messages: number of frames that were the last frame of a message.
+    """
 
     frames_in: int
     bytes_in: int
@@ -60,6 +69,7 @@ class EmulatedCluster:
 
     Raises:
         ValueError: if a value is out of bounds, or if this machine cannot run an emulated cluster.
+            The error message states the reason.
     """
 
     def __init__(self, nodes: int, ranks_per_node: int, rate_bit_s: float = 200e6,
@@ -135,9 +145,16 @@ class EmulatedCluster:
 
     def start(self, fn: Callable[..., Any], *args: Any, group_timeout_s: float = 60.0,
               join: bool = True) -> list[RankProcess]:
-        """Start `fn(*args)` on every rank, with the environment variables that a launcher sets.
-        With `join`, the gloo group of all ranks is initialized first; its collectives have a
-        timeout of `group_timeout_s`. Return the processes, ordered by rank.
+        """Start `fn(*args)` on every rank. Each rank's environment contains the variables that a
+        launcher sets.
+
+        Args:
+            fn: function that every rank calls.
+            args: arguments of the function.
+            group_timeout_s: timeout of collectives in the gloo group, in seconds.
+            join: whether to initialize the gloo group of all ranks first.
+
+        Returns: The processes, ordered by rank.
         """
         ours = [self._control.fileno()] if self._control else []
         store, port = serve_store(self.nodes[0], ours)
@@ -153,7 +170,11 @@ class EmulatedCluster:
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120.0,
             group_timeout_s: float = 60.0) -> list[Any]:
-        """Run `fn(*args)` on every rank, and return the results, or raise RuntimeError."""
+        """Run `fn(*args)` on every rank, and return the results ordered by rank.
+
+        Raises:
+            RuntimeError: if a rank failed. The error message contains the tracebacks.
+        """
         ends = self.collect(self.start(fn, *args, group_timeout_s=group_timeout_s), timeout_s)
         failed = [end.error for end in ends if end.error is not None]
         if failed:
@@ -163,8 +184,9 @@ class EmulatedCluster:
         return [end.value for end in ends]
 
     def collect(self, ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
-        """Wait for all ranks, return how each of them ended, and stop the stores. Ranks that are
-        still running after `timeout_s` seconds are killed.
+        """Wait for all ranks to end, return how each of them ended, and stop the stores.
+
+        Ranks that are still running after `timeout_s` seconds are killed.
         """
         ends = collect(ranks, timeout_s)
         stop([process for process in self.running if process.rank < 0])
@@ -172,7 +194,10 @@ class EmulatedCluster:
         return ends
 
     def command(self, node: int, argv: Sequence[str], **popen: Any) -> subprocess.Popen:
-        """Run a program on a node, such as torchrun, until this cluster is closed."""
+        """Run a program on a node, such as torchrun.
+
+        The program and its child processes are stopped when this cluster is closed.
+        """
         where = self.nodes[node]
         environment = {**os.environ, **popen.pop("env", {}), "GLOO_SOCKET_IFNAME": "eth0"}
         enter = ["nsenter", f"--net=/proc/self/fd/{where.net}", f"--uts=/proc/self/fd/{where.uts}"]
@@ -188,11 +213,15 @@ class EmulatedCluster:
         self._tell(f"rate {node} {rate_bit_s}")
 
     def set_network(self, network: Network) -> None:
-        """Route frames between nodes over the links of a network, whose rank i is node i of the
-        cluster. Each link has its own bandwidth, and the nodes' own links the highest possible one.
+        """Route frames between nodes over the links of a network. Each link has its own bandwidth.
 
-        Each frame takes the path with the fewest links. If several paths are equally short, the
-        frame takes the path whose links come first in the network.
+        Rank i of the network corresponds to node i of the cluster. Each frame takes the path with
+        the fewest links. If several paths are equally short, the frame takes the path whose links
+        come first in the network. The nodes' own links are set to the highest possible bandwidth.
+
+        Raises:
+            ValueError: if the network and the cluster have different numbers of ranks and nodes, or
+                if the network has more links than the switch supports.
         """
         if len(network.ranks) != self.nodes_wanted:
             raise ValueError(

@@ -60,7 +60,8 @@ def emulate_options(p: argparse.ArgumentParser) -> None:
 
 
 def emulate(args: argparse.Namespace) -> int:
-    """Run the program on an emulated cluster. Return the exit status of the first node that fails.
+    """Run the program on an emulated cluster. Return the exit status of the first node that fails,
+    or 0.
     """
     from moe_plugin.cli.figures import links_of
     from moe_plugin.planner.units import parse_grid
@@ -145,7 +146,7 @@ def fault(args: argparse.Namespace) -> int:
 
 
 def _why(fault: Fault, made: int) -> str:
-    """Return why the fault was not injected into a program that ran for `made` steps."""
+    """Return the reason why the fault was not injected into a program that ran for `made` steps."""
     from scripts.emulate.faults import PLACES
 
     if made < fault.step:

@@ -1,4 +1,6 @@
-"""Damage the files of a checkpoint, to test how damaged checkpoints are loaded."""
+"""Damage the files of a checkpoint between a save and the next start, to test how damaged
+checkpoints are loaded.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,24 @@ _ZEROS = 512  # bytes of a sector
 
 
 def files_of(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return all files in a folder and its subfolders, sorted by name."""
     return sorted(path for path in Path(folder).rglob("*") if path.is_file())
 
 
 def damage(path: str | os.PathLike[str], way: str, seed: int = 0) -> str:
-    """Damage a file in place, at a random position that depends on the seed. Return a description.
+    """Damage a file in place.
 
-    `cut` removes at least one byte at the end, `empty` removes all bytes, `bit` flips one bit,
-    `byte` changes one byte, `zeros` overwrites a sector with zeros, `missing` removes the file,
-    `swapped` replaces the content with that of another file in the folder, and `folder` replaces
-    the file with a folder of the same name. Raise ValueError if this is not possible.
+    Args:
+        way: type of damage. `cut` removes at least one byte at the end, `empty` removes all bytes,
+            `bit` flips one bit, `byte` changes one byte, `zeros` overwrites a sector with zeros,
+            `missing` removes the file, `swapped` replaces the content with the content of another
+            file in the folder, and `folder` replaces the file with a folder of the same name.
+        seed: seed for the random position.
+
+    Returns: A description of the damage in words.
+
+    Raises:
+        ValueError: if the type of damage is unknown, or if the file cannot be damaged in this way.
     """
     path, draw = Path(path), random.Random(seed)
     size = path.stat().st_size

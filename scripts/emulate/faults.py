@@ -73,17 +73,21 @@ class Fault:
 
     Args:
         kind: type of fault, which is a key of `KINDS`.
-        step: the step in which the fault is injected, counted from 1 since the start of the
-            process. Each step ends with an optimizer step.
-        place: a key of `PLACES`. The fault is injected when the process first reaches this place in
-            the step. Defaults to "forward", or to the only place that is possible.
+        ranks: the ranks on which the fault is injected.
+        step: the step in which the fault is injected. Step 1 is the first step after the process
+            has started. Each step ends with an optimizer step.
+        place: where in the step the fault is injected, which is a key of `PLACES`. The fault is
+            injected when the process first reaches this place in the step. Defaults to "forward",
+            or to the only place at which this type of fault is possible.
         seconds: duration of the faults `stall` and `slow`.
         bytes: maximum file size for the fault `disk-full`.
         bit: the bit that `bit-flip` and `wrong-product` flip. Bit 0 is the lowest bit.
-        record: file to which a line "RANK TIME" is appended when the fault is injected.
+        record: path of a file to which a line "RANK TIME" is appended when the fault is injected.
+            By default, no line is written.
 
     Raises:
-        ValueError: if a value is out of bounds, or if the fault is not possible at this place.
+        ValueError: if a value is out of bounds, or if this type of fault is not possible at this
+            place.
     """
 
     kind: str
@@ -113,7 +117,11 @@ class Fault:
         object.__setattr__(self, "place", known)
 
     def arm(self, rank: int) -> Armed | None:
-        """On one of the fault's ranks, install the hooks until the process ends."""
+        """If `rank` is one of the fault's ranks, install the hooks that inject the fault.
+
+        The hooks on layers, optimizers and exchanges remain installed until the process ends. On
+        ranks without the fault, return None.
+        """
         if rank not in self.ranks:
             return None
         armed = Armed(self, rank)
@@ -122,7 +130,12 @@ class Fault:
 
 
 class Armed:
-    """A fault whose hooks are installed, and the latest step in which it `happened_in`, or 0."""
+    """A fault whose hooks are installed in this process.
+
+    Attributes:
+        happened_in: the latest step in which the fault was injected. 0 if the fault has not been
+            injected yet.
+    """
 
     def __init__(self, fault: Fault, rank: int) -> None:
         self.fault, self.rank = fault, rank
@@ -135,7 +148,10 @@ class Armed:
         return 1 + max(self._updates.values(), default=0)
 
     def due(self) -> bool:
-        """Return whether the fault must be injected now, at the fault's place, and record this."""
+        """Return whether the fault must be injected now, and if so, record that it was injected.
+
+        Call this method only when the process has reached the fault's place.
+        """
         kind = self.fault.kind
         if self.step < self.fault.step or self.happened_in == self.step and kind not in _ALWAYS:
             return False
@@ -148,6 +164,7 @@ class Armed:
         return True
 
     def install(self) -> None:
+        """Install the hooks that inject the fault."""
         register_optimizer_step_post_hook(self._updated)
         kind, place = self.fault.kind, self.fault.place
         if kind in _ONLY:
@@ -221,7 +238,10 @@ def flip_bit(x: Tensor, bit: int) -> None:
 
 
 def _before_exchanges(happen: Callable[[], None]) -> None:
-    """Call `happen` before every exchange of `TorchComm`, which has no hooks."""
+    """Call `happen` before every exchange of `TorchComm`.
+
+    The methods of `TorchComm` are replaced in this process, because `TorchComm` has no hooks.
+    """
     for name in _EXCHANGES:
         original = getattr(TorchComm, name)
 

@@ -50,8 +50,10 @@ def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restart
 
 def start_plain(cluster: EmulatedCluster, program: Sequence[str],
                 **popen: object) -> list[subprocess.Popen]:
-    """Start a launch script on every node, with MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and
-    NPROC_PER_NODE in its environment.
+    """Start a launch script on every node.
+
+    The script's environment contains MASTER_ADDR, MASTER_PORT, NNODES, NODE_RANK and
+    NPROC_PER_NODE.
     """
     env = {
         **_quiet(), "MASTER_ADDR": cluster.nodes[0].address, "MASTER_PORT": str(PORT),
@@ -64,8 +66,9 @@ def start_plain(cluster: EmulatedCluster, program: Sequence[str],
 
 
 def wait(started: Sequence[subprocess.Popen], grace_s: float = GRACE_S) -> int:
-    """Wait for all processes, and return the first exit status that is not 0. After one process has
-    failed, wait at most `grace_s` seconds for the others.
+    """Wait for all processes to end, and return the first exit status that is not 0.
+
+    After one process has failed, wait at most `grace_s` seconds for the others.
     """
     deadline = None
     while any(process.poll() is None for process in started):

@@ -1,5 +1,5 @@
-"""Linux namespaces without names or files, which are removed when their last file descriptor is
-closed and their last process has ended.
+"""Linux namespaces without names or files. A namespace is removed when its last file descriptor is
+closed and its last process has ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ _SYSCTL = {
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster: file descriptors of a network namespace and a host name namespace."""
+    """A node of the cluster, which consists of a network namespace and a host name (UTS) namespace.
+
+    Attributes:
+        net: file descriptor of the network namespace.
+        uts: file descriptor of the host name namespace.
+    """
 
     index: int
     net: int
@@ -37,24 +42,30 @@ class Node:
 
     @property
     def address(self) -> str:
+        """The node's address in the emulated network."""
         return f"10.77.0.{self.index + 1}"
 
     @property
     def hostname(self) -> str:
+        """The node's host name."""
         return f"node{self.index}"
 
     def enter(self) -> None:
-        """Move the calling thread, or a newly forked process, into the namespaces of this node."""
+        """Move the calling thread into the namespaces of this node. If a newly forked process calls
+        this method, the whole process moves.
+        """
         call_libc("setns", self.net, _NEWNET)
         call_libc("setns", self.uts, _NEWUTS)
 
     def close(self) -> None:
+        """Close the descriptors."""
         os.close(self.net)
         os.close(self.uts)
 
 
 def make_node(index: int) -> Node:
-    """Create a node in a helper thread, so that this thread stays in its own namespaces."""
+    """Create a node in a helper thread, so that the calling thread remains in its own namespaces.
+    """
     found: list[Node | BaseException] = []
 
     def work() -> None:

@@ -1,7 +1,8 @@
 """Networks with unequal links for `EmulatedCluster.set_network`, with one rank per node.
 
-`rate_bit_s` is the bandwidth of a normal link in each direction, in bits per second. The links have
-no cost per message (alpha), because it is unknown on this machine.
+In all functions, `rate_bit_s` is the bandwidth of a normal link in each direction, in bits per
+second. The links have no cost per message (alpha), because the cost of a message on this machine is
+unknown.
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ def equal(nodes: int, rate_bit_s: float) -> Network:
 
 
 def slow_node(nodes: int, rate_bit_s: float, slower: float = 4) -> Network:
-    """Connect all nodes to one switch. The link of node 0 is slower by the factor `slower`."""
+    """Return a network in which all nodes are connected to one switch. The link of node 0 is slower
+    by the factor `slower`.
+    """
     links = [(str(i), "s0", rate_bit_s / (1 if i else slower)) for i in range(nodes)]
     return _linked("one slow node", nodes, 1, links)
 
 
 def ring(nodes: int, rate_bit_s: float, slower: float = 1) -> Network:
-    """Return a ring. The link from the last node to node 0 is slower by the factor `slower`."""
+    """Return a ring with at least three nodes.
+
+    The link from the last node to node 0 is slower than the other links by the factor `slower`.
+    """
     links = [(str(i), str((i + 1) % nodes), rate_bit_s / (1 if i + 1 < nodes else slower))
              for i in range(nodes)]
     return _linked("ring of nodes" if slower == 1 else "ring with a slow link", nodes, 0, links)
@@ -37,7 +43,11 @@ def chain(nodes: int, rate_bit_s: float) -> Network:
 
 
 def two_clusters(nodes: int, rate_bit_s: float, slower: float = 2) -> Network:
-    """Connect half of the nodes to each of two switches, linked by a slower link."""
+    """Return a network with two switches that are linked to each other. Half of the nodes are
+    connected to each switch.
+
+    The link between the switches is slower than a node's link by the factor `slower`.
+    """
     links = [(str(i), f"s{2 * i // nodes}", rate_bit_s) for i in range(nodes)]
     return _linked("two clusters", nodes, 2, [*links, ("s0", "s1", rate_bit_s / slower)])
 

@@ -1,4 +1,6 @@
-"""The ranks of an emulated cluster, forked from this process, which has imported torch."""
+"""The ranks of an emulated cluster. The ranks are forked from this process after torch has been
+imported.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,14 @@ TRACE_S = 0.5  # time in which ranks write their tracebacks before they are kill
 
 @dataclass
 class RankEnd:
-    """The result of a rank.
+    """The result of a rank, which is a value or an error.
 
     Attributes:
+        value: the return value of the rank's function.
         error: the error with its traceback as text, or None if the function returned normally.
-        exit: exit status of the process. Negative if a signal ended the process, and None if it was
-            killed after the timeout.
-        seconds: run time of the process.
+        exit: exit status of the process. Negative if the process was ended by a signal. None if the
+            process was killed after the timeout.
+        seconds: run time of the process in seconds.
     """
 
     rank: int
@@ -44,12 +47,20 @@ class RankEnd:
 
     @property
     def ok(self) -> bool:
+        """Whether the rank's function returned normally."""
         return self.error is None
 
 
 @dataclass
 class RankProcess:
-    """A running rank, or the store (-1). `log` is printed if the rank fails."""
+    """A running rank.
+
+    Attributes:
+        rank: number of the rank, or -1 for the process that runs the store.
+        pipe: connection that receives the result.
+        log: standard error of the process, which is printed if the rank fails.
+        started: start time, as returned by `time.monotonic`.
+    """
 
     rank: int
     pid: int
@@ -60,9 +71,14 @@ class RankProcess:
 
 def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[int] = ()
          ) -> RankProcess:
-    """Run `work` in a forked process on a node, or (None) outside of the nodes, and send its return
-    value to this process. The file descriptors `close` are closed there. The forked process is
-    killed when this process ends.
+    """Run `work` in a forked process. The forked process is killed when this process ends.
+
+    Args:
+        work: function that is called in the forked process. The function's return value is sent to
+            this process.
+        node: the node on which the process runs. None runs the process outside of the emulated
+            nodes.
+        close: file descriptors that are closed in the forked process.
     """
     ours, theirs = Pipe(duplex=False)
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `_close`, when the rank has ended
@@ -96,8 +112,10 @@ def fork(work: Callable[[], Any], node: Node | None, rank: int, close: Sequence[
 
 
 def collect(ranks: Sequence[RankProcess], timeout_s: float) -> list[RankEnd]:
-    """Wait for all ranks, and return how each of them ended. Ranks that have not sent a result
-    after `timeout_s` seconds are killed, and their errors contain the stack traces of all threads.
+    """Wait for all ranks to end, and return how each of them ended.
+
+    Ranks that have not sent a result after `timeout_s` seconds are killed. The errors of these
+    ranks contain the stack traces of all threads.
     """
     ends: dict[int, RankEnd] = {}
     waiting = {process.pipe: process for process in ranks}
@@ -141,8 +159,14 @@ def initialise(address: str, port: int, rank: int, world: int, timeout_s: float)
 
 
 def serve_store(node: Node, close: Sequence[int] = ()) -> tuple[RankProcess, int]:
-    """Start a separate process on `node` that runs the store of the ranks, so that any rank may die
-    without stopping it. Return the process and the port.
+    """Start a separate process on `node` that runs the store of the ranks. The store has a separate
+    process, so that any rank may die without stopping it.
+
+    Returns:
+        The process and the port of the store.
+
+    Raises:
+        RuntimeError: if the store did not start.
     """
     reader, writer = os.pipe()
 
@@ -184,7 +208,8 @@ def _read(process: RankProcess) -> RankEnd:
 
 
 def _close(process: RankProcess) -> str:
-    """Close the pipe and the log of a rank, and return the end of the log."""
+    """Close the pipe and the log of a rank. Return the end of the log, for use in an error message.
+    """
     process.pipe.close()
     with process.log as log:
         log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_SHOWN))

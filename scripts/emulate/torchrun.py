@@ -1,4 +1,6 @@
-"""Run torchrun on an emulated node, without the messages of the last nodes to finish."""
+"""Run torchrun on an emulated node. Messages that the last nodes to finish would print are
+suppressed.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ FOLDER = Path(__file__).resolve().parent  # its modules are part of a package
 
 
 def main() -> None:
+    """Run torchrun with the arguments of this script's command line."""
     sys.path[:] = [str(FOLDER.parents[1]), *(p for p in sys.path if Path(p).resolve() != FOLDER)]
     from torch.distributed.run import main as torchrun
 

@@ -1,4 +1,5 @@
-"""Compile this folder's C code, once per machine and user, and load the compiled library.
+"""Compile the C code in this folder and load the compiled library. The code is compiled once per
+machine and user.
 
 If no compiler is found, or the processor is not supported, torch's operations are used instead, and
 `moe-plugin doctor` reports the reason.
@@ -52,7 +53,8 @@ class Unavailable(Exception):
 
 @functools.cache
 def library(source: str, *defines: str) -> ctypes.CDLL | str:
-    """Return a source file's compiled functions, or the reason why they are unavailable.
+    """Return the compiled functions of a source file in this folder, or the reason why they are
+    unavailable.
 
     If the compiler fails, a warning is logged.
 

@@ -96,12 +96,14 @@ class NativePasses:
     def backward(self, grad_NF: Tensor, before_NF: Tensor, up_NF: Tensor | None, after_NF: Tensor,
                  grad_up_NF: Tensor | None, scale_N: Tensor | None, dots_N: Tensor | None,
                  has_slope: bool) -> None:
-        """Convert the gradient of the activation's output in `grad` to that of its input.
+        """Convert `grad` from the gradient of the activation function's output to the gradient of
+        its input.
 
         Args:
             has_slope: True if the forward pass stored `act'(before)` and `after`. If `has_slope` is
                 False, `after` is recomputed and written to memory.
-            scale_N: factor of each row's gradients, including `grad_up`. None means 1.
+            scale_N: factor by which the gradients of each row are multiplied, including those in
+                `grad_up`. None means 1.
             dots_N: output tensor. For each row, it receives the dot product of the unscaled
                 gradient and `after` over the inner width.
         """
@@ -115,7 +117,9 @@ class NativePasses:
 
 
 def passes(x: Tensor, activation: str) -> NativePasses | None:
-    """Return the compiled passes for experts with the input `x`, or None; see `why_not`."""
+    """Return the compiled passes for experts with the input `x`. If torch's operations must be
+    used, return None; see `why_not`.
+    """
     return compiled_passes(activation, x.dtype) if x.dtype in DTYPES and readable(x) else None
 
 
@@ -135,7 +139,8 @@ def _source(activation: str | None) -> tuple[str, ...]:
 
 
 def why_not(activation: str | None) -> str | None:
-    """Return why an activation function's passes are unavailable on this machine, or None.
+    """Return the reason why the passes for an activation function are unavailable on this machine,
+    or None if they are available.
 
     If the activation is None, check the matmuls of routers instead.
     """
@@ -182,7 +187,8 @@ class Scores:
 
 
 def scores_of(x_TD: Tensor, weight_ED: Tensor) -> Scores | None:
-    """Return the compiled matmuls for these tokens and this weight, or None to use torch.
+    """Return the compiled matmuls for these tokens and this weight, or None if torch's matmuls must
+    be used.
 
     If the shapes of the tensors are incompatible, return None, so that torch's matmul raises the
     error.
@@ -213,7 +219,9 @@ def why_not_sums() -> str | None:
 
 
 def sum_of_rows(rows_RD: Tensor, position_TK: Tensor) -> Tensor | None:
-    """Compute `kernels.rows.sum_rows` without weights for bfloat16 rows, or return None."""
+    """Compute the unweighted sums of `kernels.rows.sum_rows` for bfloat16 rows, or return None if
+    torch must compute them.
+    """
     fit = (rows_RD.dtype == torch.bfloat16 and readable(rows_RD) and rows_RD.is_contiguous()
            and readable(position_TK) and position_TK.is_contiguous() and position_TK.shape[1] > 1)
     if not fit or (compiled := compiled_sums()) is None:

@@ -1,4 +1,6 @@
-"""Importing this module registers all checkpoint formats, but imports no host framework."""
+"""Registration of all checkpoint formats. Importing this module registers all formats. The modules
+of the formats do not import any framework.
+"""
 
 from moe_plugin.checkpoint.formats import plain as _plain  # noqa: F401 - registers
 from moe_plugin.checkpoint.formats import tutel as _tutel  # noqa: F401 - registers

@@ -1,4 +1,5 @@
-"""The checkpoint formats of `moe-plugin reshard` and `moe-plugin inspect`, and their registry.
+"""The checkpoint formats that `moe-plugin reshard` and `moe-plugin inspect` support, and the
+registry of formats.
 
 The formats of each host framework are registered in a separate module, so that this package does
 not depend on any host framework.
@@ -31,11 +32,13 @@ from moe_plugin.utils.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSizes:
-    """Parallel sizes and data type of a checkpoint to write, or None for the format's choice.
+    """The parallel sizes and the data type of a checkpoint that is about to be written. If a size
+    is not set, the format chooses it.
 
     Attributes:
         world: total number of ranks. For fairseq, this is the number of data-parallel ranks.
-        ep, tp, pp, etp: sizes of expert, tensor, pipeline and expert-tensor parallelism.
+        ep, tp, pp, etp: sizes of expert, tensor, pipeline and expert-tensor parallelism,
+            respectively.
         shards: number of ranks among which each expert is split.
         dtype: data type of floating-point model tensors. For every format, the module `conversion`
             casts the tensors to this data type.
@@ -76,7 +79,8 @@ class CheckpointSizes:
 
 
 class WriteProgress:
-    """Callbacks through which a writer reports its progress. This base class does nothing.
+    """Callbacks through which a writer reports its progress. The methods of this base class do
+    nothing.
 
     For each file, a writer calls `keeps(name)`, where `name` is the path within the written folder.
     If the return value is True, the writer skips the file. The writer calls `advance` while it
@@ -97,7 +101,8 @@ class WriteProgress:
 
 def write_files(path: Path, contents: Mapping[str, Callable[[], Any]],
                 progress: WriteProgress) -> None:
-    """Write files with `torch.save`, also of `Derived` tensors, unless `progress.keeps` them.
+    """Write files with `torch.save`. The contents may include `Derived` tensors. Files for which
+    `progress.keeps` returns True are skipped.
 
     Args:
         path: an existing folder.
@@ -139,13 +144,15 @@ class Format(ABC):
 
     @abstractmethod
     def detect(self, path: Path, trust: bool = False) -> bool:
-        """Return whether a path is a checkpoint of this format, from names and headers alone.
+        """Return true if a file or folder is a checkpoint of this format. Only file names and
+        headers are read.
 
         Args:
             path: file or folder to examine.
             trust: see `open`.
         Raises:
-            UntrustedFile: If detecting the format requires classes that are not allowed.
+            UntrustedFile: If the format cannot be determined without unpickling classes that are
+                not allowed.
         """
 
     @abstractmethod
@@ -163,13 +170,15 @@ class Format(ABC):
 
     def write(self, source: Source, path: Path, layout: CheckpointSizes,
               progress: WriteProgress = WriteProgress()) -> None:
-        """Write a checkpoint into the folder `path`, with one slice of a tensor in memory.
+        """Write a checkpoint of this format into the folder `path`. Only one slice of a tensor is
+        in memory at any time.
 
         The folder must exist. The folder is temporary, and it may contain files of an interrupted
         conversion (see `WriteProgress.keeps`).
 
         Args:
             source: a source whose tensors have the names of this format.
+            path: the folder.
             layout: parallel sizes of the checkpoint to be written.
             progress: object to which the writer reports its progress.
         Raises:
@@ -209,8 +218,10 @@ def detect(path: str | Path, trust: bool = False) -> str:
         trust: whether to unpickle arbitrary classes, including those that are not allowed by
             default. Unpickling can run code that is stored in the files.
     Raises:
-        CheckpointError: If the path does not exist, or does not match exactly one format.
-        UntrustedFile: If, without `trust`, detecting the format requires other classes.
+        CheckpointError: If the path does not exist, or if it matches no format or more than one
+            format.
+        UntrustedFile: If the format cannot be determined without unpickling classes that are not
+            allowed, and `trust` is False.
     """
     path, refused = Path(path), list[UntrustedFile]()
     unreadable: list[str] = []
@@ -286,7 +297,8 @@ def check_pair(origin: str, to: str) -> None:
 
 
 def convert(source: Source, to: str) -> Source:
-    """Return a view of a source with the names of another format, or neutral names.
+    """Return a view of a source that uses the names of a different format, or framework-independent
+    names.
 
     If there is no direct conversion between the two formats, the conversion uses intermediate
     formats.

@@ -1,4 +1,5 @@
-"""The format "plain" of plain PyTorch: a folder with an index and one part per rank.
+"""The format "plain": the checkpoint folder of a run in plain PyTorch. The folder contains an index
+and one file ("part") for each rank.
 
     part-00000-of-00004.pt ...   each rank's model state and optimizer state by parameter name
     index.json                   format version, number of parts, their sizes in bytes and their
@@ -108,7 +109,8 @@ def check_part(folder: Path, index: Mapping[str, Any], rank: int) -> bool:
     """Verify the size and the checksum of a rank's part. Return true if the part has a checksum.
 
     Raises:
-        CheckpointError: If the part is missing, damaged or of another rank or checkpoint.
+        CheckpointError: If the part is missing, truncated or damaged, or belongs to a different
+            rank or checkpoint.
     """
     path, seal = _part_of_size(folder, index, rank), index["seals"][rank]
     with refused_if_unreadable(f"checkpoint file {str(path)!r} cannot be read",
@@ -138,7 +140,9 @@ def open_folder(folder: Path, trusted: bool = False) -> Source:
     """Open the checkpoint in a folder. The checksums of the parts are not verified.
 
     Args:
-        trusted: whether to unpickle arbitrary classes, which can run code from the files.
+        folder: the folder.
+        trusted: whether to unpickle arbitrary classes. Unpickling can run code that is stored in
+            the files.
     Raises:
         CheckpointError: If a file is missing or damaged.
     """
@@ -207,7 +211,9 @@ def to_neutral(source: Source) -> Source:
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view of a framework-independent source in the plain format."""
+    """Return a view of a framework-independent source in the plain format. The tensors of a plain
+    checkpoint may have any names.
+    """
     extra = {name: source.values[name] for name in ("step", *_NEUTRAL) if name in source.values}
     values, optimizer = {**source.values, "extra": extra}, source.values.get("optimizer")
     if optimizer is not None:  # a neutral source has a single group

@@ -69,10 +69,12 @@ NAMES: dict[str, tuple[str, bool]] = {
 
 
 def rank_files(path: Path) -> list[Path]:
-    """Return the files of all ranks in order, given a pattern, a folder or a single file.
+    """Return the files of all ranks, in rank order. The argument is a pattern, a folder or a single
+    file.
 
     Raises:
-        CheckpointError: If a rank's file is missing, or if a folder matches several patterns.
+        CheckpointError: If the file of a rank is missing, or if the files in a folder match more
+            than one pattern.
     """
     pattern = str(path)
     if "{rank}" not in pattern:
@@ -90,7 +92,9 @@ def rank_files(path: Path) -> list[Path]:
 
 
 def _matching(pattern: str) -> dict[int, Path]:
-    """Return the files that match a pattern by rank, for the `{size}` with the most files."""
+    """Return all files that match a pattern, keyed by rank. If the files have several values of
+    `{size}`, the value with the most files is used.
+    """
     folder = Path(pattern.split("{")[0] + "_").parent
     escaped = re.escape(pattern).replace(r"\{rank\}", r"(?P<rank>\d+)")
     expression = re.compile(escaped.replace(r"\{size\}", r"(?P<size>\d+)"))
@@ -104,7 +108,8 @@ def _matching(pattern: str) -> dict[int, Path]:
 
 
 def _pattern_of(folder: Path, names: Sequence[str]) -> str:
-    """Return the pattern that the file names in a folder match, or an empty string.
+    """Return the file name pattern that the files in a folder match, or an empty string if there is
+    none.
 
     Raises:
         CheckpointError: If the files match more than one pattern.
@@ -223,7 +228,9 @@ def _keep_outside(source: Source, missing: str, known: Iterable[str]) -> Others:
 
 
 def _split(name: str, layers: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Split a tensor name into its MoE layer's prefix (None outside of MoE layers) and the rest."""
+    """Split a tensor name into the prefix of the MoE layer and the rest of the name. For tensors
+    outside of MoE layers, the prefix is None.
+    """
     for prefix in layers:
         if name.startswith((prefix + "experts.", prefix + "gates.", prefix + "router.")):
             return prefix, name.removeprefix(prefix)

@@ -271,7 +271,9 @@ def _missing(report: dict[str, Any]) -> str:
 
 
 def _load(load: str) -> str:
-    """Shorten a measurement's load. Other columns and `--json` show the rest."""
+    """Shorten the text that describes the load of a measurement. The omitted details are shown in
+    other columns and in the output of `--json`.
+    """
     return load.split(": ", 1)[-1].split(", of ")[0]
 
 

@@ -138,7 +138,10 @@ def _widened() -> str:
 
 
 def compiled() -> list[dict[str, str]]:
-    """Return a row for each C++ function for the CPU, which is compiled if necessary."""
+    """Return one row for each C++ function that can replace torch operations on the CPU.
+
+    Functions that have not been compiled yet are compiled during this call.
+    """
     parts = [(f"experts' {name}", functions.why_not(name)) for name in ACTIVATIONS]
     parts.append(("several experts at a time, float32", products.why_one_by_one()))
     parts.append((f"routers of up to {functions.EXPERTS} experts, bfloat16",
@@ -155,7 +158,9 @@ def _why_no_cuda() -> str:
 
 
 def unused_gpu() -> str | None:
-    """Return why torch does not use a GPU whose driver is loaded, or None."""
+    """If a GPU driver is loaded but torch does not use a GPU, return the reason. Otherwise, return
+    None.
+    """
     if torch.cuda.is_available() or not os.path.exists(DRIVER):
         return None
     return f"the driver of a GPU is loaded, but {_why_no_cuda()}"
@@ -224,7 +229,9 @@ _TIMEOUT_S = 300
 
 
 def installed_version(package: Package) -> str | None:
-    """Return a package's version, `unknown` without metadata, None if not installed."""
+    """Return the version of an installed package, `unknown` if the package has no metadata, or None
+    if the package is not installed.
+    """
     try:
         if find_spec(package.module) is None:
             return None
@@ -237,7 +244,9 @@ def installed_version(package: Package) -> str | None:
 
 
 def requirement(name: str) -> str:
-    """Return moe-plugin's requirement of a package (`tensorboard>=2.14`), or its name."""
+    """Return the version requirement in moe-plugin's metadata (such as `tensorboard>=2.14`), or the
+    bare package name if the metadata do not list the package.
+    """
     try:
         stated = metadata.requires("moe-plugin") or []
     except metadata.PackageNotFoundError:
@@ -255,7 +264,11 @@ def install_command(package: Package) -> str:
 
 
 def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
-    """Return a row for each package, which is `installed`, `missing` or `not needed here`."""
+    """Return one row for each package, with the name, the version, the use and the state. The row
+    of a missing package also contains the install command.
+
+    The state is `installed`, `missing` or `not needed here (no GPU)`.
+    """
     rows = []
     for package in PACKAGES:
         version, needed = installed_version(package), has_gpu or not package.gpu
@@ -266,7 +279,9 @@ def package_rows(has_gpu: bool) -> list[dict[str, str | None]]:
 
 
 def host_rows() -> list[dict[str, Any]]:
-    """Return name, version, state, reason and (if missing) install command of each host."""
+    """Return one row for each host, with the name, the version, the state and the reason. The row
+    of a missing host also contains the install command.
+    """
     started = {name: _start(name) for name in ADAPTER}
     return [_row(name, process) for name, process in started.items()]
 

@@ -98,7 +98,11 @@ class RankTimes:
 
 def measure_rank(plan: Plan,
                  comm: Comm | None = None) -> tuple[tuple[tuple[int, ...], ...], list[RankTimes]]:
-    """Measure all algorithms in rotating order. Return the nodes and all `RankTimes`."""
+    """Measure all algorithms on every rank. Return the nodes of the group, and one `RankTimes` for
+    each algorithm and size.
+
+    Each repeat runs all algorithms once, in an order that rotates from repeat to repeat.
+    """
     comm = comm or TorchComm()
     prepare(comm, plan.settings or CommConfig())
     cells = []
@@ -124,7 +128,9 @@ def measure_rank(plan: Plan,
 
 
 def _warm_up(comm: Comm, name: str, x: torch.Tensor) -> None:
-    """Run an algorithm once untimed, or `auto` until it has selected one."""
+    """Run an all-to-all algorithm once before it is timed. `auto` is run repeatedly until it has
+    selected an algorithm.
+    """
     run = algorithms.get(name)
     run(comm, x)
     for _ in range(100):
@@ -156,7 +162,11 @@ def _agreed(comm: Comm, spans: Sequence[tuple[float, float]], one_clock: bool) -
 
 def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int,
            helper: int | None) -> tuple[float, float, float]:
-    """Run `burst` exchanges after one barrier. Return start, end and CPU time of this rank."""
+    """Run `burst` exchanges after a single barrier, so that the barrier has less effect on the
+    measured time.
+
+    Return the start time, the end time, and the CPU time of this rank in seconds.
+    """
     run = algorithms.get(name)
     comm.barrier()
     wait_for_device(x.device)
@@ -168,7 +178,9 @@ def _burst(comm: Comm, name: str, x: torch.Tensor, burst: int,
 
 
 def _cpu_s(comm: Comm, helper: int | None) -> float:
-    """Return this rank's CPU time in seconds; on rank 0, with the helper's."""
+    """Return the CPU time of this rank in seconds. On rank 0, the CPU time of the helper process is
+    included.
+    """
     if helper is None or comm.rank:
         return time.process_time()
     return time.process_time() + int(Path(f"/proc/{helper}/schedstat").read_text().split()[0]) / 1e9
@@ -185,7 +197,8 @@ def row_of(topology: Topology, cell: RankTimes, floor_ms: float | None = None,
 
 
 def messages_out(topology: Topology, name: str) -> float | None:
-    """Return a node's messages to other nodes, by a formula or counted by a simulation.
+    """Return the number of messages that a node sends to other nodes. The number is computed by a
+    formula, or counted by running the algorithm on simulated ranks.
 
     If the nodes have different numbers of ranks, return the mean over all nodes, or None if the
     group has more than `COUNTED_RANKS` ranks.
@@ -203,7 +216,8 @@ def messages_out(topology: Topology, name: str) -> float | None:
 
 
 def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
-    """Return the measurements of all algorithms with a cost model, for the planner.
+    """Return the measurements of all algorithms that have a cost model. The planner fits its
+    network model to these measurements.
 
     Each measurement is a median, because the fastest repeat is an outlier when many ranks share few
     cores.
@@ -217,7 +231,11 @@ def measurements_of(rows: Sequence[ExchangeRow]) -> list[Measurement]:
 
 def measure_rows(args: argparse.Namespace, plan: Plan, command: str
                  ) -> tuple[list[ExchangeRow], dict[str, Any]]:
-    """Measure all algorithms. Return the rows (on rank 0) and a description of the ranks."""
+    """Measure all algorithms. Return the measurements and a description of the ranks. On all ranks
+    except rank 0, the list of measurements is empty.
+
+    command: name of the command for error messages, such as `bench all-to-all`.
+    """
     if args.repeats < 1:
         raise ValueError(f"--repeats {short(args.repeats)} must be >= 1, e.g. 7")
     memory = memory_bytes(torch.device("cpu")) or float("inf")

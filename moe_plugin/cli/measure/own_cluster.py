@@ -47,7 +47,9 @@ LEAST_S = 0.02  # shortest duration of a repeat of short operations
 
 @contextlib.contextmanager
 def own_ranks(cuda: bool) -> Iterator[Comm]:
-    """Return a group of all ranks that a launcher started, or of this rank alone."""
+    """Return a group of all ranks that a launcher started. A single process forms a group with one
+    rank.
+    """
     started = {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -61,7 +63,11 @@ def own_ranks(cuda: bool) -> Iterator[Comm]:
 
 
 def grid_of(comm: Comm) -> tuple[int, int]:
-    """Return nodes and ranks per node (collective), or raise a `ValueError` if unequal."""
+    """Return the number of nodes and the ranks per node. Collective.
+
+    Raises:
+        ValueError: If the nodes have different numbers of ranks.
+    """
     nodes = comm.prepare().nodes
     sizes = sorted({len(node) for node in nodes})
     if len(sizes) > 1:
@@ -79,7 +85,9 @@ def rank_memory(device: torch.device, ranks_per_node: int) -> float:
 
 
 def largest_size(model: ModelShape) -> int:
-    """Return the largest measured message of a model, in bytes per rank."""
+    """Return the largest message size, in bytes per rank, at which the network is measured for a
+    model.
+    """
     rows = model.layer(MICRO_BATCH * model.sequence)
     size = LEAST_SIZE
     while size < min(rows.rows * rows.row_bytes, MOST_SIZE):
@@ -113,7 +121,9 @@ def about_processor(model: ModelShape, comm: Comm, device: torch.device) -> dict
 
 def measure_network(model: ModelShape, comm: Comm, grid: tuple[int, int], about: dict[str, str],
                     nics: int, repeats: int) -> MeasuredNetwork:
-    """Measure all-to-all algorithms at several sizes, and fit a cluster to them."""
+    """Measure all-to-all algorithms at several sizes, and fit a model of the cluster to the
+    measurements.
+    """
     sizes = [FIRST_SIZE * 4**i for i in range(20) if FIRST_SIZE * 4**i <= largest_size(model)]
     shape = Cluster(name="measured", nodes=grid[0], ranks_per_node=grid[1], nics=nics)
     measurements: list[Measurement] = []
@@ -128,7 +138,8 @@ def measure_network(model: ModelShape, comm: Comm, grid: tuple[int, int], about:
 
 def measure_processor(model: ModelShape, comm: Comm, device: torch.device, memory: float,
                       about: dict[str, str], repeats: int) -> Processor:
-    """Run the experts' matmuls on all ranks at once, and fit a model of the device.
+    """Run matmuls with the experts' widths on all ranks at the same time, and fit a model of the
+    device to the measured times.
 
     The time of each repeat is that of the slowest rank. memory: number of bytes that a rank may
     use.
@@ -158,7 +169,8 @@ SHORTEST_S = 1e-5  # lower bound for the duration of a call when the number of c
 
 @dataclass(frozen=True)
 class Samples:
-    """Times of matmuls, copies and small operations in seconds, one for each repeat.
+    """Measured times of matmuls, copies and small operations, in seconds. Each sequence contains
+    one time for each repeat.
 
     Attributes:
         width: width of a token.
@@ -291,7 +303,9 @@ def measure_kernels(device: str, dtype: torch.dtype, width: int, inner: int, exp
 
 def _kernels(where: torch.device, dtype: torch.dtype, width: int, inner: int,
              experts: int) -> list[str]:
-    """Return the strategies to measure; those for few rows come first."""
+    """Return the strategies to measure. Strategies for few rows come before strategies for many
+    rows.
+    """
     by_rows = [candidates(ComputeLoad(where.type, dtype, experts, width, inner, False,
                                       rows * experts, False, False), KERNELS[where.type])
                for rows in (1, KERNEL_ROWS[-1])]
@@ -313,7 +327,11 @@ def _device(name: str) -> torch.device:
 
 def fit_products(rows: tuple[int, ...], seconds: list[float], launch: float,
                  operations: float) -> tuple[float, float]:
-    """Return (flops, half_rows) of the line with the least squared relative errors."""
+    """Return (flops, half_rows) of the straight line that minimizes the sum of the squared relative
+    errors of the times.
+
+    operations: number of floating-point operations per row.
+    """
     a = np.array([[n / s, 1 / s] for n, s in zip(rows, seconds, strict=True)])
     shares = np.array([(s - launch) / s for s in seconds]).clip(min=0.0)
     slope, offset = nonnegative_least_squares(a, shares)

@@ -28,7 +28,9 @@ def _time_of(name: str, item: tuple[int, dict[str, float]]) -> str:
 
 
 def predicted_parts(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the title and tables (one per message size) of a page of predictions."""
+    """Return the sections of a page of predicted times. The page has a title and one table per
+    message size.
+    """
     parts = []
     for size in dict.fromkeys(row["bytes"] for row in rows):
         by_ranks: dict[int, dict[str, float]] = {}
@@ -82,7 +84,9 @@ def breakdown(cost: PlanCost) -> dict[str, Any]:
 
 
 def predicted(cost: PlanCost, cluster: Cluster, device: Device) -> str:
-    """Return a plan's predicted step time, and the errors of the fitted models."""
+    """Return the predicted step time of a plan and the fitting errors of the models used for the
+    prediction.
+    """
     inputs: dict[str, Device | Cluster] = {"device": device}
     if cluster.ranks > 1:
         inputs["cluster"] = cluster
@@ -93,7 +97,9 @@ def predicted(cost: PlanCost, cluster: Cluster, device: Device) -> str:
 
 
 def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, space: Space) -> str:
-    """Rank the plans, and explain the best plan and how much slower others are."""
+    """Return a text that ranks the plans, breaks down the time and memory of the best plan, and
+    shows how much slower each alternative setting would be.
+    """
     best = found.plans[0]
     lines = [
         f"{cluster.ranks} ranks ({cluster.nodes} nodes of {cluster.ranks_per_node}) of "
@@ -111,7 +117,9 @@ def explain(model: ModelShape, cluster: Cluster, device: Device, found: Found, s
 
 
 def plan_lines(plans: Sequence[PlanCost]) -> list[str]:
-    """Return lines with the plans from fastest to slowest, and the fastest's details."""
+    """Return lines that list the plans from fastest to slowest. The lines also show the time and
+    memory of the fastest plan.
+    """
     best = plans[0]
     again, layers = best.activations.count(RECOMPUTE), len(best.activations)
     return [
@@ -123,7 +131,9 @@ def plan_lines(plans: Sequence[PlanCost]) -> list[str]:
 
 
 def head_room(device: Device) -> str:
-    """Return a line with the memory that plans may use, and why the rest is reserved."""
+    """Return a line that states how much memory plans may use, and why the rest of the memory is
+    reserved.
+    """
     usable, whole = show_size(device.usable_bytes), show_size(device.memory_bytes)
     return (f"plans use at most {usable} of {whole} per rank: {100 * HEAD_ROOM:.0f} % stay free "
             "for fragmentation and libraries")
@@ -143,7 +153,9 @@ def _time_and_memory(best: PlanCost) -> list[str]:
 
 def _why_not(model: ModelShape, cluster: Cluster, device: Device, best: PlanCost,
              space: Space) -> list[str]:
-    """For each setting of the best plan, describe the best plan with another value."""
+    """For each setting of the best plan, describe the best alternative plan in which that setting
+    has a different value.
+    """
     lines = []
     for axis, other in alternatives(model, cluster, device, best, space).items():
         if other.memory_bytes > device.usable_bytes:

@@ -97,7 +97,9 @@ def cut_words(schedule: Schedule) -> str:
 
 
 def _parts_words(schedule: Schedule) -> str:
-    """Explain the bound of an overlapping all-reduce by a partition of the nodes."""
+    """Explain the lower bound for an overlapping all-reduce, which is given by a partition of the
+    nodes instead of a cut.
+    """
     network, parts = schedule.network, schedule.parts
     width = sum((network.out_of(part) for part in parts), Fraction(0))
     single = all(sum(rank in part for rank in network.ranks) == 1 for part in parts)
@@ -134,7 +136,9 @@ def _listed(names: list[str]) -> str:
 
 
 def number(value: Fraction | float) -> str:
-    """Format a number with six significant digits at most, which may be exact."""
+    """Format a number with at most six significant digits. The number is exact if six digits
+    suffice.
+    """
     return f"{float(value):.6g}"
 
 

@@ -61,7 +61,11 @@ def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
 
 
 def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
-    """Return a host's own flags for a plan as words, or raise a `ValueError`."""
+    """Return the host's own command-line flags for a plan, as a list of command-line words.
+
+    Raises:
+        ValueError: If the host is unknown or cannot run the plan.
+    """
     if host == "megatron":
         flags = [
             "--tensor-model-parallel-size", plan.tp, "--pipeline-model-parallel-size", plan.pp,
@@ -130,6 +134,8 @@ class LaunchCommand:
         data: path of the training data, which is a folder (fairseq) or a prefix (Megatron).
         config: path of the plan's file for `--moe-config`.
         script: path of Megatron-LM's `pretrain_gpt.py`. Optional. Defaults to `SCRIPT`.
+        steps: number of training steps in the run.
+        learning_rate: learning rate of Adam.
     """
 
     nodes: int = 1
@@ -143,7 +149,9 @@ class LaunchCommand:
 
 
 def torchrun_words(start: LaunchCommand) -> list[str]:
-    """Return `torchrun` and its options, for a command to run on each node."""
+    """Return the word `torchrun` followed by its options. If there are several nodes, the command
+    must be run on each node.
+    """
     words = [f"OMP_NUM_THREADS={start.threads}"] if start.cpu and start.threads else []
     if start.nodes == 1:
         return [*words, "torchrun", "--standalone", "--nproc_per_node", str(start.ranks_per_node)]
@@ -227,5 +235,7 @@ def launch_text(words: list[str]) -> str:
 
 
 def launch_script(text: str, note: str) -> str:
-    """Return a shell script that launches the training with further arguments."""
+    """Return a shell script that runs the launch command and appends the arguments passed to the
+    script.
+    """
     return f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n'

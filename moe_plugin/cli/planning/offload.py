@@ -23,7 +23,11 @@ def keep_all_bytes(plan: SwapPlan) -> int:
 
 
 def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
-    """Return the seconds that each other decision for a block adds, or inf without memory."""
+    """For each block, return how many seconds each alternative decision (keep, recompute or swap)
+    would add to the step.
+
+    The value is inf if the alternative would exceed the memory.
+    """
     by_block = []
     for j, (block, taken) in enumerate(zip(plan.problem.blocks, plan.decisions, strict=True)):
         costs = {}
@@ -36,7 +40,9 @@ def alternatives(plan: SwapPlan) -> list[dict[str, float]]:
 
 
 def as_dict(plan: SwapPlan) -> dict[str, Any]:
-    """Convert a memory plan to values for JSON, with None for impossible alternatives."""
+    """Convert a memory plan to plain values for JSON. Alternatives that would exceed the memory
+    have the value None.
+    """
     return {
         "seconds": plan.seconds, "bound_s": plan.bound_s, "proved": plan.proved,
         "compute_s": plan.problem.compute_s, "peak_bytes": plan.outcome.peak,

@@ -36,7 +36,8 @@ SLOW = 0.45  # added to a link's length for each factor of 10 in bandwidth below
 
 
 def network_layout(network: Network) -> dict[str, tuple[float, float]]:
-    """Return the nodes' positions in [0, 1] x [0, 1], equal for equal networks.
+    """Return the positions of all network nodes within [0, 1] x [0, 1]. Identical networks are
+    drawn with identical positions.
 
     The distances between nodes approximate the distances along the links (Kamada and Kawai, 1989).
     Fast links are shorter, so nodes with fast connections are drawn close to each other.
@@ -62,7 +63,9 @@ def network_layout(network: Network) -> dict[str, tuple[float, float]]:
 
 
 def _spread(wanted: np.ndarray) -> np.ndarray:
-    """Place nodes by multidimensional scaling in the two widest directions."""
+    """Place network nodes by classical multidimensional scaling, along the two directions in which
+    their distances vary most.
+    """
     count = len(wanted)
     centre = np.eye(count) - 1 / count
     values, vectors = np.linalg.eigh(-centre @ wanted**2 @ centre / 2)
@@ -74,7 +77,10 @@ def _spread(wanted: np.ndarray) -> np.ndarray:
 
 
 def tree_layout(tree: Tree) -> dict[int, tuple[int, float]]:
-    """Return the depth and the row of each rank. Parents are drawn between their children."""
+    """For each rank in a tree, return its depth and its row in the drawing.
+
+    Leaves are placed one below the other, and each parent is placed halfway between its children.
+    """
     import igraph
 
     edges = list(tree.from_root())
@@ -97,7 +103,11 @@ FONT = 'font-family="system-ui, -apple-system, Segoe UI, DejaVu Sans, sans-serif
 
 
 def drawing(schedule: Schedule) -> str:
-    """Return a schedule's SVG text, or raise a `ValueError` for too many nodes."""
+    """Return the picture of a schedule as SVG text.
+
+    Raises:
+        ValueError: If the network has too many nodes to be drawn legibly.
+    """
     network, top = network_picture(schedule, 96)
     trees, bottom = trees_picture(schedule, top + 44)
     head = _text(MARGIN, 34, f"{schedule.network.name}: {schedule.collective}", 20, INK, "start",
@@ -119,7 +129,8 @@ def svg(height: float, content: str) -> str:
 
 
 def network_picture(schedule: Schedule, top: float) -> tuple[str, float]:
-    """Draw a network below `top`. Return the SVG text and its lower edge.
+    """Draw a network below the y coordinate `top`. Return the SVG text and the y coordinate of the
+    lower edge.
 
     Ranks are circles with their numbers, and switches are boxes. Nodes on one side of the cut are
     filled, and links that cross the cut are dashed.
@@ -181,7 +192,9 @@ def _links(network: Network, spot: dict[str, tuple[float, float]], rates: Sequen
 
 
 def _arrow(x: float, y: float, u: float, v: float, color: str, share: float = 0.62) -> str:
-    """Draw an arrowhead from (x, y) to (u, v) at the fraction `share` of the way."""
+    """Draw an arrowhead that points from (x, y) to (u, v). The arrowhead is placed at the fraction
+    `share` of the distance.
+    """
     length = hypot(u - x, v - y) or 1.0
     dx, dy = (u - x) / length, (v - y) / length
     px, py = x + (u - x) * share, y + (v - y) * share
@@ -208,7 +221,9 @@ def _node(network: Network, index: int, at: tuple[float, float], radius: float, 
 
 
 def _box(x: float, y: float, half: float, tall: float, fill: str) -> str:
-    """Draw a box around (x, y) as a path, because the report restyles `rect`."""
+    """Draw a box around (x, y) as a path, because the style sheet of the report changes `rect`
+    elements.
+    """
     return (f'<path d="M{x - half:.1f} {y - tall:.1f}h{2 * half:.1f}v{2 * tall:.1f}'
             f'h{-2 * half:.1f}z" fill="{fill}" stroke="{SOFT}" stroke-width="1.3" '
             'stroke-linejoin="round"/>')
@@ -240,10 +255,12 @@ def _legend(rates: Sequence[Fraction], x: float, y: float, has_switches: bool, h
 
 
 def trees_picture(schedule: Schedule, top: float) -> tuple[str, float]:
-    """Draw up to `PANELS` trees below `top`. Return the SVG text and its lower edge.
+    """Draw up to `PANELS` trees of a schedule below the y coordinate `top`. Return the SVG text and
+    the y coordinate of the lower edge.
 
-    A tree grows from its root on the left, with a column for each number of hops. Each edge has the
-    color of its slowest link.
+    The root of a tree is on the left, and each column contains the ranks at the same number of hops
+    from the root. Ranks are labelled with their numbers, and each edge has the color of its slowest
+    link.
     """
     chosen = _chosen(schedule.trees)
     rates = sorted({w.bandwidth for w in schedule.network.wires}, reverse=True)

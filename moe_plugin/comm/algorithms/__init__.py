@@ -1,4 +1,6 @@
-"""A registry of all-to-all algorithms: `Exchange` objects that compute `Comm.all_to_all`."""
+"""A registry of named all-to-all algorithms. Each algorithm is an `Exchange` that returns the same
+tensor as `Comm.all_to_all`.
+"""
 
 from importlib import import_module
 from pkgutil import iter_modules

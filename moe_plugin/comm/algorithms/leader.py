@@ -68,7 +68,8 @@ def leader(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 
 
 def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
-    """Exchange equal pieces between equally large nodes with consecutive ranks.
+    """Exchange pieces of equal length. All nodes must have the same number of ranks, and the ranks
+    must be numbered node by node.
 
     With equal splits, a leader needs only two strided copies and no lists of split sizes.
     """
@@ -96,7 +97,8 @@ def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
 
 def _counts(comm: Comm, node: Sequence[int], send: list[int], recv: list[int],
             even: bool) -> _Node | None:
-    """Return the row counts of all ranks of the node on a leader, and None otherwise."""
+    """Return the row counts of all ranks of the node if this rank is a leader, and None otherwise.
+    """
     leads = comm.rank == node[0]
     if even:
         return _Node(dict.fromkeys(node, send), dict.fromkeys(node, recv)) if leads else None

@@ -51,7 +51,9 @@ def linear(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 @algorithms.register("native", direct=True, tried=lambda comm: comm.receive_first)
 def native(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
            recv: Sequence[int] | None = None) -> Tensor:
-    """An all-to-all that sends rows directly to each rank, with the backend's own all-to-all."""
+    """An all-to-all in which every rank sends its rows directly to every other rank, always using
+    the backend's own all-to-all.
+    """
     return comm.all_to_all(x, send, recv)
 
 
@@ -72,7 +74,8 @@ class _Plan:
 @algorithms.register("2dh", rounds=2, lacks=several_nodes)
 def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
           recv: Sequence[int] | None = None) -> Tensor:
-    """An all-to-all within nodes and then between nodes, in large messages over all cards.
+    """An all-to-all that runs first within each node and then between nodes, and sends a few large
+    messages over all network cards.
 
     Split sizes may be uneven, nodes may differ in their number of ranks, and ranks may be numbered
     in any order. With uneven splits, the ranks of a node first exchange their row counts in one
@@ -90,7 +93,8 @@ def two_d(comm: Comm, x: Tensor, send: Sequence[int] | None = None,
 
 
 def _even(comm: Comm, topology: Topology, x: Tensor) -> Tensor:
-    """Exchange equal pieces between equally large nodes with consecutive ranks.
+    """Exchange pieces of equal length. All nodes must have the same number of ranks, and the ranks
+    must be numbered node by node.
 
     With equal splits, a rank needs only two strided copies and no lists of split sizes.
     """

@@ -63,7 +63,8 @@ class BlockOptimizers(FairseqOptimizer):
         self.trainer.forget()
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Store a factor by which 16-bit training multiplies the gradients of each block.
+        """Store a factor. In 16-bit training, the gradients of a block are multiplied by this
+        factor when the block is updated.
 
         In float32 training, this method has no effect, because the gradients have already been
         divided by the sample size.
@@ -72,7 +73,9 @@ class BlockOptimizers(FairseqOptimizer):
         clip.multiply(c)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """Return the gradient norm. Gradients are clipped when their block is updated."""
+        """Return the global gradient norm without clipping the gradients. The gradients of each
+        block are clipped when the block is updated.
+        """
         return self.gradient_norm
 
     def step(self, closure: Any = None, scale: float = 1.0, groups: Any = None) -> None:
@@ -98,7 +101,12 @@ class BlockOptimizers(FairseqOptimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any],
                         optimizer_overrides: Mapping[str, Any] | None = None) -> None:
-        """Load a `state_dict` of this class, or of one optimizer for the whole model."""
+        """Load a state that `state_dict` returned, or that of a single optimizer for the whole
+        model.
+
+        Raises:
+            ValueError: If the number of parameters in the state differs from that of the model.
+        """
         [group], state = state_dict["param_groups"], state_dict["state"]
         saved, expected = len(group["params"]), sum(len(b.trained) for b in self.trainer.blocks)
         if saved != expected:
@@ -140,7 +148,10 @@ class _DropsGradients:
 
 
 def in_16_bits(cfg: Any, blocks: BlockOptimizers) -> FairseqOptimizer:
-    """Wrap the blocks' optimizers in fairseq's 16-bit optimizer, which scales the loss."""
+    """Wrap the blocks' optimizers in fairseq's 16-bit optimizer, which contains a loss scaler.
+
+    The blocks store the float32 copies of the weights.
+    """
     efficient = memory_efficient(cfg)
     base = MemoryEfficientFP16Optimizer if efficient else FP16Optimizer
     # checkpoints store the name of the class, and fairseq compares it when it loads them
@@ -219,7 +230,8 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """fairseq's Adam on CPU and GPU with one read and write of each parameter's memory.
+    """A version of `fairseq.optim.adam.Adam` that reads and writes the memory of each parameter
+    only once. `FusedAdam` runs on CPU and GPU.
 
     The updated parameters equal those of fairseq's Adam up to rounding errors. The state has the
     same names, types and dtypes as in fairseq (`step` as an int, `exp_avg` and `exp_avg_sq` in
@@ -258,7 +270,11 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters with gradients. Return the closure's loss."""
+        """Update all parameters that have a gradient. Return the loss that the closure computed.
+
+        Raises:
+            RuntimeError: If the gradient of a parameter is sparse.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -313,7 +329,8 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 class _Halves(NamedTuple):
-    """The moments `exp_avg` and sqrt(`exp_avg_sq`), stored in 16 bits. See `encoded`.
+    """The first moment `exp_avg` and the square root of the second moment `exp_avg_sq`, stored in
+    16 bits. See `encoded`.
 
     The square root is stored because `exp_avg_sq` itself has a larger range than a 16-bit type.
     """

@@ -34,9 +34,11 @@ _UNSTATED = object()
 
 
 def changed_line(cfg: Any) -> str:
-    """Return the log line with the chosen settings, as the user wrote them, and their defaults.
+    """Return the log line with the settings that the user chose. The line contains the values as
+    the user wrote them, and the default values.
 
-    The line has all settings of `changed` if the command line does not show them (Hydra files).
+    If the command line does not show the settings, for example because a Hydra file is used, the
+    line contains all settings that `changed` returns.
     """
     settings, words = changed(cfg), sys.argv[1:]
     settings = {name: (value, "–" if default == "None" else default)
@@ -48,9 +50,14 @@ def changed_line(cfg: Any) -> str:
 
 
 def changed(cfg: Any) -> dict[str, tuple[str, str]]:
-    """Return all settings that differ from their defaults: flag name -> (value, default).
+    """Return all settings that differ from their defaults, as a dict from flag names to tuples
+    (value, default).
 
-    An architecture's settings are compared with its model's. Settings without default are left out.
+    Settings of an architecture are included if they differ from the defaults of the architecture's
+    model. Settings that do not declare a default are left out.
+
+    Args:
+        cfg: all settings of fairseq, by group.
     """
     differing: dict[str, tuple[str, str]] = {}
     for group, declaration in FairseqConfig.__dataclass_fields__.items():
@@ -89,7 +96,9 @@ def _fields(record: Any) -> dict[str, Any]:
 def _of_arguments(arch: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the defaults of a model that declares its settings as command-line arguments.
 
-    Arguments without a default, as in fairseq's transformer, have those of the architecture.
+    If an argument declares a default, this default takes precedence. Some arguments, such as those
+    of fairseq's transformer, do not declare a default. For arguments without a default, return the
+    values set by the architecture that has the same name as the model.
     """
     model = ARCH_MODEL_REGISTRY.get(arch)
     if model is None:

@@ -67,7 +67,10 @@ class GateLoss:
 
     def forward(self: Any, model: Any, sample: dict[str, Any],
                 reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
-        """Return the loss, the sample size, and the statistics to log."""
+        """Return a tuple of the loss, the sample size, and the statistics to log.
+
+        If the model has no MoE layers, the loss is the loss of the inner criterion.
+        """
         for moe in layers_in(model):
             moe.forget()  # fairseq continues after a step that ran out of memory
         inner, sample_size, logged = super().forward(  # type: ignore[misc]
@@ -99,7 +102,10 @@ class GateLoss:
 
     @classmethod
     def reduce_metrics(cls: Any, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log fairseq's and the gate's losses and `METRICS`, averaged over ranks and batches."""
+        """Log fairseq's metrics, `inner_loss`, `moe_gate_loss` and the metrics in `METRICS`.
+
+        All of these metrics are averaged over ranks and batches.
+        """
         sample_size = sum(log.get("sample_size", 0) for log in logging_outputs)
         batches = sum(log.get("batch_count", 0) for log in logging_outputs)
         inner = sum(log.get("inner_loss", 0) for log in logging_outputs)

@@ -41,8 +41,9 @@ class FairseqGroups:
 class MeasuredComm(TorchComm):
     """A `TorchComm` that can measure the time spent exchanging rows, or skip the exchange.
 
-    It implements `--record-a2a-perf-stats` and `--dummy-a2a`. Times are those on the host, and
-    between two events on a CUDA device. Views of the group (`with_tag`) add to the same totals.
+    The flags `--record-a2a-perf-stats` and `--dummy-a2a` use this class. For every exchange, the
+    time on the host is measured. On a CUDA device, the time between two events is measured as well.
+    Views of this group (created by `with_tag`) add their times to the same totals.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, measured: bool,
@@ -64,7 +65,10 @@ class MeasuredComm(TorchComm):
             return super().all_to_all(x, send, recv)
 
     def send_receive(self, sends: Messages, recvs: Messages) -> None:
-        """Exchange and measure messages. `--dummy-a2a` skips rows, but not row counts."""
+        """Call `TorchComm.send_receive` and measure the time of the call.
+
+        With `--dummy-a2a`, only the exchange of rows is skipped. Row counts are still exchanged.
+        """
         if self.dummy and all(x.is_floating_point() for _, x in (*sends, *recvs)):
             for _, buffer in recvs:
                 buffer.zero_()
@@ -89,7 +93,9 @@ class MeasuredComm(TorchComm):
                 self._events.append((begun, record_event(device)))
 
     def take_times(self) -> tuple[float, float]:
-        """Wait for the device. Return (cpu_ms, cuda_ms) of all exchanges since the last call."""
+        """Return the total times of all exchanges since the last call, in milliseconds, as (cpu_ms,
+        cuda_ms). This method waits for the device.
+        """
         if self._events:
             self._events[-1][1].synchronize()
         cpu_ms, cuda_ms = sum(self._cpu_s) * 1000, sum(
@@ -126,7 +132,10 @@ class Turns:
         return len(self._layers) - 1
 
     def wait_for(self, number: int) -> None:
-        """Take part in other layers' calls until all ranks agree to compute layer `number`."""
+        """Take part in the calls of other layers until all ranks agree to compute layer `number`.
+
+        All ranks that wait for layer `number` then call the layer.
+        """
         while (turn := self._next(number)) != number:
             self._layers[turn]()
 
@@ -161,8 +170,10 @@ class Evaluation:
     def expert_ranks(self, experts: int) -> int:
         """Return the number of ranks that share one copy of a model's experts.
 
-        This is the requested number, or the greatest common divisor of ranks and experts.
-        Raises: ValueError: If the requested number is invalid.
+        By default, this is the greatest common divisor of the numbers of ranks and experts.
+
+        Raises:
+            ValueError: If the number of ranks that the user requests is invalid.
         """
         if not self.asked:
             return math.gcd(self.ranks, experts)
@@ -250,7 +261,11 @@ def make_groups(expert_parallel_size: int, timeout_s: float, *, measured: bool =
 
 
 def _consecutive(size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Return the (cached) group of `size` consecutive ranks with this one. Collective."""
+    """Return the process group that consists of `size` consecutive ranks, including the current
+    rank. This is a collective operation.
+
+    Groups are cached. If the size changes back to an earlier value, no new connections are opened.
+    """
     part = TorchComm(None, timeout_s).contiguous_subgroup(size)
     assert isinstance(part, TorchComm)
     return part.group

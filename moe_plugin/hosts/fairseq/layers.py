@@ -84,7 +84,8 @@ def _refuse_what_does_not_fit(settings: LayerSettings) -> None:
 
 
 class FairseqMoELayer(TakesTokenIds, nn.Module):
-    """A `MoELayer` for fairseq with one gate loss, and statistics for the criterion.
+    """A `MoELayer` for fairseq. The layer returns a single gate loss, and stores statistics for the
+    criterion.
 
     The gate loss is the weighted sum of all router losses. The gradients of expert parameters are
     multiplied by `gradient_factor` and by the number of replicas of the experts. The trainer later
@@ -183,16 +184,20 @@ class FairseqMoELayer(TakesTokenIds, nn.Module):
 def _counts(layer: nn.Module) -> bool:
     """Return True if the statistics of the current forward pass are recorded.
 
-    A recomputed layer runs twice per step. With reentrant checkpoints, the second pass is recorded.
+    With activation recomputation, a layer runs twice per step, but only one of the two passes is
+    recorded. With reentrant checkpoints, the second pass is recorded, because the first pass
+    computes no gradients.
     """
     return layer.training and torch.is_grad_enabled() and not replaying()
 
 
 class _MoEMixin:
-    """Mixin that makes fairseq's inline code `fc2(dropout(act(fc1(x))))` call the experts.
+    """Mixin that makes fairseq's inline code for the feed-forward network call the experts.
 
-    `forward` returns the gate loss as its last output, so that it has a gradient with activation
-    checkpointing. A hook then moves it to `gate_loss`, where the criterion reads it.
+    fairseq computes `fc2(dropout(act(fc1(x))))`. `forward` returns the gate loss as its last
+    output, so that the loss has a gradient when activation checkpointing is used. Before fairseq
+    uses the outputs, a hook removes the gate loss from them. The hook stores the loss in
+    `gate_loss`, where the criterion reads it.
     """
 
     def _become_moe(self: Any, settings: LayerSettings) -> None:
@@ -230,7 +235,9 @@ class MoEDecoderLayer(_MoEMixin, TransformerDecoderLayerBase):
 
 
 class MoEEncoderLayer(_MoEMixin, TransformerEncoderLayerBase):
-    """fairseq's encoder layer with experts, and without torch's fused inference path."""
+    """fairseq's encoder layer with experts instead of the feed-forward network. torch's fused
+    inference path is disabled.
+    """
 
     def __init__(self, cfg: Any, return_fc: bool, settings: LayerSettings) -> None:
         super().__init__(cfg, return_fc)

@@ -20,7 +20,8 @@ METRICS = ("overflow_expert1", "overflow_expert2", "entropy_gating", "expert1_ba
 
 
 def layer_metrics(layers: list[Any]) -> dict[str, Any]:
-    """Return a batch's metrics on the layers' device, averaged over all MoE layers.
+    """Return the metrics of one batch, averaged over all MoE layers. The metrics are tensors on the
+    device of the layers.
 
     This function synchronizes with the device only if all-to-all times are measured.
 

@@ -187,7 +187,10 @@ def _exchange_layers(module: Any, stack: str, freq: int, settings: LayerSettings
 
 
 def _widen_dense_layers(decoder: Any, freq: int, width: int) -> None:
-    """Implement `--alternate-decoder-ffn-embed-dim` for every `freq`-th layer."""
+    """Set a different inner width for every `freq`-th layer of a decoder.
+
+    Implements `--alternate-decoder-ffn-embed-dim`.
+    """
     for index in range(freq - 1, len(decoder.layers), freq):
         layer = decoder.layers[index]
         layer.fc1 = layer.build_fc1(layer.embed_dim, width, layer.quant_noise,

@@ -49,9 +49,11 @@ TRANSLATION_MODELS = {
 
 
 def set_missing(args: Any, values: dict[str, Any]) -> None:
-    """Set the arguments that the user did not pass, in a Namespace or, with a model, a DictConfig.
+    """Set the arguments that the user did not pass.
 
-    Attributes set through `vars` of a DictConfig would hide the values that the user passed.
+    args: a Namespace while fairseq parses the command line, and a DictConfig while fairseq builds
+        the model. The attributes of a DictConfig must not be set through `vars(args)`, because such
+        attributes would hide the values that the user passed.
     """
     for name, value in values.items():
         if name not in args:
@@ -65,7 +67,9 @@ def _experts(args: Any) -> dict[str, int]:
 
 
 def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
-    """Return a GPT-like architecture with 8 experts in every second layer by default."""
+    """Return an architecture for a decoder-only language model like GPT. By default, every second
+    layer has 8 experts.
+    """
 
     def architecture(args: Any) -> None:
         set_missing(args, {
@@ -78,7 +82,10 @@ def language_model(width: int, layers: int, heads: int) -> Callable[[Any], None]
 
 
 def translation_model(width: int, layers: int, heads: int) -> Callable[[Any], None]:
-    """Return a pre-norm encoder-decoder with 8 experts in every second layer by default."""
+    """Return an architecture for an encoder-decoder model with pre-norm layers.
+
+    By default, every second layer has 8 experts.
+    """
 
     def architecture(args: Any) -> None:
         for stack in ("encoder", "decoder"):

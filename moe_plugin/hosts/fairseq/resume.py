@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 
 def newest_of_other_size(filename: str, wanted: Mapping[str, int], group: Any) -> Written | None:
-    """Return the newest complete checkpoint if a different number of ranks wrote it.
+    """Return the newest complete checkpoint with this name, if a different number of ranks wrote
+    this checkpoint.
 
     The return value is the same on all ranks. Return None if the newest checkpoint was written by
     the same number of ranks as this run has.
@@ -83,7 +84,10 @@ def read_part(written: Written, wanted: Mapping[str, int], shards: Mapping[str, 
 
 
 def damage(paths: tuple[str, ...], flag: str = "--restore-file") -> str | None:
-    """Return an error message, which recommends `flag`, if a file is damaged, or None."""
+    """Return an error message about the first damaged file, or None if no file is damaged.
+
+    flag: name of the flag that the error message recommends for selecting a different checkpoint.
+    """
     for path in paths:
         try:
             checksums.verify(path)
@@ -141,7 +145,8 @@ class _Survey:
 
 
 def agree(filename: str, wanted: Mapping[str, int], group: Any) -> str:
-    """Return this rank's file of the newest training step for which all ranks have files.
+    """Find the newest training step for which all ranks have files, and return the path of the
+    current rank's file.
 
     If the `checkpoint_last` file of any rank is damaged, an older checkpoint in the same folder is
     used instead.
@@ -186,13 +191,17 @@ def _fall_back(filename: str, wanted: Mapping[str, int], group: Any, damaged: li
 
 
 def _never_finished(everyone: Sequence[Mapping[int, str]]) -> bool:
-    """Return True if all ranks were killed in the first phase of their first save."""
+    """Return True if the ranks were killed in the first phase of saving, when no earlier checkpoint
+    with this name existed.
+    """
     paths = [path for steps in everyone for path in steps.values()]
     return not all(everyone) and all(path.endswith(files.PENDING) for path in paths) and bool(paths)
 
 
 def _older_checkpoint(filename: str, wanted: Mapping[str, int], group: Any) -> str:
-    """Return the newest older checkpoint, or `filename` if there is no checkpoint."""
+    """Return the newest older checkpoint. If there is no checkpoint, return `filename`, even though
+    this file does not exist.
+    """
     text = f"checkpoint {without_rank(filename)!r} was not yet written by all ranks"
     try:
         return _fall_back(filename, wanted, group, [text])
@@ -202,7 +211,9 @@ def _older_checkpoint(filename: str, wanted: Mapping[str, int], group: Any) -> s
 
 
 def _older_files_by_step(filename: str, wanted: Mapping[str, int]) -> dict[int, list[str]]:
-    """Return this rank's unverified files by step, or {} without `checkpoint_last`."""
+    """Return the current rank's checkpoint files by training step, or {} if `filename` is not
+    `checkpoint_last`. The files are not verified.
+    """
     folder, name = os.path.split(without_rank(filename))
     if name != "checkpoint_last.pt":  # a checkpoint that was selected by name has no replacement
         return {}
@@ -231,7 +242,11 @@ def _first_undamaged(paths: Sequence[str]) -> str | None:
 
 
 def newest_common(filename: str, everyone: Sequence[Mapping[int, str]]) -> int | None:
-    """Return the newest step of all ranks, None without files, or raise a `ValueError`."""
+    """Return the newest step that is complete on every rank, or None if no rank has a file.
+
+    Raises:
+        ValueError: If there are files, but no training step is complete on all ranks.
+    """
     steps = set(everyone[0]).intersection(*everyone[1:])
     if not steps and any(everyone):
         seen = "; ".join(f"rank {rank}: {sorted(entry) or 'none'}"

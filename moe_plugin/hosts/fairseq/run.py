@@ -77,7 +77,11 @@ def check(cfg: Any, model: nn.Module) -> None:
 
 
 def wants_replicas(cfg: Any, model: nn.Module) -> bool:
-    """Return True for one of several replicas. Unfit settings raise a `ValueError`."""
+    """Return True if the run is one of several replicas.
+
+    Raises:
+        ValueError: If a setting cannot be used together with replicas.
+    """
     lighthouse, replica = (setting(cfg.model, f"moe_{name}") for name in ("lighthouse", "replica"))
     return is_replica(lighthouse, replica or 0, lambda: refusals.REPLICAS.refuse(
         refusals.values_of(cfg, run_settings(model), dense=config_of(model) is None)))
@@ -108,14 +112,18 @@ def run_of(trainer: Any) -> Run:
 
 
 def seams_of(model: nn.Module, world: Any) -> HostSeams:
-    """Return the model, its MoE layers by name, and the communicator for the run."""
+    """Return the model, its named MoE layers and the communicator for the run. Layers are named by
+    their position in the model, for example `decoder.layers.1`.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     return HostSeams(host="fairseq", models=[model], world=world, records=world, layers={
         names[id(layer)]: layer.moe_layer for layer in moe_layers(model)})
 
 
 def _activations(cfg: Any, model: nn.Module, comm: Any) -> Activations | None:
-    """Return the object that offloads or recomputes the layers' activations, or None."""
+    """Return the object that offloads or recomputes the activations of encoder and decoder layers,
+    or None if all activations are kept.
+    """
     asked = run_settings(model)
     stacks: dict[str, Any] = dict(model.named_children())
     layers = {f"{stack}.layers.{i}": layer for stack in ("encoder", "decoder")
@@ -188,7 +196,10 @@ def batches_of(iterator: Any) -> int:
 
 
 def total_updates(cfg: Any, batches: int) -> int | None:
-    """Return a run's updates by `--max-update` and `--max-epoch`, or None if unknown."""
+    """Return the number of updates in the whole run, from `--max-update` and `--max-epoch`.
+
+    Return None if neither flag determines the number. batches: number of batches in an epoch.
+    """
     settings, ends = cfg.optimization, []
     if settings.max_update:
         ends.append(settings.max_update)
@@ -262,9 +273,13 @@ class FileTurns(StepVotes):
         return shared + self.ballots.sharing.all_reduce(experts)
 
     def check_norm(self, norm: Tensor) -> None:
-        """Warn if ranks differ from the majority's gradient norm, in place of fairseq's own check.
+        """Log a warning if some ranks have a different gradient norm than the majority. This is a
+        collective operation.
 
-        Raises: FloatingPointError: On all ranks, if there is no majority. A collective operation.
+        This method replaces fairseq's check that all ranks have the same norm.
+
+        Raises:
+            FloatingPointError: On all ranks, if there is no majority.
         """
         norms_K = self.ballots.comm.all_gather(norm.detach().double().view(1)).cpu()
         # the median is the norm of the majority, if there is one
@@ -315,6 +330,8 @@ class FileTurns(StepVotes):
         return kept or [{name: value * 0 for name, value in entry.items()} for entry in logged[:1]]
 
     def sample_size(self) -> float:
-        """Return the total sample size by vote of the ranks. A collective operation."""
+        """Return the total sample size of all files. The ranks agree on this number by vote. This
+        is a collective operation.
+        """
         sizes = torch.tensor(self._sizes or [0.0], dtype=torch.float64)
         return float(self.agreed_sums(sizes.split(1)))

@@ -48,7 +48,8 @@ def check(cfg: Any, criterion: nn.Module) -> None:
 
 
 def shard_model(model: nn.Module, cfg: Any, group: Any) -> nn.Module:
-    """Shard a model's dense parameters over the ranks of `group`, in place, by layers.
+    """Shard the dense parameters of a model over the ranks of `group`. The model is modified in
+    place, layer by layer.
 
     After this call, the model's `state_dict` returns complete tensors, and `load_state_dict`
     accepts complete tensors. Both are collective.
@@ -158,9 +159,14 @@ class _ShardedOptimizer:
 
 
 def reduce_replicas(optimizer: Any, reducer: Callable[[], ReplicaReducer | None]) -> None:
-    """Make a fairseq optimizer, in place, average the gradients of expert replicas with dense ones.
+    """Make a fairseq optimizer average the gradients of expert replicas. The optimizer is modified
+    in place.
 
-    reducer: function that returns the current gradient reducer, or None without replicas.
+    The gradients of replicas are averaged at the point where fairseq reduces the dense gradients.
+
+    Args:
+        optimizer: the optimizer.
+        reducer: function that returns the current gradient reducer, or None without replicas.
     """
     reduce = optimizer.all_reduce_grads
 
@@ -174,7 +180,8 @@ def reduce_replicas(optimizer: Any, reducer: Callable[[], ReplicaReducer | None]
 
 
 def shard_optimizer(optimizer: Any, parts: list[Part]) -> None:
-    """Make a fairseq optimizer, in place, update only shards of parameters.
+    """Make a fairseq optimizer update only shards of parameters. The optimizer is modified in
+    place.
 
     The optimizer must have been created for the `local` tensors of the shards. After this call, the
     optimizer reads the gradients of these shards and sends the updated shards to the other ranks.

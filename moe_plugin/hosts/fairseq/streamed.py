@@ -116,7 +116,11 @@ class DecoderPart(nn.Module):
 
 
 def _names(decoder: Any, first: bool) -> list[str]:
-    """Return the names of the modules before (`first`) or after the layers, except tied ones."""
+    """Return the names of the modules that the decoder runs before its layers (if `first` is True)
+    or after its layers.
+
+    Modules that share their weight with the embedding are left out.
+    """
     names = [name for name, _ in decoder.named_children()]
     at = names.index("layers")
     if first:
@@ -134,7 +138,8 @@ def _features(decoder: Any, names: Mapping[str, Any], x: Tensor, tokens: Tensor,
 
 
 class StreamedLanguageModel:
-    """A fairseq language model with streamed weights, for fairseq's trainer.
+    """A fairseq language model with streamed weights, which implements the interface that fairseq's
+    trainer expects.
 
     Args:
         cfg: settings that were passed to fairseq's trainer.
@@ -199,7 +204,9 @@ class StreamedLanguageModel:
         self._given, self._numbers, self.trainer.steps = given, iter(()), updates
 
     def train_step(self, sample: Any, *_: Any, **__: Any) -> Numbers:
-        """Return the next batch's values. The first call of a step computes all batches."""
+        """Return the criterion's values for the next batch. The first call in each step computes
+        all batches of the step.
+        """
         numbers = next(self._numbers, None)
         if numbers is None:
             self._numbers = iter(self._passes())
@@ -260,7 +267,11 @@ class StreamedLanguageModel:
         return state
 
     def load_state_dict(self, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load the state of a run of the same model, with or without streamed weights."""
+        """Load the state of a run that was trained with or without streamed weights.
+
+        Raises:
+            RuntimeError: If the state belongs to a different model.
+        """
         self.model.upgrade_state_dict(state)
         self.trainer.settle()
         self.trainer.forget_places()

@@ -339,9 +339,12 @@ class MoETrainer(Trainer):
                    self.data_parallel_process_group)
 
     def load_checkpoint(self, filename: str, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint of any number of ranks, after all ranks have agreed on files of a step.
+        """Load a checkpoint, after all ranks have agreed on files from the same step.
 
-        Raises: ValueError: On all ranks, for missing or damaged files, or other expert counts.
+        A different number of ranks may have written the files.
+
+        Raises:
+            ValueError: On all ranks, if files are missing or damaged, or expert counts differ.
         """
         extra_state = self._load(filename, *args, **kwargs)
         if (peers := self.run.find(PeerSteps)) is not None and extra_state is not None:

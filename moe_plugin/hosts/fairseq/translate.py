@@ -51,7 +51,9 @@ DISPATCH_FLAGS = ("moe_dispatch", "moe_capacity_factor", "moe_eval_capacity_fact
 
 
 def setting(args: Any, name: str, default: Any = None) -> Any:
-    """Return a setting of a namespace or config, or `default`. Enum members become strings."""
+    """Return an attribute of a namespace or config, or `default` if the attribute does not exist.
+    Enum members are returned as strings.
+    """
     return plain_value(getattr(args, name, default))
 
 
@@ -78,7 +80,10 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
 
 
 def check_flags(args: Any) -> None:
-    """Raise a `ValueError` for a model's flags that are invalid before it is built."""
+    """Raise a `ValueError` for invalid settings that can be detected before a model is built.
+
+    args: parsed flags of a model, which may have no experts.
+    """
     freqs = [freq for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")
              if (freq := setting(args, name, 0))]
     for freq in freqs:
@@ -118,14 +123,20 @@ def _settings(args: Any, model_dim: int, ffn_dim: int, activation: str) -> MoECo
 
 
 def run_config(args: Any) -> RunConfig:
-    """Return the run's settings, or raise a `ValueError` for those without support."""
+    """Return the settings (`RunConfig`) of a whole fairseq run.
+
+    Raises:
+        ValueError: If fairseq does not support a setting, or if a value is invalid.
+    """
     run = run_from_flags(flag_values(args))
     refuse_lacking(run, "fairseq")
     return run
 
 
 def flag_values(args: Any) -> dict[str, Any]:
-    """Return the generated flags by `dest`, with None for flags that the user did not set."""
+    """Return a dict of the generated flags in a namespace or config. The keys are the `dest` names
+    of the flags. Flags that the user did not set have the value None.
+    """
     return {spec.dest: setting(args, spec.dest) for spec in flag_specs()}
 
 
@@ -155,7 +166,8 @@ def _changed_branch_paths(args: Any) -> dict[str, str]:
 
 
 def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -> set[int]:
-    """Return all numbers of experts per token that a run uses (see `router.top_k_at`).
+    """Return all numbers of experts per token that a run uses: the initial number, and the numbers
+    in `router.top_k_at`.
 
     The initial number is taken from the first of these sources that contains it: the generated
     flag, the file, and the branch's flag. This function does not check the numbers.
@@ -172,9 +184,10 @@ def _chosen_k(args: Any, flags: Mapping[str, Any], in_file: Mapping[str, Any]) -
 def _branch_base(args: Any, chosen_k: set[int], own_dispatch: bool) -> dict[str, Any]:
     """Translate the branch's flags to settings of this package.
 
-    In the branch, an expert has `k*ceil(S/E)` slots, which is a capacity factor of 1, and in
-    evaluation `ceil(fraction*S)`. Top-2 weights are normalized after tokens are dropped; top-1
-    weights are not.
+    In the branch, an expert has `2*ceil(S/E)` slots for top-2 and `ceil(S/E)` slots for top-1. For
+    top-2 and for top-1, this corresponds to a capacity factor of 1. During evaluation, an expert
+    has `ceil(fraction*S)` slots. The branch normalizes top-2 weights after tokens are dropped, and
+    does not normalize the top-1 weight.
     """
     before = setting(args, "moe_normalize_gate_prob_before_dropping", False)
     base: dict[str, Any] = {
@@ -249,15 +262,20 @@ def check_experts_given(args: Any, freq: int) -> None:
 
 
 def masks_padding(args: Any, config: MoEConfig) -> bool:
-    """Return True if routing excludes padding, as it always does with dropless dispatch."""
+    """Return whether padding tokens are excluded from routing.
+
+    Padding tokens are excluded with `--use-moe-pad-mask`, and always if dispatch is dropless.
+    """
     return bool(setting(args, "use_moe_pad_mask", False)) or config.dispatch.capacity_factor is None
 
 
 def gradient_factor(args: Any, world: int) -> float:
     """Return the factor by which the gradients of experts are multiplied.
 
-    fairseq multiplies gradients by `W / sample_size` for W ranks. Shared parameters' gradients were
-    divided by `W` before, so experts' sums over ranks are, too, or by its square root if requested.
+    fairseq multiplies all gradients by `W / sample_size`, where `W` is the number of ranks. Before
+    this multiplication, the gradients of shared parameters have been divided by `W`. The gradient
+    of an expert is a sum over all ranks. The factor therefore divides the gradient of an expert by
+    `W`, or by the square root of `W` with `--moe-normalize-expert-grad sqrt_world_size`.
     """
     rule = setting(args, "moe_normalize_expert_grad", "world_size")
     if rule not in ("world_size", "sqrt_world_size"):

@@ -45,7 +45,8 @@ def folder(root: str, iteration: int) -> str:
 
 
 def part_of(final: str) -> str:
-    """Create the empty temporary folder of a checkpoint, which is renamed to `final` at the end.
+    """Create the empty temporary folder for a checkpoint. The folder is renamed to `final` when the
+    checkpoint is complete.
 
     This is a collective operation, so all ranks must call this function. Returns the path of the
     temporary folder.
@@ -62,7 +63,8 @@ def part_of(final: str) -> str:
 
 
 def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: Any) -> None:
-    """Raise an error on all ranks if a value is not finite on any rank. A collective operation.
+    """Raise an error on every rank if a weight, buffer or optimizer state is not finite on any
+    rank. This is a collective operation.
 
     Args:
         root: folder that contains the checkpoints. The error message names this folder.
@@ -89,7 +91,12 @@ def refuse_not_finite(root: str, models: Iterable[torch.nn.Module], optimizer: A
 
 
 def together(folder: str, work: Callable[[], None]) -> None:
-    """Call `work` on all ranks, and raise a `CheckpointError` on all if one fails. Collective."""
+    """Call `work` on every rank, and raise an error on all ranks if it fails on any rank. This is a
+    collective operation.
+
+    Raises:
+        CheckpointError: If `work` failed on any rank.
+    """
     error: BaseException | None = None
     try:
         work()
@@ -140,7 +147,8 @@ def abandon(final: str) -> None:
 
 @contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Convert errors raised while the block loads a checkpoint to a `ValueError` with advice.
+    """Convert errors raised while the block loads a checkpoint to a `ValueError` that tells the
+    user what to do.
 
     If a file is damaged, Megatron, torch and pickle raise many different types of errors.
     """
@@ -155,7 +163,11 @@ def readable(path: str) -> Iterator[None]:
 def on_first_rank(path: str, work: Callable[[], Any]) -> Any:
     """Call `work`, which reads a checkpoint, on the first rank and return the result on all ranks.
 
-    This is a collective operation. Errors become a `ValueError` (see `unreadable`) on all ranks.
+    This is a collective operation.
+
+    Raises:
+        ValueError: On all ranks, if `work` failed on the first rank. `unreadable` converts errors
+            of other types to a `ValueError`.
     """
     result: Any = None
     error: ValueError | None = None
@@ -212,7 +224,8 @@ def write_meta(folder: str, values: Mapping[str, Any], sums_by_name: Mapping[str
 
 
 def verified_meta(folder: str) -> dict[str, Any]:
-    """Verify all files of a checkpoint and return its description. A collective operation.
+    """Verify all files of a checkpoint and return the description of the checkpoint. This is a
+    collective operation.
 
     Raises:
         CheckpointError: On all ranks, if a file does not match the description of the checkpoint.
@@ -309,7 +322,11 @@ def tracked(root: str) -> str | None:
 
 
 def latest(root: str) -> int | None:
-    """Return the newest checkpoint's iteration or None. A damaged file raises a `ValueError`."""
+    """Return the iteration of the newest checkpoint, or None if there is no checkpoint.
+
+    Raises:
+        ValueError: If the file that records the newest checkpoint is damaged.
+    """
     text = tracked(root)
     if text is None:
         return None
@@ -322,10 +339,13 @@ def latest(root: str) -> int | None:
 
 def newest_whole(root: str, iteration: int, verified: Callable[[str], dict[str, Any]] | None = None
                  ) -> tuple[str, dict[str, Any]]:
-    """Return folder and description of the newest intact checkpoint up to an iteration. Collective.
+    """Find the newest intact checkpoint that was saved no later than an iteration, and return its
+    folder and description. This is a collective operation.
 
-    verified: function that verifies the checkpoint in a folder. Defaults to `verified_meta`.
-    Raises: CheckpointError: If no checkpoint is intact.
+    verified: function that verifies the checkpoint in a folder and returns the description of the
+        checkpoint. Defaults to `verified_meta`.
+    Raises:
+        CheckpointError: If no checkpoint is intact.
     """
     verified = verified or verified_meta
     try:
@@ -345,7 +365,9 @@ def newest_whole(root: str, iteration: int, verified: Callable[[str], dict[str, 
 
 
 def nothing_found(root: str, evaluates: bool) -> None:
-    """Warn that training starts from scratch, or raise a `ValueError` in an evaluation run."""
+    """Handle a missing checkpoint: warn that training starts from scratch, or raise a `ValueError`
+    in an evaluation run.
+    """
     if evaluates:
         raise ValueError(f"no checkpoint found in {root}, so there is nothing to evaluate. Set "
                          "--load to the folder of a run that contains iter_... folders.")

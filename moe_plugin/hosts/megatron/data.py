@@ -23,9 +23,13 @@ BYTE_VOCABULARY = 257
 
 
 def documents(path: str) -> Iterator[bytes]:
-    """Yield a text file's documents: lines with their breaks, separated by blank lines.
+    """Yield the documents of a text file.
 
-    Raises: ValueError: If the file cannot be read.
+    A document is a run of non-empty lines, including their line breaks. Blank lines separate
+    documents.
+
+    Raises:
+        ValueError: If the file cannot be read.
     """
     check_input(path, "text file", "give the path of a text file")
     try:

@@ -37,7 +37,12 @@ _COUNTS = 1 + len(_ERRORS)  # the number of tokens, and the number of wrong toke
 
 
 def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
-    """Return a run's ensemble settings or None. Raises a `ValueError` for unfit arguments."""
+    """Return the ensemble settings that the arguments of a training run contain, or None if no
+    ensemble is requested.
+
+    Raises:
+        ValueError: If an argument is out of bounds, or cannot be used together with an ensemble.
+    """
     if not args.ensemble_heads:
         return given_settings(args, FLAGS)
     untied = args.untie_embeddings_and_output_weights
@@ -63,7 +68,8 @@ def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
 
 
 class _OutputHeads(nn.Module):
-    """Output heads that map [S, B, H] to ([S, B, M, V], None), like Megatron's output layer.
+    """Prediction heads with the interface of Megatron's output layer. The heads map [S, B, H] to
+    ([S, B, M, V], None).
 
     In checkpoints, the parameter that computes the logits is called `weight`, because Megatron
     requires a parameter with this name.
@@ -146,7 +152,9 @@ class OracleLosses:
         self._mask_BS: Tensor | None = None
 
     def take_mask(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Hook before the forward pass of the model that stores the loss mask for the loss."""
+        """Store the loss mask of the current micro-batch. The loss uses this mask. This method is a
+        hook that runs before the forward pass of the model.
+        """
         self._mask_BS, self.training = kwargs.get("loss_mask"), model.training
 
     def __call__(self, labels_BS: Tensor, logits_SBMV: Tensor) -> Tensor:
@@ -205,7 +213,9 @@ class EnsembleErrors(RunFeature):
                 self._steps += loss.counts.cpu()
 
     def numbers(self) -> dict[str, float]:
-        """Return the error rates of all tokens since the last call. A collective operation."""
+        """Return the error rates over all tokens that were processed since the last call. This is a
+        collective operation, so all ranks must call this method.
+        """
         counts = _of_all(self._steps)
         self._steps.zero_()
         return _rates(counts)

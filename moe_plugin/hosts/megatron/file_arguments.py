@@ -83,9 +83,14 @@ class FileArguments:
     settings: Mapping[str, Any]
 
     def before_those_of(self, parser: Parser) -> tuple[list[str], dict[str, bool]]:
-        """Return Megatron's arguments in the file as words, and attributes that no word can set.
+        """Convert Megatron's arguments in the file to command-line arguments. Also return a dict of
+        attributes that no command-line argument can set.
 
-        Raises: ValueError: If the parser does not accept an argument or its value.
+        The dict of attributes contains switches that can be turned on or off in the file, but not
+        on the command line.
+
+        Raises:
+            ValueError: If the parser does not define an argument or does not accept its value.
         """
         kept: dict[str, bool] = {}
         known = {action.dest for action in parser._actions}
@@ -96,7 +101,9 @@ class FileArguments:
                         for word in self._words(parser, name, value, kept)], kept
 
     def _words(self, parser: Parser, name: str, value: Any, kept: dict[str, bool]) -> list[str]:
-        """Return the words for one argument in the file, or add its attribute to `kept`."""
+        """Return the command-line arguments for one argument in the file. Attributes that no flag
+        can set are added to `kept`.
+        """
         key = str(name).replace("-", "_")
         if value is None:
             value = _Nothing

@@ -122,7 +122,11 @@ def _replaced_flags() -> dict[str, str]:
 
 
 def chained(first: Provider | None) -> Provider:
-    """Return a provider that runs the script's own one, then ours, with short error messages."""
+    """Return an argument provider that runs the script's own provider first, and then the provider
+    of this package.
+
+    The script's parser is also changed so that it prints short error messages.
+    """
 
     def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if type(parser) is argparse.ArgumentParser:
@@ -162,7 +166,10 @@ def _found(name: str) -> str:
 
 
 def _alone() -> None:
-    """Without torchrun, set the variables from which Megatron reads the number of ranks."""
+    """Without torchrun, set the environment variables for a single process.
+
+    Megatron reads the number of ranks only from these environment variables.
+    """
     if "RANK" in os.environ:
         return
     with socket.socket() as free:
@@ -274,10 +281,12 @@ def end_process(main: Callable[[], int]) -> None:
 
 
 def of_a_script(error: Exception) -> str | None:
-    """Return the message of an error that needs no traceback, or None.
+    """Return the message of an error that is reported without a traceback, or None if the error
+    must be reported with a traceback.
 
-    A `ValueError` of user code needs a traceback. Those of this package, and errors that Megatron
-    raises while it checks its arguments, do not.
+    A `ValueError` raised by user code is reported with a traceback. A `ValueError` raised by this
+    package is reported without a traceback. Errors raised while Megatron checks its arguments are
+    also reported without a traceback.
     """
     last = traceback.extract_tb(error.__traceback__)[-1]
     if _of_megatrons_checks(error):

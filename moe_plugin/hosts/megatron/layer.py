@@ -243,7 +243,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         return number
 
     def follow_groups(self, groups: core.MegatronGroups) -> None:
-        """Use new process groups, and the current experts and router of `moe`. See `run`."""
+        """Use new process groups, and the current experts and router of `moe`. See `resizing`."""
         self.groups, self.experts = groups, self.moe.experts
         if not self.plan.native_router:
             self.router = self.moe.router

@@ -19,7 +19,8 @@ from moe_plugin.routing.replay import replaying
 # Layers of multi-token prediction are numbered after all other layers.
 def in_model(layer_number: int | None, config: Any, is_mtp: bool,
              prediction: int | None = None) -> int | None:
-    """Return the 1-based index of a layer among all layers, as in Megatron's log of losses.
+    """Return the 1-based index of a layer among all transformer layers of the model, as used in
+    Megatron's log of auxiliary losses.
 
     Args:
         layer_number: number that Megatron assigned to the layer.
@@ -35,7 +36,11 @@ def in_model(layer_number: int | None, config: Any, is_mtp: bool,
 
 def trace_key(number: int, config: Any,
               prediction: int | None) -> tuple[str, int | None, int]:
-    """Return block, depth of prediction and index (0-based) of layer `number` (see `in_model`)."""
+    """Return the block, the depth of multi-token prediction and the layer, in the format of
+    Megatron's routing traces. The depth and the layer are 0-based.
+
+    number: 1-based number of the layer, as returned by `in_model`.
+    """
     mtp_index = number - 1 - config.num_layers
     if mtp_index < 0:
         return "decoder", None, number - 1
@@ -45,7 +50,11 @@ def trace_key(number: int, config: Any,
 
 
 def moe_layers_before(config: Any, number: int) -> int | None:
-    """Count the MoE layers before layer `number` (see `in_model`), or None if unknown."""
+    """Count the MoE layers before layer `number` in the model, on all pipeline stages. See
+    `in_model`.
+
+    Return None if the model is a hybrid model whose layer pattern is unknown.
+    """
     pattern = _pattern(config)
     if pattern is None:
         return None
@@ -53,7 +62,10 @@ def moe_layers_before(config: Any, number: int) -> int | None:
 
 
 def last_layer_is_moe(config: Any) -> bool:
-    """Return True if the last layer, and so each prediction's, is or may be an MoE layer."""
+    """Return True if the model's last layer is an MoE layer or the layer pattern is unknown.
+
+    Layers of multi-token prediction have the same type as the last layer.
+    """
     pattern = _pattern(config)
     return pattern is None or bool(pattern[config.num_layers - 1])
 
@@ -73,7 +85,8 @@ def _layers_a_prediction(config: Any) -> int:
 
 
 def _hybrid_parts() -> tuple[str, str, int]:
-    """Return the layer symbols of the main model and of one prediction, and the predictions.
+    """Return three values: the layer symbols of the main model, the layer symbols of one
+    multi-token prediction, and the number of predictions.
 
     The values describe the hybrid model that Megatron's script trains. If the model is not hybrid,
     there are no layer symbols and the number of predictions is 0.
@@ -120,7 +133,8 @@ class AuxiliaryLosses:
 
     def attach(self, y: Tensor, losses: Mapping[str, Tensor], own_tokens: Count,
                layer_number: int | None) -> Tensor:
-        """Return `y`, and log the losses. The backward pass adds the gradients of the losses.
+        """Return `y` unchanged, and log the losses. In the backward pass, the gradients of the
+        losses are added.
 
         With `calculate_per_token_loss`, Megatron divides the gradients of a step by the number of
         tokens. To compensate for this division, each loss is multiplied by the number of tokens

@@ -38,7 +38,8 @@ _COMPUTED = ("norm_epsilon", "rotary_base", "rotary_percent", "position_embeddin
 
 
 def model_settings(args: argparse.Namespace, config: Any) -> dict[str, Any]:
-    """Return the settings that determine what the model computes, as values for JSON.
+    """Return the settings that determine what the model computes. The values can be stored as JSON
+    in a checkpoint.
 
     The keys are the names of Megatron's arguments. The settings of this package are stored under
     the key "moe_plugin".

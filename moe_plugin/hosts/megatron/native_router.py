@@ -16,7 +16,8 @@ from moe_plugin.routing import RouterModule
 
 
 class NativeRouter(RouterModule):
-    """A router that converts the results of a Megatron router to a `Routing`.
+    """A router that calls a Megatron router, and converts the returned tuple (probs, routing_map)
+    to a `Routing`.
 
     Megatron's router logs its losses itself. The router also attaches its losses to the
     probabilities, so that the backward pass computes their gradients. `Routing.losses` contains

@@ -42,10 +42,13 @@ def mark(experts: nn.Module) -> None:
 
 
 def wait_for(experts: nn.Module) -> None:
-    """Wait until Megatron has gathered these experts' parameters (`overlap_param_gather`).
+    """Wait until Megatron has gathered the parameters of these experts (with
+    `overlap_param_gather`).
 
-    Megatron waits in a hook before the forward pass of the module with the parameters. Our layer
-    may skip this pass, so the hook is run directly. A second run has no effect.
+    Megatron waits in a hook that runs before the forward pass of the module that owns the
+    parameters. The layer of this package skips this forward pass if it gathers or broadcasts the
+    expert parameters, or applies them token by token. This function therefore runs the hook
+    directly. If the forward pass runs later, the hook has no effect.
     """
     if any(hasattr(parameter, "__fsdp_param__") for parameter in experts.parameters()):
         raise ValueError(
@@ -75,7 +78,8 @@ def gather(chunks: Iterable[Any]) -> None:
 
 def initialise(experts: nn.Module, placement: Placement, weight_init: Callable[[Tensor], Any],
                output_init: Callable[[Tensor], Any]) -> None:
-    """Initialise expert weights with Megatron's init methods, identically for any ranks.
+    """Initialise expert weights with Megatron's init methods. The initial weights do not depend on
+    the number of ranks.
 
     One random number is drawn from torch's generator. The seed of each expert is the sum of this
     random number and the global index of the expert. Biases become zero.
@@ -137,9 +141,11 @@ def expert_shards(experts: nn.Module, placement: Placement, groups: MegatronGrou
 
 def replicated_shard(key: str, name: str, parameter: Tensor, groups: MegatronGroups,
                      offsets: tuple[Any, ...]) -> dict[str, ShardedTensor]:
-    """Return the sharded tensor of a parameter that every rank of a pipeline stage stores.
+    """Return the sharded tensor for a parameter that is stored on every rank of a pipeline stage.
 
-    `key` is its key in the state dict, and `name` its name in the checkpoint.
+    Args:
+        key: key of the parameter in the state dict.
+        name: name of the parameter in the checkpoint.
     """
     replica = (0, dist.get_rank(groups.tensor), dist.get_rank(groups.data))
     return {

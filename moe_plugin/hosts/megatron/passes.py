@@ -116,17 +116,22 @@ class Rewindable:
         self.at = 0
 
     def rest(self, begin: int) -> Iterator[Any]:
-        """Return an iterator over the items after the first `begin` items, without rewinding."""
+        """Return an iterator over all items after the first `begin` items. Items after the first
+        `begin` items are not stored, so `rewind` does not apply to them.
+        """
         later = self._seen[begin:]
         return itertools.chain(later, self._source) if later else self._source
 
 
 @contextmanager
 def step_again(iterators: Any, run: Run) -> Iterator[Callable[[int], None]]:
-    """Yield a function that rewinds the data iterators when a lost replica makes a step repeat.
+    """Yield a function that rewinds the data iterators to repeat a step. Call the yielded function
+    when a replica of the run was lost, so that the current step must be repeated.
 
-    Called with 0, it makes the step's micro-batches be read again; with `n`, those of the n-th
-    following step, because a newer state was received. Without replicas, no data is stored.
+    The yielded function accepts an integer `n`. If `n` is 0, the micro-batches of the current step
+    are read again. If `n` is positive, the micro-batches of the n-th following step are read. A
+    positive `n` is needed if the run received a newer state from another replica. The micro-batches
+    of the next iteration are not consumed. If the run has no replicas, no data is stored.
     """
     if run.find(ReplicaSteps) is None:
         yield lambda later: None
@@ -162,8 +167,9 @@ def _read_from(iterators: list[Any], sources: Sequence[Iterator[Any]]) -> None:
 def read_over(iterators: Any, count: int) -> None:
     """Skip a step: read and discard its micro-batches from all data iterators of the current rank.
 
-    Megatron's `dummy_train_step` reads data only on the first tensor-parallel rank, although a
-    script may read data on all ranks, and does not support virtual stages.
+    Megatron's `dummy_train_step` cannot be used for this purpose. `dummy_train_step` reads data
+    only on the first tensor-parallel rank, although a script may read data on all ranks.
+    Furthermore, `dummy_train_step` does not support virtual stages.
     """
     present = iterators if isinstance(iterators, list) else [iterators]
     while get_rerun_state_machine().should_run_forward_backward(iterators):
@@ -174,7 +180,9 @@ def read_over(iterators: Any, count: int) -> None:
 
 def _voted(run: Run, votes: FileSteps, native: Callable[..., Logged],
            given: Mapping[str, Any]) -> Logged:
-    """Run the passes of this rank's files (groups of micro-batches). Return their logged values."""
+    """Run the passes for the files (groups of micro-batches) assigned to the current rank. Return
+    the logged values of all files.
+    """
     iterator = given["data_iterator"]
     iterator = iterator[0] if isinstance(iterator, list) else iterator
     total = given["num_microbatches"] * ps.get_data_parallel_world_size()
@@ -247,7 +255,12 @@ class _Ahead:
 
 
 def prepared(args: argparse.Namespace) -> StageLayouts | None:
-    """Return the pipeline stages in the arguments (see `stages_of`), and set this rank's sizes."""
+    """Return the pipeline stages that the parsed arguments describe. The arguments for the stage of
+    the current rank are set in `args`.
+
+    Raises:
+        ValueError: see `stages_of`.
+    """
     # arguments from a file (--yaml-cfg) do not include our arguments
     stages = stages_of(args, args.world_size) if getattr(args, "stage_layouts", None) else None
     if stages is None:
@@ -265,7 +278,9 @@ def prepared(args: argparse.Namespace) -> StageLayouts | None:
 
 
 def passes_of(stages: StageLayouts, chunks: list[Any], optimizer: Any) -> Callable[..., Any]:
-    """Return the function that runs the passes of a step. This is a collective operation."""
+    """Return the function that runs the forward and backward passes of a step. See
+    `unequal_passes`. This is a collective operation.
+    """
     unequal = unequal_passes(stages, argparse.Namespace(**script_arguments()),
                              get_model_config(chunks[0]), optimizer)
     # Megatron's model-parallel group, in which ranks agree whether to make a step, would differ

@@ -106,7 +106,10 @@ def _limited(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _numpy_load(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `numpy.load` so that Megatron's modules load arrays only, not pickled objects."""
+    """Wrap `numpy.load` so that Megatron's modules cannot load pickled objects.
+
+    The index files of datasets contain arrays of numbers, so pickled objects are not needed.
+    """
     @functools.wraps(load)
     def call(file: Any, *args: Any, **options: Any) -> Any:
         if _is_unlimited():
@@ -143,9 +146,12 @@ def _same_spec(read: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _known_tokenizer(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's function that builds a tokenizer from a JSON file, and check the file.
+    """Wrap Megatron's function that builds a tokenizer from the metadata in a JSON file, and check
+    the metadata.
 
-    Some versions of Megatron import a module that the file names, which must be Megatron's or ours.
+    Some versions of Megatron import the module that is named in the metadata. The module is
+    accepted only if it belongs to Megatron or to this package. Metadata that a script passes
+    directly are not checked.
     """
     @functools.wraps(build)
     def call(tokenizer_path: Any = None, metadata_path: Any = None, **options: Any) -> Any:

@@ -20,7 +20,8 @@ from moe_plugin.routing.rollouts import replay_choices, tokens_of_rank
 @contextmanager
 def replay_rollouts(model: nn.Module, ids_BSLK: Tensor,
                     lengths: Sequence[int] | None = None) -> Iterator[None]:
-    """Make the layers of this pipeline stage select the experts that generated the samples.
+    """Make the layers of the current pipeline stage select the same experts that were used to
+    generate the samples.
 
     In a script's `forward_step`, call the model inside this context. Recomputed layers repeat the
     same choices, even after the context has ended.

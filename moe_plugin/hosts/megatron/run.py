@@ -47,7 +47,10 @@ Passes = Callable[[list[Iterator[Any]], int], Logged]
 
 
 def of_stage(config: ObserveConfig) -> ObserveConfig:
-    """Return the `observe` settings of this stage. Stages after the first write separate files."""
+    """Return the `observe` settings for the current pipeline stage.
+
+    Only one process may write to a file, so all stages but the first write to separate files.
+    """
     stage = ps.get_pipeline_model_parallel_rank()
     return replace(config, jsonl=f"{config.jsonl}.stage{stage}") if (
         stage and config.jsonl) else config
@@ -55,7 +58,8 @@ def of_stage(config: ObserveConfig) -> ObserveConfig:
 
 def traced(config: ObserveConfig, args: Any,
            layers: Sequence[PluginMoELayer]) -> ObserveConfig:
-    """Return the `observe` settings with the trace that `--moe-routing-trace-path` requests.
+    """Return the `observe` settings with the routing trace that `--moe-routing-trace-path`
+    requests.
 
     If Megatron's own router is used, return the settings unchanged, because Megatron then writes
     the trace itself.
@@ -80,7 +84,9 @@ def traced(config: ObserveConfig, args: Any,
 
 
 def named(layers: Sequence[PluginMoELayer]) -> dict[str, PluginMoELayer]:
-    """Return the layers by their names in the run's records."""
+    """Return a dict of the layers. The keys are the names under which the layers appear in the
+    run's records.
+    """
     return {f"layer{layer.layer_number}": layer for layer in layers}
 
 
@@ -171,7 +177,8 @@ def check_replicas(args: argparse.Namespace) -> bool:
 
 def place_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: Any,
              scheduler: Any, taken: dict[int, int]) -> ReplicaPlace | None:
-    """Return the object through which replicas access the state of this run, or None.
+    """Return an object that gives the replicas access to the state of this run, or None if the run
+    has no replicas.
 
     Args:
         models: model chunks of the current rank, without their wrappers.
@@ -209,9 +216,12 @@ def place_of(args: argparse.Namespace, models: Sequence[nn.Module], optimizer: A
 
 def guard_of(args: argparse.Namespace, settings: Mapping[str, Any],
              guard: GuardConfig | None = None) -> GuardConfig:
-    """Return the settings of the checks that a run requests, by default those in `settings`.
+    """Return the settings of the checks that a run requests.
 
-    Raises: ValueError: If the run does not support a requested check.
+    guard: the guard settings that were used to build the layers. `guard` defaults to the guard
+        settings in `settings`.
+    Raises:
+        ValueError: If the run does not support a requested check.
     """
     guard = run_config(settings).guard if guard is None else guard
     values = values_of(args, settings, **{"guard.twins": guard.twins, "guard.votes": guard.votes})
@@ -272,7 +282,9 @@ class FileSteps(StepVotes):
         self.chunk.finish_grad_sync = lambda **_: None
 
     def batches(self, own: list[Any]) -> list[Any]:
-        """Return the micro-batches of this worker, given those of all ranks."""
+        """Return the micro-batches that the current worker has to compute. `own` contains the
+        micro-batches of all ranks.
+        """
         return self.deal(own)
 
     def compute(self, passes: Passes, sums: Callable[[Logged], Tensor]) -> Tensor:
@@ -303,9 +315,12 @@ class FileSteps(StepVotes):
         return agreed.cpu()
 
     def log_once(self, before: Mapping[str, Tensor]) -> None:
-        """Count each micro-batch once in Megatron's log, not once per worker that computes it.
+        """Correct Megatron's log of auxiliary losses so that each micro-batch is counted once.
 
-        before: the logged sums before `compute`, as returned by `aux_losses.losses_so_far`.
+        Without this correction, a micro-batch would be counted once per worker that computes it.
+
+        before: the logged sums before the call of `compute`, as returned by
+        `aux_losses.losses_so_far`.
         """
         sums = aux_losses.losses_so_far()
         aux_losses.set_logged_losses({

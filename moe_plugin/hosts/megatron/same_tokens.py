@@ -45,7 +45,8 @@ def give_token_ids(model: nn.Module) -> None:
 
 def ids_of(x_SBD: Tensor, tokens_BS: Tensor | None, needs: frozenset[str], rank: int,
            sequence_parallel: bool = False) -> Tensor | None:
-    """Return the token ids of this tensor-parallel rank's slice as an int64 tensor [s, B].
+    """Return the token ids of the current tensor-parallel rank's slice of the sequence, as an int64
+    tensor [s, B].
 
     Return None if the router does not need token ids.
 
@@ -88,7 +89,11 @@ class StepClock:
         self.left: int | None = None
 
     def new_step(self, microbatches: int | None) -> bool:
-        """Return True in the first pass of a step, given its number of micro-batches."""
+        """Return True if the current pass is the first pass after the end of a step. Call this
+        method once per training pass.
+
+        microbatches: number of micro-batches per step, or None if it is unknown.
+        """
         if microbatches is None:
             return False
         ended = self.left == 0
@@ -96,7 +101,11 @@ class StepClock:
         return ended
 
     def ended(self) -> bool:
-        """Return True once after the end of a step that `new_step` has not reported."""
+        """Return True if a step has ended and `new_step` has not reported its end yet. After this
+        call, the end of this step is not reported again.
+
+        Call this method before a checkpoint is written.
+        """
         ended, self.left = self.left == 0, None if self.left == 0 else self.left
         return ended
 
@@ -117,7 +126,8 @@ def layer_config(native: Any, asked: MoEConfig) -> MoEConfig:
 
 
 def shares_tokens(native: Any, plan: Translation, groups: MegatronGroups) -> bool:
-    """Return True if the MoE layer divides the tensor-parallel ranks' common tokens itself.
+    """Return True if the MoE layer receives all tokens that the tensor-parallel ranks share, and
+    divides the work itself.
 
     Args:
         native: `TransformerConfig`.

@@ -56,9 +56,11 @@ _scheduler: ContextVar[tuple[Any, ...]] = ContextVar("scheduler", default=())
 
 
 def optimizer_state(source: Source) -> bool | None:
-    """Return whether a checkpoint has optimizer state (None for a complete one of Megatron's loop).
+    """Return whether a checkpoint contains optimizer state. Return None for a complete checkpoint
+    of Megatron's own training loop, which needs no preparation (see `loading`).
 
-    Raises: CheckpointError: If only the ranks that wrote the optimizer state can read it.
+    Raises:
+        CheckpointError: If only the ranks that wrote the optimizer state can read it.
     """
     kept = source.values.get("megatron") or {}
     common = kept.get("common") or {}
@@ -155,10 +157,12 @@ def _save_whole(save: Callable[..., Any], given: dict[str, Any], final: str, ste
 
 
 def begin_again(final: str) -> None:
-    """Delete the files that describe a checkpoint before it is overwritten in place.
+    """Before the checkpoint in a folder is overwritten in place, delete the files that describe the
+    old checkpoint.
 
-    A mixture of old and new files must not look complete, and some Megatron versions do not write
-    `common.pt` but read it.
+    A folder that contains both old and new files must not look like a complete checkpoint. The file
+    `common.pt` is also deleted. Megatron versions that do not write this file would otherwise read
+    the old file.
     """
     for name in (files.META, BACKEND, METADATA, COMMON) if dist.get_rank() == 0 else ():
         with contextlib.suppress(FileNotFoundError):
@@ -176,7 +180,9 @@ def _description(step: int) -> dict[str, Any]:
 
 
 def refuse_broken(chunks: list[Any], optimizer: Any) -> None:
-    """Before a save, raise an error if a value is not finite (see `refuse_not_finite`)."""
+    """Raise an error if a weight is not finite, before a checkpoint is saved. See
+    `checkpoint_files.refuse_not_finite`.
+    """
     arguments = script_arguments()
     if arguments.get("ckpt_format") == "torch_dist" and not arguments.get("use_megatron_fsdp"):
         files.refuse_not_finite(arguments["save"], chunks, optimizer)
@@ -207,9 +213,13 @@ def loads_whole(load: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
                   scheduler: Any) -> Iterator[None]:
-    """Inside the block, set the argument that makes Megatron load an intact checkpoint.
+    """Inside the block, make Megatron load an intact checkpoint, by setting the argument that
+    selects the iteration.
 
-    Raises: CheckpointError: On all ranks, if no checkpoint is intact.
+    scheduler: learning rate scheduler, or None if the run only evaluates.
+    Raises:
+        CheckpointError: On all ranks, if there are checkpoints but none of them is intact.
+        ValueError: If there is no checkpoint to evaluate.
     """
     asked = arguments.get("ckpt_step")
     if not root or "://" in root or arguments.get("ckpt_format", "torch_dist") != "torch_dist":
@@ -238,7 +248,9 @@ def _newest_whole(arguments: MutableMapping[str, Any], root: str | None,
 
 
 def _compared(path: str, arguments: Mapping[str, Any]) -> bool | None:
-    """Check that a checkpoint is safe and matches the run. Return its `optimizer_state`."""
+    """Check that a checkpoint is safe to load and that its settings match the run (see
+    `model_settings.check_settings`). Return the `optimizer_state` of the checkpoint.
+    """
     newer, trusted = "layernorm_epsilon", bool(arguments.get("trust_checkpoint"))
     current = {**({"norm_epsilon": arguments[newer]} if newer in arguments else {}), **arguments}
     if not trusted:
@@ -291,7 +303,11 @@ def _newest_number(root: str, iteration: int) -> int:
 
 
 def _track(root: str, newest: int | None) -> None:
-    """Record the newest checkpoint's iteration on the first rank, or delete the file for None."""
+    """Write the iteration of the newest checkpoint to the file that records it. If the iteration is
+    None, delete this file.
+
+    Only the first rank writes or deletes the file.
+    """
     path = os.path.join(root, files.LATEST)
     if dist.get_rank() != 0:
         return
@@ -302,7 +318,9 @@ def _track(root: str, newest: int | None) -> None:
 
 
 def verified(path: str) -> dict[str, Any]:
-    """Verify a checkpoint and return its description, or {} if Megatron wrote it alone."""
+    """Return the description of a checkpoint after verifying its files. Return an empty dict for a
+    checkpoint that Megatron wrote without a description.
+    """
     if files.of_megatron_alone(path) or files.of_another_format(path):
         return {}
     return files.verified_meta(path)

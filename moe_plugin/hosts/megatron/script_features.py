@@ -85,7 +85,10 @@ def set_up(given: Mapping[str, Any], run: Callable[[], Run]
 
 
 def stages_of(given: Mapping[str, Any]) -> MakePart:
-    """Return the function that builds a stage by the script's model provider or builder."""
+    """Return the function that builds one pipeline stage of the script's model.
+
+    Older scripts pass a model provider to Megatron. Newer scripts pass a builder.
+    """
     groups = given.get("pg_collection")
     described = getattr(given.get("cfg_container"), "model", None)
     if described is not None:
@@ -152,7 +155,8 @@ def save(given: Mapping[str, Any]) -> None:
 
 def activations_of(settings: OffloadConfig, config: Any,
                    chunks: Sequence[nn.Module]) -> Activations | None:
-    """Return the object that offloads or recomputes this stage's activations, or None.
+    """Return the object that offloads or recomputes the activations of the transformer layers on
+    the current pipeline stage. Return None if all activations are kept.
 
     Args:
         settings: the `offload` section of the settings.
@@ -201,7 +205,8 @@ logger = logging.getLogger(__name__)
 
 def run_of(chunks: list[Any], optimizer: Any, scheduler: Any, taken: dict[int, int]
            ) -> tuple[Run, StatsRecorder]:
-    """Return the run of a script, and the recorder for its log. A collective operation.
+    """Return the run object for a script with these model chunks, and the recorder for the run's
+    log. This is a collective operation.
 
     Args:
         chunks: model chunks of the current pipeline stage.

@@ -61,7 +61,11 @@ class ScriptReport:
         self._forget(args.get("consumed_train_samples") or 0)
 
     def begin(self) -> None:
-        """Log the first iteration (of a loaded model), and prepare what a stopped run prints."""
+        """Log the iteration at which the run starts, and prepare the message that is printed if the
+        run is stopped.
+
+        Call this method after the model has been loaded.
+        """
         args, done = self.args, self.args.get("iteration") or 0
         self.done = self._begun = done
         if args.get("skip_train"):
@@ -108,7 +112,9 @@ class ScriptReport:
 
     def after_log(self, iteration: int, rate: float | None, scale: float,
                   norm: float | None) -> None:
-        """Write a record each `--log-interval` and at the end. A collective operation."""
+        """Write a record every `--log-interval` iterations and after the last iteration. This is a
+        collective operation.
+        """
         args = self.args
         if iteration % args["log_interval"] and iteration != self.total:
             return
@@ -166,7 +172,8 @@ def of_last_stage(value: float | None) -> float | None:
 
 
 def reduced(here: Mapping[str, aux_losses.LoggedLoss], microbatches: int) -> dict[str, list[float]]:
-    """Return the losses of each layer by name, averaged over micro-batches and all ranks.
+    """Average auxiliary losses over micro-batches and all ranks. Return a dict that maps the name
+    of each loss to a list with one value per layer.
 
     This is a collective operation, so all ranks must call this method. The ranks first exchange the
     names of their losses, because a pipeline stage may have no losses. A loss that is zero in all
@@ -213,7 +220,11 @@ def log_path(args: Mapping[str, Any]) -> str | None:
 
 def layer_records(recorder: StatsRecorder, iteration: int,
                   finds: bool = True) -> dict[str, Any]:
-    """Return all layers' records, and log their problems (`finds`). A collective operation."""
+    """Return the statistics records of all layers on all pipeline stages since the last call, as a
+    dict. This is a collective operation.
+
+    finds: True to search the records for problems and log them.
+    """
     sums = recorder.reduce()
     recorder.write(iteration, sums)
     by_stage = gather_objects(sums, "the layers' records", ps.get_pipeline_model_parallel_group())

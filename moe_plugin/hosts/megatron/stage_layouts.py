@@ -63,7 +63,11 @@ class StageLayout:
 
 
 def parse(entries: Sequence[str]) -> list[StageLayout]:
-    """Parse entries such as "tp=2,ep=4" to one layout per stage, or raise a `ValueError`."""
+    """Parse entries such as "tp=2,ep=4", and return one layout per stage.
+
+    Raises:
+        ValueError: If an entry is not a list of sizes such as "tp=2,ep=4".
+    """
     return [_parse(entry) for entry in entries]
 
 
@@ -113,7 +117,9 @@ class StageLayouts:
         return made
 
     def activation(self, stage: int, length: int, width: int) -> TensorLayout:
-        """Return how a micro-batch tensor [sequence, batch, width] is split over a stage."""
+        """Return how a micro-batch tensor [sequence, batch, width] is distributed over the ranks of
+        a stage. The ranks are numbered from 0.
+        """
         tp = self.layouts[stage].tp
         mesh = {"data": self.replicas(stage), "tensor": tp}
         spec = [["tensor"] if self.split and tp > 1 else [], ["data"], []]
@@ -192,11 +198,14 @@ class _Boundary:
 
 def boundaries(stages: StageLayouts, world: Comm,
                args: argparse.Namespace) -> list[_Boundary | None]:
-    """Return the boundaries of neighbouring stages, with None for those of other ranks. Collective.
+    """Return a list with one boundary for each pair of neighbouring stages. The element is None if
+    the current rank belongs to neither stage.
 
-    Megatron averages the gradients of replicas, which are those of a replica's mean loss.
-    Therefore, they are multiplied by the ratio of the stages' replicas, unless the loss is a sum
-    over tokens.
+    The gradients on a replica are those of the replica's mean loss, and Megatron averages gradients
+    over replicas. To correct for this, the gradients are multiplied by the ratio of the replica
+    counts of the two stages. With `--calculate-per-token-loss` the gradients are not multiplied,
+    because the loss is a sum over tokens. This is a collective operation, so all ranks must call
+    this function.
     """
     between: list[_Boundary | None] = []
     for stage in range(len(stages.layouts) - 1):
@@ -288,8 +297,10 @@ def unequal_passes(stages: StageLayouts, args: argparse.Namespace, config: Any,
 def _agree_over_all_stages(optimizer: Any) -> None:
     """Make gradient clipping and the loss scaler take the gradients of all stages into account.
 
-    With different layouts, the sum over all ranks counts parameters several times. Therefore, each
-    rank's part is multiplied by the size of its group for the norm, and divided by all ranks.
+    If all stages have the same layout, each of Megatron's process groups for the gradient norm
+    contains every parameter exactly once. With different layouts, the sum over all ranks would
+    count parameters several times. Therefore, the contribution of each rank is multiplied by the
+    size of its process group for the gradient norm, and divided by the number of all ranks.
     """
     world, chain = comm_of(), parts(optimizer)
     shares = [torch.distributed.get_world_size(part.get_grad_stats_parallel_group()) / world.size
@@ -307,10 +318,13 @@ def _agree_over_all_stages(optimizer: Any) -> None:
 
 
 def _count_tokens_of_all(config: Any, last: bool) -> None:
-    """Divide the gradients by the number of tokens on all replicas of the last stage (`last`).
+    """Divide the gradients by the number of tokens on all replicas of the last stage.
 
-    For a loss that is a sum over tokens, Megatron would sum the last stage's counts over the
-    replicas of each stage, which is wrong if the stages have different numbers of replicas.
+    This function is used if the loss is a sum over tokens. Megatron itself would sum the token
+    counts of the last stage's ranks over the replicas of each stage. This sum would be wrong for a
+    stage whose number of replicas differs from that of the last stage.
+
+    last: True if the current rank belongs to the last stage.
     """
     world, finish = comm_of(), config.finalize_model_grads_func
     counts = last and ps.get_tensor_model_parallel_rank() == 0

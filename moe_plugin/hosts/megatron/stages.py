@@ -72,7 +72,11 @@ class Stages:
 
     def route(self: Any, hidden_states: Tensor,
               padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return gate weights [T, K] and int64 expert ids [T, K]. Padding is True in the mask."""
+        """Route the tokens in `hidden_states` [s, b, h]. Return the gate weights [T, K] and the
+        int64 expert ids [T, K].
+
+        padding_mask: bool tensor [b, s] that is True for padding tokens.
+        """
         real_SB = None if padding_mask is None else ~padding_mask.transpose(0, 1).bool()
         info, moe = self._before_routing(hidden_states), self.moe
         traffic = TrafficMeter(moe.comm.counters)
@@ -108,7 +112,9 @@ class Stages:
         return x_TD, plan.weights_TK.clone()
 
     def dispatch(self: Any, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Send the tokens. Return the rows [R, h] of this rank's experts, and the weights."""
+        """Send the tokens to their experts. Return the rows [R, h] of the current rank's experts,
+        and the gate weights.
+        """
         call = self._call
         call.traffic.go_on()
         parameters.wait_for(self.experts)
@@ -126,7 +132,9 @@ class Stages:
 
     def routed_experts_compute(self: Any, hidden_states: Tensor,
                                probs: Tensor) -> tuple[Tensor, None]:
-        """Return (outputs of the experts [R, h], None), because there is no separate bias."""
+        """Return a tuple (outputs of the experts [R, h], None). The second element is None because
+        the experts have no separate bias.
+        """
         call = self._call
         call.plan = _with_weights(call.plan, probs)
         rows = call.work.rows
@@ -143,7 +151,9 @@ class Stages:
         return call.layout.dispatcher.combine(call.sent, call.plan)
 
     def postprocess(self: Any, output: Tensor, shared_expert_output: Tensor | None) -> Tensor:
-        """End the call: return the output [s, b, h], including the shared expert's."""
+        """Return the output of the layer [s, b, h], including the output of the shared expert. This
+        step ends the call of the layer.
+        """
         call, self._call, moe = self._call, None, self.moe
         if moe.latent is not None:
             output = moe.latent.leave(output, call.tokens)

@@ -16,7 +16,7 @@ way. Without `load_without_missing`, Megatron raises an error if a checkpoint la
 object. For example, checkpoints of other layers or of fixed layouts lack the tuner state.
 
 Checkpoints of Megatron's own experts can be loaded into this package's layers. Checkpoints of this
-package's experts can be loaded into Megatron's own layers. `checkpoint.formats.megatron.format`
+package's experts can be loaded into Megatron's own layers. `checkpoint.formats.megatron.experts`
 defines how the parameter names and the order of dimensions correspond. If a checkpoint does not
 contain a sharded tensor with the requested name, the tensor is replaced with a factory. The factory
 requests the tensor by its name in the other format, and converts the loaded values. Optimizer state
@@ -85,7 +85,8 @@ def drop_repeated(layer: Any, state: dict[str, Any], prefix: str, _metadata: Any
 
 
 def add_repeated(layer: Any, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
-    """Hook before `load_state_dict` that reverses the changes made by `drop_repeated`.
+    """Hook that runs before `load_state_dict`. The hook reverses the changes made by
+    `drop_repeated`.
 
     The state dict may lack the tuner state. If the layer has no tuner, tuner state in the state
     dict is ignored.
@@ -104,7 +105,8 @@ def add_repeated(layer: Any, state: dict[str, Any], prefix: str, *_rest: Any) ->
 
 
 def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Make `dist_checkpointing.load` accept Megatron's own experts and this package's.
+    """Call `dist_checkpointing.load` so that it accepts checkpoints of Megatron's own experts as
+    well as checkpoints of this package's experts.
 
     If the checkpoint does not contain the tuner state of a layer, this state is not requested. This
     function also works in Megatron's own training script.
@@ -118,7 +120,11 @@ def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any
 
 def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
                  offsets: tuple[Any, ...]) -> dict[str, ShardedObject]:
-    """Return the object that stores the tuner state, by its key, or {} without a tuner."""
+    """Return the object that stores the tuner state in a distributed checkpoint, as a dict with one
+    key. The dict is empty if there is no tuner.
+
+    offsets: leading axes that Megatron adds to the tensors, for example the layer axis.
+    """
     tuner = tuner_state(moe)
     if tuner is None or not (moe.config.parallel.mode == "auto" or is_wrapped(
             "load", load_without_missing)):
@@ -140,7 +146,8 @@ def without_missing(models: Iterable[dict[str, Any]], path: str) -> None:
 
 
 def load_either_layout(original: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call `dist_checkpointing.load` for experts in Megatron's or this package's format.
+    """Call `megatron.core.dist_checkpointing.load`. The experts in the checkpoint may have
+    Megatron's format or this package's format.
 
     Args:
         original: Megatron's `load`.

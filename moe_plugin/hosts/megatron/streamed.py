@@ -197,7 +197,10 @@ class StreamedModel(nn.Module):
         return ModelPart(part, self._calls)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Record the forward step's call of the model for `passes`, and return an empty tensor."""
+        """Record the arguments with which the forward step calls the model. Return an empty tensor.
+
+        The actual computation happens later, in `passes`.
+        """
         self._calls.given.append(self._signature.bind(*args, **kwargs).arguments)
         return torch.zeros(0)
 

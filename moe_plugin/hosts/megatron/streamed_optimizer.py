@@ -67,7 +67,9 @@ class StreamedOptimizer:
     def step(self) -> tuple[bool, float | None, None]:
         """Clip the gradients and run an optimizer step.
 
-        Returns: whether the step was made, the gradient norm, and None for Megatron's zero count.
+        Returns: three values. The first value is True if the step was made and False if it was
+            skipped. The second value is the gradient norm. The third value, in Megatron the number
+            of zeros in the gradients, is None.
         """
         skip = self.prepare_grads()
         self.trainer.update(skip)
@@ -78,10 +80,13 @@ class StreamedOptimizer:
 
 
 class RankGradients:
-    """Reduces the gradients of one part of a model over the ranks, with Megatron's arithmetic.
+    """Reduces the gradients of one part of a model over the ranks.
 
-    Gradients are divided by the data-parallel size and summed over the ranks that store the
-    parameter, and over the tensor-parallel ranks that apply it to different tokens.
+    The gradients are reduced with the same arithmetic as in Megatron's `DistributedDataParallel`
+    and `finalize_model_grads`. First, the gradients are divided by the data-parallel size and
+    summed over all ranks that store the parameter. If tensor-parallel ranks apply a parameter to
+    different tokens, its gradient is also summed over these ranks. Megatron's process groups must
+    already be initialised.
     """
 
     def __init__(self) -> None:
@@ -124,7 +129,8 @@ def _sum(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 class StreamedNorm:
-    """Gradient clipping (a `memory.weights.streamed.Clip`), bitwise equal to Megatron's.
+    """Gradient clipping (a `memory.weights.streamed.Clip`) that gives bitwise the same gradients as
+    Megatron's own clipping.
 
     The gradients are bitwise equal only if neither Apex nor Transformer Engine is installed. Like
     Megatron, this class first computes the norm of each tensor, and then the norm of these norms.
@@ -163,7 +169,9 @@ class StreamedNorm:
                 norms.append(torch.norm(parameter.grad))
 
     def norm(self) -> Tensor:
-        """Return the norm of all added gradients (float64 scalar). A collective operation."""
+        """Return the norm of all gradients that were added since the last call, as a float64 scalar
+        tensor. This is a collective operation.
+        """
         norms = [self._norm_of(expert) for expert in (False, True)]
         kinds = [norm for norm in norms if norm is not None]
         total = kinds[0] if len(kinds) == 1 else math.sqrt(sum(norm**2 for norm in kinds))
@@ -205,7 +213,10 @@ def device_of_parts() -> torch.device:
 
 def torch_optimizer(args: argparse.Namespace, params: Sequence[nn.Parameter]
                     ) -> torch.optim.Optimizer:
-    """Create a torch optimizer like Megatron's, in which vectors have no weight decay."""
+    """Create a torch optimizer with the same options and parameter groups that Megatron would use.
+
+    Vectors have a separate parameter group without weight decay.
+    """
     kinds = [(1.0, [p for p in params if not is_vector(p)]),
              (0.0, [p for p in params if is_vector(p)])]
     groups = [{"params": chosen, "weight_decay": args.weight_decay * times, "wd_mult": times,

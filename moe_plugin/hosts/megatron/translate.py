@@ -107,7 +107,11 @@ def settings_from_flags(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def timeout_of(settings: Mapping[str, Any]) -> float:
-    """Return `comm.timeout_s` of settings by dotted path, or raise a `ValueError`."""
+    """Return the setting `comm.timeout_s`. `settings` is a dict of settings by dotted path.
+
+    Raises:
+        ValueError: If the timeout is out of bounds.
+    """
     given = {path: settings[path] for path in ("comm.timeout_s",) if path in settings}
     return with_overrides(MoEConfig(), given).comm.timeout_s
 
@@ -154,7 +158,11 @@ def translate(native: Any, settings: Mapping[str, Any], *,
 
 
 def native_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Megatron's arguments (by attribute name) for those settings that have one."""
+    """Return the arguments of Megatron that correspond to the given settings of this package, by
+    attribute name.
+
+    Settings that have no corresponding argument are left out.
+    """
     settings = _without_open(settings)
     arguments = {name: settings[path] for path, name in _ATTRIBUTES.items()
                  if settings.get(path) or settings.get(path) is False}
@@ -198,7 +206,8 @@ def _without_open(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _agreed(native: Any, settings: Mapping[str, Any], whole: bool) -> dict[str, Any]:
-    """Translate Megatron's settings, and check that the user's settings do not contradict them.
+    """Check that Megatron's settings do not contradict the user's settings of this package, and
+    translate them to settings of this package.
 
     whole: True if the user's settings describe complete layers. If True, a value that only this
         package's layer supports overrides Megatron's default value.
@@ -325,7 +334,8 @@ def refuse_unsupported(native: Any) -> None:
 
 
 def refuse_arguments() -> None:
-    """Raise a `ValueError` for the first argument of Megatron's script without support.
+    """Raise a `ValueError` for the first argument of Megatron's training script that this package
+    does not support.
 
     This function does not check arguments that are fields of `TransformerConfig`. An expert-related
     argument that this package does not know also raises an error.

@@ -51,7 +51,10 @@ def parse_cpu_list(text: str) -> list[int]:
 
 
 def numa_nodes(sysfs: Path, allowed: set[int]) -> dict[int, list[int]]:
-    """Return the usable processors of each NUMA node (of node 0 if none is reported)."""
+    """Return a dict that maps each NUMA node to the processors of the node that may be used.
+
+    If the machine does not report NUMA nodes, node 0 contains all processors.
+    """
     nodes = {}
     for folder in sorted((sysfs / "devices/system/node").glob("node[0-9]*"),
                          key=lambda path: int(path.name[4:])):
@@ -110,7 +113,12 @@ def plan(rank: int, count: int, bus_ids: Sequence[str] = (), allowed: set[int] |
 
 
 def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
-    """Return the local rank and number of ranks by the launcher, or raise a `ValueError`."""
+    """Return the local rank and the number of local ranks. Both numbers are read from environment
+    variables that the launcher sets.
+
+    Raises:
+        ValueError: If the launcher has not set these environment variables.
+    """
     for rank, size in _PLACES:
         if rank in environment and size in environment:
             return int(environment[rank]), int(environment[size])
@@ -120,7 +128,10 @@ def local_place(environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def gpu_bus_ids() -> list[str]:
-    """Return the visible GPUs' PCI addresses in torch's order, or [] if unknown."""
+    """Return the PCI addresses of the visible GPUs, in the order that torch uses.
+
+    The list is empty if there is no GPU, or if torch does not report PCI addresses.
+    """
     import torch
 
     bus_ids = []

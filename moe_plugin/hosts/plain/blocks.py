@@ -92,7 +92,10 @@ class MoEBlock(nn.Module):
         return self._earlier if self.last is None else [*self._earlier, self.last.losses]
 
     def _begin_pass(self, owner: _NewPass | None) -> None:
-        """Discard the losses of earlier calls; `owner` detects the forward pass."""
+        """Discard the losses of all earlier calls.
+
+        owner: hook that detects the beginning and end of the forward pass, or None.
+        """
         self.last, self._owner = None, owner
         self._earlier: list[dict[str, Tensor]] = []
 

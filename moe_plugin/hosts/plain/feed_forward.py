@@ -209,7 +209,8 @@ def _run(twin: nn.Module, twins: list[_LinearMap], width: int) -> _Ran | None:
 
 
 def _trains_alike(twin: nn.Module, ran: _Ran) -> bool:
-    """Return True if training without dropout computes the same output as evaluation.
+    """Return True if the module computes the same output in training mode as in evaluation mode
+    when all dropouts are disabled.
 
     A module fails this test if it drops or normalizes values by other means than `nn.Dropout`. This
     function changes the dropout modules of `twin`, so `twin` must not be used afterwards.
@@ -257,10 +258,13 @@ def _explained(maps: list[_LinearMap], twins: list[_LinearMap], twin: nn.Module,
 
 
 def _place(ffn: FeedForward, twin: nn.Module, number: int, x_TD: Tensor) -> str | None:
-    """Return the position of a dropout in a `FeedForward`: "dropout", "after", or None.
+    """Determine the position of a dropout module in a `FeedForward`.
 
-    The dropout, the call `number` (from 0) of all, is forced to drop random values, and its output
-    is compared with that of the `FeedForward` for both positions.
+    The dropout is forced to drop random values. The resulting output is compared with the output of
+    the `FeedForward` for each of the two possible positions. Return "dropout" or "after", or None
+    if neither position reproduces the output.
+
+    number: index of the dropout among all calls of dropout modules, starting at 0.
     """
     calls, kept = itertools.count(), torch.ones(())
 

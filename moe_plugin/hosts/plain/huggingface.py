@@ -67,7 +67,10 @@ class SwappedBlock(MoEBlock):
         self.family = family
 
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]  # transformers passes no mask
-        """Apply the layer to `x`. Return a tensor, or (tensor, None) if the model's block does."""
+        """Apply the MoE layer to `x`.
+
+        Return a tensor, or a tuple (tensor, None) if the model's block also returns router logits.
+        """
         y = super().forward(x)
         return (y, None) if self.family.pair else y
 
@@ -159,7 +162,8 @@ class _SaveTheirs:
         self.model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Save like `save_pretrained`. All ranks must call this method; rank 0 writes.
+        """Save like `PreTrainedModel.save_pretrained`. Call this method on all ranks. Rank 0 writes
+        the files.
 
         If the experts have adapters (`add_lora`), the file also contains these adapters. The
         adapters have the names of this package, which `load_state_dict` accepts.
@@ -191,7 +195,11 @@ class _SaveTheirs:
 
 
 def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Hook before `load_state_dict` for tensors named as in the model or in its files."""
+    """Convert tensors with `transformers` names to tensors of this package's layers. This function
+    is a hook that runs before `load_state_dict`.
+
+    The tensors can have either the names in the model or the names in its files.
+    """
     (start, decoder), config = _decoder_in(model), _config_of(model)
     start, block = prefix + start, block_of(config)
     for index, layer in enumerate(decoder.layers):
@@ -217,7 +225,8 @@ def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: objec
 
 def _carry_frozen(block: nn.Module, moe: MoELayer, state: Mapping[str, Tensor],
                   config: dict[str, Any], index: int) -> None:
-    """Freeze those parameters of the new layer that are frozen in the replaced block.
+    """Make each parameter of the new layer trainable if the corresponding parameter of the replaced
+    block is trainable, and freeze it otherwise.
 
     Args:
         block: the `transformers` block that was replaced.
@@ -265,7 +274,11 @@ def _checked(model: nn.Module) -> dict[str, Any]:
 
 
 def _decoder_in(model: nn.Module) -> tuple[str, Any]:
-    """Return the module with the decoder layers and its prefix, or raise an AttributeError."""
+    """Return the module that contains the decoder layers, and the prefix of its parameter names.
+
+    Raises:
+        AttributeError: If the model contains no `transformers` decoder.
+    """
     whole = cast(Any, model).get_decoder()
     decoder = next((module for module in whole.modules()
                     if isinstance(getattr(module, "layers", None), nn.ModuleList)), whole)
@@ -276,7 +289,9 @@ def _decoder_in(model: nn.Module) -> tuple[str, Any]:
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration of the decoder, one of several in a multimodal model."""
+    """Return the configuration of the model's decoder. A multimodal model has several
+    configurations, one of which is that of the decoder.
+    """
     config: dict[str, Any] = _decoder_in(model)[1].config.to_dict()
     return config
 

@@ -109,9 +109,11 @@ def replace_ffn(model: nn.Module, num_experts: int = 8, *, every: int = 1,
 
 
 def _leave_out_of_files(model: Any) -> None:
-    """Make `save_pretrained` of `transformers` skip the layers' extra state, which is no tensor.
+    """Make `save_pretrained` of `transformers` skip the extra state of the layers.
 
-    With several ranks, `save_pretrained` should fail, because it would write one rank's experts.
+    The extra state is not a tensor, so `save_pretrained` would fail. This function is not called if
+    there are several ranks: `save_pretrained` should then fail, because the file would contain the
+    experts of only one rank.
     """
     if hasattr(model, "save_pretrained"):
         model._keys_to_ignore_on_save = {
@@ -191,7 +193,10 @@ def _matches(match: Match, name: str, module: nn.Module) -> bool:
 
 
 class _FFNPart(nn.Module):
-    """The feed-forward network of an `nn.Transformer` layer (a method in torch) as a module."""
+    """The feed-forward network of an `nn.Transformer` layer as a separate module.
+
+    In torch, this network is a method of the layer.
+    """
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -208,7 +213,9 @@ def _of_transformer(layer: Any) -> FeedForward | None:
 
 
 def _put_at(model: nn.Module, names: list[str]) -> Callable[[MoEBlock], None]:
-    """Return a function that inserts a block in place of a module, under all its names."""
+    """Return a function that inserts a block in place of a module. If the module has several names,
+    the block is inserted under all of them.
+    """
     ends = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name in names]
 

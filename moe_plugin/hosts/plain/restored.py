@@ -36,7 +36,9 @@ def below_block(name: str, config: Mapping[str, Any]) -> str:
 
 
 def of_experts(block: nn.Module) -> nn.Parameter:
-    """Return a parameter of a block's experts. The router may have a different dtype."""
+    """Return a parameter of the experts in a block. Parameters of the router are not suitable,
+    because they may have a different dtype.
+    """
     return next(cast(nn.Module, block.experts).parameters())
 
 
@@ -112,7 +114,11 @@ def _theirs(state: Mapping[str, Tensor], config: dict[str, Any]) -> Source:
 
 def _carry_back(moe: MoELayer, block: nn.Module, state: Mapping[str, Tensor],
                 config: dict[str, Any]) -> None:
-    """Freeze the block's parameters like the layer's tensors `state` (see `_carry_frozen`)."""
+    """Make each parameter of the block trainable if the corresponding parameter of the layer is
+    trainable, and freeze it otherwise. Inverse of `_carry_frozen`.
+
+    state: dict of the layer's tensors, with all experts.
+    """
     if all_alike(moe, block):
         return
     trains = {name: value.requires_grad for name, value in moe.named_parameters()}

@@ -192,7 +192,11 @@ class TrainingSteps:
         return loss if left_out is None else None
 
     def evaluate(self, compute: Callable[[], Result]) -> Result:
-        """Return `compute()` in evaluation mode, repeated until rows fit. Collective."""
+        """Call `compute()` in evaluation mode and without gradients. Return its result. This is a
+        collective operation.
+
+        If routed rows do not fit into the buffers of the dispatcher, the call is repeated.
+        """
         def passes() -> Result:
             result = compute()
             self.run.after_passes()

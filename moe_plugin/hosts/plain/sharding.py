@@ -113,7 +113,10 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _divisor_in(units: list[nn.Module]) -> Callable[[MoELayer], float | None]:
-    """Return a function for the `set_gradient_divide_factor` of a layer's innermost unit."""
+    """Return a function that returns the gradient divisor of a layer's innermost FSDP unit.
+
+    The divisor is the value that was passed to `set_gradient_divide_factor`.
+    """
     around = dict[MoELayer, list[Any]]()
     for unit in units:
         for layer in layers_in(unit):

@@ -81,16 +81,23 @@ def streamed_trainer(settings: OffloadConfig, blocks: Sequence[nn.Module | Calla
 
 
 class BlockGradients:
-    """Reduces the gradients of one block over all ranks, for `StreamedTrainer`."""
+    """A callable for `StreamedTrainer` that reduces the gradients of one block over all ranks.
+
+    Args:
+        world: communicator of all data-parallel ranks.
+    """
 
     def __init__(self, world: Comm) -> None:
         self.world = world
         self._replicas: dict[str, Comm | None] = {}  # by the name of the expert-parallel group
 
     def __call__(self, block: nn.Module) -> None:
-        """Reduce a block's gradients to those of the mean loss. A collective operation.
+        """Reduce the gradients of a block, so that they are the gradients of the mean loss over all
+        ranks. This is a collective operation.
 
-        Raises: ValueError: If the layers' expert-parallel groups differ or cannot be used here.
+        Raises:
+            ValueError: If the block's layers have different expert-parallel groups, these groups
+                together do not contain all ranks, or ranks of one group have the same tokens.
         """
         layers = layers_in(block)
         groups = {layer.comm.name: layer.comm for layer in layers}

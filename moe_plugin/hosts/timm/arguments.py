@@ -29,7 +29,9 @@ ENSEMBLE = (
 
 
 def parser(description: str | None = None) -> argparse.ArgumentParser:
-    """Build the training script's parser. MoE layers have the same flags in all hosts."""
+    """Build the argument parser of the training script. Options of MoE layers have the same flags
+    as in the other hosts.
+    """
     p = Parser(prog="python -m moe_plugin.hosts.timm.train", description=description,
                formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--data", type=Path, required=True,
@@ -73,7 +75,11 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
 
 
 def ensemble_of(args: argparse.Namespace) -> EnsembleSettings | None:
-    """Return the ensemble's settings or None. Unfit arguments raise a `ValueError`."""
+    """Return the settings of the ensemble, or None if the model has a single output.
+
+    Raises:
+        ValueError: If an argument is out of bounds or has no effect.
+    """
     if args.task == "classify" and args.ensemble_heads and args.oracle_unit == "pixel":
         raise ValueError("oracle_unit=pixel is out of bounds: it must be image with --task "
                          "classify, because each image has one class. Leave it out, or use --task "
@@ -110,7 +116,11 @@ def run_settings_of(given: Mapping[str, Any], stats: Path) -> RunConfig:
 
 
 def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for arguments out of bounds, or that need missing experts."""
+    """Raise a `ValueError` if an argument is out of bounds, or if it requires experts but the model
+    has no experts.
+
+    given: dict of the layers' settings, by dotted path.
+    """
     for name, ok, bound, remedy in (
             ("image", args.image >= 0, ">= 0", "use 0 for the preset's"),
             ("experts", args.experts >= 0, ">= 0", "use 0 for the preset's"),
@@ -137,7 +147,11 @@ def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
 
 
 def smoothing_of(args: argparse.Namespace) -> float:
-    """Return the label smoothing, or raise a `ValueError` if it is not in [0, 1)."""
+    """Return the label smoothing that the arguments set.
+
+    Raises:
+        ValueError: If the label smoothing is not in [0, 1).
+    """
     given = SMOOTHING if args.label_smoothing is None else args.label_smoothing
     if not 0 <= given < 1:
         raise ValueError(f"label_smoothing={given} is out of bounds: it must be in [0, 1). Use 0.1")

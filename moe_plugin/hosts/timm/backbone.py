@@ -24,7 +24,11 @@ _declared: list[torch.library.Library] = []  # torch removes a library without r
 
 
 def optional(module: str) -> Any:
-    """Return a module of timm or torchvision, or raise a `ValueError` that says what to install."""
+    """Import and return a module of timm or torchvision.
+
+    Raises:
+        ValueError: If the package is not installed. The message states which package to install.
+    """
     try:
         with _apart():
             importlib.import_module("torchvision")
@@ -57,9 +61,11 @@ def _apart() -> Iterator[None]:
 
 
 def _declare(error: RuntimeError) -> None:
-    """Import torchvision even if its operators, e.g. those for CUDA, cannot be loaded.
+    """Import torchvision even if its operators cannot be loaded.
 
-    Neither images nor timm's models need the operators, which are declared without implementation.
+    For example, the operators cannot be loaded if torchvision was built for CUDA but torch was
+    built for CPUs. The operators are needed neither for reading images nor for timm's models. The
+    operators are therefore declared without an implementation.
     """
     if not _declared:
         logger.info("torchvision's operators cannot be loaded with this version of torch (%s); "

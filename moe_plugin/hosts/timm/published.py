@@ -39,7 +39,9 @@ _BUFFERS = ("relative_position_index", "relative_coords_table", "attn_mask", "k_
 def published_name(name: str) -> str:
     """Return the published name of a parameter that does not belong to an MoE layer.
 
-    The layer that halves the resolution ends a stage there, and begins the next stage in timm.
+    In published files, the layer that halves the resolution is the last layer of a stage. In timm,
+    the layer that halves the resolution is the first layer of the following stage. The head in
+    published files has no submodules.
     """
     name = re.sub(r"^layers\.(\d+)\.downsample\.",
                   lambda found: f"layers.{int(found[1]) - 1}.downsample.", name)
@@ -75,7 +77,8 @@ def write_published(model: nn.Module, path: Path, comm: Comm | None = None) -> P
 
 @torch.no_grad()
 def read_published(model: nn.Module, path: Path, leave: Leave | None = None) -> None:
-    """Read a published checkpoint of any number of ranks if all its files match the model.
+    """Read a published checkpoint, written by any number of ranks, into a model. The model is
+    changed only if all files match the model.
 
     Args:
         model: model created by `moe_plugin.hosts.timm.model`.

@@ -29,7 +29,8 @@ _SUMS = "images", "loss", "top1", "oracle", "member", "both", "either"
 
 @dataclass(frozen=True)
 class VisionTask:
-    """Computes losses and counts from outputs [B, ..., C], or [B, ..., M, C] of an ensemble.
+    """Computes losses and counts from the outputs of a model. The outputs have shape [B, ..., C],
+    or [B, ..., M, C] for an ensemble.
 
     Attributes:
         ensemble: settings of the ensemble, or None if the model has a single output.
@@ -94,7 +95,8 @@ class VisionTask:
         return torch.cat([sums, *(sure[name] for name in HISTOGRAMS)])
 
     def results(self, sums: Tensor) -> dict[str, Any]:
-        """Convert sums of `counts` over all batches and ranks to named metrics.
+        """Convert sums to a dict of named metrics. The sums are those returned by `counts`, added
+        up over all batches and ranks.
 
         The dict contains the loss and the accuracy. For segmentation, the accuracy is the fraction
         of correct pixels. For segmentation, the dict also contains the intersection over union of

@@ -143,7 +143,9 @@ class Trainer:
         return self.args.out / "checkpoint"
 
     def run(self) -> None:
-        """Train to the last epoch from the newest checkpoint, or evaluate (`--evaluate`)."""
+        """Train until the last epoch, starting from the last checkpoint or from the initial
+        weights. With `--evaluate`, only evaluate once.
+        """
         if self.args.evaluate:
             return self.report_evaluation()
         if self.there(self.folder):
@@ -251,7 +253,11 @@ class Trainer:
                 begun, images, total = time.perf_counter(), 0, torch.zeros(2)
 
     def loss_of(self, model: nn.Module, batch: tuple[Tensor, Tensor, Tensor, int]) -> Tensor:
-        """Return the rank's loss of a step; the mean over ranks is that over the step's images."""
+        """Return the loss of the current rank in a step. Store the loss without router losses in
+        the attribute `loss`.
+
+        Averaged over all ranks, `loss` is the mean loss of all images in the step.
+        """
         x_BCSS, y, real_B, of_all = batch
         loss_B = self.task.losses(model(x_BCSS), y, training=True)
         # gradients are averaged over ranks: the factor gives each image of a short last step the
@@ -261,9 +267,12 @@ class Trainer:
         return loss + auxiliary_loss(self.model) if self.blocks else loss
 
     def set_rate(self, epochs: float) -> None:
-        """Set the learning rate: a linear warm-up, then half a cosine down to 1 %.
+        """Set the learning rate. The learning rate increases linearly during warm-up, and then
+        follows half a cosine down to 1 % of its maximum.
 
-        epochs: completed epochs and fractions; steps would be wrong with another batch size.
+        epochs: number of completed epochs, including the completed fraction of the current epoch.
+            The number of completed steps is not used, because it would be wrong in a run that
+            continues with a different batch size.
         """
         args, steps = self.args, self.args.epochs * self.epoch_steps
         warm, step = max(1, round(args.warm_up * steps)), round(epochs * self.epoch_steps)

@@ -1,4 +1,5 @@
-"""Choice of each block's activation policy under a memory limit, from measurements.
+"""Automatic choice of an activation policy for each block, given a memory limit. The choice is
+based on measurements during training.
 
 In the first step, all blocks are swapped. The first step measures the activation bytes of each
 block and the bandwidth of the tier. In the next steps, all blocks are recomputed. The first step
@@ -71,13 +72,16 @@ def manage(blocks: Sequence[nn.Module], policy: str | Sequence[str] = "auto", *,
             string such as "8GiB". Required if `policy` is "auto".
         tier: tier for swapped activations. Defaults to host memory if the blocks are on a GPU, and
             to files in `folder` if they are on a CPU.
-        folder: folder for swapped activations. Defaults to the system's temporary folder.
-        throttle: for tests. Maximum bytes per second of the tier. Unlimited by default.
+        folder: folder on disk for swapped activations. Defaults to the system's folder for
+            temporary files.
+        throttle: maximum bandwidth of the tier in bytes per second. Intended for tests. By default,
+            the bandwidth is not limited.
         smallest: smallest size of a storage to swap, in bytes or as a string such as "64KiB".
         names: names of the blocks. Defaults to the indices of the blocks.
         contexts: functions that create additional contexts for recomputation, for example to
             restore the random state of a host framework.
-        comm: ranks that have the same blocks. With "auto", all must call this function.
+        comm: group of ranks that have the same blocks. With "auto", all ranks of the group must
+            call this function.
         profile: output file for the measurements of "auto". Read by `moe-plugin plan --memory`.
 
     Returns: The object that applies the policies. Call `after_step()` of the returned object after
@@ -115,9 +119,11 @@ def _size(text: str) -> int:
 def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm: Comm, *,
                   places: Sequence[int] | None = None, total: int | None = None,
                   contexts: Sequence[Contexts] = ()) -> Activations | None:
-    """Apply activation settings to a model's layers. Return None if everything is kept.
+    """Apply the activation settings to the layers of a model. The function returns None if all
+    activations are kept.
 
     Args:
+        settings: the settings.
         layers: mapping from the name of each layer to the layer, in the order of the forward pass.
         comm: group of ranks that have the same layers.
         places: indices of the given layers among all layers of the model, counted from 0. Defaults
@@ -147,7 +153,8 @@ def manage_layers(settings: OffloadConfig, layers: Mapping[str, nn.Module], comm
 
 
 def _policies(settings: OffloadConfig, places: Sequence[int], total: int) -> str | list[str]:
-    """Return the policies of the layers at `places`, or one policy for all layers."""
+    """Return the policies of the layers with indices `places`, or a single policy for all layers.
+    """
     names = settings.each_layer()
     if len(names) == 1:
         return settings.activations
@@ -165,7 +172,8 @@ def _policies(settings: OffloadConfig, places: Sequence[int], total: int) -> str
 
 
 class AutoActivations(Activations):
-    """Activation policies chosen for a memory limit. See `manage` for the arguments.
+    """Activation policies that are chosen automatically for a memory limit. See `manage` for the
+    arguments of the constructor.
 
     Attributes:
         limit: memory limit for activations, in bytes.
@@ -305,7 +313,8 @@ class AutoActivations(Activations):
             self._in_flight)
 
     def _check_peak(self) -> None:
-        """If a step exceeded the memory limit, log it and plan again with a safety margin."""
+        """If a step exceeded the memory limit, log the excess and plan again with a safety margin.
+        """
         peak = int(self.comm.agree_max([float(self.ledger.peak)])[0])
         if peak <= self.limit:
             return

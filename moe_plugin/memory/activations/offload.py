@@ -173,7 +173,8 @@ class Pass:
 
 
 class Activations(RunFeature):
-    """Applies an activation policy to each block of a list. `manage` creates the objects.
+    """An object that applies an activation policy to each block of a list. Use `manage` to create
+    objects of this class.
 
     Args:
         blocks: modules in forward order.
@@ -190,7 +191,8 @@ class Activations(RunFeature):
         order: schedule of the copies between the device and the tier.
         sizes: mapping from the index of a block to its measured sizes.
         tell: function that is called when a pass begins or ends. See `Probe`.
-        in_flight: largest number of micro-batches at once between their two passes.
+        in_flight: largest number of micro-batches that were between their forward and backward
+            passes at the same time.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], names: Sequence[str], policies: Sequence[str],
@@ -245,7 +247,8 @@ class Activations(RunFeature):
         return OnDevice(self._step_peak, *(counts[policy] for policy in POLICIES))
 
     def release(self) -> None:
-        """Restore the blocks' original `forward` methods, and stop the copier's thread."""
+        """Restore the original `forward` methods of the blocks, and stop the thread of the copier.
+        """
         for block, forward in zip(self.blocks, self._forwards, strict=True):
             if getattr(forward, "__self__", None) is block:  # the method of its class
                 del block.forward

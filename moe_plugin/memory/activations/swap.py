@@ -207,7 +207,8 @@ class Swapper:
 
     Args:
         tier: tier for the activations.
-        copier: copier of the device that computes the activations, in its own thread.
+        copier: copier whose thread copies the activations. The copier's device is the device that
+            computes the activations.
         smallest: smallest size in bytes of a storage that is swapped.
 
     Attributes:
@@ -232,7 +233,9 @@ class Swapper:
                 storage.leave()
 
     def started(self, number: int, storage: SwappedStorage) -> None:
-        """Record that a copy to the tier has started in pass `number`, which must not decrease."""
+        """Record that a copy to the tier has started in the pass with index `number`. `number` must
+        not decrease between calls.
+        """
         self._leaving.append((number, ref(storage)))
 
     def forget(self) -> None:
@@ -248,15 +251,19 @@ class Swapper:
 
 
 class Saved:
-    """The tensors that autograd saves in a block's forward pass, seen by its hooks.
+    """The tensors that autograd saves during a forward pass of one block. Saved-tensor hooks
+    intercept the tensors that autograd saves.
 
     Args:
         swapper: object that copies the tensors to the tier and back to the device.
+        block: name of the block.
         number: index of the pass, which `Swapper.leave` uses.
-        stays: tensors, such as parameters and masks, that are not swapped.
+        stays: tensors that are not swapped because they are not activations of the block, such as
+            parameters and masks.
 
     Attributes:
-        moved, stayed: total bytes of storages that are swapped, and of those that stay.
+        moved, stayed: total size in bytes of the storages that are swapped, and of the storages
+            that stay on the device.
     """
 
     def __init__(self, swapper: Swapper, block: str, number: int,

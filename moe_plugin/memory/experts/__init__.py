@@ -1,1 +1,2 @@
-"""Experts in host memory or on disk, with a cache for a few experts on the device."""
+"""Experts that are stored in host memory or on disk, with a cache for a few experts on the device.
+"""

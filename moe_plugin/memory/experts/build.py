@@ -19,6 +19,7 @@ def build_experts(config: MoEConfig, place: Placement, host: HostContext,
     """Build this rank's experts in the storage selected by `experts.store`.
 
     Args:
+        config: configuration of the layer.
         place: placement that determines which experts are stored on this rank.
         host: information from the host framework.
         factory, where: arguments passed on to `build_device_experts`.

@@ -32,7 +32,8 @@ class CachePolicy:
     `worth` or `victim`. A subclass that does not maintain `last` must override `used` and `victim`.
 
     Attributes:
-        last: for each expert in a slot, the number of its last use among all uses.
+        last: for each expert in a slot, the sequence number of its last use. All uses of all
+            experts are numbered consecutively.
         counts: number of uses of each expert, including uses before the expert was last evicted.
     """
 
@@ -322,7 +323,9 @@ class ExpertCache:
         return self._free.pop(0)
 
     def _leave(self, key: Key) -> None:
-        """Evict an expert. The next copy into its slot waits for a copy that is still running."""
+        """Evict an expert. If a copy into the expert's slot is still running, the next copy starts
+        only after it has ended.
+        """
         self._ticket.pop(key, None)
         early = self._early.pop(key, None)
         if early is not None:

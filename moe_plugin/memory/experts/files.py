@@ -1,4 +1,6 @@
-"""Storage of a layer's experts in a safetensors file or in an unnamed file of this module."""
+"""Storage of one layer's experts in a file. The file is either an existing safetensors file or an
+unnamed file created by this module.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,8 @@ class ExpertFile:
 
 def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,
              local: int) -> ExpertFile:
-    """Create an unnamed file with space for `local` experts, deleted at the process's end.
+    """Create an unnamed file that has space for `local` experts. The operating system deletes the
+    file when the process exits.
 
     Raises:
         ValueError: If the folder cannot be created or is not writable.
@@ -132,6 +135,7 @@ def given_file(path: str | os.PathLike[str], shapes: Shapes, place: Placement,
     file have different prefixes, the first prefix belongs to the first layer, and so on.
 
     Args:
+        path: path of the file.
         shapes: mapping from the name of a parameter to its shape for a single expert.
         place: placement that determines which experts this rank reads.
         layer: index of the layer in the file.

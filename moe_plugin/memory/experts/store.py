@@ -97,18 +97,23 @@ class HostWeights:
 
     @property
     def version(self) -> object:
-        """An object that changes with any parameter, from version counters and memory addresses."""
+        """An object that changes whenever a parameter changes, computed from the version counters
+        and memory addresses of all parameters.
+        """
         return [(value._version, value.data_ptr()) for value in self.parameters.values()
                 if value is not None]
 
 
 class FileWeights:
-    """Experts in a file, initialized on first use unless they have been loaded.
+    """Experts that are stored in a file. If the parameters of an expert have not been loaded, they
+    are initialized on first use.
 
     Args:
         file: existing file, or file created by `own_file`.
-        new_file: creates an unnamed file. By default, the file has the layer's dtype.
-        draw: writes an expert's initial parameters, as `draw(expert, targets)`.
+        new_file: function that creates an unnamed file. By default, the file has the dtype of the
+            layer.
+        draw: function that writes the initial parameters of an expert to `targets`. `draw` is
+            called as `draw(expert, targets)`.
     """
 
     def __init__(self, file: ExpertFile, new_file: Callable[..., ExpertFile],
@@ -145,7 +150,8 @@ class FileWeights:
 
     @ends_all_ranks(OSError)
     def fill(self, read: Mapping[str, Callable[[int], Tensor]]) -> None:
-        """Write all experts' parameters, one at a time, except those not named in `read`.
+        """Write the parameters of all experts to the file, one expert at a time. Parameters whose
+        names are not in `read` are not changed.
 
         Args:
             read: mapping from the name of a parameter to a function that returns it for one expert.
@@ -166,7 +172,8 @@ class FileWeights:
         self._fills += 1
 
     def mapped(self) -> dict[str, Tensor]:
-        """Map experts into memory, as `ExpertFile.mapped`, or map a copy of a shared file.
+        """Map the experts into memory, as `ExpertFile.mapped` does. If other processes can change
+        the file, the file is copied first.
 
         Raises:
             TierError: If the file was truncated or cannot be read, or if the disk is full.
@@ -209,7 +216,8 @@ class ExpertStore:
 
     Args:
         weights: object that stores the parameters of the experts.
-        spec: the cache on the device, which layers with equal specifications share.
+        spec: specification of the cache on the device. Layers with equal specifications share a
+            cache.
         first: global index of the first expert stored on this rank.
         local: number of experts on this rank, L.
 
@@ -244,7 +252,8 @@ class ExpertStore:
 
     @contextmanager
     def use(self, experts: Sequence[int]) -> Iterator[list[int]]:
-        """Load at most `room` experts, and yield their slots' indices. See `ExpertCache.use`.
+        """Load at most `room` experts of this rank, and yield the indices of their slots. See
+        `ExpertCache.use`.
 
         Raises:
             TierError: If the experts cannot be read. All other ranks are stopped as well.

@@ -119,7 +119,8 @@ class StoredExperts(Experts):
 
     @torch.no_grad()
     def compute(self, work: ExpertRows) -> Tensor:
-        """Compute outputs without gradients, with a few experts at a time if the cache is small."""
+        """Compute outputs without gradients, for a few experts at a time if the cache is too small.
+        """
         counts = counts_of(work.rows)
         active = [expert for expert, rows in enumerate(counts) if rows]
         room = self.store.room(len(active))
@@ -158,7 +159,9 @@ class StoredExperts(Experts):
 
     @contextmanager
     def fetched(self, experts: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-        """Yield copies [A, ...] on the device of A experts' parameters by name, for gradients."""
+        """Yield copies [A, ...] of the parameters of A experts on the device, by parameter name, so
+        that their gradients can be computed.
+        """
         with self.store.use(experts) as slots:
             index_A = to_device(slots, self._probe.device)
             yield {name: buffer.index_select(0, index_A)
@@ -169,7 +172,8 @@ class StoredExperts(Experts):
         self.store.prefetch(expert for expert in ids_TK.unique().tolist() if expert >= 0)
 
     def taken_counts(self) -> dict[str, int]:
-        """See `Experts`. Return the growth of the store's counters, and the bytes in slots.
+        """See `Experts`. Return by how much the store's counters have increased since the last
+        call, and the number of bytes in slots.
 
         The `stalls` counter is 1 if the call waited for a copy, and 0 otherwise.
         """
@@ -325,7 +329,9 @@ def _expert(value: Any, expert: int) -> Tensor:
 
 
 class Refetched(torch.autograd.Function):
-    """Autograd function of the experts' rows, which backward loads and computes again."""
+    """Autograd function that computes the rows of the experts. The backward pass loads the experts'
+    parameters again and recomputes the rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates_TK: Tensor | None, experts: StoredExperts,

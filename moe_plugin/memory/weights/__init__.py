@@ -1,1 +1,3 @@
-"""Training of models whose weights exceed device memory and are streamed block by block."""
+"""Training of models whose weights do not fit in device memory. Weights are streamed to the device
+block by block.
+"""

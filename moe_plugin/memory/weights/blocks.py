@@ -146,7 +146,8 @@ class StreamedBlock:
             p.data = view
 
     def detach(self) -> None:
-        """Detach the module's weights from the buffer, which another block will use."""
+        """Detach the module's weights from the buffer, because another block will use the buffer.
+        """
         self._flat_N = None
         for p in self.params if self.streams else ():
             p.data = absent(p)
@@ -160,6 +161,7 @@ class StreamedBlock:
         """Run an optimizer step, and free the gradients.
 
         Args:
+            copier: the copier.
             room: buffer that receives the optimizer state.
             scale: function that modifies the gradients in place. If `scale` is passed,
                 `keep_gradients` must have been called before. By default, the optimizer uses the
@@ -196,7 +198,8 @@ class StreamedBlock:
             self._lower[i].copy_(self.stepped[i])
 
     def sum_gradients(self) -> None:
-        """Add a backward pass's 16-bit gradients to the float32 gradients of the main weights."""
+        """Add the 16-bit gradients of a backward pass to the float32 gradients of the main weights.
+        """
         for i in self.mains:
             p, main = self.params[i], self.graded[i]
             if p.grad is not None and main.grad is not None:
@@ -247,7 +250,8 @@ class StreamedBlock:
         drop_gradients([*self.params, *self.graded, *self.stepped])
 
     def read(self) -> list[Tensor]:
-        """Return the current (main) weights as tensors in host memory.
+        """Return the current weights as tensors in host memory. For parameters that have main
+        weights, the main weights are returned.
 
         This method must not be called while a copy is in progress.
         """
@@ -259,7 +263,9 @@ class StreamedBlock:
         return [mains.get(id(p), x) for p, x in zip(self.stepped, weights, strict=True)]
 
     def write(self, weights: Sequence[Tensor]) -> None:
-        """Replace the weights, the main weights and the weights attached to the module."""
+        """Replace the weights, including the main weights. The weights attached to the module are
+        also updated on the device.
+        """
         if self._state is not None:
             for finish in self._stage_files(weights):
                 finish(True)

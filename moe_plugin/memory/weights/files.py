@@ -61,6 +61,7 @@ def plan_segments(trainer: StreamedTrainer, limit: int, micro_batches: int) -> S
     """Choose segments that minimize the step time within a memory limit, and use these segments.
 
     Args:
+        trainer: the trainer.
         limit: maximum number of bytes on the device for weights, stored inputs, and the gradients
             and optimizer state of one block.
         micro_batches: number of micro-batches per step, which must be that of the last step.

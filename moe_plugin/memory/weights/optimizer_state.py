@@ -71,7 +71,8 @@ class OptimizerStateBuffer:
 
 
 class StateInFiles:
-    """Optimizer state in files, read into a shared buffer for an optimizer step.
+    """Optimizer state that is stored in files. For an optimizer step, the state is read into a
+    shared buffer.
 
     The files also contain parameters that are not stored anywhere else.
     """
@@ -93,7 +94,9 @@ class StateInFiles:
         self.load({(i, _MAIN): values[id(p)] for i, p in self._mains.items()})
 
     def mains(self) -> dict[int, Tensor]:
-        """Copy the stored parameters, by the parameter's `id()`. No copy may be in progress."""
+        """Return copies of the stored parameters, by the `id()` of the parameter. This method must
+        not be called while a copy is in progress.
+        """
         held = self._tensors() if self._mains else {}
         return {id(p): held[i, _MAIN] for i, p in self._mains.items()}
 

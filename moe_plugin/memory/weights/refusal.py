@@ -22,7 +22,8 @@ _may = ContextVar("weights_may_stream", default=False)
 
 @contextmanager
 def weights_may_stream() -> Iterator[None]:
-    """Allow a host framework to build a model with streamed weights inside the context."""
+    """Return a context manager in which a host framework may build a model with streamed weights.
+    """
     before = _may.set(True)
     try:
         yield
@@ -31,9 +32,11 @@ def weights_may_stream() -> Iterator[None]:
 
 
 def refuse_streamed_weights(settings: OffloadConfig, host: str) -> None:
-    """Raise `ValueError` for streamed weights in a host that runs the model only as a whole.
+    """Raise `ValueError` if streamed weights are requested and the host framework can only run the
+    model as a whole.
 
     Args:
+        settings: offload settings.
         host: name of the host framework, for use in the message.
     """
     if settings.weights != "device" and not _may.get():
@@ -57,7 +60,9 @@ def check_tier(tier: Tier, device: torch.device) -> None:
 
 
 def reduction(gradients: Callable[[nn.Module], object] | None) -> Callable[[nn.Module], object]:
-    """Return the function that reduces gradients, which several ranks need (`ValueError`)."""
+    """Return the function that reduces gradients. Raises `ValueError` if there are several ranks
+    and no function was passed.
+    """
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if gradients is None and ranks > 1:
         raise ValueError(

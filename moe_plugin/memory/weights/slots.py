@@ -49,12 +49,14 @@ class Slots:
     def blocks(self, order: Sequence[int], backward: bool = False, overlap: bool = True,
                before: Callable[[StreamedBlock],
                                 object] = lambda block: None) -> Iterator[StreamedBlock]:
-        """Yield the blocks of the segments, each when its weights are on the device.
+        """Yield the blocks of the given segments, one after another. When a block is yielded, its
+        weights are on the device.
 
         Args:
             order: indices of the segments, in order of use.
             backward: if True, the blocks of each segment are yielded in reverse order.
-            overlap: whether to copy the next segment's weights while this segment is used.
+            overlap: if True, the weights of the next segment are copied while the blocks of the
+                current segment are used.
             before: function that is called for each block before any further copies start.
         """
         for position, index in enumerate(order):

@@ -270,7 +270,8 @@ class StreamedTrainer:
 
     @ends_all_ranks(TierError)
     def update(self, skip: bool = False) -> None:
-        """Clip the gradients of `accumulate`, and run the optimizers. See `step` for errors.
+        """Clip the gradients computed by `accumulate`, and run the optimizers. See `step` for the
+        errors that this method raises.
 
         skip: if True, the weights and the states of optimizers and routers are not changed.
         """

@@ -43,7 +43,8 @@ _CONFIDENCE = "confidence_"
 
 
 def parse_step(line: str) -> tuple[str, StepRecord] | None:
-    """Parse a line of the log to (type, record) of training metrics, or None.
+    """Parse a line of the log. Return (type, record) if the line contains training metrics, or None
+    for any other line.
 
     The type is `train_inner`, `train` (the end of an epoch) or `valid`.
 
@@ -75,7 +76,8 @@ def _record(kind: str, values: Mapping[str, Any]) -> tuple[str, StepRecord] | No
     """Build one record from the metrics in a line of fairseq's log.
 
     Args:
-        kind: the line's type in fairseq's log, such as `valid1` for the second subset.
+        kind: the type of the line in fairseq's log. For example, the second validation subset is
+            named `valid1`.
         values: a mapping from the names of metrics to their values as strings.
     """
     prefix = "" if kind == "train_inner" else f"{kind}_"
@@ -90,7 +92,8 @@ def skipped_step(step: int) -> StepRecord:
 
 
 def step_record(values: dict[str, Any], kind: str) -> StepRecord | None:
-    """Build a log line's record from its metrics, or None without a number of updates.
+    """Build the record of a log line from its metrics. Return None if the metrics do not include
+    the number of updates.
 
     values: the metrics of the log line, by name without the prefix for the type of the line.
     """
@@ -132,7 +135,8 @@ def _number(value: Any) -> float | None:
 
 
 def parse_settings(line: str) -> dict[str, str]:
-    """Parse the line of fairseq's configuration, and return the settings by flag name.
+    """Parse the line in which fairseq prints its configuration, and return the settings by flag
+    name.
 
     Return an empty dict for any other line.
     """
@@ -194,7 +198,9 @@ def parse_iteration(line: str, length: str | None) -> StepRecord | None:
 
 
 def parse_argument(line: str) -> tuple[str, str] | None:
-    """Return the name and value if the line lists an argument of Megatron, or None."""
+    """If the line lists an argument of Megatron, return the argument's name and value. For any
+    other line, return None.
+    """
     found = _ARGUMENT.search(line)
     return found and (found[1].replace("_", "-"), found[2].strip())
 

@@ -41,7 +41,9 @@ def layer_record(row: Mapping[str, Any]) -> LayerRecord:
 
 
 def _more(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return additional statistics by name, which the report plots without own attributes."""
+    """Return the additional statistics by name. The report plots these statistics, but
+    `LayerRecord` has no attributes for them.
+    """
     known, found = _fields(LayerRecord), _NONE
     for name, value in row.items():
         statistic = None if name in known or value is None else statistics.find(name)
@@ -74,7 +76,8 @@ def copy_record(row: Mapping[str, Any]) -> CopyRecord:
 
 
 def step_record(row: Mapping[str, Any]) -> tuple[StepRecord, list[LayerRecord]]:
-    """Convert a JSON line to the training log's record and the line's brief layer records.
+    """Convert a JSON line to a record of the training log and to the brief layer records in the
+    same line.
 
     Brief layer records do not contain the loads of the experts. Brief layer records are used only
     for layers without any other records.
@@ -96,12 +99,15 @@ TRAINING = ("loss", "tokens_per_s", "learning_rate", "grad_norm", "not_finite")
 
 
 def training_record(row: Mapping[str, Any]) -> StepRecord:
-    """Convert a JSON line, as loops without another log write it, to a step's record."""
+    """Convert a JSON line to the record of a training step. These lines are written by training
+    loops that have no other log.
+    """
     return StepRecord(step=_step(row, "step"), **_floats(_dict(row, "training"), *TRAINING))
 
 
 def timeline(row: Mapping[str, Any]) -> tuple[int, int, list[SpanRecord]]:
-    """Convert a JSON line to the step, the rank and the spans of a timeline."""
+    """Convert a JSON line to a timeline. Return the step, the rank and the spans of the timeline.
+    """
     spans = [
         SpanRecord(str(track), str(name), _finite(start), _finite(end))
         for track, name, start, end in _list(row, "timeline")
@@ -126,7 +132,9 @@ def changed(row: Mapping[str, Any]) -> dict[str, tuple[str, str]] | None:
 
 
 def pair_of(pair: Any) -> tuple[str, str]:
-    """Convert a two-item list to a setting's (value, default). Otherwise, raise `ValueError`."""
+    """Convert a two-item list to the pair (value, default) of a setting. Raise `ValueError` for any
+    other value.
+    """
     if not isinstance(pair, list) or len(pair) != 2:
         raise ValueError(f"{short(pair)} is not a pair (value, default) of a setting")
     return str(pair[0]), str(pair[1])
@@ -175,7 +183,9 @@ def _absent(kind: Any) -> dict[str, Any]:
 @functools.lru_cache(maxsize=1 << 8)  # the lines of a log have few different sets of names
 def _read_fields(kind: Any, names: tuple[str, ...], given: tuple[str, ...]
                  ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the fields of a JSON line that store numbers, and those that store dicts of them."""
+    """Return the names of the fields in a JSON line as two tuples: fields that store a number, and
+    fields that store a dict of numbers.
+    """
     fields = {name: by_name for name, by_name in _fields(kind).items()
               if name in names and name not in given}
     return (tuple(name for name, by_name in fields.items() if not by_name),
@@ -234,7 +244,9 @@ def _step(row: Mapping[str, Any], name: str) -> int:
 
 
 def step_number(value: float, name: str) -> int:
-    """Convert a JSON value to a step number. Raise `ValueError` if it is not valid."""
+    """Convert a JSON value to a step number. Raise `ValueError` if the value is not a valid step
+    number.
+    """
     if not 0 <= value <= MOST_STEPS:
         raise ValueError(f"{name} is {short(value)}, not a number of steps")
     return int(value)

@@ -42,7 +42,9 @@ WANTED = ("layer statistics (the file of --moe-stats-jsonl), the Megatron host's
 
 @dataclass(frozen=True)
 class _BadLine:
-    """Raised for a line that cannot be parsed. record: whether it looks like a record."""
+    """Raised for a log line that cannot be parsed. record: whether the line looks like a record
+    rather than other text.
+    """
 
     number: int
     why: str
@@ -140,7 +142,9 @@ def _sources(folder: Path) -> list[_Source]:
 
 
 def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
-    """Yield the run of all files, or one run per subfolder if there are several runs."""
+    """If all files belong to one run, yield this run. If the files belong to several runs, yield
+    one run for each subfolder.
+    """
     sources = _without_copies(sources)
     several = [kind for kind in ([s for s in sources if s.host], [s for s in sources if s.layers])
                if len({s.path.parent for s in kind}) > 1]
@@ -156,7 +160,9 @@ def _runs(folder: Path, sources: list[_Source]) -> Iterator[RunRecord]:
 
 
 def _without_copies(sources: list[_Source]) -> list[_Source]:
-    """Leave out the log that Megatron printed for a run of which we have our own log."""
+    """If this package has written a log of a run, leave out the log that Megatron itself printed
+    for the same run.
+    """
     own = [s.path.parent for s in sources if any(kind == "iteration" for kind, _ in s.steps)
            or s.settings and s.writer == "megatron"]
 
@@ -306,7 +312,9 @@ def _run(folder: Path, sources: list[_Source]) -> RunRecord:
 
 
 def _copies(sources: list[_Source]) -> dict[str, list[CopyRecord]]:
-    """Combine the records of all pipeline stages by adding counters of the same name."""
+    """Combine the records of all pipeline stages by adding the counters of copiers with the same
+    name.
+    """
     found: dict[str, list[CopyRecord]] = {}
     for copier, step in sorted({key for source in sources for key in source.copies}):
         parts = [s.copies[copier, step] for s in sources if (copier, step) in s.copies]
@@ -340,7 +348,8 @@ def _notes(source: _Source) -> list[str]:
 
 
 def _merged_steps(valid: list[StepRecord], train: list[StepRecord]) -> list[StepRecord]:
-    """Return one record per step, with the validation loss of the step, if any.
+    """Return one record per step. Each record includes the validation loss of its step, if there is
+    one.
 
     If a step was repeated, its last record is used.
     """

@@ -1,4 +1,6 @@
-"""The records of a run as plain values. Reports need no torch."""
+"""The records of a run as plain values. This module does not import torch, so reports can be
+created on any machine.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class ResizeRecord:
 
 
 def resize_record(row: Mapping[str, Any]) -> ResizeRecord:
-    """Convert a row of `ResizeRecord.as_row` to a record. Otherwise, raise `ValueError`."""
+    """Convert a row written by `ResizeRecord.as_row` to a record. Raise `ValueError` for any other
+    row.
+    """
     try:
         given = row[KEY]
         return ResizeRecord(
@@ -93,7 +97,8 @@ class StepRecord:
     confidence: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
     def dropped(self, kind: str = "") -> float | None:
-        """Return the fraction of choices that fairseq's log reports as dropped, or None.
+        """Return the fraction of dropped choices from fairseq's training log, or None if the log
+        does not report it.
 
         kind: prefix of the metric names, `valid ` for validation.
         """
@@ -123,7 +128,8 @@ class DecisionRecord:
 # frozen instances take five times as long to create.
 @dataclass(kw_only=True, slots=True)
 class LayerRecord:
-    """An MoE layer's statistics in a logging interval. See `moe_plugin/utils/statistics.py`.
+    """The statistics of one MoE layer over one logging interval. See
+    `moe_plugin/utils/statistics.py`.
 
     more: additional statistics by name. The report plots these statistics, but this class has no
     attributes for them.
@@ -165,7 +171,9 @@ class LayerRecord:
 
     @property
     def hit_rate(self) -> float | None:
-        """The fraction of required experts that were on the device, or None without a store."""
+        """The fraction of required experts that were already on the device. None if all experts are
+        always on the device.
+        """
         asked = self.store.get("hits", 0.0) + self.store.get("misses", 0.0)
         return self.store.get("hits", 0.0) / asked if asked else None
 
@@ -178,7 +186,8 @@ class LayerRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyRecord:
-    """A copier's activity since its previous record, summed over all ranks.
+    """The activity of a copier, which moves activations or weights to and from the device, since
+    its previous record, summed over all ranks.
 
     Attributes:
         copier: what is copied, such as `activations` or `weights`.
@@ -187,7 +196,8 @@ class CopyRecord:
         stalled_s: the total time in seconds that computation spent waiting for copies.
         busy_s: the total time in seconds during which copies were running.
         resident_bytes: the peak number of bytes stored on the device during a step. 0 if unknown.
-        keep, recompute, swap: numbers of blocks by what happens to their activations.
+        keep, recompute, swap: the number of blocks whose activations are kept, recomputed or
+            swapped to the host.
     """
 
     step: int
@@ -208,7 +218,8 @@ COPIES = ("bytes", "waits", "stalled_s", "busy_s", "resident_bytes", "keep", "re
 
 @dataclass(frozen=True)
 class SpanRecord:
-    """An activity (span) in a step's timeline, in seconds since the start of the step.
+    """One activity (span) in the timeline of a step. Times are in seconds since the start of the
+    step.
 
     track: the type of activity, such as `layers` or `exchange`.
     """
@@ -226,11 +237,13 @@ class RunRecord:
     Attributes:
         steps: the records of the training log, ordered by step.
         layers: for each layer name, the layer's records ordered by step. Layers are sorted.
-        copies: each copier's records by step, summed over all pipeline stages.
+        copies: for each copier name, the copier's records ordered by step. Copier records are
+            summed over all pipeline stages.
         timelines: the spans of each recorded timeline, by (step, rank).
         resizes: the changes of the expert-parallel size.
         settings: the values of flags or settings, as written by the user.
-        changed: changed settings by name: (value as written, default). None if unknown.
+        changed: for each setting that differs from its default, a pair (value as written, default),
+            by name. None if unknown.
         notes: messages for the reader of a report about problems with the files.
         files: the paths of the run's files, relative to the folder.
         folder: the folder of the run. None if the run was not read from files.
@@ -276,7 +289,8 @@ class RunRecord:
 
     @property
     def steps_covered(self) -> tuple[int, int]:
-        """The first and the last step with records, or (0, -1) without records.
+        """The first and the last step that are covered by records, or (0, -1) if there are no
+        records.
 
         A record covers all steps after the previous record.
         """
@@ -294,7 +308,8 @@ class RunRecord:
 
     @property
     def clock(self) -> list[tuple[int, float]]:
-        """The step numbers of the run, and the seconds since its start at each step.
+        """The step numbers of the run, and the time in seconds since the start of the run at each
+        step.
 
         The times are read from the training log if it contains them, and otherwise from the layer
         records.
@@ -316,7 +331,8 @@ class RunRecord:
 
     @property
     def remaining_s(self) -> float | None:
-        """The estimated seconds until the end of the run, or None if unknown.
+        """The estimated time in seconds until the end of the run, or None if it cannot be
+        estimated.
 
         The estimate is based on the speed in the last few records.
         """

@@ -15,7 +15,8 @@ _WORDS = {"on": True, "true": True, "yes": True, "off": False, "false": False, "
 
 
 def written(words: Iterable[str], several: Collection[str] = ()) -> dict[str, str]:
-    """Return a command line's settings by name, with `-` in place of `_` in names.
+    """Return the settings in a command line by name. In the names of settings, `_` is replaced with
+    `-`.
 
     The forms `--lr 3e-3`, `--lr=3e-3` and `optimization.lr=3e-3` are supported. A flag without a
     value has an empty string as its value.
@@ -38,7 +39,8 @@ def written(words: Iterable[str], several: Collection[str] = ()) -> dict[str, st
 
 
 def comparable(value: Any) -> Any:
-    """Convert a setting's value to a hashable form that is equal for equal meanings.
+    """Convert a setting's value to a hashable form for comparisons. Values with the same meaning
+    are converted to equal results.
 
     Numbers, booleans and None are also recognized in strings (`3e-3`, `on`, `none`). Sequences of
     different types are equal if all of their items are equal. A single-item sequence is equal to

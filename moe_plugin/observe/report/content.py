@@ -230,7 +230,9 @@ def exchange(run: RunRecord) -> list[Figure]:
 
 
 def copies(run: RunRecord) -> list[Figure]:
-    """Return the charts of copies to and from the device, and of the time spent waiting."""
+    """Return the charts of copies to and from the device, and of the time that computation waits
+    for them.
+    """
 
     def of(field: str, records: Iterable[CopyRecord], name: str,
            value: Callable[[float], float | None] = float) -> Line | None:
@@ -261,7 +263,8 @@ def copies(run: RunRecord) -> list[Figure]:
 
 
 def layouts(run: RunRecord) -> list[Figure]:
-    """Return figures of frequent layouts and algorithms over time, and tuners' decisions.
+    """Return figures of the most frequent layouts and algorithms over time, and of the tuners'
+    decisions.
 
     Figures are left out if they would show only a single value.
     """

@@ -41,7 +41,8 @@ class Drawing:
         unseen: whether this text is only visible to screen readers because it is long.
         wide: whether the figure spans the whole width of the page.
         style: the CSS class of the plot.
-        shapes: the SVG image's content of size width x height, or empty for a table.
+        shapes: the content of an SVG image of size width x height. Empty if the figure is shown as
+            a table.
         width, height: the size of the image in its own coordinates.
         pixels: the height of the figure on the screen in pixels.
         side, below: the labels of the vertical and horizontal axes.
@@ -75,6 +76,7 @@ def drawing(f: Figure, span: _Span, top: float) -> Drawing:
     """Draw a figure.
 
     Args:
+        f: the figure.
         span: the first and the last step of the run, which are the limits of the horizontal axis.
         top: the relative load (load divided by mean load) that has the darkest colour in heat maps.
     """
@@ -228,7 +230,9 @@ def _heat_map(f: HeatMap, top: float) -> Drawing:
 
 
 def _cells(f: HeatMap, top: float) -> Markup:
-    """Draw a heat map with one SVG path per colour, and adjacent equal cells as a single stroke."""
+    """Draw the cells of a heat map with one SVG path per colour. Adjacent cells of the same colour
+    in a row are drawn as a single stroke.
+    """
     strokes: dict[int, list[str]] = {}
     for y, row in enumerate(f.values):
         x = 0
@@ -255,7 +259,8 @@ def level(value: float, top: float) -> int | None:
 
 
 def top_of(values: Sequence[Sequence[float]]) -> float:
-    """Return the load relative to the mean, at least 2, of the darkest colour.
+    """Return the relative load (load divided by mean load, at least 2) that is drawn in the darkest
+    colour.
 
     This load may be slightly below the maximum, so that isolated spikes do not mask other
     differences.

@@ -79,8 +79,10 @@ class HeatMap(Figure):
 
     Attributes:
         row: what a row represents, such as `expert`.
+        rows: the names of the rows.
         steps: the last step in each column. Each column contains several consecutive steps.
-        values: for each row, a tuple with one value per column, NaN if unknown.
+        values: for each row, a tuple of values with one value per column. NaN if the load is
+            unknown.
     """
 
     row: str
@@ -144,7 +146,9 @@ class ReportSection:
 
 
 def settled(section: ReportSection) -> ReportSection:
-    """Replace the charts of a section that contain only constant curves with a table."""
+    """Replace the constant curves of a section with a table. Charts that contain only constant
+    curves are removed.
+    """
     constant = [f for f in section.figures if isinstance(f, LineChart) and f.constants]
     if not constant:
         return section
@@ -157,7 +161,9 @@ def settled(section: ReportSection) -> ReportSection:
 
 
 def _distinct(curves: Sequence[Line]) -> list[tuple[str, float]]:
-    """Return (name, value) for each constant curve, or one pair if all values are equal."""
+    """Return a pair (name, value) for each curve, or a single pair if all curves have the same
+    value. All curves must be constant.
+    """
     if len({curve.y[0] for curve in curves}) > 1:
         return [(curve.name, curve.y[0]) for curve in curves]
     return [("all" if len(curves) > 1 else curves[0].name, curves[0].y[0])]
@@ -176,7 +182,8 @@ def line(name: str, points: Sequence[tuple[float, float | None]], **style: bool)
 
 
 def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float, float]]:
-    """Downsample a curve to at most `POINTS` points (x, y, mean of the interval).
+    """Downsample a curve to at most `POINTS` points. Each returned point is a tuple (x, y, mean of
+    the interval).
 
     The first and the last point are always included. In each interval, the lowest point, the
     highest point and the first gap are kept.
@@ -198,7 +205,8 @@ def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float, float
 
 def heat_map(id: str, title: str, about: str, row: str, cells: Mapping[str, Sequence[float]],
              steps: Sequence[int], columns: int) -> HeatMap:
-    """Build a heat map with at most `columns` columns, which show means over steps.
+    """Build a heat map with at most `columns` columns. Each column shows the means over several
+    steps.
 
     cells: for each row, the values of all steps.
     """
@@ -210,7 +218,9 @@ def heat_map(id: str, title: str, about: str, row: str, cells: Mapping[str, Sequ
 
 
 def stretches(steps: int, columns: int) -> list[tuple[int, int]]:
-    """Divide the steps evenly into up to `columns` columns. Return their start and end."""
+    """Divide the steps evenly into at most `columns` columns. Return the start and end index of
+    each column.
+    """
     count = min(columns, steps)
     return list(pairwise(i * steps // count for i in range(count + 1)))
 
@@ -249,7 +259,9 @@ def mean_known(values: Sequence[float]) -> float:
 
 def chart(id: str, title: str, about: str, lines: Sequence[Line | None], *, unit: str = "",
           floor: float | None = 0.0) -> list[LineChart]:
-    """Return a list with a chart of all known curves, or an empty one without such curves."""
+    """Return a list with one chart that contains all known curves. The list is empty if there are
+    only reference curves.
+    """
     known = tuple(curve for curve in lines if curve is not None)
     measured = any(not curve.dashed for curve in known)
     return [LineChart(id, title, about, known, unit, floor)] if measured else []

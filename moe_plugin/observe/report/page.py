@@ -129,7 +129,9 @@ def _facts(runs: Sequence[RunRecord]) -> Figure:
 
 
 def _against(first: RunRecord, run: RunRecord) -> dict[str, str]:
-    """Compare a run with the first run: speed, and the largest difference of losses."""
+    """Compare a run with the first run: the ratio of their speeds, and the largest difference
+    between losses at the same step.
+    """
     if run is first:
         return {}
     found, speeds = {}, (_speed(first), _speed(run))
@@ -228,7 +230,8 @@ def write_comparison(runs: Sequence[RunRecord], path: str | Path) -> Path:
     """Write a report that compares several runs side by side.
 
     Raises:
-        ValueError: If there is no comparison (see `comparison`) or the file is not writable.
+        ValueError: If the comparison is not possible (see `comparison`), or if the file cannot be
+            written.
     """
     return write_regular(path, render_comparison(runs, Path(path).parent))
 
@@ -250,7 +253,9 @@ def render(run: RunRecord, place: Path | None = None) -> str:
 
 
 def render_comparison(runs: Sequence[RunRecord], place: Path | None = None) -> str:
-    """Return the HTML page of several runs. place: the folder of the page, as in `render`."""
+    """Return the HTML page of several runs as a string. place: the folder in which the page will be
+    stored, as in `render`.
+    """
     runs = named_apart(runs)
     title = " and ".join(run.name for run in runs)
     return _page(runs, title, f"Comparison of {len(runs)} training runs", comparison(runs), place,

@@ -83,7 +83,9 @@ NAME = 32  # the number of characters of a layer's name
 
 @functools.lru_cache(maxsize=1 << 10)
 def layout_words(field: str, name: str) -> str:
-    """Describe the layout in words if a name is a layout's label. Otherwise, return the name."""
+    """If a name is the label of a layout, describe the layout in words. Return all other names
+    unchanged.
+    """
     try:
         return LayoutChoice.from_label(name).words if field == "layouts" else name
     except ValueError:  # the label was written by an earlier version

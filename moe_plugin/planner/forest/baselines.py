@@ -1,4 +1,5 @@
-"""Simulation of the usual collective algorithms of communication libraries, for comparison.
+"""Simulation of the collective algorithms that communication libraries commonly use, for comparison
+with ForestColl.
 
 The algorithms are rings, double binary trees, and recursive halving and doubling. Each algorithm is
 represented by a set of trees over the ranks, like a ForestColl schedule. For example, a ring is
@@ -67,7 +68,9 @@ def baselines(network: Network, collective: str) -> list[Program]:
 
 def _slowest(network: Network, collective: str, trees: Sequence[RankTree],
              routes: Routes) -> Fraction:
-    """Return the seconds for which the busiest wire is in use, per GB of the result."""
+    """Return the time in seconds for which the busiest wire is in use, per GB of the collective's
+    result.
+    """
     pairs: Counter[tuple[int, int]] = Counter()
     unit = min(tree.share for tree in trees)  # all shares are whole multiples of this unit
     for tree in trees:
@@ -148,7 +151,8 @@ def _group_sizes(ranks: int) -> list[int]:
 
 
 def _rings(ranks: int) -> Iterator[list[RankTree]]:
-    """Yield sets of rings: one ring, the two directions of a ring, or several rings.
+    """Yield sets of rings of three types: a single ring, the two directions of a ring, or several
+    rings.
 
     A set of several rings contains one ring per rank of a node; each ring leaves the node from a
     different rank.
@@ -162,7 +166,9 @@ def _rings(ranks: int) -> Iterator[list[RankTree]]:
 
 
 def _around(rings: Sequence[Sequence[int]]) -> list[RankTree]:
-    """Convert rings to trees, which sum and gather in the same direction of the ring."""
+    """Convert rings to trees. Within a ring, partial sums and gathered data are sent in the same
+    direction.
+    """
     ranks, trees = len(rings[0]), []
     for ring in rings:
         edges = [(ring[i], ring[(i + 1) % ranks]) for i in range(ranks)]
@@ -227,7 +233,8 @@ def _hamiltonian(pairs: Mapping[tuple[int, int], Fraction], ranks: int) -> list[
 
 
 def _double_trees(ranks: int, collective: str) -> Iterator[list[RankTree]]:
-    """Yield pairs of binary trees, in which the leaves of one tree are inner nodes of the other.
+    """Yield pairs of binary trees. Each tree of a pair transfers half of the data, and the leaves
+    of one tree are inner nodes of the other.
 
     In an all-reduce, data is summed on the way to the root of each tree. All-gather and
     reduce-scatter send the shard of each rank along both trees.
@@ -249,7 +256,9 @@ def _double_trees(ranks: int, collective: str) -> Iterator[list[RankTree]]:
 
 
 def _parent(at: int, ranks: int) -> int:
-    """Return a position's parent in the binary tree with root 0 and odd leaves."""
+    """Return the parent of a position in the binary tree whose root is position 0 and whose leaves
+    are the odd positions.
+    """
     bit = at & -at
     up = (at ^ bit) | (bit << 1)
     return up if up < ranks else at ^ bit
@@ -266,7 +275,8 @@ def _away_from(root: int, beside: dict[int, list[int]]) -> Edges:
 
 
 def _doubling(ranks: int) -> Iterator[list[RankTree]]:
-    """Yield the trees of recursive doubling, whose step i joins ranks at distance 2 ** i.
+    """Yield the trees of recursive doubling. In step i, each rank exchanges all of its data with
+    the rank at distance 2 ** i.
 
     If the number of ranks is not a power of two, Bruck's algorithm is used, in which ranks forward
     data to the ranks at distances 1, 2, 4 and so on.

@@ -31,7 +31,8 @@ class Parts:
     Attributes:
         size: number P of ranks in each part.
         count: number B of parts.
-        turned: for each node, its image under the rotation of each part to the next.
+        turned: for each node, the node to which it is mapped by the rotation that maps each part to
+            the next part.
         between: nodes that do not belong to any part. The rotation maps these nodes to themselves.
     """
 
@@ -42,7 +43,9 @@ class Parts:
 
 
 def find_parts(graph: Graph) -> Parts | None:
-    """Return the smallest identical parts connected by switches, or None without parts."""
+    """Return the smallest identical parts that are connected by switches, or None if the graph has
+    no such parts.
+    """
     neighbours: dict[int, set[int]] = {v: set() for v in range(graph.nodes)}
     for source, target in graph.capacity:
         neighbours[source].add(target)
@@ -58,7 +61,9 @@ def find_parts(graph: Graph) -> Parts | None:
 
 
 def _turned(graph: Graph, neighbours: Mapping[int, set[int]], size: int) -> tuple[int, ...] | None:
-    """Return the rotation of ranks by `size`, or None if it changes a wire's capacity."""
+    """Return the rotation that maps rank i to rank i + size, or None if it does not map every wire
+    to a wire of equal capacity.
+    """
     turned = {v: (v + size) % graph.ranks for v in range(graph.ranks)}
     left = list(range(graph.ranks, graph.nodes))
     while left:
@@ -102,7 +107,8 @@ class Inner:
 
 
 def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -> list[Tree] | None:
-    """Return k trees for each root, or None if wires lack capacity for this method.
+    """Return k trees for each root, or None if the wires do not have enough capacity for this
+    method.
 
     Args:
         counted: graph whose capacities are numbers of trees.
@@ -127,7 +133,8 @@ def trees_by_parts(counted: Graph, names: Sequence[str], parts: Parts, k: int) -
 
 def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
            k: int) -> list[list[Lane]]:
-    """Return the paths of k trees for each distance of parts, or [] without capacity.
+    """For each distance between two parts, return the paths of k trees. Return an empty list if the
+    links do not have enough capacity left.
 
     A path goes from a rank up to a switch between the parts, and from there to the target along the
     mirrored path. The capacity used by the paths is subtracted from `left`, the remaining
@@ -155,7 +162,9 @@ def _lanes(counted: Graph, parts: Parts, left: dict[Arc, int], place: int,
 
 
 def _ways(counted: Graph, parts: Parts, place: int) -> list[Path]:
-    """Return paths from a rank of part 0 to the switches between parts, over one switch at most."""
+    """Return the paths from a rank of part 0 to the switches between the parts. A path passes
+    through at most one other switch.
+    """
     neighbours: dict[int, list[int]] = defaultdict(list)
     for source, target in counted.capacity:
         neighbours[source].append(target)
@@ -170,7 +179,9 @@ def _ways(counted: Graph, parts: Parts, place: int) -> list[Path]:
 
 @dataclass(frozen=True)
 class NetworkPart:
-    """Part 0 as a separate graph. members: for each of its nodes, the index in the whole graph."""
+    """Part 0 as a separate graph. members: for each node of part 0, the index of the node in the
+    whole graph.
+    """
 
     graph: Graph
     members: tuple[int, ...]
@@ -203,7 +214,8 @@ class NetworkPart:
 
 
 def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | None:
-    """Return part 0 with its remaining capacities, or None if parts share a direct wire.
+    """Return part 0 with its remaining capacities, or None if a wire connects two parts directly,
+    without a switch.
 
     The graph also contains the switches between the parts, because they can connect ranks of the
     same part.
@@ -232,7 +244,9 @@ def _part(counted: Graph, parts: Parts, left: dict[Arc, int]) -> NetworkPart | N
 
 
 class _Assembly:
-    """Joins paths between parts and trees within parts to trees of the whole network."""
+    """Joins paths between parts and trees within parts, so that they form trees of the whole
+    network.
+    """
 
     def __init__(self, names: Sequence[str], parts: Parts, lanes: Sequence[list[list[Lane]]],
                  inner: Sequence[Sequence[Inner]], k: int) -> None:
@@ -253,7 +267,8 @@ class _Assembly:
                     yield self._tree(part, place, first, weight)
 
     def _shares(self, place: int) -> Iterator[tuple[int, int]]:
-        """Divide a root's trees into identical runs: the first tree, and the number of trees.
+        """Divide the trees of a root into runs of identical trees. For each run, yield the index of
+        the first tree and the number of trees.
 
         A run ends where the path between parts or the tree within a part changes.
         """
@@ -291,7 +306,8 @@ class _Assembly:
         return Tree(root, weight, tuple(edge for level in levels for edge in level))
 
     def _inside(self, part: int, place: int, distance: int, first: int, weight: int) -> Levels:
-        """Return a part's edges for a shard that enters the part at position `place`.
+        """Return the edges within a part for a shard that enters the part at the rank with position
+        `place`.
 
         distance: distance of this part from the part that contains the root.
         """
@@ -310,7 +326,9 @@ class _Assembly:
 
     def _named(self, part: int, paths: Sequence[tuple[Path, int]], first: int,
                weight: int) -> Paths:
-        """Return the paths within a part of `weight` copies of a tree, starting at copy `first`."""
+        """Return the paths within a part that `weight` copies of a tree use, starting with copy
+        number `first`.
+        """
         named_paths, at = [], 0
         for path, count in paths:
             some = min(at + count, first + weight) - max(at, first)

@@ -25,7 +25,8 @@ class Flows:
 
     Args:
         nodes: number of nodes.
-        arcs: list of arcs (from, to). Methods expect capacities in the same order.
+        arcs: list of arcs, each a pair (from, to). All methods expect capacities in the same order
+            as `arcs`.
     """
 
     def __init__(self, nodes: int, arcs: Sequence[tuple[int, int]]) -> None:
@@ -52,7 +53,8 @@ class Demand:
     receive from all roots if this flow equals the sum of the roots' weights.
 
     Args:
-        nodes: number of nodes without the common source. Ranks are 0 to len(roots) - 1.
+        nodes: number of nodes, not counting the common source node. The ranks are the nodes 0 to
+            len(roots) - 1.
         capacities: mapping from arcs (from, to) to capacities.
         roots: for each rank, the amount of data that every other rank must receive from this rank.
     """
@@ -66,14 +68,16 @@ class Demand:
             nodes + 1, [*self._arcs, *((nodes, rank) for rank in range(len(self._roots)))])
 
     def missing(self, enough: int | None = None, first: Iterable[int] = ()) -> tuple[int, int]:
-        """Return the largest deficit of a cut, and a rank that it separates, or (0, -1).
+        """Return the largest deficit of any cut, and a rank that this cut separates from the
+        source. Return (0, -1) if no cut has a deficit.
 
         Once a rank is known to receive all data, it is merged with the common source node, because
         all cuts that separate the rank have been checked. Merging ranks makes the flow computations
         for the remaining ranks faster.
 
         Args:
-            enough: deficit at which the search stops. By default, all ranks are searched.
+            enough: the search stops as soon as it finds a deficit of this size or larger. By
+                default, all ranks are searched.
             first: ranks to test first, for example the ranks that had a deficit in an earlier test.
         """
         most, where, open_roots = 0, -1, list(self._roots)
@@ -119,6 +123,7 @@ class Partial:
         root: rank that is the root of the tree.
         weight: number of identical trees that this object represents.
         nodes: ranks that the tree contains, in the order in which they were added.
+        edges: edges of the tree.
         blocked: edges that the tree can no longer use.
     """
 
@@ -129,7 +134,8 @@ class Partial:
     blocked: set[Arc] = field(default_factory=set)
 
     def split(self, weight: int) -> Partial:
-        """Reduce this tree's weight to `weight`, and return a copy with the rest."""
+        """Reduce the weight of this tree to `weight`, and return a copy with the remaining
+        weight."""
         rest = Partial(self.root, self.weight - weight, list(self.nodes), list(self.edges),
                        set(self.blocked))
         self.weight = weight
@@ -210,7 +216,9 @@ class _Packing:
         tree.edges.append(edge)
 
     def _room(self, source: int, target: int, most: int) -> int:
-        """Return how many trees may use an edge, or any number >= `most` if at least `most` may."""
+        """Return how many trees may use an edge. If more than `most` trees may use the edge, any
+        number >= `most` may be returned.
+        """
         if self._flows is None:
             more = [(self._ranks, v) for v in range(self._ranks)]
             for index, tree in enumerate(self._waiting):

@@ -1,4 +1,5 @@
-"""Convert a program to XML for the MSCCL runtime on GPUs, which is also part of RCCL.
+"""Convert a program to an XML file for MSCCL. The MSCCL runtime, which is also part of RCCL,
+executes such files on GPUs.
 
 Each thread block of a GPU either sends to or receives from a single peer. The thread blocks execute
 their steps in an order that is the same on all GPUs. A step only waits for steps that come earlier
@@ -72,7 +73,8 @@ class _Gpu:
 
 
 def to_msccl(program: Program) -> str:
-    """Convert a program to the text of an XML file for in-place and other calls.
+    """Convert a program to the text of an XML file. The file supports both in-place and
+    out-of-place calls.
 
     The file contains no routes, because the runtime's transport finds the path between two GPUs.
     The result of the collective is divided into equal chunks, and each piece of the data is a whole
@@ -80,7 +82,8 @@ def to_msccl(program: Program) -> str:
     number of chunks.
 
     Raises:
-        ValueError: If `verify` finds an error, or the program exceeds a runtime limit.
+        ValueError: If `verify` finds an error in the program, or if the program exceeds a limit of
+            the runtime.
     """
     verify(program)
     channels = 1
@@ -122,7 +125,9 @@ class _Compiler:
             self._add(program.moves[index])
 
     def _offsets(self) -> list[int]:
-        """Return the offset of each piece in chunks, with the pieces of a root in sequence."""
+        """Return the offset of each piece of the data, in chunks. The pieces that belong to the
+        same root are stored consecutively.
+        """
         free = {root: root * self.shard for root in self.program.roots}
         if self.program.collective == "all_reduce":
             free = dict.fromkeys(free, 0)

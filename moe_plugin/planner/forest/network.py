@@ -1,4 +1,6 @@
-"""Networks: directed graphs of ranks and switches, and wires with exact bandwidths."""
+"""Networks: directed graphs of ranks and switches that are connected by wires with exact
+bandwidths.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +51,7 @@ class Network:
     """A network of ranks and switches that are connected by wires.
 
     Attributes:
+        name: name of the network.
         ranks: names of the nodes that compute. Rank i is called `ranks[i]`.
         switches: names of the nodes that only forward data.
         wires: directed wires between nodes. There is at most one wire from one node to another.
@@ -91,7 +94,9 @@ class Network:
                     if w.source in inside and w.target not in inside), Fraction(0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert the network to plain values for `from_dict`, with bandwidths such as "25/2"."""
+        """Convert the network to plain values that `from_dict` accepts. Bandwidths are converted to
+        strings such as "25/2".
+        """
         return {"name": self.name, "ranks": list(self.ranks), "switches": list(self.switches),
                 "one_way": [[w.source, w.target, str(w.bandwidth), w.alpha_s] for w in self.wires]}
 
@@ -110,7 +115,8 @@ class Network:
             where: description of the values for error messages, such as the path of the file.
 
         Raises:
-            ValueError: If keys, types or values do not describe a valid `Network`.
+            ValueError: If a key is unknown, if a value has the wrong type, or if the values do not
+                describe a valid `Network`.
         """
         if not isinstance(values, Mapping):
             raise ValueError(f"{where} must be a mapping with the keys {', '.join(_KEYS)}, got "
@@ -143,7 +149,8 @@ class Network:
 
     @classmethod
     def from_cluster(cls, cluster: Cluster) -> Network:
-        """Convert a cluster to a network with a switch per node, its cards, and one global switch.
+        """Convert a cluster to a network that contains one switch per node, the network cards, and
+        one global switch.
 
         The link between a rank and its node's switch has the bandwidth of `cluster.intra`. The link
         between a rank and its network card has the bandwidth of `cluster.inter`. Ranks share
@@ -183,7 +190,8 @@ class Network:
 
 
 def part_of(network: Network, ranks: Sequence[int]) -> Network:
-    """Return the network of the given ranks, in this order, and of reachable switches.
+    """Return the sub-network that consists of the given ranks, in the given order, and the switches
+    that these ranks can reach.
 
     Wires of all other ranks are omitted, because ranks do not forward data for each other.
 

@@ -51,7 +51,9 @@ class Graph:
 
     @classmethod
     def of(cls, network: Network) -> Graph:
-        """Convert a network to a graph with integer capacities."""
+        """Convert a network to a graph. The unit of capacity is chosen so that all bandwidths are
+        integers.
+        """
         index = {name: i for i, name in enumerate(network.nodes)}
         scale = lcm(*(wire.bandwidth.denominator for wire in network.wires))
         return cls(len(network.ranks), len(index), {
@@ -69,7 +71,8 @@ class Optimum:
     """The best rate.
 
     Attributes:
-        ratio: minimum time 1/x*, in seconds per unit of data, which the scale defines.
+        ratio: minimum time 1/x*, in seconds per unit of data. The graph's scale defines the unit of
+            data.
         cut: a set of nodes. The bandwidth out of this set proves that no shorter time is possible.
     """
 
@@ -101,7 +104,9 @@ def optimum(graph: Graph) -> Optimum:
 
 def _slower(graph: Graph, flows: Flows, ratio: Fraction, done: set[int],
             rank: int) -> Optimum | None:
-    """Return a cut between `rank` and other ranks that limits the rate further, or None."""
+    """Return a cut that separates `rank` from other ranks and limits the rate further, or None if
+    there is no such cut.
+    """
     p, q = ratio.as_integer_ratio()
     need = q * graph.ranks
     inside = [capacity * p for capacity in graph.capacity.values()]
@@ -140,7 +145,8 @@ def whole(graph: Graph, per_unit: Fraction) -> Graph:
 
 
 def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
-    """Return the fewest trees per unit of capacity with which each root has `trees` trees.
+    """Return the smallest number of trees per unit of capacity that allows each root to have
+    `trees` trees.
 
     The returned number is at least `ratio * trees`. The number is found by bisection over all
     values at which the capacity of some arc becomes sufficient for one more tree.
@@ -168,7 +174,8 @@ def best_unit(graph: Graph, ratio: Fraction, trees: int) -> Fraction:
 
 
 def _balanced(graph: Graph) -> Graph:
-    """Subtract a flow so that each node has equal incoming and outgoing capacity."""
+    """Subtract a flow so that each node has the same total capacity of incoming and outgoing arcs.
+    """
     surplus: dict[int, int] = defaultdict(int)
     for (source, target), count in graph.capacity.items():
         surplus[source] += count
@@ -260,7 +267,9 @@ class Splitting:
         return [(u, t, count) for (u, t), count in pairs.items()]
 
     def _near(self, node: int, without: int) -> set[int]:
-        """Return the nodes that at most two arcs reach without passing through `without`."""
+        """Return the nodes that can be reached over at most two arcs without passing through
+        `without`.
+        """
         first = self._out[node] - {without}
         return first.union(*(self._out[n] for n in first)) - {node} if first else set()
 
@@ -314,7 +323,9 @@ class Splitting:
 
 
 def take(pool: list[tuple[Path, int]], count: int) -> Path:
-    """Remove `count` units, at most all of them, from a pool's last path, and return this path."""
+    """Remove `count` units from the last path of a pool, and return this path. The path must have a
+    multiplicity of at least `count`.
+    """
     path, left = pool.pop()
     if left > count:
         pool.append((path, left - count))
@@ -331,7 +342,9 @@ def _without_loops(path: Path) -> Path:
 
 
 def _shares(count: int, offsets: Sequence[int]) -> list[tuple[int, int]]:
-    """Distribute `count` units among the offsets, and spread the extra units evenly."""
+    """Distribute `count` units among the offsets as evenly as possible. Offsets that receive an
+    extra unit are spread evenly.
+    """
     if not offsets:
         return []
     base, more = divmod(count, len(offsets))

@@ -33,7 +33,9 @@ JOINING_LINKS = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (3, 3))  # GCD numbers 
 
 @dataclass
 class Builder:
-    """A network that is being built: nodes, and the bandwidth of each connected pair."""
+    """A network that is being built: a list of nodes, and the bandwidth between each pair of
+    connected nodes.
+    """
 
     ranks: list[str] = field(default_factory=list)
     switches: list[str] = field(default_factory=list)
@@ -50,7 +52,9 @@ class Builder:
         return name
 
     def link(self, a: str, b: str, bandwidth: Fraction | int) -> None:
-        """Add a wire of `bandwidth` GB/s in each direction, or add it to an existing wire."""
+        """Add a wire of `bandwidth` GB/s in each direction between two nodes. If the two nodes are
+        already connected, the bandwidths are added.
+        """
         for ends in ((a, b), (b, a)):
             self.wires[ends] = self.wires.get(ends, Fraction(0)) + bandwidth
 
@@ -84,7 +88,8 @@ def clusters(b: Builder, scale: Fraction, count: int, size: int) -> None:
 
 
 def mesh(b: Builder, scale: Fraction, *sizes: int, wraps: bool = False) -> None:
-    """Build a grid of any number of dimensions, with links between neighbors.
+    """Build a grid with any number of dimensions. Ranks are linked to their neighbors in each
+    dimension.
 
     wraps: if True, the first and last ranks of each dimension are also linked, so that the grid
     becomes a torus. In a dimension of size 2, the two ranks are always connected by a single link.
@@ -99,7 +104,9 @@ def mesh(b: Builder, scale: Fraction, *sizes: int, wraps: bool = False) -> None:
 
 
 def hypercube(b: Builder, scale: Fraction, dimensions: int) -> None:
-    """Build a hypercube of `2 ** dimensions` ranks, with links between neighbours."""
+    """Build a hypercube of `2 ** dimensions` ranks. Ranks are linked if their indices differ in
+    exactly one bit.
+    """
     mesh(b, scale, *(2,) * dimensions)
 
 
@@ -155,7 +162,8 @@ def dragonfly(b: Builder, scale: Fraction, routers: int, hosts: int, links: int)
 
 def switched(b: Builder, scale: Fraction, nodes: int, *, size: int, inner: int,
              outer: int) -> None:
-    """Build nodes of a switch and `size` GPUs, each linked to it at `inner` GB/s.
+    """Build nodes that consist of a switch and `size` GPUs. Each GPU is connected to the switch at
+    `inner` GB/s.
 
     If there are several nodes, each GPU is also connected through a network card at `outer` GB/s to
     a network without bottlenecks.
@@ -171,7 +179,8 @@ def switched(b: Builder, scale: Fraction, nodes: int, *, size: int, inner: int,
 
 
 def mi250(b: Builder, scale: Fraction, nodes: int) -> None:
-    """Build nodes of eight AMD MI250 accelerators, with 16 graphics compute dies.
+    """Build nodes of eight AMD MI250 accelerators, which contain 16 GCDs (graphics compute dies) in
+    total.
 
     Each GCD has seven Infinity Fabric links of 50 GB/s, and a bandwidth of 16 GB/s to other nodes.
     """
@@ -204,7 +213,8 @@ class Preset:
         numbers: description of the values after the colon, for error messages.
         count: required number of values after the colon. None if any number of values is allowed.
         example: example of a network name, such as `ring:8`.
-        ranks: function that counts ranks, to refuse large networks before they are built.
+        ranks: function that computes the number of ranks, in order to reject networks that are too
+            large before they are built.
         least: smallest value that is allowed for each number after the colon.
     """
 
@@ -252,7 +262,8 @@ def preset(text: str) -> Network:
     machines, such as `dgx-a100`, all bandwidths are multiplied by the number after `@`.
 
     Raises:
-        ValueError: If the name or numbers are invalid, or the network is too large.
+        ValueError: If the name is unknown, if the numbers are invalid, or if the network is too
+            large.
     """
     match = re.fullmatch(r"([a-z0-9-]+?)(?::([0-9]{1,9}(?:x[0-9]{1,9})*))?"
                          r"(?:@([0-9]{1,9}(?:\.[0-9]{1,9})?))?", text.strip())

@@ -1,4 +1,5 @@
-"""A collective's schedule: trees over a network's wires, and a lower bound on the time."""
+"""The schedule of a collective: trees over the wires of a network, and a lower bound on the time.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Tree:
     Attributes:
         root: rank that is the root of the tree.
         weight: number of trees of weight 1 that this tree represents.
-        edges: edges in the order of messages: from the root, or to it if inward.
+        edges: edges in the order of the messages: away from the root, or towards the root if the
+            tree is inward.
         inward: if True, data is sent from all ranks towards the root and summed on the way.
     """
 
@@ -71,7 +73,8 @@ class Tree:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The trees of a collective on a network, and a proof that no schedule is faster.
+    """The trees of one collective on one network, with a proof that no schedule of this type is
+    faster.
 
     A result of M bytes is divided into one piece per outward tree (for reduce_scatter, per inward
     tree). The sizes of the pieces are proportional to the weights of the trees. In an all_gather,
@@ -81,6 +84,7 @@ class Schedule:
 
     Attributes:
         collective: name of the collective, one of `COLLECTIVES`.
+        network: the network.
         inverse_rate: minimum time 1/x*, in seconds per GB of a shard. With N ranks and a result of
             M bytes, a shard has M/N bytes. No schedule that consists of trees can take less time.
             For all_reduce, this time applies to each of the two phases or, with `overlap`, to both
@@ -92,7 +96,8 @@ class Schedule:
             total number of trees of all roots, because roots may have different shares.
         unit: bandwidth in GB/s of a tree of weight 1.
         trees: all trees. For all_reduce, the inward trees precede the outward trees.
-        fixed: whether the user specified k, so that the schedule may exceed 1/x*.
+        fixed: whether the user specified k. If `fixed` is True, the schedule may take longer than
+            1/x*.
         overlap: whether the inward and the outward trees of an all_reduce run at the same time and
             share the bandwidth of the wires.
         parts: with `overlap`, disjoint sets of nodes that prove the bound. Each set contains at
@@ -132,7 +137,9 @@ class Schedule:
 
     @cached_property
     def message_s(self) -> float:
-        """Fixed seconds of a message: the largest sum of `alpha_s` along a path."""
+        """Fixed time of a message in seconds: the largest sum of `alpha_s` along any path in the
+        schedule.
+        """
         alphas = {wire.ends: wire.alpha_s for wire in self.network.wires}
         paths = {path for edge in _edges(self) for path, _ in edge.paths}
         return max((sum(alphas[hop] for hop in zip(path, path[1:])) for path in paths), default=0.0)
@@ -142,21 +149,27 @@ class Schedule:
         return float(self.phases * self.inverse_rate / len(self.network.ranks)) * size / 1e9
 
     def seconds(self, size: float) -> float:
-        """Return the seconds for a result of `size` bytes, without fixed times of messages."""
+        """Return the time in seconds for a result of `size` bytes, without the fixed time of
+        messages.
+        """
         if len(self.network.ranks) == 1:
             return 0.0
         return float(self.phases / (self.weight * self.unit)) * size / 1e9
 
     @property
     def algorithmic_bandwidth(self) -> Fraction:
-        """Bandwidth in GB of the result per second. Raises a `ValueError` for a single rank."""
+        """Bandwidth of the schedule, in GB of the collective's result per second. Raises a
+        `ValueError` for a single rank.
+        """
         if len(self.network.ranks) == 1:
             raise ValueError(f"network {short(self.network.name)} has only 1 rank and moves no "
                              "data, so it has no bandwidth. Use at least 2 ranks")
         return self.weight * self.unit / self.phases
 
     def to_json(self) -> str:
-        """Convert the schedule to JSON, with fractions as "p/q" and each path only once."""
+        """Convert the schedule to JSON. Fractions are written as strings "p/q", and each path is
+        written only once.
+        """
         table: dict[tuple[str, ...], int] = {}
         trees = [[t.root, t.weight, t.inward, [
             [e.source, e.target, [[table.setdefault(path, len(table)), count]
@@ -243,7 +256,9 @@ def _decode(values: dict[str, Any], where: str) -> Schedule:
 
 
 def _check_cut(schedule: Schedule) -> None:
-    """Check that the schedule's cut, or its parts with `overlap`, prove the bound."""
+    """Check that the schedule's cut proves the bound. With `overlap`, check that its parts prove
+    the bound.
+    """
     network = schedule.network
     if len(network.ranks) == 1:
         return
@@ -319,7 +334,9 @@ def _edges(schedule: Schedule) -> Iterator[Edge]:
 
 
 def _loads(schedule: Schedule) -> Iterator[Counter[tuple[str, str]]]:
-    """Yield how often paths use each wire, for each group of simultaneous trees."""
+    """For each group of trees that run at the same time, yield the total multiplicity of the paths
+    on each wire.
+    """
     together = [(True, False)] if schedule.overlap else [(True,), (False,)]
     for kinds in together:
         by_paths: Counter[Paths] = Counter(

@@ -33,7 +33,8 @@ class ShareMove:
         source, target: ranks that send and receive the piece.
         routes: pairs of a path through the network and the fraction of the piece that is sent along
             this path. The fractions sum to 1.
-        sums: whether the target adds the piece to its data, or else replaces it.
+        sums: if True, the target adds the piece to its own data. If `sums` is False, the piece
+            replaces the target's own data.
     """
 
     piece: int
@@ -48,7 +49,9 @@ class Program:
     """A collective operation, represented as a list of moves.
 
     Attributes:
+        name: name of the program.
         collective: name of the collective, one of `COLLECTIVES`.
+        network: the network.
         roots: for each piece, the rank that stores the piece initially or receives the sum.
         shares: for each piece, the fraction of the collective's result that this piece contains.
         moves: moves, ordered such that every rank stores a piece before it sends the piece.
@@ -62,7 +65,9 @@ class Program:
     moves: tuple[ShareMove, ...]
 
     def loads(self) -> dict[tuple[str, str], Fraction]:
-        """Return the fraction of the collective's result that each wire transfers."""
+        """For each wire, return the fraction of the collective's result that is sent over this
+        wire.
+        """
         loads: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
         for move in self.moves:
             for route, share in move.routes:
@@ -100,7 +105,9 @@ class Simulated:
 
 
 def program_of(schedule: Schedule) -> Program:
-    """Convert a schedule to a program with one piece per tree (or pair, for all_reduce)."""
+    """Convert a schedule to a program. The program has one piece per tree or, for all_reduce, one
+    piece per pair of trees.
+    """
     first = [t for t in schedule.trees if t.inward] or list(schedule.trees)
     second = [t for t in schedule.trees if not t.inward] if first[0].inward else []
     moves = _moves(first) + _moves(second)
@@ -116,7 +123,8 @@ def _moves(trees: Sequence[Tree]) -> list[ShareMove]:
 
 
 def verify(program: Program) -> None:
-    """Check a program by simulating which ranks contributed to each copy of a piece.
+    """Check a program by simulating, for each copy of a piece, which ranks have contributed to the
+    copy.
 
     Raises:
         ValueError: If a rank sends data that it does not have, receives or adds data twice, or
@@ -204,7 +212,9 @@ def run(program: Program, size: float, chunks: int = 64) -> Simulated:
 
 
 def starts(program: Program) -> tuple[list[int], int]:
-    """Return how many wires the first chunk passes before each move, and the program's depth."""
+    """For each move, return how many wires the first chunk has passed before the move starts, and
+    return the depth of the program.
+    """
     arrived: dict[tuple[int, int], int] = defaultdict(int)
     waves = []
     for move in program.moves:
@@ -222,7 +232,8 @@ class _Hop:
     Attributes:
         name: unique name of the hop.
         wave: index of the wave in which the first chunk is transferred.
-        rest: wires on the longest path from this wire of a chunk and what depends on it.
+        rest: number of wires on the longest path that starts with this wire, for a chunk or for
+            data that depends on the chunk.
         wire: name of the wire. The simulation uses it as the name of a resource.
         seconds: time to transfer one chunk, in seconds.
         after: names of the hops that must transfer a chunk before this hop can transfer the same
@@ -274,7 +285,8 @@ def _rests(program: Program) -> list[int]:
 
 
 def _by_wave(program: Program, size: float, chunks: int) -> Iterator[Task]:
-    """Yield the tasks of all waves in order. Tasks wait only for tasks of earlier waves.
+    """Yield the tasks of all waves, in the order of the waves. The tasks of a wave wait only for
+    tasks of earlier waves.
 
     If each wire can transfer its chunks of any wave in one unit of time, wave n ends after at most
     n units of time.

@@ -70,7 +70,9 @@ class TopologyTable:
     classes: Mapping[tuple[str, str], str]
 
     def links(self, a: str, b: str) -> int:
-        """Return the number of NVLinks between two GPUs, or 0 if only PCIe connects them."""
+        """Return the number of NVLinks between two GPUs. Return 0 if the GPUs are connected only by
+        PCIe.
+        """
         connection = self.classes[a, b]
         return int(connection[2:]) if connection.startswith("NV") else 0
 
@@ -132,6 +134,7 @@ def network_of(table: TopologyTable, nodes: int = 1, speeds: Speeds = Speeds(),
     Args:
         table: connections between the devices of one machine.
         nodes: number of machines. Defaults to 1.
+        speeds: assumed bandwidths.
 
     Raises:
         ValueError: If there are several machines but no network cards.
@@ -220,7 +223,8 @@ def find_network(text: str, nodes: int | None = None) -> tuple[Network, str]:
     line is empty if no bandwidths were assumed.
 
     Args:
-        text: path of a file, or name of a preset if there is no such file.
+        text: path of a file or name of a preset. If a file and a preset have the same name, the
+            file is used.
         nodes: number of machines. Only allowed for a cluster file or for the output of
             `nvidia-smi`. Defaults to the number in the file, or to 1 if the file does not contain a
             number of machines.

@@ -1,1 +1,3 @@
-"""Plans to offload activations and weights to slower memory. Never imports torch."""
+"""Plan the offloading of activations and weights from device memory to slower memory. Never imports
+torch.
+"""

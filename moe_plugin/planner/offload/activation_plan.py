@@ -1,4 +1,5 @@
-"""Decide whether to keep, recompute or swap each block's activations (KARMA).
+"""Decide for each block whether to keep, recompute or swap its activations (KARMA; see
+`activation_problem`).
 
 The search first finds good decisions, and branch and bound then tries to prove that they are
 optimal.
@@ -37,7 +38,8 @@ class SwapPlan:
         problem: the blocks of the model, and the memory for their activations.
         decisions: for each block, one of keep, recompute or swap.
         seconds: time of a training step, in seconds.
-        bound_s: lower bound on the step in seconds, with the same start of swaps.
+        bound_s: lower bound on the time of a training step in seconds, under the same rule for when
+            swaps start.
         proved: whether the search proved that these decisions are optimal.
         limit: memory limit of the device, in bytes.
         base: number of bytes that are always in use on the device.
@@ -92,7 +94,8 @@ def plan(blocks: Sequence[SwapBlock], limit: int, base: int = 0, duplex: bool = 
 
 
 def uniform(plan: SwapPlan) -> dict[str, float]:
-    """Return the seconds of a step in which all blocks use the same decision, by decision.
+    """For each decision, return the time in seconds of a training step in which all blocks use this
+    decision.
 
     Each step must stay within the plan's memory limit. The time is infinite if the step does not
     fit in memory, or if a block cannot be swapped.
@@ -195,7 +198,8 @@ class _Prefix:
         again_s: time in seconds spent on recomputation.
         copies_s: time in seconds of all copies to the device.
         first: index of the first block that is swapped, or -1 if no block is swapped.
-        again_before_s: seconds to recompute the blocks before the first swapped block.
+        again_before_s: time in seconds to recompute the blocks that precede the first swapped
+            block.
     """
 
     decisions: Decisions = ()
@@ -212,7 +216,8 @@ class _Proof:
     Branches that cannot lead to a shorter step are skipped.
 
     Attributes:
-        left: number of nodes that may still be visited before the proof is abandoned.
+        left: number of search nodes that may still be visited. The proof is abandoned when it
+            reaches 0.
     """
 
     def __init__(self, problem: SwapProblem, best: Decisions, seconds: float) -> None:
@@ -223,7 +228,9 @@ class _Proof:
             self.backward_s.append(self.backward_s[-1] + b.backward_s)
 
     def run(self) -> None:
-        """Visit combinations that may shorten the step, at most `MOST_NODES` nodes."""
+        """Visit all combinations of decisions that may lead to a shorter step. At most `MOST_NODES`
+        nodes are visited.
+        """
         if self._can_improve(_Prefix()):
             self._visit(_Prefix())
 
@@ -260,7 +267,8 @@ class _Proof:
                        prefix.first, prefix.again_before_s)
 
     def _can_improve(self, prefix: _Prefix) -> bool:
-        """Return whether a prefix's lower bounds are below the best time found so far.
+        """Return whether the lower bounds that follow from a prefix are below the best time found
+        so far.
 
         The first lower bound is the total computation time. The second lower bound is the sum of
         three times: the forward pass, all copies to the device, and the part of the backward pass
@@ -274,7 +282,8 @@ class _Proof:
 
 
 def lower_bound(problem: SwapProblem) -> float:
-    """Return a lower bound, in seconds, on the step with any combination of decisions.
+    """Return a lower bound, in seconds, on the time of a training step with any combination of
+    decisions.
 
     The bound is the solution of a relaxed problem, in which recomputation and swapping only need to
     free enough memory for each block before its forward pass begins. In a step of T seconds, the
@@ -322,12 +331,16 @@ def _rate(size: int, seconds: float) -> float:
 
 
 def _product(rate: float, seconds: float) -> float:
-    """Return `rate * seconds` bytes, or infinity for an infinite rate, even with 0 seconds."""
+    """Return `rate * seconds`, a number of bytes, or infinity if the rate is infinite, even if
+    `seconds` is 0.
+    """
     return math.inf if rate == math.inf else rate * max(0.0, seconds)
 
 
 def _recomputed(blocks: list[tuple[int, float]], budget: float) -> float:
-    """Return the most bytes that recomputing (parts of) blocks saves within a time budget."""
+    """Return the largest number of bytes that can be saved by recomputing blocks, or parts of
+    blocks, within a time budget.
+    """
     saved = 0.0
     for size, seconds in sorted(blocks, key=lambda b: b[1] / b[0] if b[0] else math.inf):
         part = min(1.0, budget / seconds) if seconds else 1.0

@@ -1,4 +1,5 @@
-"""Which activations to keep, recompute or swap under a memory limit (KARMA).
+"""The problem of choosing which activations to keep, recompute or swap under a memory limit
+(KARMA).
 
 Source: Wahib et al., "Scaling Distributed Deep Learning Workloads beyond the Memory Capacity with
 KARMA", SC 2020.
@@ -31,10 +32,13 @@ class SwapBlock:
     """A block of a model, with its sizes and with its times in seconds.
 
     Attributes:
+        name: name of the block.
         forward_s, backward_s: times of the block's forward pass and backward pass.
-        activation_bytes: bytes that forward stores for backward, including the input.
+        activation_bytes: number of bytes that the forward pass stores for the backward pass,
+            including the block's input.
         kept_bytes: number of bytes that remain stored if the block is recomputed.
-        workspace_bytes: additional bytes during the block's forward or backward pass.
+        workspace_bytes: number of additional bytes that the device needs while the forward or
+            backward pass of the block runs.
         swap_out_s, swap_in_s: times to copy the block's activations from the device and to the
             device. Infinity means that the block cannot be swapped.
     """
@@ -65,7 +69,9 @@ class SwapBlock:
 
 
 def blocks_of(profile: ModelProfile) -> list[SwapBlock]:
-    """Convert a profile's blocks to `SwapBlock` objects with copy times."""
+    """Convert the blocks of a profile to `SwapBlock` objects. Copy times are computed from the
+    bandwidths in the profile.
+    """
     return [SwapBlock(name=b.name, forward_s=b.forward_s, backward_s=b.backward_s,
                       activation_bytes=b.activation_bytes, kept_bytes=b.kept_bytes,
                       workspace_bytes=b.workspace_bytes,
@@ -84,10 +90,14 @@ class Waits:
     limit. Each list has one entry per block. The entry -1 means that the block does not wait.
 
     Attributes:
-        forward: for each block, the copy from the device that its forward pass awaits.
-        backward: for each block, the copy from the device that its backward pass awaits.
-        start: for each swapped block, where backward must be before its copy may start.
-        started: for each block, the last copy that must end before backward reaches it.
+        forward: for each block, the block whose copy from the device must end before the forward
+            pass starts.
+        backward: for each block, the block whose copy from the device must end before the backward
+            pass starts.
+        start: for each swapped block, the block that the backward pass must have reached before the
+            copy to the device may start.
+        started: for each block, the last copy from the device that must have ended when the
+            backward pass reaches this block.
     """
 
     forward: list[int]
@@ -98,9 +108,11 @@ class Waits:
 
 @dataclass(frozen=True)
 class SwapProblem:
-    """The blocks of a model in forward order, and the memory for their activations.
+    """The blocks of a model, in the order of the forward pass, and the memory for their
+    activations.
 
     Attributes:
+        blocks: the blocks.
         room: number of bytes that are available for activations and workspace.
         duplex: whether copies to and from the device can run at the same time.
     """
@@ -115,7 +127,9 @@ class SwapProblem:
         return sum(b.forward_s + b.backward_s for b in self.blocks)
 
     def waits(self, decisions: Decisions) -> Waits | None:
-        """Return where a step with these decisions must wait, or None if it never fits."""
+        """Return where a step with the given decisions must wait, or None if the decisions do not
+        fit in memory even with waiting.
+        """
         size = len(self.blocks)
         slack, forward, backward = [0] * size, [-1] * size, [-1] * size
         start, started = [-1] * size, [-1] * size
@@ -145,7 +159,8 @@ class SwapProblem:
         return Waits(forward, backward, start, started)
 
     def _earliest(self, i: int, slack: list[int]) -> int:
-        """Return the earliest point of backward from which block i's activations fit in memory.
+        """Return the earliest point in the backward pass from which the activations of block i fit
+        in memory.
 
         The size of these activations is subtracted from `slack`.
         """
@@ -156,7 +171,9 @@ class SwapProblem:
         return turn
 
     def seconds(self, decisions: Decisions) -> float:
-        """Return the seconds of the step with these decisions, or inf if it does not fit."""
+        """Return the time in seconds of the training step with the given decisions, or inf if the
+        step does not fit in memory.
+        """
         waits = self.waits(decisions)
         if waits is None:
             return math.inf
@@ -243,7 +260,8 @@ class SwapProblem:
 
 
 def least_bytes(blocks: Sequence[SwapBlock]) -> int:
-    """Return the fewest bytes in which some combination of decisions fits."""
+    """Return the smallest number of bytes for which some combination of decisions fits in memory.
+    """
     held = most = 0
     for block in blocks:
         most = max(most, held + block.activation_bytes + block.workspace_bytes)

@@ -35,7 +35,8 @@ class ExpertModel:
         layers: number of MoE layers.
         experts: number of experts per MoE layer.
         expert_bytes: size of one expert's weights in bytes.
-        attention_s: seconds from a layer's experts to the next layer's chosen experts.
+        attention_s: time in seconds from the end of one layer's experts until the next layer's
+            router has chosen experts.
         expert_s: computation time in seconds per active expert of a layer.
         bytes_s: bandwidth from host memory to the device, in bytes per second.
         base_bytes: number of bytes on the device that are not expert weights.
@@ -63,7 +64,8 @@ class ExpertModel:
 
 def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
                  tokens: int) -> tuple[ExpertModel, Pass]:
-    """Return an `ExpertModel`, and active experts for a token of each of `tokens` sequences.
+    """Return an `ExpertModel`, and the active experts of each layer in a pass that generates one
+    token for each of `tokens` sequences.
 
     Times follow a roofline model, in which every matrix requires one launch and is read once.
     `base_bytes` includes the dense weights, and the keys and values of complete sequences. The
@@ -71,7 +73,8 @@ def expert_model(model: ModelShape, device: Device, link_bytes_s: float,
     chosen.
 
     Args:
-        link_bytes_s: bytes per second from the experts' memory to the device.
+        link_bytes_s: bandwidth, in bytes per second, from the memory that stores the experts to the
+            device.
         tokens: number of sequences, for each of which one token is generated.
 
     Raises:
@@ -125,10 +128,12 @@ def schedule(design: str, model: ExpertModel, passes: Sequence[Pass],
         design: name of the design, one of `DESIGNS`.
         model: the layers of the model, and the speeds of the machine.
         passes: for each pass, the active experts of each layer, for example from a recorded trace.
-        limit: maximum number of bytes in use on the device. By default, unlimited.
+        limit: maximum number of bytes that may be in use on the device. By default, there is no
+            limit.
 
     Raises:
-        ValueError: If the design is unknown, or a pass has wrong layers or experts.
+        ValueError: If the design is unknown, or if a pass does not have one entry per layer or
+            contains an unknown expert.
     """
     if design not in DESIGNS:
         raise ValueError(f"design {short(design)} is unknown. Choose from {', '.join(DESIGNS)}")
@@ -200,7 +205,9 @@ def _check(model: ExpertModel, number: int, active: Pass) -> None:
 
 
 class _Writer:
-    """Writes a schedule's steps for several passes. MoE layers are numbered over all passes."""
+    """Writes the steps of a schedule for several consecutive passes. MoE layers are numbered
+    consecutively over all passes.
+    """
 
     def __init__(self, design: str, model: ExpertModel) -> None:
         self.design, self.model = design, model
@@ -224,7 +231,9 @@ class _Writer:
             self._compute(label, len(experts), copies)
 
     def _copy(self, label: str, experts: list[int], decided: str) -> list[OffloadStep]:
-        """Add steps that copy active experts into the buffers of two layers before."""
+        """Add steps that copy the active experts into the buffers of the layer two positions
+        earlier.
+        """
         after = (decided, *self.computed[-1:])
         copies = [OffloadStep(f"copy {label} expert {e}", "in", self.model.copy_s(1), after,
                               takes=self.model.expert_bytes, block=label) for e in experts]
@@ -232,7 +241,9 @@ class _Writer:
         return copies
 
     def _copy_all(self, label: str) -> list[OffloadStep]:
-        """Add a step that copies a layer's experts into the buffers of two layers before."""
+        """Add a step that copies all experts of a layer into the buffers of the layer two positions
+        earlier.
+        """
         after = tuple(self.computed[-2:-1])
         count = self.model.experts
         copy = OffloadStep(f"copy {label}", "in", self.model.copy_s(count), after,

@@ -32,14 +32,17 @@ class BlockProfile:
 
     Attributes:
         name: name of the block. Block names must be unique within a model.
-        forward_s, backward_s: seconds of the two passes without recomputation.
-        activation_bytes: bytes that forward stores for backward, including the input.
+        forward_s, backward_s: times in seconds of the forward pass and of the backward pass,
+            without recomputation.
+        activation_bytes: number of bytes that the forward pass stores for the backward pass,
+            including the block's input.
         kept_bytes: size in bytes of the block's input, which remains stored even if the block is
             recomputed. If the model is split before this block, this is also the number of bytes
             sent from one part of the model to the other.
         parameter_bytes: size of the block's weights in bytes.
         gradient_bytes: size of the gradients of the block's weights in bytes.
-        workspace_bytes: additional bytes during the forward or backward pass.
+        workspace_bytes: number of additional bytes that the device needs only while the forward or
+            backward pass runs.
     """
 
     name: str
@@ -65,12 +68,14 @@ class BlockProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """A model's blocks in forward order, and properties of the machine that measured them.
+    """The blocks of a model in the order of the forward pass, and properties of the machine on
+    which they were measured.
 
     Attributes:
         blocks: the blocks of the model, at least one.
         name: name of the model for messages to the user.
-        base_bytes: bytes always in use, such as resident weights and optimizer state.
+        base_bytes: number of bytes that are always in use on the device, such as resident weights,
+            optimizer state and buffers.
         in_bytes_s, out_bytes_s: bandwidths of copies to the device and from the device, in bytes
             per second. A bandwidth of 0 means that data cannot be copied in this direction.
         duplex: whether copies to and from the device can run at the same time.
@@ -125,9 +130,11 @@ class OffloadStep:
 
     Attributes:
         name: name of the step. Step names must be unique within a schedule.
-        stream: the step's stream: "compute", "in" (to the device) or "out" (from it).
+        stream: the stream that runs the step: "compute", "in" (copies to the device) or "out"
+            (copies from the device).
         seconds: duration of the step in seconds.
-        after: steps, issued earlier, that must end before this step starts.
+        after: names of the steps that must end before this step starts. The steps in `after` must
+            be issued before this step.
         takes: number of bytes that the step allocates on the device when it starts.
         frees: number of bytes that the step frees on the device when it ends.
         block: name of the block to which the step belongs. The block name is used only for display.
@@ -165,10 +172,12 @@ class Outcome:
     Attributes:
         timeline: timeline of all steps, in the order in which they were issued. The resources of
             the timeline are streams, and its phases are blocks.
-        memory: pairs (seconds, bytes in use on the device) for each change, in order.
+        memory: pairs (time in seconds, number of bytes in use on the device), one for each change,
+            in chronological order.
         peak: maximum number of bytes in use on the device.
         peak_step: name of the step that raised memory use to its peak.
-        stalls: seconds for which the stream was idle before each compute step that waited.
+        stalls: for each compute step that had to wait, the time in seconds for which the compute
+            stream was idle before the step.
         moved_in, moved_out: numbers of bytes copied to the device and from the device.
     """
 
@@ -206,7 +215,9 @@ class Outcome:
         return {span.task.name: span.start for span in self.timeline.spans}
 
     def trace(self) -> dict[str, Any]:
-        """Return the timeline as a trace for Chrome and Perfetto, with the bytes in use."""
+        """Return the timeline as a trace for Chrome and Perfetto. The trace includes a counter of
+        the bytes in use.
+        """
         trace = self.timeline.trace(STREAMS)
         trace["traceEvents"] += [{"name": "memory", "ph": "C", "pid": 0, "ts": 1e6 * at,
                                   "args": {"bytes": size}} for at, size in self.memory]
@@ -218,6 +229,7 @@ class OffloadSchedule:
     """The steps of a schedule, in the order in which they are issued.
 
     Attributes:
+        steps: the steps.
         limit: maximum number of bytes that may be in use on the device, or None for no limit.
         base: number of bytes that are always in use on the device.
         duplex: whether copies to and from the device can run at the same time. If `duplex` is
@@ -272,7 +284,8 @@ class OffloadSchedule:
 
 def _changes(steps: tuple[OffloadStep, ...],
              spans: tuple[Span, ...]) -> Iterator[tuple[float, int, int]]:
-    """Yield changes of memory in order: (seconds, index of the step, bytes).
+    """Yield the changes in memory use in chronological order, as tuples (time in seconds, index of
+    the step, change in bytes).
 
     At equal times, running steps end before new steps start. Steps that start at the same time are
     sorted by the order in which they were issued. A step of zero duration ends before the next step
@@ -289,7 +302,9 @@ def _changes(steps: tuple[OffloadStep, ...],
 
 
 def _stalls(timeline: Timeline) -> dict[str, float]:
-    """Return the seconds for which the compute stream idles before each step that waits."""
+    """For each compute step that has to wait, return the time in seconds for which the compute
+    stream is idle before the step.
+    """
     stalls, end = {}, 0.0
     for span in timeline.spans:
         if span.task.resource == "compute":

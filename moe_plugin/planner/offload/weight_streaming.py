@@ -97,7 +97,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class Stage:
-    """One segment computes, another loads its weights, and another sends its gradients.
+    """A stage in which one segment computes, one segment loads its weights, and one segment sends
+    its gradients.
 
     need: number of bytes on the device in this stage, except bytes that are always in use."""
 
@@ -357,7 +358,8 @@ def plan(layers: Sequence[Layer], batches: int, limit: int, base: int = 0) -> St
     Args:
         layers, batches, limit, base: as in `Streamed`.
     Raises:
-        ValueError: If no division fits in memory. The message has the bytes needed."""
+        ValueError: If no division fits in memory. The message contains the number of bytes that are
+            needed."""
     model = Streamed(layers, batches, limit, base)
     ends = best_ends(model)
     if ends is None:

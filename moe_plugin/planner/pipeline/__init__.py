@@ -1,1 +1,3 @@
-"""Simulated schedules of pipelines: order of tasks, time and memory for activations."""
+"""Simulate the schedules of pipeline stages: the order of tasks, the time of a step, and the memory
+for activations.
+"""

@@ -34,15 +34,19 @@ class StageProfile:
     """Measured or assumed times and sizes of one micro-batch, for each pipeline stage.
 
     Attributes:
+        name: name of the profile.
         micro_batches: number of micro-batches per training step in one pipeline.
-        forward_s, backward_s: for each stage in order, the seconds of its two passes.
-        transfer_s: seconds to send a micro-batch's activations or gradient to a stage.
+        forward_s, backward_s: for each stage, from first to last, the times in seconds of the
+            forward pass and the backward pass.
+        transfer_s: time in seconds to send one micro-batch's activations, or their gradient, from
+            one stage to the next.
         activation_bytes: for each stage, the number of bytes that one micro-batch stores for its
             backward pass. Empty means unknown.
         memory_bytes: memory limit for activations on each rank in bytes, or 0 for no limit.
         transport: backend that sends data between stages, nccl or gloo. With gloo, two stages that
             exchange data send one after the other.
-        sequence: tokens per sequence, required to compare slices, otherwise 0.
+        sequence: number of tokens per sequence. Required to compare slices of sequences, otherwise
+            0.
         slice_samples: measured forward passes of slices on the slowest stage. Each sample is
             [number of tokens, number of earlier tokens in the sequence, seconds]. At least one
             sample must have 0 earlier tokens. If `batch` is set, each sample starts with an
@@ -50,7 +54,8 @@ class StageProfile:
         batch: number of sequences per training step in one pipeline. Required to choose the size of
             micro-batches together with the slices, otherwise 0.
         granularity: a divisor of `sequence`, of which all slice lengths are multiples.
-        slices: fixed slice lengths in tokens, or () to compute them from the samples.
+        slices: fixed lengths of slices in tokens. If `slices` is empty, the best lengths are
+            computed from the samples.
     """
 
     name: str = "pipeline"
@@ -208,7 +213,8 @@ def _backward_share(profile: StageProfile) -> float:
 
 
 def groups(profile: StageProfile) -> BatchCut:
-    """Return TeraPipe's division of the batch into groups, and of these into slices.
+    """Return TeraPipe's division of the batch into groups of samples, and of each group into
+    slices.
 
     The groups run one after the other. The times include the forward and backward passes, but not
     the transfers between stages.
@@ -222,7 +228,8 @@ def groups(profile: StageProfile) -> BatchCut:
 
 
 def choose(profile: StageProfile) -> Predicted:
-    """Return the fastest schedule that fits in memory, preferably Megatron's own.
+    """Return the fastest schedule whose activations fit in memory. Among equally fast schedules,
+    Megatron's own schedule is preferred.
 
     Raises:
         ValueError: If no schedule fits in memory.

@@ -1,4 +1,5 @@
-"""Simulate pipeline schedules: order of tasks, time of a step, and stored activations.
+"""Simulate pipeline schedules: the order of tasks, the time of a step, and the number of stored
+activations.
 
 The supported schedules are 1F1B, eager 1F1B (AlpaComm, arXiv 2211.05322), and TeraPipe's schedule
 with slices of sequences (arXiv 2102.07988). With n stages, stage i begins with n - i forward
@@ -155,11 +156,13 @@ class Pipeline:
             for stage in range(self.stages)))
 
     def peak_activations(self, mode: str = "overlapped", sizes: Sequence[int] = (1,)) -> list[int]:
-        """Return each stage's largest number of activations stored at the same time.
+        """For each stage, return the maximum number of activations that are stored at the same
+        time.
 
         Args:
             mode: sending mode, which is one of `MODES`.
-            sizes: optional. Tokens in each slice, to return tokens instead of micro-batches.
+            sizes: number of tokens in each slice, if the result should be in tokens. By default,
+                the result is in micro-batches.
         """
         peaks = []
         for stage in range(self.stages):
@@ -182,7 +185,9 @@ class Pipeline:
         return f"{kind} {stage} {batch}.{part}" if self.slices else f"{kind} {stage} {batch}"
 
     def _neighbour(self, stage: int, kind: str, step: int = 1) -> int | None:
-        """Return the stage that uses a pass's result (step 1) or sent its input (step -1)."""
+        """Return the stage that uses the result of a pass (step 1), or the stage that sent the
+        input of a pass (step -1).
+        """
         neighbour = stage + (step if kind == "forward" else -step)
         return neighbour if 0 <= neighbour < self.stages else None
 
@@ -193,7 +198,9 @@ class Pipeline:
                     self._of(seconds, stage, part) - late, after, kind)
 
     def _tasks(self, stage: int, each: Pass, mode: str) -> Iterator[Task]:
-        """Yield a pass's computation, transfer and delayed gradients of weights."""
+        """Yield the tasks of a pass: the computation, the transfer and the delayed gradients of
+        weights.
+        """
         kind, batch, part = each
         late = self._of(self.delayed_s, stage, part) if kind == "backward" else 0.0
         source, target = self._neighbour(stage, kind, -1), self._neighbour(stage, kind)
@@ -211,7 +218,8 @@ class Pipeline:
     # Mode "paired": a transfer begins when its sender and its receiver have both called it.
 
     def _calls(self, stage: int) -> Iterator[Pass | set[Transfer]]:
-        """Yield a stage's passes and, between them, sets of transfers awaited in one call.
+        """Yield the passes of a stage and, between passes, the sets of transfers for which the
+        stage waits in a single call.
 
         In the steady state, a stage sends and receives in a single call between a forward pass and
         a backward pass. In all other cases, the stage uses separate calls to send and to receive.
@@ -230,7 +238,9 @@ class Pipeline:
                 yield following
 
     def _paired(self) -> list[list[Task]]:
-        """Return each stage's tasks and transfers between this stage and the next."""
+        """For each stage, return the tasks of its passes and of the transfers between this stage
+        and the next.
+        """
         waits: dict[Transfer, tuple[str, ...]] = defaultdict(tuple)
         programs: list[list[Task | Transfer]] = [[] for _ in range(self.stages)]
         for stage, steps in enumerate(programs):

@@ -1,4 +1,5 @@
-"""Lengths of a sequence's slices in pipeline stages (TeraPipe, arXiv 2102.07988).
+"""Choose the lengths of the slices of a sequence that pass through pipeline stages (TeraPipe, arXiv
+2102.07988).
 
 With causal attention, a slice of a sequence depends only on earlier slices. The slices of a
 sequence can therefore fill a pipeline just like micro-batches. Let t(l, c) be the time of a slice
@@ -69,7 +70,8 @@ def latency(seconds: Sequence[float], stages: float) -> float:
 
     Args:
         seconds: for each slice, its time on one stage in seconds.
-        stages: number of stages K, or `1 + (K - 1) / m` for the time per one of m sequences.
+        stages: number of stages K. For m consecutive sequences, pass `1 + (K - 1) / m` to get the
+            time per sequence.
     """
     return sum(seconds) + (stages - 1) * max(seconds)
 
@@ -82,14 +84,16 @@ def slice_seconds(times: Times, slices: Sequence[int]) -> tuple[float, ...]:
 
 def cut(times: Times, length: int, stages: float, *, granularity: int = 1,
         gap_s: float = 0.0) -> SliceCut:
-    """Return the division of a sequence into slices that passes all stages fastest.
+    """Return the division of a sequence into slices that passes through all stages in the shortest
+    time.
 
     Args:
         times: function t(l, c) that returns the time in seconds, >= 0, of l tokens that follow c
             tokens. An infinite time means that the slice is not possible.
         length: number of tokens in the sequence.
         stages: number of stages K. For m consecutive sequences, pass `1 + (K - 1) / m`.
-        granularity: divisor of `length` of which every slice length is a multiple.
+        granularity: number of tokens of which every slice length is a multiple. The granularity
+            must be a divisor of `length`.
         gap_s: maximum difference in seconds between a value of t and the next larger bound that is
             tried. The result is at most `(K - 1) * gap_s` slower than the best division.
 
@@ -215,7 +219,9 @@ class SliceTimes:
     context: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
 
     def __call__(self, length: int, context: int) -> float:
-        """Return the seconds >= 0 of a slice of `length` tokens after `context` tokens."""
+        """Return the time in seconds, >= 0, of a slice of `length` tokens that follows `context`
+        tokens.
+        """
         seconds = self._base(length)
         if context:
             a0, a1, a2, a3 = self.context
@@ -237,7 +243,8 @@ def fit(samples: Iterable[Sample]) -> SliceTimes:
     slice was measured several times, the median of its times is used.
 
     Args:
-        samples: slices as (length, context, seconds), at least one without context.
+        samples: measured slices as (length, context, seconds). At least one slice must have no
+            context.
 
     Raises:
         ValueError: If no slice without context was measured, or if a sample is invalid.
@@ -267,7 +274,8 @@ def fit(samples: Iterable[Sample]) -> SliceTimes:
 
 
 def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
-    """Fit slices' times for each number of sequences, the first element of a sample.
+    """Fit the times of slices separately for each number of sequences. The number of sequences is
+    the first element of a sample.
 
     Times are interpolated linearly between measured numbers of sequences, and extrapolated linearly
     beyond the largest one. Below the smallest one, the time at the smallest number is used.
@@ -289,7 +297,8 @@ def fit_batches(samples: Iterable[tuple[int, int, int, float]]) -> BatchTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceProfile:
-    """Measured times of slices on the slowest stage, and of transfers between stages.
+    """Measured times of slices on the slowest pipeline stage, and the times of transfers between
+    stages.
 
     Attributes:
         length: number of tokens per sequence.
@@ -313,7 +322,9 @@ class SliceProfile:
 
     @property
     def granularity(self) -> int:
-        """Number of tokens that divides all slice lengths, large enough for a fast search."""
+        """Number of tokens of which all slice lengths in the search are multiples, chosen large
+        enough for a fast search.
+        """
         pieces = self.length // self.multiple
         return self.multiple * min(n for n in range(1, pieces + 1)
                                    if pieces % n == 0 and pieces // n <= MOST_MEASURED_PIECES)

@@ -70,7 +70,8 @@ def balanced_assignment(scores_TE: Tensor) -> Tensor:
 
 
 def _finite(value_TE: Tensor) -> Tensor:
-    """Replace NaN with 0, and infinite scores with one spread (at least 1) beyond finite ones.
+    """Replace NaN with 0. Replace infinite scores with numbers that lie one spread (at least 1)
+    beyond the finite scores.
 
     If any score exceeds `LARGEST`, all scores are scaled down, which does not change the
     assignment. As a result, sums and differences of scores remain finite.
@@ -87,7 +88,9 @@ def _finite(value_TE: Tensor) -> Tensor:
 
 
 def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
-    """Return prices [E] of about equal demand, a softmax with a decreasing temperature."""
+    """Return prices [E] for which the demand is about the same for all experts. The demand is a
+    softmax with a decreasing temperature.
+    """
     price_E = value_NE.new_zeros(value_NE.shape[1])
     for heat in COOLING:
         for _ in range(ROUNDS):
@@ -97,7 +100,8 @@ def _soft_prices(value_NE: Tensor, each: int) -> Tensor:
 
 
 def auction(value_NE: Tensor, price_E: Tensor, each: int) -> Tensor:
-    """Return each token's owner, int64 [N], or -1 without an owner after the last round.
+    """Return the expert that owns each token, int64 [N], or -1 without an owner after the last
+    round.
 
     price_E: initial prices.
     """
@@ -157,7 +161,8 @@ def _fill_up(owner_N: Tensor, each: int, experts: int) -> Tensor:
 
 @routers.register("base")
 class BASERouter(Router):
-    """A router with equally many tokens per expert and the largest total score `<x, c_e>`.
+    """A router that assigns the same number of tokens to every expert and maximizes the total score
+    `<x, c_e>`.
 
     The output of the layer is `a * expert(x) + (1 - a) * x` with `a = sigmoid(<x, c_e>)`. In
     training, each rank distributes its tokens randomly over all ranks. Without this random
@@ -263,7 +268,8 @@ def _scores(call: RoutingCall) -> Tensor:
 
 
 def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
-    """Return the plan's logarithm, [T, E]. Columns sum to 1/E, and rows converge to 1/S.
+    """Return the logarithm of the plan, [T, E]. The columns of the plan sum to 1/E, and its row
+    sums converge to 1/S.
 
     S is the number of real tokens. The computation uses logarithms, so that logits of any magnitude
     are allowed. The number of rounds is fixed, because testing for convergence would make the host
@@ -291,7 +297,8 @@ def log_plan(logits_TE: Tensor, mask_T: Tensor, rounds: int) -> Tensor:
 
 @routers.register("expert_choice")
 class ExpertChoiceRouter(Router):
-    """Each expert chooses the `ceil(n k / E)` best of the n real tokens on this rank.
+    """A router in which each expert chooses the `ceil(n k / E)` tokens with the highest scores
+    among the n real tokens on this rank.
 
     The scores p are a softmax over experts and are also the weights of the choices. The load is
     always balanced, because all experts choose the same number of tokens. A token may be chosen by

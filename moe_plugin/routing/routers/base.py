@@ -205,7 +205,9 @@ class Router(BuffersKeepDtype, RouterModule):
             return self.route(x_TD, call)
 
     def route(self, x_TD: Tensor, call: RoutingCall) -> Routing:
-        """Call the four hooks. x_TD: tokens after jitter and dropout, 0 for padding."""
+        """Call the four hooks in order. x_TD: tokens after jitter and dropout. Padding tokens are
+        0.
+        """
         call.logits_TE = self.scores(x_TD, call)
         choices = self.num_experts if self.any_number else call.k
         select = self.select if self.forced is None else self._forced
@@ -228,7 +230,8 @@ class Router(BuffersKeepDtype, RouterModule):
         return self.select(call) if ids_TK is None else call.choose(ids_TK)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
-        """Hook that returns the logits [T, E], by default from `weight_ED` and `router.noise`.
+        """Hook that returns the logits [T, E] in float32 or float64. The default implementation
+        uses `weight_ED` and `router.noise`.
 
         If the scores are not the score function applied to the logits, the hook must also set
         `call.scores_TE`.
@@ -302,7 +305,8 @@ class Router(BuffersKeepDtype, RouterModule):
         return clean_TE + torch.randn_like(clean_TE) * call.noise
 
     def _disturbed(self, x_TD: Tensor) -> Tensor:
-        """Apply dropout to `x_TD`, and multiply it by U[1-j, 1+j] in at least float32.
+        """Apply dropout to `x_TD`, and multiply it by random numbers from U[1-j, 1+j], in at least
+        float32.
 
         Both operations use the device's default random generator. For the recomputation, an
         activation checkpoint restores the state of the random generator. On ranks with the same

@@ -93,7 +93,8 @@ class TAMoERouter(TopKRouter):
                                       call.real_T, self._most(call)))
 
     def _most(self, call: RoutingCall) -> Tensor:
-        """Return each expert's largest number of choices on this rank, float [E]."""
+        """For each expert, return the largest number of choices that this rank may make, float [E].
+        """
         choices = self.config.links.pair_capacity * call.k * call.real_T.sum()
         # Without 1e-9, a rounding error such as 3.0000000001 would be rounded up to 4.
         return (choices * self.shares_E).sub(1e-9).ceil()
@@ -183,7 +184,9 @@ class TopologyQuotaRouter(Router):
         return self.leaves_none and super().one_pass()
 
     def _allowed(self, value_TK: Tensor, leaves_TK: Tensor, mask_T: Tensor) -> Tensor:
-        """Mark the choices with the highest scores, up to the quota, as allowed on other nodes."""
+        """Mark the choices that may be sent to other nodes, which are the choices with the highest
+        scores, up to the quota.
+        """
         order_N = torch.argsort(
             torch.where(leaves_TK, value_TK, -1.0).reshape(-1), descending=True, stable=True)
         rank_N = torch.empty_like(order_N).index_copy_(

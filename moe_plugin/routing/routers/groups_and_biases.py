@@ -50,7 +50,8 @@ class GroupLimitedRouter(Router):
         return self.config.group_top_k
 
     def counted_scores(self, k: int) -> int:
-        """Return how many of a group's highest scores are added to its own score."""
+        """Return how many of a group's highest scores are summed to obtain the score of the group.
+        """
         return self.config.group_scores or max(1, k // self.chosen_groups)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
@@ -193,7 +194,8 @@ class SoftmaxBiasRouter(SigmoidBiasRouter):
 
 @routers.register("quantile")
 class QuantileRouter(Router):
-    """A router that chooses the k largest values of l + b, for logits l and biases b.
+    """A router that chooses the experts with the k largest values of l + b, where l are the logits
+    and b are biases.
 
     The weights are the scores of the chosen experts without b. The biases b are computed from
     quantiles of l. Computing b is one step of a dual method that finds a balanced plan.

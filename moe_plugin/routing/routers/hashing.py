@@ -22,7 +22,8 @@ from moe_plugin.utils.regular_files import check_input
 
 @routers.register("hash")
 class HashRouter(Router):
-    """A router with a fixed expert, of weight 1, for each token id, which calls must pass.
+    """A router that assigns a fixed expert with weight 1 to each token id of the vocabulary. Each
+    call requires token ids.
 
     The table (`table_V`, int64) is filled randomly, balanced by token frequency, or read from a
     file (`router.hash`). The table is saved with the weights. Losses use a probability of 1 for
@@ -71,7 +72,8 @@ class HashRouter(Router):
 
 
 def with_vocabulary(config: MoEConfig, sizes: Sequence[int], whose: str) -> MoEConfig:
-    """Set `router.hash.vocabulary` to the host's size, unless the user has set it.
+    """Set `router.hash.vocabulary` if the host framework knows the size of the vocabulary and the
+    user has not set it.
 
     Args:
         sizes: valid vocabulary sizes, for example without and with padding rows.
@@ -95,7 +97,8 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
     """Create the table for the `router.hash` settings, int64 [V].
 
     Raises:
-        ValueError: If settings are inconsistent, or a file has bad experts or frequencies.
+        ValueError: If the settings are inconsistent, or if a file contains nonexistent experts or
+            negative frequencies.
     """
     listed_V = None if config.path is None else _read(config.path)
     vocabulary = config.vocabulary or (0 if listed_V is None else listed_V.numel())
@@ -127,7 +130,8 @@ def make_table(config: HashConfig, experts: int) -> Tensor:
 
 def balanced_table(counts_V: Tensor, experts: int,
                    generator: torch.Generator | None = None) -> Tensor:
-    """Assign each token to the least loaded expert so far, and return the table, int64 [V].
+    """Assign each token to the expert with the smallest load so far, and return the table, int64
+    [V].
 
     Tokens are assigned in order of decreasing frequency. Among experts with equal loads, the expert
     with the fewest tokens is used, and among these the expert with the lowest index. If all

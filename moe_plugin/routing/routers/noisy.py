@@ -20,7 +20,8 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("noisy_topk")
 class NoisyTopKRouter(Router):
-    """A router that chooses the k largest values of `H = W x + N(0, 1) * softplus(V x)`.
+    """A router that chooses the experts with the k largest values of
+    `H = W x + N(0, 1) * softplus(V x)`.
 
     The weights are a softmax over the chosen experts. Noise is added only in training. V is
     initialized to zero. The `importance` and `noisy_load` losses balance the load. Both losses are
@@ -48,7 +49,9 @@ class NoisyTopKRouter(Router):
         keep_init(self.noise_ED)
 
     def reset_parameters(self) -> None:
-        """Initialize W by Xavier and V with zeros, which is noise of standard deviation log 2."""
+        """Initialize W with the Xavier distribution and V with zeros. Initially, the noise has a
+        standard deviation of log 2.
+        """
         super().reset_parameters()
         nn.init.zeros_(self.noise_ED)
 
@@ -212,7 +215,9 @@ class SparseMixerRouter(Router):
         return torch.cat(weights, 1)
 
     def _near(self, logits_TE: Tensor, left_TE: Tensor) -> Tensor:
-        """Return the logits of the remaining experts close to the best of them, otherwise -inf."""
+        """Return the logits of the remaining experts that are close to the best remaining expert,
+        and -inf for all other experts.
+        """
         # Detached, because the set of close experts has no gradient.
         best_T1 = left_TE.detach().amax(1, keepdim=True)
         size_TE = torch.maximum(logits_TE.detach().abs(), best_T1)

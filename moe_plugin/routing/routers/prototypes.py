@@ -21,7 +21,8 @@ from moe_plugin.routing.routers.base import Router
 
 @routers.register("ktop1")
 class PrototypeRouter(Router):
-    """A router that chooses the best expert of each of k prototypes of E/k experts.
+    """A router that divides the experts into k prototypes of E/k consecutive experts and chooses
+    the best expert of each prototype.
 
     A softmax is computed within each prototype. The weights are the probabilities computed by the
     softmax, which are not divided by their sum. Each loss is computed separately for each

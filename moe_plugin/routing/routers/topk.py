@@ -45,7 +45,9 @@ class TopKRouter(Router):
         self.second_expert_policy = self.second_expert_policy or self.config.second_expert_policy
 
     def select(self, call: RoutingCall) -> Tensor:
-        """Choose the k best experts, or draw the second ("sampling"). See `Router.select`."""
+        """Choose the k best experts. With the policy "sampling", the second expert is drawn at
+        random. See `Router.select`.
+        """
         policy = self.second_expert_policy
         if not self.training or policy == "all":
             return call.choose()
@@ -82,7 +84,9 @@ class TopKRouter(Router):
 
 
 def _drawn(logits_TE: Tensor) -> Tensor:
-    """Return the best expert and one drawn from a softmax over all others, [T, 2]."""
+    """Return the best expert and a second expert, [T, 2]. The second expert is drawn from a softmax
+    over all experts except the best expert.
+    """
     first_T1 = top_k_stable(logits_TE, 1)
     # The argmax of logits plus Gumbel noise is distributed like a draw from their softmax.
     gumbel_TE = -torch.empty_like(logits_TE).exponential_().log()
@@ -111,7 +115,8 @@ class GShardRouter(TopKRouter):
 
 @routers.register("switch")
 class SwitchRouter(Router):
-    """A router that chooses the expert with the highest probability, which is its weight.
+    """A router that chooses the expert with the highest probability. The weight of the expert is
+    its probability.
 
     As in the paper, `router.input_jitter` is applied to the input. Source: Switch Transformer
     (Fedus et al., 2021).
@@ -175,7 +180,9 @@ class CosineRouter(TopKRouter):
 
 
 def _directions(y_TP: Tensor) -> Tensor:
-    """Return `y / |y|`, or zeros without a gradient for rows no longer than `SHORT`."""
+    """Return `y / |y|`. Each row has length 1. Rows that are not longer than `SHORT` are replaced
+    by zeros and have no gradient.
+    """
     squared_T1 = y_TP.square().sum(1, keepdim=True)
     # Dividing by infinity gives zeros, and a gradient of zero instead of NaN.
     return y_TP / squared_T1.masked_fill(squared_T1 <= SHORT**2, math.inf).sqrt()

@@ -72,7 +72,9 @@ def apex(name: str) -> FusedPart:
 
 @functools.cache
 def imported(module: str, name: str, extension: str) -> FusedPart:
-    """Import and cache `module.name` if the compiled module `extension` can be imported."""
+    """Import `module.name`. The compiled module `extension` must be importable. The imported object
+    is cached for the lifetime of the process.
+    """
     try:
         importlib.import_module(extension)
         value = getattr(importlib.import_module(module), name)
@@ -84,7 +86,8 @@ def imported(module: str, name: str, extension: str) -> FusedPart:
 
 def fairseq_adam(dtypes: set[torch.dtype], *, torch_fused: bool, old: bool,
                  fp16_stats: bool) -> Choice:
-    """Select fairseq's `--optimizer adam`; `active` is "torch", "apex" or "fairseq".
+    """Select the implementation of fairseq's `--optimizer adam`. The field `active` is "torch",
+    "apex" or "fairseq".
 
     Args:
         dtypes: dtypes of the parameters.
@@ -194,7 +197,8 @@ class SquaredNorm:
         """Add the squares of some of the tensors to the sum.
 
         Args:
-            place: position in the order of summation. Calls may be in any order.
+            place: position of these tensors in the order of summation. `add` may be called in any
+                order.
             tensors: see `squared_norm`.
             copies: see `squared_norm`.
         """

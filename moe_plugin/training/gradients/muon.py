@@ -32,7 +32,8 @@ from moe_plugin.utils.tensors import is_sharded
 def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
                   mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
                   **options: Any) -> None:
-    """Wrap routers in separate FSDP units if their dtype differs from the model's.
+    """Wrap routers in separate FSDP units if their parameters have a different dtype than the rest
+    of the model.
 
     FSDP2 does not support parameters of different dtypes in the same unit. A router with
     `router.fp32` is also wrapped separately if `mp_policy` lowers the precision of the model,
@@ -41,6 +42,7 @@ def shard_routers(model: nn.Module, ignored_params: set[nn.Parameter],
     creating the FSDP units that contain the routers.
 
     Args:
+        model: the model.
         ignored_params: parameters of experts, which FSDP must not shard.
         mp_policy: see `torch.distributed.fsdp.fully_shard`.
         options: additional keyword arguments of `torch.distributed.fsdp.fully_shard`.
@@ -81,11 +83,13 @@ def muon_groups(model: nn.Module, lr: float, adamw_lr: float, *, weight_decay: f
     [L, F].
 
     Args:
+        model: the model.
         lr: learning rate of Muon.
         adamw_lr: learning rate of AdamW.
         weight_decay: weight decay of matrices, in both Muon and AdamW.
         dense: whether Muon also updates the matrices of `nn.Linear`.
-        adamw: regular expression of the names that AdamW updates (`re.search`).
+        adamw: regular expression. AdamW updates all parameters whose name matches this pattern
+            (`re.search`).
     Returns: The nonempty parameter groups. Each group has a `name` and a boolean `muon`, which
         states whether Muon updates the group.
     Raises:
@@ -152,7 +156,9 @@ class ExpertMuon(torch.optim.Optimizer):
         return {**super().__getstate__(), "_given": self._given}  # options for new groups of a copy
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group with defaults of Muon or AdamW; see `torch.optim.Optimizer`."""
+        """Add a parameter group. Missing options are set to the defaults of Muon or AdamW; see
+        `torch.optim.Optimizer`.
+        """
         param_group.setdefault("muon", True)
         defaults = self._given
         if not param_group["muon"]:
@@ -253,7 +259,8 @@ def _of_whole(part: Tensor, place: tuple[str, Placement] | None,
 
     Args:
         part: this rank's shard of the tensor.
-        place: an expert parameter's name and placement, or None for other parameters.
+        place: name and placement of an expert parameter. `place` is None for parameters that do not
+            belong to experts.
         compute: function of complete matrices that does not change their shape.
     """
     if is_sharded(part):

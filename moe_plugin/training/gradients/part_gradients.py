@@ -1,4 +1,5 @@
-"""Gradients distributed over ranks, in a form that torch's functions process correctly.
+"""Gradients that are distributed over ranks, in a form that torch's own functions process
+correctly.
 
 `torch.nn.utils.clip_grad_norm_` computes the norm of this rank's gradients only. Lightning,
 Accelerate and transformers' Trainer call this function. With expert parallelism, however, each rank
@@ -122,7 +123,9 @@ def _norms(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Run torch's unscaling, after which all ranks report any rank's non-finite gradient."""
+    """Run `torch._amp_foreach_non_finite_check_and_unscale_`. If any rank has a non-finite
+    gradient, all ranks report it.
+    """
     gradients, found_inf = args[:2]
     _apart(function, args, kwargs)
     groups = {x.comm.name: x.comm for x in gradients if isinstance(x, PartGradient)}
@@ -131,7 +134,8 @@ def _unscale(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
 
 
 def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequence[Tensor]:
-    """Compute norms of complete tensors from each rank's parts. Collective over `comm`.
+    """Compute the norms of complete tensors from the norms of the parts on each rank. Collective
+    over `comm`.
 
     Args:
         norms: 0-dim norms of this rank's parts.
@@ -153,7 +157,8 @@ def norm_over_ranks(norms: Sequence[Tensor], order: float, comm: Comm) -> Sequen
 
 
 class PartNorm(Tensor):
-    """The norm of this rank's part of a gradient, replaced by the whole gradient's when used.
+    """The norm of this rank's part of a gradient. When it is used, it is replaced by the norm of
+    the whole gradient.
 
     The reduction over ranks is delayed until torch has stacked the norms of all parameters, so that
     one collective reduces all of them.

@@ -33,10 +33,14 @@ class Part:
     """A parameter, and the part of this parameter that this rank updates.
 
     Attributes:
-        local: the tensor that the optimizer updates, which may be `parameter` itself.
+        parameter: the parameter of the model.
+        local: the tensor that the optimizer updates. If this rank updates the whole parameter,
+            `local` is `parameter` itself.
         shape: shape of the full parameter before it was split along its first axis.
-        comm: the ranks that update the other parts, or None without other parts.
-        stays: whether only this rank stores the part; `parameter` is then a DTensor.
+        comm: the ranks that update the other parts, or None if this rank updates the whole
+            parameter.
+        stays: whether this part is stored on this rank only. If `stays` is True, `parameter` is a
+            DTensor.
     """
 
     parameter: nn.Parameter
@@ -64,7 +68,8 @@ class Part:
         return piece(whole.reshape(self.shape), self.comm)
 
     def whole(self, part: Tensor) -> Tensor:
-        """Gather the parts of all ranks into a tensor of the parameter's shape. Collective.
+        """Gather the parts of all ranks into a tensor with the shape of the parameter. All ranks
+        must call this method.
 
         A tensor whose shape differs from that of `local`, such as a step count, is returned
         unchanged.
@@ -87,6 +92,7 @@ def shards(parameters: Iterable[nn.Parameter], comm: Comm) -> list[Part]:
     rank's shard. For any other parameter, the part is the whole parameter.
 
     Args:
+        parameters: parameters of the model.
         comm: the ranks among which DTensors are sharded along their first axis.
     """
     parts: list[Part] = []
@@ -103,7 +109,8 @@ def slices(parameters: Iterable[nn.Parameter], comm: Comm, replicas: Comm | None
     Args:
         parameters: contiguous parameters.
         comm: the ranks that store the dense parameters.
-        replicas: the ranks that store the same experts, or None without such ranks.
+        replicas: the ranks that store the same experts as this rank, or None if no other rank
+            stores them.
     """
     parts = []
     for parameter in parameters:
@@ -123,7 +130,8 @@ def _stand_in(parameter: nn.Parameter, storage: Tensor) -> nn.Parameter:
 
 
 def publish(parts: Iterable[Part]) -> None:
-    """Send each rank's updated parts to all other ranks, in buckets. Collective.
+    """Send each rank's updated parts to all other ranks, in buckets. All ranks must call this
+    function.
 
     Shards of DTensors are not sent.
     """
@@ -156,7 +164,8 @@ def _padded(part: Tensor, shape: torch.Size, comm: Comm) -> Tensor:
 
 
 def count_once(parts: Iterable[Part], ranks: int) -> None:
-    """Mark the optimizer's tensors with the number of ranks with equal values, for norms.
+    """Mark each tensor of the optimizer with the number of ranks that store the same values, so
+    that a norm counts it once.
 
     Args:
         parts: the parts that this rank updates.

@@ -1,4 +1,5 @@
-"""Average gradients over ranks with the same parameters, in buckets, during backward.
+"""Average gradients over the ranks that store the same parameters. Gradients are averaged in
+buckets during the backward pass.
 
 Each bucket is reduced by a single all-reduce. The all-reduce of a bucket starts as soon as all
 gradients in the bucket are complete. In the meantime, backward computes the gradients of earlier
@@ -44,12 +45,14 @@ class _Groups:
 
 
 def replica_comm(experts: Comm, world: Comm, owner: object | None = None) -> Comm | None:
-    """Return the group of ranks with the same experts as this rank, or None.
+    """Return a process group of the ranks that store the same experts as this rank, or None if no
+    other rank stores these experts.
 
     All ranks of `world` must call this function.
 
     Args:
-        experts: this rank's expert-parallel group. A group of one rank has all experts.
+        experts: expert-parallel group of this rank. If this group has only one rank, every rank
+            stores all experts.
         world: group of all data-parallel ranks.
         owner: optional. The object to which the group belongs. Later calls with the same owner and
             ranks return the same group. A run that often changes its expert-parallel size therefore
@@ -146,7 +149,8 @@ class Bucket:
 
 
 def in_buckets(parameters: Iterable[nn.Parameter], size: int) -> list[list[nn.Parameter]]:
-    """Group parameters of equal dtype and device into lists of at most `size` bytes.
+    """Group parameters that have the same dtype and device into lists of at most `size` bytes, in
+    order.
 
     A parameter that is larger than `size` is placed in a separate list.
     """
@@ -168,7 +172,8 @@ class ReplicaReducer:
     """Averages gradients over the ranks that store the same parameters, during backward.
 
     Args:
-        parameters: parameters in forward order, which must be the same on all ranks.
+        parameters: parameters in the order of the forward pass. All ranks of `comm` must pass the
+            same order.
         comm: the ranks. This group must not be used for other collectives.
         bucket_bytes: maximum size of the gradients in one all-reduce, in bytes.
         at_end_of_backward: whether gradients are complete when `backward` returns (True), or only

@@ -36,7 +36,8 @@ from moe_plugin.utils.tensors import is_sharded
 
 def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, *,
                     world: Comm | None = None) -> Tensor:
-    """Clip gradients to an L2 norm, over all parameters and ranks, of at most `max_norm`.
+    """Clip the gradients so that their L2 norm, over all parameters on all ranks, is at most
+    `max_norm`.
 
     This function replaces `torch.nn.utils.clip_grad_norm_` for models whose parameters are
     distributed over ranks. Shards (DTensors) and the experts of all ranks are each counted exactly
@@ -50,7 +51,8 @@ def clip_grad_norm_(parameters: nn.Parameter | Iterable[nn.Parameter], max_norm:
     Returns: The norm before clipping, which is the same on all ranks, in float32 (float64 for
         float64 gradients). If any gradient on any rank is not finite, the norm is not finite.
     Raises:
-        ValueError: If there are no parameters, for example in an exhausted iterator.
+        ValueError: If there are no parameters, for example because the iterator was already
+            exhausted.
     """
     parameters = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     if not parameters or not all(isinstance(p, Tensor) for p in parameters):
@@ -93,7 +95,9 @@ class PartedClip:
         """Add the gradients of some of the parameters.
 
         Args:
-            place: position in the order of summation. Calls may be in any order.
+            place: position of these gradients in the order of summation. The order of the calls
+                does not matter.
+            parameters: the parameters.
         """
         owners = [(p, p.grad) for p in parameters if p.grad is not None]
         parts = [(p, g) for p, g in owners if _is_part(p)]
@@ -150,7 +154,8 @@ def sync_gradients(model: nn.Module, world: Comm, expert_group: Comm | None = No
         replicas: optional. Group of the ranks that store the same experts as this rank. Required if
             there is more than one expert-parallel group.
     Raises:
-        ValueError: If `world` is not as large as the product of the two groups.
+        ValueError: If the number of ranks in `world` is not the product of the sizes of the two
+            groups.
     """
     ep = world if expert_group is None else expert_group
     copies = replicas.size if replicas is not None else 1
@@ -181,7 +186,8 @@ def _average(parameters: list[nn.Parameter], comm: Comm) -> None:
 
 
 def exclude_experts(model: nn.Module) -> None:
-    """Exclude experts from `DistributedDataParallel`, before the model is wrapped.
+    """Exclude experts from `DistributedDataParallel` (DDP). Call this function before
+    `DistributedDataParallel(model)`.
 
     Otherwise, DDP would overwrite each rank's experts with the experts of rank 0, and would average
     the gradients of different experts. DDP would also overwrite the counts of each rank's router,
@@ -263,7 +269,8 @@ def reduce_experts(model: nn.Module, world: Comm | None = None, *,
 
 
 def _divide_gradients(layers: list[MoELayer], world: int, divisor_of: DivisorOf | None) -> None:
-    """Register hooks that divide the experts' gradients before they are averaged.
+    """Register hooks that divide the gradients of experts before these gradients are averaged over
+    replicas.
 
     After the division, the gradients are those of the loss averaged over the ranks of `world`, or
     those of the sum of the losses divided by the divisor that `divisor_of` returns.

@@ -34,7 +34,8 @@ BlockState = Mapping[str, Sequence[Tensor]]  # the outer optimizer's state of a 
 
 @dataclass(frozen=True)
 class OuterNesterov:
-    """DiLoCo's outer optimizer: SGD with Nesterov momentum on the peers' mean change.
+    """The outer optimizer of DiLoCo: SGD with Nesterov momentum, applied to the mean change of the
+    peers' weights.
 
     Let theta be the weights after the last averaging, theta_i the current weights of peer i, and b
     the momentum buffer, which is initially 0. The update is `Delta = mean_i(theta - theta_i)`,
@@ -61,14 +62,17 @@ class OuterNesterov:
     @torch.no_grad()
     def step(self, weights: Sequence[Tensor], momenta: Sequence[Tensor],
              changes: Sequence[Tensor]) -> None:
-        """Update the weights theta and the momentum b in place, and overwrite `changes`."""
+        """Update the weights theta and the momentum buffer b in place. `changes` contains `Delta`.
+        The values of `changes` are overwritten.
+        """
         for theta, b, delta in zip(weights, momenta, changes, strict=True):
             b.mul_(self.momentum).add_(delta)
             theta.add_(delta.add_(b, alpha=self.momentum), alpha=-self.lr)
 
 
 class StreamedPeer:
-    """A peer's trainer, and the connection over which peers average their weights.
+    """The trainer of a peer and its connection to the other peers, over which the weights are
+    averaged.
 
     Weights are averaged one block at a time, so no peer ever has the whole model in memory. When
     the weights are averaged, a joining or returning peer receives the weights of the other peers.
@@ -77,7 +81,8 @@ class StreamedPeer:
     usual for local SGD, its inner optimizer starts with a new state.
 
     Args:
-        trainer: this peer's trainer. All peers need the same model and optimizer.
+        trainer: trainer of this peer. The model and the optimizer of the trainer must be the same
+            on every peer.
         lighthouse: see `ElasticReplica`.
         replica: see `ElasticReplica`.
         every: number of training steps after which the weights are averaged.
@@ -86,7 +91,8 @@ class StreamedPeer:
             of the outer optimizer is twice as large as the weights. This state is stored in the
             trainer's storage tier. By default, there is no outer optimizer, and the weights are
             replaced by the mean of the peers' weights.
-        resume: optional. A folder of `save`, from which both states are restored.
+        resume: optional. A folder that `save` has written. The trainer and the outer optimizer are
+            restored from this folder.
         outer_states: optional. The values that `outer_state` returned for all blocks, which a host
             framework restores from its checkpoint. By default, the outer optimizer starts with a
             new state.
@@ -96,7 +102,8 @@ class StreamedPeer:
             weights were averaged most recently, and `replica.lost` is the number of averaging
             rounds that failed.
     Raises:
-        ValueError: If `every` is less than 1, or as in `ElasticReplica` and `load_weights`.
+        ValueError: If `every` is less than 1, or for the reasons listed in `ElasticReplica` and
+            `load_weights`.
     """
 
     def __init__(self, trainer: StreamedTrainer, lighthouse: str, replica: int, every: int,
@@ -161,7 +168,8 @@ class StreamedPeer:
         return self._average(meeting=False)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the trainer's and outer optimizer's states to a folder for a later `resume`.
+        """Write the states of the trainer and of the outer optimizer to a folder, which can later
+        be passed as `resume`.
 
         Each peer must use a separate folder. The folder stays locked until `close` is called.
 
@@ -239,7 +247,8 @@ class StreamedPeer:
 
     def _meet(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
               ) -> Iterator[list[Tensor]]:
-        """If no peer has trained since the last round, send the first peer's state to all.
+        """If no peer has trained since the last averaging round, send the state of the first active
+        peer to all peers.
 
         Peers that already have this state keep their own weights, which may be several steps ahead.
         """
@@ -267,7 +276,8 @@ class StreamedPeer:
 
     def _changes(self, blocks: Iterator[list[Tensor]], staged: list[Callable[[bool], None]]
                  ) -> Iterator[list[Tensor]]:
-        """Yield each block's change of weights since the last averaging, and its buffers.
+        """For each block, yield the changes of the weights since the last averaging round, and the
+        buffers.
 
         The caller averages the yielded tensors in place, and the averages become the block's new
         weights and buffers.
@@ -332,7 +342,8 @@ def peer_of(settings: OffloadConfig, trainer: StreamedTrainer, lighthouse: str, 
 
 
 class PeerSteps(RunFeature):
-    """A run feature for streamed weights in a host, with this run as one of several peers.
+    """A run feature for a host framework with streamed weights, where this run is one of several
+    peers.
 
     Args:
         settings: see `peer_of`.
@@ -361,7 +372,9 @@ class PeerSteps(RunFeature):
         self._follow()
 
     def after_step(self, facts: StepFacts) -> None:
-        """Average the weights every `every` steps. All peers must call this method."""
+        """Average the weights if `every` steps have been completed since the last averaging round.
+        All peers must call this method.
+        """
         if facts.made and self.peer is not None:
             self.peer.stepped()
             self._follow()

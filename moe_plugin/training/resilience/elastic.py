@@ -57,7 +57,8 @@ class ElasticReplica:
             averaging. If so, its own gradients were not included.
         lost: total number of lost steps.
     Raises:
-        ValueError: If torchft or the lighthouse is missing, or a number is out of bounds.
+        ValueError: If torchft is missing, the lighthouse does not answer, or a number is out of
+            bounds.
     """
 
     def __init__(self, lighthouse: str, replica: int, state: Callable[[], Any],
@@ -240,7 +241,9 @@ class ModuleState:
                              f"them: {error}") from error
 
     def step_sums(self) -> list[Tensor]:
-        """Return all routers' sums in a step, whose average keeps replicas identical."""
+        """Return the sums that all routers accumulate during a step. If these sums are averaged,
+        the routers of all replicas remain identical.
+        """
         return [sums for model in self.models for module in model.modules()
                 if isinstance(module, RouterModule) for sums in module.step_sums()]
 
@@ -377,7 +380,9 @@ def _torchft() -> Any:
 
 
 def _own_address(lighthouse: str, wait_s: float) -> str:
-    """Return the address under which the lighthouse, after up to `wait_s` seconds, reaches us."""
+    """Return the address under which the lighthouse can reach this machine. Wait up to `wait_s`
+    seconds for the lighthouse to start.
+    """
     deadline = time.monotonic() + wait_s
     while True:
         try:

@@ -31,7 +31,8 @@ class ExpertParallelSteps(RunFeature):
     Args:
         config: settings of the run. The sizes are in its section `resize`, and `observe.jsonl` is
             the path of the file in which changes are recorded.
-        size: expert-parallel size with which the run is built, until the first change.
+        size: expert-parallel size with which the run was built. The run uses this size until the
+            first change.
         change: function that adapts groups, layers, optimizer and gradient reduction to a new size
             by calling `checkpoint.resize.change_expert_parallel`. All ranks must call this
             function.
@@ -74,7 +75,8 @@ class ExpertParallelSteps(RunFeature):
 def expert_parallel_steps(config: RunConfig, models: Iterable[nn.Module], size: int,
                           change: Callable[[int], None], world: Comm,
                           host: str) -> ExpertParallelSteps | None:
-    """Return the feature that changes a run's expert-parallel size, or None without changes.
+    """Return the feature that changes the expert-parallel size of a run, or None if no changes are
+    requested.
 
     Args:
         config: see `ExpertParallelSteps`.

@@ -1,4 +1,6 @@
-"""Skips steps with non-finite numbers, and repeats steps whose rows exceed a buffer."""
+"""Skip steps with non-finite numbers, and repeat steps whose rows exceed a buffer
+(`dispatch.name: bounded`).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ MAX_SKIPPED_STEPS = 10  # consecutive; steps that reduce a loss scale do not cou
 
 
 class FiniteSteps(RunFeature):
-    """A run feature that skips a step on all ranks if a loss or gradient is not finite.
+    """A run feature that skips a step on all ranks if the loss or a gradient of any rank is not
+    finite.
 
     Attributes:
         skipped: total number of skipped steps.
@@ -56,7 +59,9 @@ class FiniteSteps(RunFeature):
         raise SkipStep(text)
 
     def take_unscaled(self) -> int:
-        """Return the steps skipped since the last call for other reasons than the loss scale."""
+        """Return the number of steps skipped since the previous call, excluding those that were
+        skipped in order to reduce a loss scale.
+        """
         taken, self._unscaled = self._unscaled, 0
         return taken
 
@@ -157,13 +162,16 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
     step without gradients.
 
     Args:
-        model: the model on this rank. A model's first call is collective.
+        model: the model on this rank. All ranks of the group must take part in the first call for a
+            model.
         step: function that runs the forward and backward passes. The function may set the
             parameters' gradients or add to them. Before each call, the gradients are set to None,
             unless gradients are disabled.
-        world: optional. All ranks that train the model. Defaults to the default group.
+        world: optional. Group of all ranks that train the model, including replicas. Defaults to
+            the default group.
     Raises:
-        RowsOverflow: On all ranks, if rows did not fit and `dispatch.on_overflow` is "error".
+        RowsOverflow: If rows did not fit into a buffer and `dispatch.on_overflow` is "error".
+            Raised on all ranks.
     """
     world = default_comm() if world is None else world
     rows = RowsFit([model], world, check=RowsCheck.of(model, world))
@@ -181,7 +189,8 @@ def until_rows_fit(model: nn.Module, step: Callable[[], Result],
 
 
 class StepStart:
-    """The state that a step changes before the optimizer: generators, buffers, statistics.
+    """A snapshot of the state that a step changes before the optimizer runs: random generators,
+    buffers and statistics.
 
     Args:
         models: models whose buffers are saved.
@@ -223,7 +232,8 @@ class VotesOnRows(Protocol):
 
 
 class RowsFit(RunFeature):
-    """A run feature that repeats steps until all rows fit. The constructor is collective.
+    """A run feature that repeats steps and evaluations until all rows fit into the buffers. All
+    ranks must call the constructor.
 
     Args:
         models: the parts of the model on this rank. A pipeline stage may have no MoE layer.
@@ -250,8 +260,10 @@ class RowsFit(RunFeature):
         """Check whether all rows fit into the buffers; see `RunFeature.after_passes`.
 
         Raises:
-            StepRepeat: If rows did not fit, after the limit has been raised on all ranks.
-            RowsOverflow: On all ranks, if rows did not fit and `dispatch.on_overflow` is "error".
+            StepRepeat: If rows did not fit into a buffer. The row limit is raised on all ranks
+                before this exception is raised.
+            RowsOverflow: If rows did not fit and `dispatch.on_overflow` is "error". Raised on all
+                ranks.
         """
         asked = self.check.overflowed if self.votes is None else self.votes.rows_overflowed
         if self.check.active and asked():

@@ -82,10 +82,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FileBatch:
-    """A micro-batch of this rank in a step with votes, which groups them into files.
+    """A micro-batch that this rank processes in a step with votes. Micro-batches are grouped into
+    files.
 
     Attributes:
-        batch: the host's batch, or None for padding in a file with fewer micro-batches.
+        batch: batch from the host framework, or None for padding in a file that has fewer
+            micro-batches.
         begins: whether this is the first micro-batch of its file.
         counts: whether this micro-batch is counted in the log. `counts` is True only on the first
             worker of the file, so that each micro-batch is counted once.
@@ -109,8 +111,10 @@ class StepVotes(RunFeature):
         ballots: votes among the ranks that store the same parameters as this rank.
         models: models whose trainable parameters receive the gradients that win the votes. The
             trainable parameters must be equal on all voting ranks.
-        gradient_of: function that returns the gradient of a parameter, or None.
-        start: returns a snapshot of the random generators, given an empty list of models.
+        gradient_of: function that returns the gradient of a parameter, or None if the parameter has
+            no gradient.
+        start: function that returns a snapshot of the random generators. `start` is called with an
+            empty list of models.
         group: process group of the voting ranks.
 
     Attributes:
@@ -208,7 +212,8 @@ class StepVotes(RunFeature):
             limit.forget()
 
     def rows_overflowed(self) -> bool:
-        """Vote on whether rows did not fit (see `Ballots.rows_needed`). Collective.
+        """Return true if a vote decides that rows did not fit into a buffer (see
+        `Ballots.rows_needed`). Collective.
 
         Call this method after `finish`, or at the end of an evaluation.
         """
@@ -223,7 +228,8 @@ class StepVotes(RunFeature):
         return settle(self.limits, found_N)
 
     def _evaluation_overflowed(self) -> bool:
-        """Vote on whether rows did not fit in an evaluation, with one worker per batch.
+        """Vote on whether rows did not fit into a buffer during an evaluation. In an evaluation,
+        each batch is processed by a single worker.
 
         If rows did not fit on a majority of workers, the evaluation is repeated or an error is
         raised. If rows did not fit only on a minority of workers, the outputs of these workers are
@@ -252,7 +258,8 @@ class StepVotes(RunFeature):
 
     @torch.no_grad()
     def finish(self, shared_scale: float, expert_scale: float) -> None:
-        """Replace gradients by the vote's result times a factor; log outvoted ranks. Collective.
+        """Replace all gradients by the result of the vote, multiplied by a factor, and log which
+        ranks were outvoted. Collective.
 
         Args:
             shared_scale: factor for gradients that are summed over the ranks of a worker.
@@ -284,7 +291,8 @@ class StepVotes(RunFeature):
 
 
 def ballots_of(guard: GuardConfig, model: nn.Module, world: Comm) -> Ballots:
-    """Create the data-parallel ranks' votes, with expert-parallel groups as workers. Collective.
+    """Create the votes of the data-parallel ranks. Each expert-parallel group of the model is one
+    worker. Collective.
 
     Raises:
         ValueError: If files cannot be assigned to this number of workers.

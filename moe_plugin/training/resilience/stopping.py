@@ -48,9 +48,11 @@ class Stopping(RunFeature):
 
         Args:
             step: function that returns the number of completed steps.
-            saved: step of the checkpoint from which the run resumes, or None.
+            saved: step of the checkpoint from which the run resumes, or None if the run does not
+                resume.
             folder: folder of the checkpoints, or None if the run saves no checkpoints.
-            how: how to resume from `folder`'s newest checkpoint, such as "the same command".
+            how: instruction for resuming from the newest checkpoint in `folder`, such as "the same
+                command".
         """
         self._step, self.saved, self._folder, self._how = step, saved, folder or "", how
 

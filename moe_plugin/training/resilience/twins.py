@@ -45,7 +45,8 @@ class WrongResultError(RuntimeError):
 
     Attributes:
         step: step in which the check failed.
-        ranks: global ranks with different results, or all candidates if it is unknown.
+        ranks: global ranks whose results differ, or all candidates if the faulty twin cannot be
+            determined.
         hosts: host names of the ranks in `ranks`.
         where: description of the first value that differs.
     """
@@ -83,9 +84,11 @@ class TwinCheck(RunFeature):
     Args:
         model: the model. The model must not be compiled, and it must not use reentrant
             checkpointing, which `autograd.grad` does not support. Collective.
-        world: optional. All data-parallel ranks. Defaults to the default group.
+        world: optional. All data-parallel ranks. Defaults to the ranks of the default process
+            group.
         every: number of steps from one check to the next.
-        start: returns a snapshot of a list of models that the check must not change.
+        start: function that is called with a list of models, and returns a snapshot of the state
+            that the check must not change.
         kept: context manager that is active during a check in training. `kept` restores the state
             of the host framework that forward and backward passes change.
     Raises:
@@ -128,9 +131,12 @@ class TwinCheck(RunFeature):
         """Compute one micro-batch on all twins, and compare their results. Collective.
 
         Args:
-            step: index of the step, equal on all ranks, which selects the ranks' micro-batch.
-            batch: this rank's micro-batch: tensors in any containers that can be pickled.
-            loss_of: function that runs the model's forward pass and returns the loss.
+            step: index of the step. The index must be the same on all ranks, and determines whose
+                micro-batch all twins compute.
+            batch: micro-batch of this rank. The batch may consist of tensors in any containers that
+                can be pickled.
+            loss_of: function that runs the forward pass of the model on a batch and returns the
+                loss.
         Raises:
             WrongResultError: If results differ. Raised on all ranks.
         """
@@ -189,7 +195,8 @@ class TwinCheck(RunFeature):
 
 def _first_difference(sums: Sequence[Sequence[Any]],
                       places: Sequence[int]) -> tuple[int, list[int]]:
-    """Return the first value that differs between twins, and the ranks that are wrong.
+    """Return the index of the first value that differs between twins, and the ranks whose value is
+    wrong.
 
     A rank's value is wrong if it differs from the majority of the rank's twins. If there is no
     majority, all twins that computed the value are returned.
@@ -261,7 +268,9 @@ class _Recorder:
         self.sums.append(checksum(x))
 
     def _before(self, name: str) -> Callable[..., None]:
-        """Return a hook for experts that records the rows' gradients before they are sent."""
+        """Return a hook for experts that records the gradients of the rows before these gradients
+        are sent to other ranks.
+        """
         def hook(module: nn.Module, args: tuple[ExpertRows]) -> None:
             self._backward(f"the gradient of rows of {name!r}", args[0].x)
 

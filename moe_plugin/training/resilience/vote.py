@@ -52,7 +52,9 @@ def majority(copies: Sequence[Tensor]) -> tuple[int, list[int]]:
 
 
 def coordinate_median(x_FN: Tensor) -> Tensor:
-    """Return the median of [F, N] over axis 0, [N], the mean of two values if F is even."""
+    """Return the median of a tensor [F, N] over axis 0, [N]. If F is even, the median is the mean
+    of the two middle values.
+    """
     sorted_FN = x_FN.sort(dim=0).values
     middle = x_FN.shape[0] // 2
     if x_FN.shape[0] % 2:
@@ -65,8 +67,10 @@ class Verdict:
     """The result of a vote.
 
     Attributes:
-        outvoted: workers that differed from a majority at least once, in ascending order.
-        undecided: files without a majority, for which a most frequent answer is used.
+        outvoted: workers whose answer differed from the majority for at least one file, in
+            ascending order.
+        undecided: files without a majority. For an undecided file, the first of the most frequent
+            answers is used.
     """
 
     outvoted: tuple[int, ...]
@@ -97,15 +101,18 @@ class Ballots:
 
     Args:
         assignment: the files that each worker computes. Worker w is rank w of `comm`.
-        comm: this rank and the ranks with the same index in their workers, which vote.
+        comm: group of the ranks that vote with this rank, that is, the ranks with the same index in
+            their workers.
         aggregate: how the winning answers of all files are combined: by `median`, or by `mean` if
             it is certain that every winning answer is correct.
         sharing: optional. The ranks of this worker that compute each file together. Each of these
             ranks processes a part of the file's batches. By default, this rank computes its files
             without other ranks.
-        worker: optional. All ranks of this worker, on all stages. Defaults to `sharing`.
+        worker: optional. All ranks of this worker, including ranks of other pipeline stages.
+            Defaults to `sharing`.
     Raises:
-        ValueError: If ranks are not equal to workers, or `aggregate` is unknown.
+        ValueError: If the number of ranks is not the number of workers, or if the value of
+            `aggregate` is unknown.
     """
 
     def __init__(self, assignment: Assignment, comm: Comm, aggregate: str = "median",
@@ -148,7 +155,8 @@ class Ballots:
 
         Args:
             limits: row limits of the layers.
-            mine_LN: the rows that each limit would have needed for each of this rank's files.
+            mine_LN: for each file of this rank, the number of rows that each limit would have
+                needed.
         """
         most_LK = self.worker.all_reduce(most_of(limits, mine_LN), "max")
         return self.winners(torch.cat([most_LK, mine_LN], dim=1)).amax(0)
@@ -180,7 +188,8 @@ class Ballots:
         return bool(self.most_need(torch.tensor([mine], device=self.comm.device).int()))
 
     def most_need(self, mine: Tensor) -> Tensor:
-        """Return, by element, the largest number that most workers reach. Collective.
+        """For each element, return the largest number that is reached or exceeded on a majority of
+        workers. Collective.
 
         `mine` contains this rank's integers, [N]. The number of a worker is the maximum over its
         ranks.
@@ -210,7 +219,9 @@ def shared_first(parameters: Iterable[nn.Parameter]) -> tuple[list[nn.Parameter]
 
 
 def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return all gradients as a vector [N] of the widest dtype, with 0 for missing gradients."""
+    """Return all gradients as one vector [N], whose dtype is the widest dtype of the gradients.
+    Missing gradients are treated as zero.
+    """
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1)
                       for p, g in zip(parameters, gradients, strict=True)])
 
@@ -218,7 +229,9 @@ def flat_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | No
 @torch.no_grad()
 def set_gradients(parameters: Sequence[nn.Parameter], gradient_N: Tensor,
                   gradient_of: Callable[[nn.Parameter], Tensor | None]) -> None:
-    """Copy a vector of `flat_gradients` to the parameters' gradients, in their dtypes."""
+    """Copy a vector that `flat_gradients` returned to the gradients of the parameters. Each
+    gradient has the same dtype as its parameter.
+    """
     parts = gradient_N.split([p.numel() for p in parameters])
     for parameter, part_N in zip(parameters, parts, strict=True):
         gradient = gradient_of(parameter)
@@ -244,7 +257,8 @@ class VotedGradients:
             worker (see `gradients.replicas.replica_comm`). Defaults to the ranks of the default
             process group.
         aggregate: see `Ballots`.
-        worker: optional. The layers' expert-parallel group. Defaults to this rank.
+        worker: optional. Expert-parallel group of the layers. By default, every rank stores all
+            experts.
     Raises:
         ValueError: If the number of ranks is not the number of workers, if experts are distributed
             over ranks of several workers, if a router uses loads that ranks report, or if the value
@@ -270,7 +284,8 @@ class VotedGradients:
         return self.ballots.files
 
     def backward(self, loss_of: Callable[[int], Tensor]) -> Verdict:
-        """Compute this rank's files, vote on gradients, and set all gradients. Collective.
+        """Compute the files of this rank, vote on the gradients, and set the gradients of all
+        parameters. Collective.
 
         If a majority of a file's workers reports that rows did not fit into a buffer
         (`dispatch.name: bounded`), all files are computed again, or an error is raised on all
@@ -286,7 +301,8 @@ class VotedGradients:
         Returns:
             The verdict, which is the same on all ranks.
         Raises:
-            RowsOverflow: On all ranks, if rows did not fit and `dispatch.on_overflow` is "error".
+            RowsOverflow: If rows did not fit into a buffer and `dispatch.on_overflow` is "error".
+                Raised on all ranks.
         """
         def passes() -> Tensor:
             self._needed.clear()
@@ -308,7 +324,9 @@ class VotedGradients:
         return flat_gradients(self.parameters, gradients)
 
     def rows_overflowed(self) -> bool:
-        """Vote on whether rows did not fit; see `Ballots.rows_needed`. Collective."""
+        """Return true if a vote decides that rows did not fit into a buffer; see
+        `Ballots.rows_needed`. Collective.
+        """
         return settle(self._limits, self.ballots.rows_needed(self._limits,
                                                              torch.stack(self._needed)))
 

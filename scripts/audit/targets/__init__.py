@@ -1,4 +1,6 @@
-"""Audit targets for other frameworks, written the way a user would write a training step."""
+"""Audit targets for other frameworks. Each target is written the way a user of the framework would
+write a training step.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ class Framework:
     Attributes:
         where: the module and the class of the target, as `module:class`.
         package: the package whose version is printed with the result.
-        needs: modules without which the framework is reported as not installed.
-        imports: modules that are slow to import, which are imported before the ranks are forked.
+        needs: modules that must be importable. If one of these modules is missing, the framework is
+            reported as not installed.
+        imports: modules that are slow to import. These modules are imported once, before the ranks
+            are forked.
     """
 
     where: str
@@ -62,7 +66,17 @@ TARGETS = {
 
 
 def audit_named(name: str, ranks: Sequence[int], *, timeout_s: float, tolerance: float) -> Audit:
-    """Audit a framework of `TARGETS`, or any target name that `load` accepts. See `run.audit`."""
+    """Audit a framework listed in `TARGETS`, or a file or module written by a user.
+
+    Args:
+        name: a name in `TARGETS`, or any target name that `load` accepts.
+        ranks: the numbers of ranks to audit.
+        timeout_s: time limit in seconds, both for building the model and for each step.
+        tolerance: the maximum relative error at which a result is considered correct.
+
+    Raises:
+        ValueError: if the target does not exist (see `load`).
+    """
     known = TARGETS.get(name)
     if known is None:
         return audit(load(name), ranks, timeout_s=timeout_s, tolerance=tolerance)

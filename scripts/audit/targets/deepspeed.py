@@ -20,8 +20,11 @@ from scripts.audit.targets.transformers import mixtral_config, recompute
 
 
 def join_ranks() -> None:
-    """Initialize DeepSpeed's communication with the gloo backend, without first compiling an
-    all-reduce over shared memory and functions that flatten tensors.
+    """Initialize DeepSpeed's communication with the gloo backend.
+
+    By default, DeepSpeed first compiles an all-reduce over shared memory and functions that flatten
+    tensors. This function disables the shared-memory all-reduce and uses torch's functions to
+    flatten tensors.
     """
     import deepspeed
     from deepspeed.runtime import engine
@@ -36,7 +39,10 @@ def join_ranks() -> None:
 
 
 class GradientsKept(torch.optim.SGD):
-    """An optimizer that copies gradients before DeepSpeed's engine clears them."""
+    """An optimizer that copies the gradients of each step.
+
+    DeepSpeed's engine clears the gradients in the same call, so they must be copied.
+    """
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.0)
@@ -55,7 +61,10 @@ class GradientsKept(torch.optim.SGD):
 
 class Engine:
     """DeepSpeed's engine, configured with the gradient accumulation and clipping that each batch
-    requires. `norm` is the gradient norm used for clipping in the last step.
+    requires.
+
+    Attributes:
+        norm: the gradient norm used for clipping in the last step.
     """
 
     def __init__(self, network: nn.Module, **config: Any) -> None:
@@ -144,7 +153,9 @@ class AutoEP:
     model = MIXTRAL
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model, in which w1, w3 and w2 are the experts' gate, up and down matrices."""
+        """Build the model. The parameters w1, w3 and w2 are the gate, up and down matrices of this
+        rank's experts.
+        """
         import transformers
         from deepspeed.module_inject.auto_ep_presets import base
 

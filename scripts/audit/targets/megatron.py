@@ -29,13 +29,18 @@ class _Network(TinyNetwork):
 
 
 class Megatron:
-    """The audit target for the all-to-all dispatcher. A loss is the mean of a micro-batch."""
+    """The audit target for Megatron's all-to-all dispatcher. Each loss is the mean over the tokens
+    of one micro-batch.
+    """
 
     supports: tuple[str, ...] = ("accumulation", "clipping", "recompute")
     dispatcher, per_token = "alltoall", False
 
     def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model with `SequentialMLP`, whose experts store gate and up in one matrix."""
+        """Build the model with Megatron's `SequentialMLP`.
+
+        Each expert of this rank is a separate module that stores gate and up in a single matrix.
+        """
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -76,7 +81,8 @@ class Megatron:
             calculate_per_token_loss=self.per_token)
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run Megatron's schedule without pipelining, and the optimizer with learning rate 0."""
+        """Run Megatron's schedule without pipelining, and then the optimizer with learning rate 0.
+        """
         from moe_plugin.hosts.megatron.compat import names
 
         self.layer.moe_layer_recompute = batch.recompute

@@ -19,7 +19,9 @@ from scripts.audit.reference import TINY
 
 
 class TinyNetwork(nn.Module):
-    """The model `TINY`. `call(experts, x)` runs the given MoE layer on tokens [T, D]."""
+    """The model `TINY` with the given MoE layer. The input and output of the MoE layer have the
+    shape [T, D].
+    """
 
     def __init__(self, experts: Any, call: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -41,8 +43,9 @@ class TinyNetwork(nn.Module):
 
 class Plain:
     """The audit target for our own layer. DDP reduces the gradients of all parameters except
-    experts, hooks that `ddp_model` registers reduce those of experts, and our own function clips
-    them.
+    experts, and our own function clips the gradients.
+
+    `ddp_model` also registers the hooks that reduce the experts' gradients.
     """
 
     supports = ("accumulation", "clipping", "recompute", "per_token", "empty")
@@ -66,7 +69,9 @@ class Plain:
                 "down": HeldPart(experts.w_out_LFD, mine, transposed=True)}
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run the step. The loss is multiplied by the ranks over which DDP averages gradients."""
+        """Run the step. The loss is multiplied by the number of ranks, because DDP averages
+        gradients over the ranks.
+        """
         self.model.zero_grad()
         total = torch.zeros(())
         for x, y in batch.micro_batches:

@@ -17,7 +17,8 @@ from scripts.audit.targets.plain import TinyNetwork
 
 def _layer(ep: int) -> nn.Module:
     """Build torchtitan's layer with the standard all-to-all and without a bias for load balancing.
-    The audit sets the weights before each step.
+
+    The weights are initialized with zeros, because the audit sets them before each step.
     """
     import spmd_types as spmd
     from torchtitan.models.common import config_utils
@@ -41,7 +42,10 @@ def _layer(ep: int) -> nn.Module:
 
 
 class _Block(TinyNetwork):
-    """The model `TINY` as a transformer block of torchtitan, whose FSDP looks for `moe`."""
+    """The model `TINY` as a transformer block of torchtitan.
+
+    torchtitan's FSDP looks up the experts in the attribute `moe`.
+    """
 
     moe_enabled = True
 
@@ -61,11 +65,15 @@ class _Decoder(nn.Module):
         self.layers = nn.ModuleDict({"0": block})
 
     def forward(self, x_TD: Tensor, recompute: bool) -> Any:
+        """Run the block."""
         return self.layers["0"](x_TD, recompute)
 
 
 class TorchTitan:
-    """The audit target for `torchtitan.models.common.moe.MoE`, with expert parallelism and FSDP."""
+    """The audit target for `torchtitan.models.common.moe.MoE`, with expert parallelism and FSDP.
+
+    FSDP is applied by `apply_fsdp_to_decoder`.
+    """
 
     supports = ("accumulation", "clipping", "recompute", "per_token", "empty")
 
@@ -96,8 +104,10 @@ class TorchTitan:
                 "gate": experts.w1_EFD, "up": experts.w3_EFD, "down": experts.w2_EDF}
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run the training step as torchtitan's `Trainer` does: each loss is a sum divided by the
-        number of valid tokens on all ranks, and FSDP sums the gradients over the ranks.
+        """Run the training step as torchtitan's `Trainer` does.
+
+        Each loss is a sum divided by the number of valid tokens on all ranks, and FSDP sums the
+        gradients over the ranks.
         """
         from torchtitan.distributed.utils import clip_grad_norm_
 

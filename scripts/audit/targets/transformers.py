@@ -1,4 +1,6 @@
-"""Audit targets for a Mixtral model of `transformers`, one for each way to exchange tokens."""
+"""Audit targets for a Mixtral model of `transformers`. There is one target for each of the ways in
+which `transformers` exchanges tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from scripts.audit.mixtral import MIXTRAL
 
 
 def mixtral_config() -> Any:
-    """Return the configuration of a Mixtral model that computes the same function as `MIXTRAL`."""
+    """Return the configuration of a `transformers` Mixtral model that computes the same function as
+    `MIXTRAL`.
+    """
     import transformers
 
     return transformers.MixtralConfig(
@@ -26,6 +30,7 @@ def mixtral_config() -> Any:
 
 
 def recompute(network: Any, on: bool) -> None:
+    """Enable or disable activation checkpointing in the model."""
     if on:
         network.gradient_checkpointing_enable({"use_reentrant": False})
     else:
@@ -33,7 +38,8 @@ def recompute(network: Any, on: bool) -> None:
 
 
 class Transformers:
-    """The audit target for `all_to_all`, with FSDP over all ranks and expert parallelism over `ep`.
+    """The audit target for `all_to_all`, with FSDP over all ranks and expert parallelism over `ep`
+    ranks.
     """
 
     supports: tuple[str, ...] = ("accumulation", "clipping", "recompute", "per_token")
@@ -41,6 +47,7 @@ class Transformers:
     implementation = "all_to_all"
 
     def mesh(self, ranks: int, ep: int) -> dict[str, Any]:
+        """Return the mesh sizes for the `DistributedConfig` of `transformers`."""
         return {"fsdp_size": ranks, "ep_size": ep}
 
     def build(self, ranks: int, ep: int) -> Parts:
@@ -67,8 +74,10 @@ class Transformers:
         return 1
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Run the training step as `Trainer` does: losses are divided by `num_items_in_batch`, and
-        multiplied by the number of ranks over which FSDP averages gradients.
+        """Run the training step as `Trainer` does.
+
+        Losses are divided by `num_items_in_batch`, and multiplied by the number of ranks over which
+        FSDP averages gradients.
         """
         recompute(self.network, batch.recompute)
         self.network.zero_grad()
@@ -95,14 +104,20 @@ class Transformers:
 
 
 class TransformersAllReduce(Transformers):
-    """The target for `all_reduce`, in which a group has the same tokens and splits attention."""
+    """The audit target for `all_reduce`, in which all ranks of an expert-parallel group process the
+    same tokens.
+
+    Tensor parallelism and expert parallelism use the same ranks.
+    """
 
     implementation = "all_reduce"
 
     def mesh(self, ranks: int, ep: int) -> dict[str, Any]:
+        """Return mesh sizes that split attention over the ranks of an expert-parallel group."""
         return {"tp_size": ep, "ep_size": ep, "fsdp_size": ranks // ep}
 
     def tokens_shared(self, ranks: int, ep: int) -> int:
+        """Return `ep`, because all ranks of an expert-parallel group have the same tokens."""
         return ep
 
 
@@ -112,6 +127,7 @@ class TransformersOurs(Transformers):
     implementation = "moe_plugin"
 
     def build(self, ranks: int, ep: int) -> Parts:
+        """Register this package's exchange, and build the model."""
         import moe_plugin.hosts.transformers  # noqa: F401 - registers the name
 
         return super().build(ranks, ep)

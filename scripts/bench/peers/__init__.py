@@ -1,5 +1,8 @@
 """Layers from other frameworks ("peers") that compute the same function as our layer, with the same
-weights. Importing this package registers every peer in `peers`.
+weights.
+
+Importing this package registers every peer in `peers`. The framework of a peer is imported only
+when the peer is built.
 """
 
 from scripts.bench.peers import deepspeed, local, megatron, packages, transformers

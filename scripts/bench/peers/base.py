@@ -25,9 +25,10 @@ class Candidate:
     """A layer that is measured by the benchmark.
 
     Attributes:
-        forward: maps x [T, D] to (y [T, D], losses to add to the training loss).
+        forward: a function that maps x [T, D] to (y [T, D], losses to add to the training loss).
         note: how this candidate differs from the other candidates.
-        compared: whether the layer computes our layer's function, including the balance loss.
+        compared: whether the layer computes the same function as our layer, including the balance
+            loss.
     """
 
     forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]]
@@ -37,7 +38,9 @@ class Candidate:
 
 
 class UnsupportedProblem(ValueError):
-    """Raised with the reason if a peer is installed but cannot run a problem."""
+    """Raised if a peer is installed but cannot run a problem. The error message is the reason shown
+    in the report.
+    """
 
 
 Build = Callable[[Problem, Data], AbstractContextManager[Candidate]]
@@ -61,12 +64,16 @@ def register_peer(
     name: str, *modules: str, refuses: Callable[[Problem], str | None] = lambda problem: None,
     alone: bool = False,
 ) -> Callable[[Callable[[Problem, Data], Iterator[Candidate]]], Build]:
-    """Return a decorator that registers a generator function, which yields one candidate, as a
-    peer.
+    """Return a decorator that registers a generator function as a peer. The generator function
+    yields one candidate.
+
+    The peer is available if all of `modules` are installed.
 
     Args:
         modules: modules that the peer requires.
-        refuses: returns the reason why the peer cannot run a problem, or None.
+        refuses: a function that returns the reason why the peer cannot run a problem, or None if
+            the peer can run it. If a peer refuses a problem, building the peer raises
+            `UnsupportedProblem`.
         alone: whether the peer supports only one rank.
     """
     def add(make: Callable[[Problem, Data], Iterator[Candidate]]) -> Build:
@@ -95,7 +102,16 @@ def activation(problem: Problem) -> Callable[[Tensor], Tensor]:
 
 
 def route(x_TD: Tensor, router_ED: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (weights_TK in float32, ids_TK, balance loss) of a plain softmax top-k router."""
+    """Compute a plain softmax top-k router in float32.
+
+    Args:
+        x_TD: tokens of any floating-point dtype.
+        router_ED: weight matrix of the router.
+        top_k: number of experts per token.
+
+    Returns: (weights_TK in float32, ids_TK in int64, balance loss as defined in the Switch
+    Transformer).
+    """
     probs_TE = F.softmax(F.linear(x_TD.float(), router_ED.float()), dim=1)
     weights_TK, ids_TK = probs_TE.topk(top_k, dim=1)
     if top_k > 1:  # a single choice is weighted by its probability, as in our layer
@@ -116,7 +132,13 @@ def behind_router(experts: Callable[[Tensor, Tensor, Tensor], Tensor], problem: 
 
 
 def switch_loss(probs_TE: Tensor, ids_TK: Tensor) -> Tensor:
-    """Return the balance loss of the Switch Transformer. The load counts only first choices."""
+    """Return the balance loss as defined in the Switch Transformer. The load counts only the first
+    choice of each token.
+
+    Args:
+        probs_TE: router probabilities in float32.
+        ids_TK: selected experts.
+    """
     tokens, experts = probs_TE.shape
     # index_add_ instead of bincount, because bincount waits for the device on a GPU
     count_E = probs_TE.new_zeros(experts).index_add_(0, ids_TK[:, 0], probs_TE.new_ones(tokens))
@@ -124,13 +146,17 @@ def switch_loss(probs_TE: Tensor, ids_TK: Tensor) -> Tensor:
 
 
 def expert_group() -> Comm:
-    """Return the ranks that share the experts: the default group, or only this rank."""
+    """Return the group of ranks over which the experts are sharded. The group is the default group,
+    or contains only this rank if there is no default group.
+    """
     return TorchComm() if dist.is_initialized() and dist.get_world_size() > 1 else LocalComm()
 
 
 @contextlib.contextmanager
 def one_rank(device: str) -> Iterator[None]:
-    """If there is no process group, create a group of only this process for the block."""
+    """If no process group exists, create a group that contains only this process. The group exists
+    for the duration of the block.
+    """
     if dist.is_initialized():
         yield
         return

@@ -25,12 +25,24 @@ from moe_plugin.experts.base import mark_expert
 
 
 class BranchMoE(nn.Module):
-    """The layer of fairseq's `moe` branch on the ranks of one group. The number of experts is a
-    multiple of the number of ranks.
+    """The layer of fairseq's `moe` branch on the ranks of one group.
+
+    Args:
+        width: width of a token, D.
+        inner: inner width of an expert, F.
+        experts: number of experts, E. Must be a multiple of the number of ranks.
+        top_k: number of experts per token, 1 or 2.
+        comm: the ranks over which the experts are sharded. Required to be a `TorchComm` if there
+            are several ranks.
+        activation: activation function between the two linear maps of an expert.
 
     Attributes:
-        choose: receives logits [S, E] and the experts [S, K] with the largest logits, and returns
-            the experts [S, K] that the layer uses. None keeps the gate's choices.
+        choose: a function that receives logits [S, E] and the experts [S, K] with the largest
+            logits, and returns the experts [S, K] that the layer uses. None (default) keeps the
+            gate's choices.
+
+    Raises:
+        ValueError: if top_k is neither 1 nor 2.
     """
 
     def __init__(self, width: int, inner: int, experts: int, top_k: int, comm: Comm,
@@ -67,13 +79,17 @@ class BranchMoE(nn.Module):
 
 def gate(logits_SE: Tensor, top_k: int,
          chosen_SK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (balance loss, weight of each token's row in each slot [S, E, C]) of the branch's
-    router.
+    """Compute the router (gate) of fairseq's `moe` branch. Return (balance loss, weight of each
+    token's row in each slot [S, E, C]).
 
     The number of slots C is ceil(S/E) times top_k. Choices are dropped if their expert has no free
     slot. First choices are assigned to slots before second choices. The weights of a token's two
-    choices are normalised after choices have been dropped. `chosen_SK` replaces the experts with
-    the largest logits.
+    choices are normalised after choices have been dropped.
+
+    Args:
+        logits_SE: logits computed by the gate.
+        top_k: number of experts per token.
+        chosen_SK: experts to use instead of those with the largest logits.
     """
     gates_SE = F.softmax(logits_SE, dim=1)
     tokens, experts = gates_SE.shape
@@ -119,5 +135,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def exchange(rows_VD: Tensor, comm: Comm) -> Tensor:
-    """Exchange equally large pieces with torch's all-to-all, differentiably."""
+    """Exchange equally large pieces with torch's all-to-all. The exchange is differentiable. In a
+    group with one rank, the rows are returned unchanged.
+    """
     return rows_VD if comm.size == 1 else _AllToAll.apply(rows_VD, comm.group)

@@ -77,7 +77,8 @@ def einsum(problem: Problem, data: Data) -> Iterator[Candidate]:
 
 
 def _one_hot(ids_TK: Tensor, weights_TK: Tensor, experts: int, group: Comm) -> Tensor:
-    """Return the weight of each token's row in the slot of its expert, [T, E, C]."""
+    """Return combine_TEC, which contains the weight of each token's row in the slot of its expert.
+    """
     chosen_KTE = F.one_hot(ids_TK.t(), experts)
     slot_KTE = (chosen_KTE.flatten(0, 1).cumsum(0) - 1).view_as(chosen_KTE)
     most = (slot_KTE * chosen_KTE).max()
@@ -91,8 +92,10 @@ def _one_hot(ids_TK: Tensor, weights_TK: Tensor, experts: int, group: Comm) -> T
 @peers.register("dense")
 @contextlib.contextmanager
 def dense(problem: Problem, data: Data) -> Iterator[Candidate]:
-    """Build a dense FFN with the same active FLOPs: inner width K * F, and no router. It computes
-    another function than our layer, so its output is not compared.
+    """Build a dense FFN with the same active FLOPs. The inner width of the FFN is K * F, and there
+    is no router.
+
+    The FFN computes a different function than our layer, so its output is not compared.
     """
     wide, k = problem.top_k * problem.hidden_dim, problem.top_k
     first = [

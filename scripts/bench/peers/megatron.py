@@ -1,6 +1,8 @@
-"""Megatron-core's own MoE layer: `megatron`, as Megatron's layer specs build it without
-`moe_grouped_gemm`, computes one matmul per expert. `megatron_te` uses Transformer Engine's grouped
-GEMM, which is the usual choice on GPUs.
+"""Megatron-core's own MoE layer as two candidates, which differ in how they implement the experts.
+
+`megatron` is the layer that Megatron's layer specs build without `moe_grouped_gemm`. The candidate
+`megatron` computes one matmul per expert. `megatron_te` uses Transformer Engine's grouped GEMM,
+which is the usual choice on GPUs.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from scripts.bench.problem import Data, Problem
 
 
 def why_not_engine(problem: Problem) -> str | None:
+    """Return the reason why `TEGroupedMLP` cannot run this problem, or None if it can run the
+    problem.
+    """
     return None if problem.device == "cuda" else "Transformer Engine needs a GPU"
 
 
@@ -106,7 +111,13 @@ def _layer(problem: Problem, experts: str, ranks: int) -> Any:
 
 
 def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) -> Any:
-    """Build Megatron-core's own MoE layer as Megatron's GPT layer specs do."""
+    """Build Megatron-core's own MoE layer as Megatron's GPT layer specs do.
+
+    Args:
+        config: Megatron's configuration.
+        with_engine: whether to use Transformer Engine.
+        grouped: whether to use `moe_grouped_gemm`.
+    """
     from moe_plugin.hosts.megatron.compat import core
 
     spec = core.gpt_moe_layer_spec(with_engine, grouped=grouped)

@@ -50,7 +50,9 @@ def _candidate(problem: Problem, data: Data, implementation: str) -> Iterator[ba
 
 
 def _over(group: Comm, experts: nn.Module, device: str) -> Callable[..., Tensor]:
-    """Wrap the experts in the all-to-alls of `transformers` over several ranks."""
+    """Wrap the experts in an exchange over several ranks that uses the all-to-alls of
+    `transformers`.
+    """
     if group.size == 1:
         return experts
     from torch.distributed import init_device_mesh

@@ -48,7 +48,12 @@ OPTIONS = {
 
 
 class AliveBytes(TorchDispatchMode):
-    """A dispatch mode that counts the bytes of all storages created by operators (`now`, `peak`).
+    """A dispatch mode that counts the bytes of all storages created by operators while the mode is
+    active.
+
+    Attributes:
+        now: current number of bytes.
+        peak: largest number of bytes so far.
     """
 
     def __init__(self) -> None:
@@ -66,7 +71,7 @@ class AliveBytes(TorchDispatchMode):
         return result
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Exclude tensors that exist throughout the measurement."""
+        """Exclude the given tensors, which exist throughout the measurement."""
         self._seen |= {x.untyped_storage()._cdata for x in tensors}
 
     def _add(self, storage: Any) -> None:

@@ -35,21 +35,28 @@ OPTIONS = {
 
 
 def steps_of(at: argparse.Namespace) -> tuple[int, int]:
-    """Return (number of steps, steps between measurements of the fixed layouts) of a regime."""
+    """Return the total number of steps of a regime, and the number of steps between measurements of
+    the fixed layouts.
+    """
     regime = REGIMES[at.regime]
     return regime.get("steps", at.steps), regime.get("every", EVERY)
 
 
 def tokens_at(regime: dict[str, Any], step: int, steps: int) -> int:
-    """Return the tokens per rank, which are constant or alternate twice between two loads."""
+    """Return the number of tokens per rank. The number of tokens is constant, or alternates twice
+    between two loads.
+    """
     loads = regime["tokens"]
     return loads[step * 2 * len(loads) // steps % len(loads)]
 
 
 def run_regime(at: argparse.Namespace) -> dict[str, Any]:
     """On one rank, run forward and backward passes with `auto`, and at regular intervals with each
-    fixed layout. The first of two steps of a fixed layout is not timed, because it warms up buffers
-    and connections, which are always warm for `auto`.
+    fixed layout.
+
+    Each fixed layout runs two steps, and only the second step is timed. The first step warms up
+    buffers and connections, because they are always warm for `auto`. Fixed layouts are not measured
+    in the first step after the load has changed.
     """
     regime = REGIMES[at.regime]
     tree: dict[str, Any] = {
@@ -78,7 +85,9 @@ def run_regime(at: argparse.Namespace) -> dict[str, Any]:
 
 def mean_over_loads(seconds: list[float], loads: list[int],
                     counted: list[bool] | None = None) -> float | None:
-    """Compute the mean time of counted steps for each load, and return the mean over all loads."""
+    """Compute the mean time for each load, and return the mean over all loads. Return None if no
+    steps are selected.
+    """
     counted = counted or [True] * len(seconds)
     by_load: dict[int, list[float]] = {}
     for found, load, ok in zip(seconds, loads, counted, strict=True):
@@ -89,8 +98,11 @@ def mean_over_loads(seconds: list[float], loads: list[int],
 
 
 def row(at: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """Return the mean time of each layout and of `auto`, with all loads weighted equally. For
-    `auto`, a second mean (`auto_settled`) leaves out the steps in which it explores layouts.
+    """For each layout and for `auto`, return the mean time over the steps. The mean gives all loads
+    the same weight.
+
+    For `auto`, return two means: over all steps, and over the steps in which it does not explore
+    layouts.
     """
     (steps, every), first = steps_of(at), ranks[0]
     loads = [tokens_at(REGIMES[at.regime], step, steps) for step in range(steps)]

@@ -53,8 +53,11 @@ OPTIONS = {
 
 
 class Quiet:
-    """Measure one message size after the other, and repeat measurements that were disturbed.
-    `shares` contains the share of the CPU that other programs used, for each measurement.
+    """Measure one message size after the other, and repeat measurements that were disturbed because
+    other programs used the CPU.
+
+    Attributes:
+        shares: for each measurement, the share of the CPU that other programs used.
     """
 
     def __init__(self, tries: int) -> None:
@@ -79,9 +82,11 @@ class Quiet:
 
 
 def in_rounds(quiet: Quiet, sizes: Sequence[int], rounds: int) -> list[ExchangeRow]:
-    """Measure the grids used to fit the model and the grid used to test it, in several rounds,
-    because the speed of the machine varies over time. Each row contains the median of the rounds'
-    medians and the minimum of the rounds' minima.
+    """Measure the grids used to fit the model and the grid used to test it.
+
+    All grids and message sizes are measured in several rounds, because the speed of the machine
+    varies over time. Each row contains the median of the rounds' medians and the minimum of the
+    rounds' minima.
     """
     found = [quiet.measure((*SMALL_GRIDS, GRIDS[1]), MODELLED, sizes, REPEATS_PER_ROUND)
              for _ in range(rounds)]
@@ -108,7 +113,9 @@ def _busy_s() -> float:
 
 
 def _own_s() -> float:
-    """Return the CPU time in seconds of this process and of its terminated children."""
+    """Return the CPU time in seconds of this process and of its terminated child processes (ranks
+    and switch).
+    """
     return sum(
         usage.ru_utime + usage.ru_stime
         for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))

@@ -74,6 +74,9 @@ class Ring(Collectives):
         return ring_reduce_scatter(comm, x)
 
     def all_reduce(self, comm: Comm, x: Tensor) -> Tensor:
+        """Reduce x, [n]. The number of elements n must be a multiple of the number of ranks. See
+        `Collectives`.
+        """
         return self.all_gather(comm, self.reduce_scatter(comm, x))
 
 
@@ -94,8 +97,13 @@ class Gloo(Collectives):
 
 
 def ring_bound_s(network: Network, size: float) -> float:
-    """Return the time in seconds of an all-gather of `size` bytes around a ring of all ranks,
-    computed from the bandwidths of the links. Each message takes a path with the fewest links.
+    """Return the time in seconds of an all-gather around a ring of all ranks, computed from the
+    bandwidths of the links.
+
+    Each message takes a path with the fewest links.
+
+    Args:
+        size: size of the gathered tensor in bytes.
     """
     ranks, load = network.ranks, Counter()
     for rank, name in enumerate(ranks):
@@ -106,9 +114,10 @@ def ring_bound_s(network: Network, size: float) -> float:
 
 
 def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
-    """Measure each collective with each message size on all ranks. The returned times are medians
-    on the slowest rank in seconds: torch's own collective (`gloo_s`), a ring, both options of
-    `auto`, and the times computed from the bandwidths (`bound_s`, `ring_bound_s`).
+    """Measure each collective with each message size. Every rank must call this function. The
+    returned times are medians on the slowest rank in seconds: torch's own collective (`gloo_s`), a
+    ring, both options of `auto`, and the times computed from the bandwidths of the links
+    (`bound_s`, `ring_bound_s`). See `with_ratios`.
     """
     comm = TorchComm()
     comm.prepare()
@@ -140,15 +149,18 @@ def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list
 
 
 def with_ratios(cell: dict[str, Any]) -> dict[str, Any]:
-    """Add the time of a ring divided by the time of the trees, computed (`predicted`), and measured
-    for the faster of gloo and ring (`ratio`).
+    """Add two ratios. `predicted` is the time of a ring divided by the time of the trees, computed
+    from the bandwidths of the links. `ratio` is the measured time of the faster of gloo and ring
+    divided by the measured time of the trees.
     """
     return {**cell, "predicted": cell["ring_bound_s"] / cell["bound_s"],
             "ratio": min(cell["gloo_s"], cell["ring_s"]) / cell["forest_s"]}
 
 
 def _median(comm: Comm, how: Collectives, kind: str, x: Tensor, repeats: int) -> float:
-    """Return the median time in seconds on the slowest rank, without the first call."""
+    """Return the median time in seconds on the slowest rank. The first call of a collective is not
+    counted.
+    """
     run: Callable[[Comm, Tensor], Tensor] = getattr(how, kind)
     seconds = []
     for _ in range(1 + repeats):
@@ -171,9 +183,11 @@ def measure_network(network: Network, sizes: tuple[int, ...], repeats: int, dela
 
 
 def train(host: str, steps: int) -> dict[str, Any]:
-    """Train with a host framework on an emulated ring of nodes, in a separate process. In each
-    step, every rank gathers all experts (r = 0). Steps alternate between native collectives and
-    trees.
+    """Train with a host framework on an emulated ring of nodes. In each step, every rank gathers
+    all experts (r = 0).
+
+    Steps alternate between native collectives and collectives with trees. This function runs in a
+    separate process.
     """
     network = SHAPES["ring"](HOST_NODES, HOST_RATE)
     with (tempfile.TemporaryDirectory() as folder,
@@ -193,7 +207,11 @@ def train(host: str, steps: int) -> dict[str, Any]:
 
 
 def saved_s(host: str) -> float:
-    """Return the predicted seconds that the trees save in gathers and reduce-scatters of a step."""
+    """Return how many seconds per step the trees save, as predicted from the bandwidths of the
+    links.
+
+    Each layer gathers its experts, and reduce-scatters their gradients.
+    """
     # each expert has two matrices in float32, and in fairseq also biases
     biases = MODEL.inner + MODEL.width if host == "fairseq" else 0
     size = 4 * MODEL.experts * (2 * MODEL.width * MODEL.inner + biases) / WIRE

@@ -65,7 +65,9 @@ def sure(results: Sequence[dict[str, Any]], kind: str) -> str:
 
 
 def uncertainty(results: dict[str, list[dict[str, Any]]], images: int) -> float:
-    """Return the standard error of the independent members' top-1 error on independent images."""
+    """Return the standard error of the independent members' top-1 error, assuming independent
+    images.
+    """
     rate = statistics.mean(r["top1_error"] for r in results[INDEPENDENT])
     return float((rate * (1 - rate) / images) ** 0.5)
 

@@ -36,8 +36,12 @@ class Gate:
     """The settings used to train with one router.
 
     Attributes:
-        most: upper bound on the largest expert load divided by the mean load, after training.
+        most: upper bound on the largest expert load divided by the mean load at the end of
+            training.
+        router: settings of the `router` section.
+        losses: weights of the balance losses.
         capacity: capacity factor of the padded dispatcher. None means that no tokens are dropped.
+        top_k: number of experts per token.
         apart: whether each rank counts as a separate node.
     """
 
@@ -117,8 +121,9 @@ def settings_file(name: str, host: str, corpus: Path, folder: Path) -> Path:
 
 def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path,
         folder: Path) -> dict[str, Any]:
-    """Train with one router in one host. Losses are in nats per byte. `busiest` (the largest expert
-    load divided by the mean load) and `drops` are those of the worst layer in the last step.
+    """Train with one router in one host and return the results. Losses are in nats per byte.
+    `busiest` (the largest expert load divided by the mean load) and `drops` are read from the last
+    record, for the worst layer.
     """
     extra = ["--moe-config", str(settings_file(name, host, corpus, folder))]
     if host == "fairseq":

@@ -40,7 +40,9 @@ def flops(call: Call) -> int:
 
 
 def _rows(call: Call) -> int:
-    """Return the number of rows of all experts: those of a weight gradient's ungathered operand."""
+    """Return the total number of rows of all experts, read from the ungathered operand of a weight
+    gradient.
+    """
     fixed = dict(call.launch.constants)
     return call.shapes["grad" if fixed["X_GATHER"] else "x"][0]
 

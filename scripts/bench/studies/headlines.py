@@ -96,10 +96,11 @@ def _range(values: Any) -> list[float]:
 
 def ratios(row: Mapping[str, Any]) -> list[float] | None:
     """Return the smallest and largest ratio of the predicted to the published result, or None if
-    one of them is missing.
+    one of the results is missing.
 
-    Speedup factors are compared by their gains. For example, a predicted factor of 1.05 and a
-    published factor of 1.32 have the ratio 0.16. Shares (`percent`) are compared directly.
+    If the results are speedup factors, the ratio compares the gains. For example, a predicted
+    factor of 1.05 and a published factor of 1.32 have the ratio 0.16. If the results are shares
+    (`percent`), they are compared directly.
     """
     if row["predicted"] is None or row["value"] is None:
         return None
@@ -108,12 +109,17 @@ def ratios(row: Mapping[str, Any]) -> list[float] | None:
 
 
 def misses(row: Mapping[str, Any]) -> bool:
-    """Return whether a predicted value differs from the published one by more than a quarter."""
+    """Return whether any value in the prediction differs from the published value by more than a
+    quarter.
+    """
     return any(abs(ratio - 1) > QUARTER for ratio in ratios(row) or ())
 
 
 def checked(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row. Raise ValueError if it lacks a field that readers need to assess the result.
+    """Return the row.
+
+    Raises:
+        ValueError: if the row lacks a field that readers need to assess the result.
     """
     wanted = {key: True for key in ("source", "hardware", "model")}
     wanted |= {"why": misses(row), "what": True, "value": row["predicted"] is not None}
@@ -131,7 +137,11 @@ def checked(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class BranchBlock(nn.Module):
-    """The layer of fairseq's `moe` branch, in a block that replaces `MoEBlock`."""
+    """The layer of fairseq's `moe` branch, in a block that replaces `MoEBlock`.
+
+    Attributes:
+        loss: balance loss of the last call.
+    """
 
     def __init__(self, width: int, inner: int, experts: int) -> None:
         super().__init__()
@@ -152,7 +162,8 @@ def measured_here(rounds: int, swin: SwinMoE) -> dict[str, Any]:
 
 
 def counts(rounds: int) -> list[dict[str, float]]:
-    """Return the time of fairseq's `cumsum(mask, 0) - 1` divided by that of our counting function.
+    """For a given mask, return the time of fairseq's `cumsum(mask, 0) - 1` divided by the time of
+    our own counting function.
     """
     found = []
     for experts in (8, 64, 256):
@@ -167,14 +178,20 @@ def counts(rounds: int) -> list[dict[str, float]]:
 
 
 def switch(rounds: int) -> dict[str, float]:
-    """Return times relative to our layer with a switch gate and 32 sequences of 128 tokens."""
+    """Return the times of other layers divided by the time of our layer, with a switch gate and 32
+    sequences of 128 tokens.
+    """
     found = layer.run(Problem(tokens=32 * 128, model_dim=256, hidden_dim=1024, experts=16,
                               top_k=1), ["einsum"], rounds)
     return {one["name"]: one["min_ms"] / found["min_ms"] for one in layer.results(found)}
 
 
 def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
-    """Return the time of SwinV2-MoE with the branch's layers divided by that with our layers."""
+    """Return the time of SwinV2-MoE with the layers of fairseq's `moe` branch divided by the time
+    with our layers.
+
+    Both models use a plain top-1 gate.
+    """
     drawn = torch.Generator().manual_seed(1)
     ours, theirs = (build(replace(size, settings=SWITCH), CLASSES) for _ in range(2))
     branches = []
@@ -197,7 +214,9 @@ def swin_steps(size: SwinMoE, rounds: int) -> dict[str, float]:
 
 
 def on_nodes(rank: Callable[[int], dict[str, Any]], rounds: int) -> dict[str, float]:
-    """Return the seconds of each variant's fastest step on the slowest rank of 2x2 nodes."""
+    """Run `rank` on two emulated nodes of two ranks each. For each variant, return the time in
+    seconds of the fastest forward and backward pass on the slowest rank.
+    """
     with EmulatedCluster(2, 2, rate_bit_s=RATE) as cluster:
         ranks = cluster.run(rank, rounds, timeout_s=300)
     return {name: min(slowest(ranks, name)) for name in ranks[0]["seconds"]}
@@ -251,8 +270,10 @@ def ppmoe_rank(rounds: int) -> dict[str, Any]:
 
 class TensorParallelBlocks(nn.Module):
     """Two transformer blocks whose weights are sharded over the ranks of a node, as in Megatron.
-    All ranks of the node have the same tokens [T, D], in sequences of 128 tokens. The feed-forward
-    layer of the second block is passed to `forward`.
+
+    All ranks of the node have the same tokens [T, D], which form sequences of 128 tokens. The first
+    block has a dense feed-forward layer. The feed-forward layer of the second block is passed to
+    `forward`.
     """
 
     def __init__(self, node: Comm, width: int = 256, inner: int = 1024, heads: int = 8) -> None:

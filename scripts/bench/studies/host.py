@@ -76,7 +76,12 @@ def count_operations(candidate: Candidate, data: Data) -> tuple[int, int]:
 
 def run(problem: Problem, ranks: int, rounds: int,
         names: Sequence[str] = PEERS) -> dict[str, Any]:
-    """Measure in `ranks` new processes, each with as many threads as this process."""
+    """Measure in `ranks` new processes, each with as many threads as this process.
+
+    Raises:
+        ValueError: if a peer's output differs from our layer's output, if a peer has no balance
+            loss, or if the experts cannot be divided equally among the ranks.
+    """
     if problem.device != "cpu":
         raise ValueError(f"device={problem.device!r} is not supported by bench host: must be cpu, "
                          "because CPU time does not include the time of a GPU. Leave out --device")
@@ -107,8 +112,9 @@ def measure_rank(problem: Problem, ranks: int, rounds: int, names: Sequence[str]
 
 
 def _measured(candidates: dict[str, Candidate], data: Data, rounds: int) -> list[dict[str, Any]]:
-    """Return the CPU time of a call in microseconds, and the number of ATen operations, for a
-    forward pass, and for a forward and backward pass ("step"). Collectives are not counted.
+    """Return the CPU time of a call in microseconds, and the number of ATen operations. The time
+    and the operations are returned for a forward pass, and for a forward and backward pass
+    ("step"). Views are counted as operations, and collectives are not counted.
     """
     calls = {name: list(_calls(c, data)) for name, c in candidates.items()}
     for mine in calls.values():
@@ -129,14 +135,18 @@ def _measured(candidates: dict[str, Candidate], data: Data, rounds: int) -> list
 
 
 def _calls(candidate: Candidate, data: Data) -> Iterator[Callable[[], object]]:
-    """Yield a forward pass that records the autograd graph, and a forward and backward pass."""
+    """Yield two functions: one runs a forward pass that records the autograd graph, and the other
+    runs a forward and backward pass.
+    """
     x_TD = data.x_TD.clone().requires_grad_()
     yield lambda: candidate.forward(x_TD)
     yield training_step(candidate.forward, candidate.parameters, x_TD, data.grad_TD)
 
 
 def _processor_us(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Return the CPU time of one call of each function in microseconds, as a mean."""
+    """For each function, return the CPU time of one call in microseconds, as a mean over `repeats`
+    calls.
+    """
     found = []
     for call in calls:
         start = time.process_time()

@@ -57,7 +57,9 @@ ATTEMPTS = {"attempts": Option(3, "maximum number of attempts if a measurement i
 
 
 def problems(args: argparse.Namespace) -> list[Problem]:
-    """Set the number of threads, and return all problems for a device (one small with --quick)."""
+    """Set the number of threads, and return all problems for a device. With --quick, return a
+    single small problem.
+    """
     torch.set_num_threads(args.threads)
     every = LAYERS[args.device]
     return [replace(every[0], **SMALL)] if args.quick else every
@@ -123,7 +125,9 @@ def _one_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _two_ranks(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure gated layers on two ranks of a CPU, because all peers support gated layers there."""
+    """Measure gated layers on two ranks, because all peers support gated layers on several ranks.
+    Gated layers are not measured on a GPU or with `--quick`.
+    """
     return [with_machine(quietest, problem, args, 2) for problem in problems(args)
             if problem.gated and problem.device == "cpu" and not args.quick]
 
@@ -135,7 +139,9 @@ def _generated(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def aim_of(one: dict[str, Any]) -> float | None:
-    """Return the target for the ratio to the bound on one rank, or None if there is no target."""
+    """Return the target for the ratio to the lower bound on one rank, or None if there is no target
+    for this layer.
+    """
     problem = Problem.of(one)
     if problem not in LAYERS["cpu"]:
         return None
@@ -237,8 +243,10 @@ class OneProblemsOperations:
 
 
 class AllOperations(OneProblemsOperations):
-    """Measure every operation of the layer on the first three problems of the page, as
-    `moe-plugin bench kernels` does for one problem.
+    """Measure every operation of the layer on the first three problems of the page: the time of
+    each implementation that runs on this machine, and the bound. The bound is the bytes divided by
+    the measured copy bandwidth, or the FLOPs divided by the measured rate of a large matmul,
+    whichever is larger.
     """
 
     TITLE = "Each operation and its bound"

@@ -43,9 +43,11 @@ def flows(network: Network) -> dict[tuple[int, int], list[tuple[str, str]]]:
 
 
 def costs_of(network: Network, own: float) -> np.ndarray:
-    """Return the cost per byte for each pair of ranks [W, W], for an exchange in which all ranks
-    send to all ranks. `own` is the cost of a byte that stays on its rank, relative to the cheapest
-    link.
+    """Return the cost per byte for each pair of ranks [W, W]. The costs apply to an exchange in
+    which all ranks send to all ranks.
+
+    Args:
+        own: cost of a byte that stays on its rank, relative to the cost on the cheapest link.
     """
     paths = flows(network)
     shared = Counter(hop for path in paths.values() for hop in path)
@@ -58,7 +60,11 @@ def costs_of(network: Network, own: float) -> np.ndarray:
 
 
 def sides(costs: str) -> dict[str, Settings]:
-    """Return the settings of both routers. `costs` is the file with the costs of the links."""
+    """Return the settings of the TA-MoE router and of the plain router.
+
+    Args:
+        costs: file with the costs of the links.
+    """
     fixed = {"parallel.mode": "fixed", "comm.all_to_all": "linear"}
     return {PLAIN: {**fixed, "router.name": "topk"}, FOLLOWS: {
         **fixed, "router.name": "ta_moe", "router.links.costs": costs,
@@ -67,7 +73,9 @@ def sides(costs: str) -> dict[str, Settings]:
 
 def run_rank(tree: dict[str, Any], asked: dict[str, Settings], tokens: int,
              rounds: int) -> dict[str, Any]:
-    """Measure both routers on one rank, with their choices by destination rank and drops."""
+    """Measure both routers on one rank. The result also contains the shares of this rank's choices
+    by destination rank, and the share of dropped choices.
+    """
     comm, shares, dropped, layers = TorchComm(), {}, {}, {}
     for name, settings in asked.items():
         torch.manual_seed(0)

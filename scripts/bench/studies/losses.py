@@ -48,8 +48,13 @@ FLOAT32 = "float32"  # the first side in float32, only for shapes in bfloat16
 
 
 class Tracer:
-    """Record the choices of the first model in a step, and replace those of all other models.
-    `ordered` states whether the order of a token's experts matters, as with a limited capacity.
+    """Record the choices of the first model in a step, and replace the choices of all other models
+    with them.
+
+    Args:
+        rank: this rank.
+        ordered: whether the order of a token's experts matters, as it does if the capacity is
+            limited.
     """
 
     def __init__(self, rank: int, ordered: bool = False) -> None:
@@ -64,11 +69,11 @@ class Tracer:
 
     def other(self, side: str, layer: int, logits_TE: Tensor, own_TK: Tensor) -> Tensor:
         """Return the experts of the first model, and record the first token for which this model
-        would have chosen others (`own_TK`).
+        would have chosen different experts (`own_TK`).
 
         `margin` is computed on the first model: the logit of the expert that it chose (`took`)
-        minus that of the other model's expert (`other`). `rounding` is the difference between the
-        margins on the two models.
+        minus the logit of the expert that the other model would have chosen (`other`). `rounding`
+        is the difference between the margins on the first model and on the other model.
         """
         theirs_TE, ids_TK = self.kept[layer]
         both = (own_TK, ids_TK) if self.ordered else (own_TK.sort(1).values, ids_TK.sort(1).values)
@@ -190,7 +195,9 @@ def _in_float32(host: str, shape: TrainShape, text: str, ours: Mapping[str, Sett
 
 @torch.no_grad()
 def change_last_bits(parameters: Iterable[Tensor]) -> None:
-    """Multiply each weight by 1 plus or minus the epsilon of its dtype, equally on all ranks."""
+    """Multiply each weight by 1 plus or minus the epsilon of its dtype. The factors are the same on
+    all ranks.
+    """
     drawn = torch.Generator().manual_seed(0)
     for parameter in parameters:
         up = torch.randint(2, parameter.shape, generator=drawn).to(parameter.dtype)
@@ -198,7 +205,9 @@ def change_last_bits(parameters: Iterable[Tensor]) -> None:
 
 
 def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Replace earlier results for the same host, place and shape. All versions are kept."""
+    """Replace earlier results for the same host, place and shape. The page states the dates, the
+    devices and the versions of all runs.
+    """
     versions = {}
     for name in {**old["versions"], **new["versions"]}:
         seen = [of["versions"][name] for of in (old, new) if name in of["versions"]]
@@ -207,23 +216,29 @@ def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def gap(losses: list[list[float]]) -> float:
-    """Return the largest difference of any step to the loss of the first model."""
+    """Return the largest difference between the loss of the first model and the loss of any other
+    model in any step.
+    """
     return max(abs(one - row[0]) for row in losses for one in row[1:])
 
 
 def gaps(one: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the gap of models with the same choices, and that of the copy with changed bits."""
+    """Return two gaps for the case in which all models use the same choices: the gap of the other
+    models, and the gap of the copy of the first model with changed bits.
+    """
     return gap([row[:-1] for row in one["same"]]), gap([[row[0], row[-1]] for row in one["same"]])
 
 
 def gelu_gap(one: Mapping[str, Any]) -> float | None:
-    """Return the gap of models with GELU instead of ReLU, or None if they were not trained."""
+    """Return the largest difference of the losses of models with GELU instead of ReLU and with the
+    same choices. None if these models were not trained.
+    """
     return gap([row[:-1] for row in one["gelu"]]) if "gelu" in one else None
 
 
 def from_float32(one: Mapping[str, Any], native: bool) -> float | None:
-    """Return the largest difference between a bfloat16 loss of our models or the native ones and
-    the float32 loss of the same step, with the same choices. None for shapes in float32.
+    """Return the largest difference between a bfloat16 loss and the float32 loss of the same step,
+    for our models or for the native models, with the same choices. None for shapes in float32.
     """
     if "float32" not in one:
         return None
@@ -232,7 +247,7 @@ def from_float32(one: Mapping[str, Any], native: bool) -> float | None:
 
 
 def first_apart(losses: list[list[float]]) -> int | None:
-    """Return the index of the first step with different losses, or None."""
+    """Return the index of the first step with different losses, or None if all losses are equal."""
     return next((n for n, row in enumerate(losses) if gap([row]) > SAME), None)
 
 

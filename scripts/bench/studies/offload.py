@@ -70,7 +70,9 @@ class WritingModel(nn.Module):
 
 
 def write_experts(path: Path, args: argparse.Namespace) -> int:
-    """Write the experts of all layers to a safetensors file, and return the number of bytes."""
+    """Write the experts of all layers to a safetensors file, and return the number of bytes
+    written.
+    """
     shapes = {"w_in_LDF": (WIDTH, args.hidden), "w_out_LFD": (args.hidden, WIDTH)}
     header: dict[str, Any] = {}
     end = 0
@@ -104,7 +106,9 @@ def load_experts(model: WritingModel, path: str) -> None:
 
 @torch.no_grad()
 def child(args: argparse.Namespace, mode: str, file: str) -> dict[str, Any]:
-    """Generate text with one mode in this process."""
+    """Generate text with one mode in this process. Return the text, the times, the memory and the
+    counters.
+    """
     peak, model = AnonymousPeak(), WritingModel(args, mode, file).eval()
     if mode == MODES[0]:
         load_experts(model, file)
@@ -128,7 +132,9 @@ def child(args: argparse.Namespace, mode: str, file: str) -> dict[str, Any]:
 
 
 def counts(model: WritingModel) -> dict[str, float]:
-    """Return the sums of the counters over all stores (empty if the experts are resident)."""
+    """Return the sums of the counters over all stores, or an empty dict if the experts are
+    resident.
+    """
     stores = [block.moe.experts.store for block in model.blocks
               if isinstance(block.moe.experts, StoredExperts)]
     if not stores:

@@ -43,7 +43,9 @@ LONGEST_WARM_UP = 40  # number of calls in which a tuner can choose
 
 
 class IdentityExpert(nn.Module):
-    """An expert that returns its input. Its parameter makes autograd run the exchange backward."""
+    """An expert that returns its input unchanged. The expert has a parameter so that autograd runs
+    the backward pass of the exchange.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +59,14 @@ class IdentityExpert(nn.Module):
 
 
 def make_layer(width: int, k: int, mode: str) -> MoELayer:
-    """Return a layer without computation. With the mode `auto`, it also chooses the `send`."""
+    """Return a layer whose experts do not compute anything.
+
+    Args:
+        width: width of a token.
+        k: number of experts per token.
+        mode: value of `parallel.mode`. With `auto`, the layer also chooses the value of
+            `dispatch.send`.
+    """
     return MoELayer(from_dict({
         "model_dim": width, "num_experts": EXPERTS, "router": {"top_k": k}, "losses": {},
         "comm": {"all_to_all": "linear"}, "parallel": {"mode": mode, "r": 1},
@@ -66,7 +75,9 @@ def make_layer(width: int, k: int, mode: str) -> MoELayer:
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure all modes on one rank, with rows per token, and the layout that `auto` chose."""
+    """Measure all modes of sending tokens on one rank. The result also contains the number of rows
+    per token, and the layout that `auto` chose.
+    """
     torch.manual_seed(0)
     fixed, tuned = make_layer(at.width, at.k, "fixed"), make_layer(at.width, at.k, "auto")
     tuned.load_state_dict(fixed.state_dict(), strict=False)
@@ -98,14 +109,18 @@ EXCHANGE = Sweep(
 
 
 def formula(grid: str, k: int) -> tuple[float, float]:
-    """Return the rows sent between nodes by `ranks` and `nodes`, divided by those of `rows`."""
+    """Return the number of rows sent between nodes by `ranks` and `nodes`, divided by the number of
+    rows sent by `rows`.
+    """
     nodes, per_node = parse_grid(grid)
     rows = rows_of_token(Cluster(nodes=nodes, ranks_per_node=per_node), k)
     return rows.ranks / k, rows.nodes / k
 
 
 def floor(grid: str, cell: dict[str, Any]) -> float:
-    """Return the least bytes between nodes, with (token, expert) pairs, relative to `rows`."""
+    """Return the minimum number of bytes that must be sent between nodes, including (token, expert)
+    pairs, divided by the number of bytes sent by `rows`.
+    """
     nodes, per_node = parse_grid(grid)
     cluster = Cluster(nodes=nodes, ranks_per_node=per_node)
     rows, *once = (bytes_of_token(cluster, send, cell["k"], 4 * cell["width"]).between
@@ -114,8 +129,13 @@ def floor(grid: str, cell: dict[str, Any]) -> float:
 
 
 def measure_exchange(grid: str, args: argparse.Namespace, slower: float = 1.0) -> dict[str, Any]:
-    """Measure the exchange of tokens alone. With links that are slower than in the other parts,
-    only the first width is measured, because the times mostly depend on the number of bytes.
+    """Measure the exchange of tokens alone.
+
+    Args:
+        grid: number of nodes and of ranks per node.
+        slower: factor by which the links are slower than in the other parts of the study. If the
+            factor is not 1, only the first width is measured, because the times mostly depend on
+            the number of bytes.
     """
     rate, widths = args.rate / slower, args.widths if slower == 1 else args.widths[:1]
     at = argparse.Namespace(**{**vars(args), "grid": grid, "rate": rate, "widths": widths})
@@ -181,7 +201,9 @@ PUBLISHED = {16: (43, 43), 32: (58, 57), 64: (51, 50)}
 
 
 def predict(nodes: int) -> dict[str, float]:
-    """Return the bytes sent between nodes per token by each mode, with eight GPUs per node."""
+    """For each mode, return the number of bytes sent between nodes per token, on nodes with eight
+    GPUs.
+    """
     cluster = Cluster(nodes=nodes, ranks_per_node=8)
     found = {send: bytes_of_token(cluster, send, CHOICES, ROW_BYTES) for send in SENDS}
     found["nodes, four groups"] = bytes_of_token(cluster, "nodes", CHOICES, ROW_BYTES,

@@ -43,9 +43,15 @@ ROW_S = 100e-6  # time of a row's forward matmuls if they only wait; backward wa
 
 
 class Kind(NamedTuple):
-    """The configuration of one table. `hidden` is the inner width of an expert, `waits` replaces
-    the matmuls by waiting, `cuts` are the ways to split the rows into pieces, and `replicas` is the
-    number of ranks with the same tokens, for Parm's S2.
+    """The configuration of one table.
+
+    Attributes:
+        title: title of the section.
+        nodes: number of nodes, each with one rank.
+        hidden: inner width of an expert.
+        waits: whether the matmuls are replaced by waiting.
+        cuts: ways to split the rows into pieces.
+        replicas: number of ranks with the same tokens, for Parm's S2.
     """
 
     title: str
@@ -99,7 +105,11 @@ def layouts(degrees: Iterable[int], cuts: Iterable[str]) -> dict[str, LayoutChoi
 
 
 class Alone:
-    """The exchange and the matmuls of a layer call with r = 1 and a single piece, run separately.
+    """The exchange and the matmuls of one layer call, which can be run separately.
+
+    Args:
+        layer: the layer, which uses r = 1 and a single piece.
+        x_TD: tokens of this rank, [T, D].
     """
 
     def __init__(self, layer: MoELayer, x_TD: Tensor) -> None:
@@ -113,7 +123,9 @@ class Alone:
         self.y_RD = self.here_RD
 
     def exchange(self) -> None:
-        """Send rows to the experts and back, and gather them on replicas, as each pass does."""
+        """Send rows to the experts and back, and gather the rows on replicas. The backward pass
+        sends the same number of rows as the forward pass.
+        """
         algorithm = self.place.placement.algorithm
         there_RD = algorithm(self.layer.comm, self.rows_ND, self.piece.send, self.piece.recv)
         back_ND = algorithm(self.layer.comm, there_RD, self.piece.recv, self.piece.send)
@@ -141,7 +153,9 @@ def settings(kind: Kind) -> dict[str, Any]:
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure exchange, matmuls and each layout on one rank, forward and backward."""
+    """Measure all layouts on one rank. Each round measures the exchange alone, the matmuls alone,
+    and each layout, in the forward and backward pass.
+    """
     torch.manual_seed(0)
     kind, choices = KINDS[at.kind], layouts(at.degrees, KINDS[at.kind].cuts)
     layer = MoELayer(from_dict(settings(kind)), TorchComm(),
@@ -177,7 +191,8 @@ def run_rank(at: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(ranks: Ranks) -> dict[str, Any]:
-    """Return the median times in seconds on the slowest rank, forward and backward."""
+    """Return the median time in seconds on the slowest rank, for the forward and backward passes.
+    """
     found = medians(ranks)
     return {direction: {
         "exchange": found["exchange"], "products": found[f"products {direction}"],

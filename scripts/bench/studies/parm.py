@@ -28,8 +28,14 @@ EXPERTS, REPLICAS = 8, 2
 
 
 class Shape(NamedTuple):
-    """The sizes of a layer in which pairs of ranks have the same tokens: nodes x ranks per node,
-    experts per token, capacity factor, number of pieces, and tokens of each pair.
+    """The sizes of a layer in which pairs of ranks have the same tokens.
+
+    Attributes:
+        grid: number of nodes and of ranks per node.
+        k: number of experts per token.
+        f: capacity factor.
+        d: number of pieces.
+        tokens: number of tokens of each pair of ranks.
     """
 
     grid: str

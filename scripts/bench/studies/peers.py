@@ -38,7 +38,9 @@ loss = partial(loss_of, BATCHES)
 
 
 def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict[str, float]:
-    """Run one of the two peers. Return the seconds of `every` steps and of averaging weights."""
+    """Run one of the two peers on this rank. Return two times in seconds: for `every` training
+    steps, and for averaging the weights.
+    """
     rank = int(os.environ["RANK"])
     # torchft finds its node by the host name, which no name server resolves in the emulation
     socket.sethostname(addresses[rank])
@@ -64,7 +66,9 @@ def peer(lighthouse: str, addresses: list[str], every: int, folder: str) -> dict
 
 
 def stage(steps: int) -> dict[str, float]:
-    """Run one of the two pipeline stages, with weights in memory. Return the steps' seconds."""
+    """Run one of the two pipeline stages on this rank, with all weights in memory. Return the time
+    of the training steps in seconds.
+    """
     rank, half = dist.get_rank(), BLOCKS // 2 + 1
     torch.manual_seed(0)
     made = [make() for make in MODEL]

@@ -38,14 +38,21 @@ OWN = {"eager-1f1b": {"schedule": "eager-1f1b"},
 
 
 def slice_s(length: int, context: int) -> float:
-    """Return the seconds of a slice's forward pass. The backward pass takes twice as long."""
+    """Return the duration of a slice's forward pass in seconds. The backward pass of a slice takes
+    twice as long as its forward pass.
+    """
     return 4e-3 + 1.2e-4 * max(length, 64) + 8e-8 * length * (context + length / 2)
 
 
 class Load(NamedTuple):
-    """The micro-batches of a step: sequences of `length` tokens, whose activations of `width` have
-    1.25 MiB. `forward_s` returns the seconds of a slice's forward pass, given the number of its
-    tokens and of the tokens before.
+    """The micro-batches of a training step.
+
+    Attributes:
+        length: number of tokens per sequence.
+        width: width of the activations. The activations of one sequence have 1.25 MiB.
+        forward_s: function that returns the duration of a slice's forward pass in seconds. The
+            function's arguments are the number of tokens in the slice and the number of tokens
+            before the slice.
     """
 
     batches: int
@@ -59,7 +66,9 @@ LOADS = {"schedules": Load(16, 1024, 320, lambda length, context: FORWARD_S),
 
 
 class WaitFunction(torch.autograd.Function):
-    """Wait as a stage computes. Half of the backward pass is for the weights' gradients."""
+    """An autograd function that waits for as long as a stage would compute. Half of the waiting
+    time of the backward pass represents the gradients of the weights.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float, stage: WaitingStage) -> Tensor:
@@ -83,7 +92,8 @@ class WaitFunction(torch.autograd.Function):
 
 
 class WaitingStage(nn.Module):
-    """A pipeline stage that waits, with the attributes and methods that Megatron's schedules use.
+    """A pipeline stage that waits instead of computing. The stage has the attributes and methods
+    that Megatron's schedules use.
     """
 
     position_embedding_type, model_type = "none", None
@@ -98,7 +108,11 @@ class WaitingStage(nn.Module):
         [self.taken] = tensors
 
     def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return the output [l, 1, D], or of the last stage [1, l], for ids and positions [1, l].
+        """Return the output of the stage, [l, 1, D]. The output of the last stage is [1, l].
+
+        Args:
+            input_ids: token ids, [1, l].
+            position_ids: positions, [1, l].
         """
         length, start = input_ids.shape[1], int(position_ids[0, 0])
         x = torch.zeros(length, 1, self.load.width) if dist.get_rank() == 0 else self.taken
@@ -113,7 +127,9 @@ def forward_step(data: Iterator[Any], model: nn.Module) -> tuple[Tensor, Callabl
 
 
 def one_way_s(length: int, width: int) -> float:
-    """Return the seconds of a transfer between neighbouring stages, whose ranks share one clock."""
+    """Return the duration in seconds of a transfer between neighbouring stages. The ranks of all
+    stages share the clock of one machine.
+    """
     rank, sizes, tries = dist.get_rank(), torch.empty(length, 1, width), 5
     sent = torch.zeros(tries, dtype=torch.float64)
     got = torch.zeros(tries, dtype=torch.float64)
@@ -135,7 +151,9 @@ def one_way_s(length: int, width: int) -> float:
 
 def measure_stages(part: str, schedules: Mapping[str, dict[str, Any] | None],
                    rounds: int) -> dict[str, Any]:
-    """On each rank, measure transfers of all and of few tokens, and the moments of steps."""
+    """On each rank, measure the transfer of all tokens, the transfer of few tokens, and the start
+    and end of steps.
+    """
     from megatron.core import parallel_state as ps
 
     from moe_plugin.config import PipelineConfig

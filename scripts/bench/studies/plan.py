@@ -40,7 +40,9 @@ def choices_of(grid: tuple[int, int]) -> list[LayoutChoice]:
 
 
 def measure_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure all layouts on one rank."""
+    """Measure all layouts on one rank. Every layout runs in every step, so that background noise
+    affects all layouts equally.
+    """
     layer = MoELayer(from_dict({
         "model_dim": WIDTH, "num_experts": GRIDS[at.grid][0], "router": {"top_k": TOP_K},
         "experts": {"hidden_dim": at.hidden}}), TorchComm())

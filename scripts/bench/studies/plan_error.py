@@ -60,7 +60,9 @@ VOCABULARY = {"megatron": 384, "fairseq": 260}  # vocabulary sizes of the hosts'
 
 
 def model_of(shape: TrainShape, host: str) -> ModelShape:
-    """Return the planner's description of a trained model, with the sizes of float32 weights."""
+    """Return the planner's description of a model trained by this study. The weights have the sizes
+    of the float32 master weights.
+    """
     return ModelShape(
         layers=shape.layers, model_dim=shape.width, ffn_dim=shape.inner, heads=4,
         vocab=VOCABULARY[host], sequence=shape.length, global_batch=shape.tokens // shape.length,
@@ -135,9 +137,10 @@ def error(row: dict[str, Any]) -> float:
 
 
 def pairs(rows: Sequence[dict[str, Any]], apart: float = 0.0) -> tuple[int, int]:
-    """Return the number of pairs in the predicted order, and the total number of pairs. A pair
-    consists of two layouts for the same shape, network and host, whose measured step times differ
-    by at least the fraction `apart`.
+    """Return the number of pairs in the predicted order, and the total number of pairs.
+
+    A pair consists of two layouts for the same shape, network and host. Only pairs whose measured
+    step times differ by at least the fraction `apart` are counted.
     """
     right = total = 0
     for one, other in combinations(rows, 2):
@@ -151,7 +154,7 @@ def pairs(rows: Sequence[dict[str, Any]], apart: float = 0.0) -> tuple[int, int]
 
 
 def _layout_words(name: str) -> str:
-    """Describe a layout of `LAYOUTS` in words. Other names are returned unchanged."""
+    """Describe a layout in words. Names that are not in `LAYOUTS` are returned unchanged."""
     return LAYOUTS[name][0].words if name in LAYOUTS else name
 
 

@@ -41,9 +41,10 @@ def run(host: str, s: dict[str, Any], command: list[str], folder: Path) -> list[
 
 
 def rows_of(host: str, args: argparse.Namespace, place: Path, corpus: Path) -> list[dict[str, Any]]:
-    """Train a model in one host, and continue its training with both kinds of gates. A result
-    contains the validation loss of the checkpoint (`before`), and pairs (step, validation loss).
-    Losses are in nats per byte.
+    """Train a model in one host, and continue its training with both kinds of gates.
+
+    Each result contains `before`, the validation loss of the checkpoint with ordinary gates, and
+    `valid`, a list of pairs (step, validation loss). Losses are in nats per byte.
     """
     data = quickstart().HOST_STEPS[host][0](corpus)
     s = {**settings(args.steps), "valid_every": max(1, args.more // 5)}

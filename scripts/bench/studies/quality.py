@@ -193,20 +193,24 @@ def values(found: dict[str, Any], side: str, name: str) -> list[float]:
 
 def difference(found: dict[str, Any], side: str, other: str, name: str, factor: float = 1.0,
                digits: int = 3) -> str:
-    """Return the mean difference `side` minus `other`, its interval, and how often it is < 0."""
+    """Return the mean difference `side` minus `other`, its interval, and the number of seeds with a
+    negative difference.
+    """
     one = paired(values(found, side, name), values(found, other, name))
     return f"{one.shown(factor, digits)}; below 0 in {one.lower} of {one.seeds}"
 
 
 def rate_of(found: dict[str, Any], side: str) -> str:
-    """Return the learning rate of a model, with `*` if it is the smallest or largest tried."""
+    """Return the learning rate that a model uses. The rate is marked with `*` if it is the smallest
+    or largest rate that was tried.
+    """
     tried = [float(rate) for rate in found["search"][side]]
     rate = best_rates(found["search"][side])[0]
     return f"{rate:g}{'*' if rate in (min(tried), max(tried)) else ''}"
 
 
 def runs_of(found: dict[str, Any]) -> str:
-    """State the number of seeds and the learning rates that were tried."""
+    """Return a text with the number of seeds and the learning rates that were tried."""
     seeds = len(next(iter(found["runs"].values())))
     rates = ", ".join(next(iter(found["search"].values())))
     return (f"Each row has {seeds} seeds. The learning rates tried are {rates}.")

@@ -38,7 +38,12 @@ SYNTHETIC = (4, 64, 512)  # number of ranks, steps, and tokens per rank
 
 
 def recorded(host: str, sizes: Mapping[str, Any], args: argparse.Namespace) -> list[Trace]:
-    """Train the quick start's model with other `sizes` in one host, and return the traces."""
+    """Train the quick start's model in one host, and return the traces of all steps.
+
+    Args:
+        host: "fairseq" or "megatron".
+        sizes: model sizes that differ from those of the quick start.
+    """
     place, corpus, _ = begin(args)
     s = {**settings(args.steps), **sizes}
     folder = place / f"{host}-{s['experts']}-experts"
@@ -50,8 +55,12 @@ def recorded(host: str, sizes: Mapping[str, Any], args: argparse.Namespace) -> l
 
 
 def synthetic(popularity: Callable[[float], Tensor], args: argparse.Namespace) -> list[Trace]:
-    """Return traces of a single layer whose tokens choose experts at random. `popularity` maps the
-    elapsed fraction of the steps to the popularity of each expert, [E].
+    """Return traces of a single layer whose tokens choose experts at random.
+
+    Args:
+        popularity: a function that maps the elapsed fraction of the steps to the popularity of each
+            expert, [E].
+        args: options of the study. The options are not used by this function.
     """
     ranks, steps, tokens = SYNTHETIC
     made: list[Trace] = []
@@ -64,15 +73,19 @@ def synthetic(popularity: Callable[[float], Tensor], args: argparse.Namespace) -
 
 
 def drifting(over: float, experts: int = 8) -> Tensor:
-    """Return a popularity that forms a wave, which moves once around all experts. The most popular
-    expert is chosen 3.2 times as often as the mean.
+    """Return the popularity of each expert at a given time of the trace. The popularity forms a
+    wave that moves once around all experts.
+
+    The most popular expert is chosen 3.2 times as often as the mean.
     """
     angle_E = torch.arange(experts) / experts - over
     return (2 * torch.cos(2 * math.pi * angle_E)).exp()
 
 
 def hot(over: float, experts: int = 8) -> Tensor:
-    """Return a popularity with which nearly all tokens choose one expert."""
+    """Return the popularity of each expert. Nearly all tokens choose one expert, and the other
+    experts are equally popular.
+    """
     return torch.tensor([3.0 * (experts - 1), *[1.0] * (experts - 1)])
 
 
@@ -114,8 +127,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return one row for each trace, with the shares of the policy that the planner chooses, of the
-    fastest and of the slowest policy. `over` and `least` are speeds relative to the plain layer.
+    """Return one row for each trace, with the policy that the planner chooses, the fastest policy
+    and the slowest policy.
+
+    The row contains the shares of these policies. For the slowest policy (except `never`), the row
+    also contains the throughput divided by the throughput of the plain layer.
     """
     rows = []
     for name, one in found["traces"].items():
@@ -133,9 +149,11 @@ def summary(found: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def noise(found: Mapping[str, Any]) -> list[float]:
-    """Return the quartiles of the time of `never` divided by that of a policy, for calls in which
-    it lends no expert. Both do the same work there, so the ratios show the noise of the
-    measurement.
+    """For calls in which a policy lends no expert, return the quartiles of the time of `never`
+    divided by the time of the policy.
+
+    If no expert is lent, `never` and the policy do the same work, so the ratios show the noise of
+    the measurement.
     """
     ratios = [plain / mine for one in found["traces"].values()
               for name, policy in one["policies"].items() if name != "never"

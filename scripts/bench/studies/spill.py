@@ -41,7 +41,11 @@ WARM_UP = REPLAN = 2  # untimed rounds; steps between two placements
 
 
 def make_layer(**parallel: Any) -> MoELayer:
-    """Return a layer whose router selects the expert from the first elements of each token."""
+    """Return a layer whose router selects the expert from the first elements of each token.
+
+    Args:
+        parallel: settings of the `parallel` section.
+    """
     layer = MoELayer(from_dict({
         "model_dim": WIDTH, "num_experts": EXPERTS, "router": {"top_k": 1},
         "experts": {"hidden_dim": HIDDEN}, "comm": {"cluster": str(ROOT / CLUSTER)},
@@ -53,7 +57,9 @@ def make_layer(**parallel: Any) -> MoELayer:
 
 
 def make_tokens(rank: int, round_: int, load: str) -> torch.Tensor:
-    """Return the tokens [T, D] of a rank in one round, which are the same for all policies."""
+    """Return the tokens [T, D] that a rank processes in one round. All policies receive the same
+    tokens.
+    """
     tokens, share = LOADS[load]
     generator = torch.Generator().manual_seed(1000 * round_ + rank)
     parts = torch.full((EXPERTS,), (1 - share) / (EXPERTS - 1))
@@ -65,15 +71,19 @@ def make_tokens(rank: int, round_: int, load: str) -> torch.Tensor:
 
 
 def step(layer: MoELayer, x_TD: torch.Tensor, policy: str) -> tuple[float, int]:
-    """Run a forward and a backward pass. Return the seconds, and the rows computed on this rank."""
+    """Run a forward and a backward pass. Return the time in seconds, and the number of rows that
+    this rank computed.
+    """
     seconds, stats = clean_step(layer, x_TD, LayoutChoice(r=1, spill=policy))
     return seconds, stats.rows
 
 
 def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, list[Any]]]:
     """Measure all policies on one rank. For each load, the policies alternate in every round.
-    Return pairs (seconds, rows) for each step, by load and policy, and for "place" pairs (seconds,
-    number of experts with replicas) for each placement of replicas.
+
+    The result contains pairs (seconds, rows) for each step, by load and policy. For the policy
+    "place", the result contains a pair (seconds, number of experts with replicas) for each
+    placement of replicas.
     """
     plain, stands = make_layer(), STANDING in policies
     stand = {load: make_layer(spill=STANDING, replan=REPLAN) for load in LOADS if stands}
@@ -97,7 +107,9 @@ def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, lis
 
 
 def run_memory(policy: str, steps: int = 5) -> float:
-    """Return the additional bytes that this rank needs at most during a step with the hot load."""
+    """Return the maximum additional memory, in bytes, that this rank needs during a step with the
+    hot load.
+    """
     layer = make_layer()
     step(layer, make_tokens(layer.comm.rank, 0, "even"), policy)
     inputs = [make_tokens(layer.comm.rank, number, HOT) for number in range(steps)]
@@ -109,9 +121,12 @@ def run_memory(policy: str, steps: int = 5) -> float:
 
 
 def summary(ranks: list[dict[str, Any]], load: str) -> dict[str, dict[str, float]]:
-    """Return for each policy: the median time in seconds on the slowest rank, the rows on the
-    busiest rank, and the time of the plain layer divided by that of the policy in the same rounds
-    (median and quartiles). For "place", the rows are the number of experts with replicas.
+    """Return the statistics of the measured steps for each policy.
+
+    The statistics are: the median time in seconds on the slowest rank; the time of the plain layer
+    divided by the time of the policy in the same rounds (median and quartiles); and the number of
+    rows on the busiest rank. For "place", the statistics are the time in seconds and the number of
+    experts with replicas.
     """
     def most(policy: str, part: int) -> list[float]:
         return [max(one[part] for one in at)
@@ -153,7 +168,9 @@ CELLS = {"policy": "`{policy}`", "ms": "{seconds:ms.1}",
 
 
 def _rows(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return all rows, with the throughput divided by that of an even load without a policy."""
+    """Return all rows. Each row contains the throughput divided by the throughput of an even load
+    without a policy.
+    """
     even = found["times"]["even"]["never"]["seconds"]
     return [{"load": load, "policy": policy, **one,
              "share": f"{even / one['seconds']:.0%}" if LOADS[load][0] == LOADS["even"][0] else ""}

@@ -36,7 +36,9 @@ WAYS = {"each": False, "once": True}  # by name: whether data are sent to a node
 
 
 def layouts(case: Sequence[Any]) -> tuple[TensorLayout, TensorLayout]:
-    """Return the layouts of the activations, of which all ranks of a tensor group have copies."""
+    """Return the layouts of the activations on both stages. With tensor parallelism, every rank of
+    a stage has a copy of the activations.
+    """
     first, second, before, after = case
     spec: list[list[str]] = [[], ["data"], []]
 
@@ -49,13 +51,17 @@ def layouts(case: Sequence[Any]) -> tuple[TensorLayout, TensorLayout]:
 
 
 def nodes_of(case: Sequence[Any], once: bool) -> list[int]:
-    """Return the node of each rank. For separate messages, all ranks count as one node."""
+    """Return the node of each rank. If the receivers get separate messages, all ranks count as one
+    node.
+    """
     ranks = (case[0] + case[1]) * PER_NODE
     return [rank // PER_NODE if once else 0 for rank in range(ranks)]
 
 
 def moved(case: Sequence[Any], once: bool) -> tuple[int, int]:
-    """Return the bytes sent between nodes, in total and over the busiest link in one direction."""
+    """Return the total number of bytes sent between nodes, and the number of bytes sent over the
+    busiest link in one direction.
+    """
     hops: list[Hop] = relays(unique_slices(*layouts(case)), nodes_of(case, once))
     load: Counter[tuple[str, int]] = Counter()
     for hop in hops:
@@ -67,13 +73,17 @@ def moved(case: Sequence[Any], once: bool) -> tuple[int, int]:
 
 
 def predicted_s(case: Sequence[Any], once: bool, bytes_per_s: float) -> float:
-    """Predict the seconds from the busiest link's bytes and the first chunk's extra hops."""
+    """Predict the duration of a transfer in seconds, from the bytes on the busiest link and the
+    additional hops of the first chunk.
+    """
     chained = once and case[1] > 1
     return moved(case, once)[1] / bytes_per_s * (1 + (case[1] - 1) / CHUNKS if chained else 1)
 
 
 def measure_case(at: argparse.Namespace) -> dict[str, Any]:
-    """On each rank, measure transfers with separate messages and once to each node."""
+    """On each rank, measure a transfer with separate messages, and a transfer that sends each slice
+    to a node only once. The two methods alternate.
+    """
     comm, case = TorchComm(), CASES[at.case]
     source, target = layouts(case)
     box = source.boxes.get(comm.rank)

@@ -49,7 +49,9 @@ LOAD = 1 + BACKWARD  # cost of a micro-batch at each stage, in forward passes
 
 
 class Delay(torch.autograd.Function):
-    """Returns its input after a delay, which represents the computation time of a peer."""
+    """An autograd function that returns its input after a delay, which represents the computation
+    time of a peer.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:  # noqa: D102
@@ -65,7 +67,9 @@ class Delay(torch.autograd.Function):
 
 
 class StagePart(nn.Module):
-    """A residual block with experts. The first stage embeds, and the last computes the output."""
+    """A residual block with experts, which is one stage of the pipeline. The first stage also
+    contains the embedding, and the last stage also contains the output layer.
+    """
 
     def __init__(self, stage: int, seconds: float) -> None:
         super().__init__()
@@ -130,8 +134,10 @@ def alone(steps: int) -> list[float]:
 
 
 def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
-    """Return (micro-batches per second, stage of each peer) of the fastest fixed pipeline. All
-    peers of a stage process the same number of micro-batches. An unused peer has the stage -1.
+    """Return (micro-batches per second, stage of each peer) for the fastest fixed pipeline.
+
+    All peers of a stage process the same number of micro-batches. The search includes pipelines in
+    which some peers are not used. An unused peer has the stage -1.
     """
     def rate(places: tuple[int, ...]) -> float:
         stages = [[s for s, place in zip(speeds, places, strict=True) if place == stage]
@@ -143,7 +149,12 @@ def best_fixed(speeds: Sequence[float]) -> tuple[float, tuple[int, ...]]:
 
 
 class Fixed(SwarmMembers):
-    """A swarm in which each peer has a fixed stage. Peers with the same stage take turns."""
+    """The members of a swarm in which each peer has a fixed stage. Peers with the same stage take
+    turns.
+
+    Args:
+        stage_of: the stage of each peer, by host name.
+    """
 
     def __init__(self, stage_of: dict[str, int]) -> None:
         super().__init__(STAGES, SEED)
@@ -169,7 +180,9 @@ def trace(peer: int) -> Iterator[tuple[float, float]]:
 
 
 def peer_rank(trainer: str, host: str, speed: float, lives: list[tuple[float, float]]) -> None:
-    """Serve as a peer that leaves and returns at the planned times, until the trainer has ended."""
+    """Serve as a peer until the trainer has ended. The peer leaves and returns at the planned
+    times.
+    """
     def serve() -> None:
         torch.set_num_threads(1)
         StagePeer((trainer, PORT), parts(speed), OPTIMIZER, loss, host=host, throughput=speed,

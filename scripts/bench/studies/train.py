@@ -150,7 +150,9 @@ def curve(side: results.SideTimes) -> tuple[list[float], list[float]]:
 
 
 def smoothed(losses: Sequence[float]) -> list[tuple[float, float, float]]:
-    """Return (mean, minimum, maximum) of the losses around each step."""
+    """For each step, return (mean, minimum, maximum) of the losses around the step. Near the ends
+    of a curve, fewer steps are averaged.
+    """
     reach = len(losses) // (2 * POINTS)
     windows = [losses[max(0, i - reach):i + reach + 1] for i in range(len(losses))]
     return [(sum(near) / len(near), min(near), max(near)) for near in windows]

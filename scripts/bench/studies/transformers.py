@@ -85,7 +85,10 @@ def build(shape: str, **more: Any) -> Any:
 
 
 def stepper(model: Any, tokens: Tensor) -> Callable[[], float]:
-    """Return a function that runs an SGD step (rate 0, to compare losses) and returns the loss."""
+    """Return a function that runs one training step with SGD and returns the loss.
+
+    The learning rate is 0, so that losses can be compared across steps and models.
+    """
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
 
@@ -107,9 +110,11 @@ def data(sequences: int, length: int, part: int = 0) -> Tensor:
 
 
 def timed(sides: dict[str, Callable[[], float]], steps: int) -> dict[str, Any]:
-    """Time the steps of all models, which alternate after every step. All ranks start a step at the
-    same time. In a single process, a model is timed only once if it takes more than `SLOW` times as
-    long as ours.
+    """Time the steps of all models, which alternate after every step. For each model, return the
+    step times in seconds and the last loss.
+
+    All ranks start a step at the same time. In a single process, a model is timed only once if it
+    takes more than `SLOW` times as long as ours.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     losses = {}
@@ -151,9 +156,9 @@ def measure_one(args: argparse.Namespace, names: Sequence[str] = EXPERTS,
 
 class OnGPU:
     """Measure training steps of `transformers` models on one GPU in bfloat16. The models use the
-    experts of `transformers`, or those of this package. The models have two layers, with the widths
-    and the numbers of experts of published models. All models start with the same weights and are
-    trained in a single process. The models alternate after every training step.
+    experts of `transformers`, or those of this package. The models have two layers. The widths and
+    the numbers of experts are those of published models. All models start with the same weights and
+    are trained in a single process. The models alternate after every training step.
     """
 
     TITLE = "Models of transformers on one GPU"
@@ -235,7 +240,13 @@ def gathered(folder: str, mesh: str, args: argparse.Namespace) -> list[Any]:
 
 def _with_sizes(cells: list[dict[str, Any]], args: argparse.Namespace, parts: int,
                 rate: float | None = None) -> dict[str, Any]:
-    """Add sizes and versions. `parts` is the number of batches per step, `rate` in bit/s."""
+    """Add model sizes and versions to the results.
+
+    Args:
+        cells: the results for each shape.
+        parts: number of batches per step.
+        rate: bandwidth of the nodes' links in bit/s, or None.
+    """
     return {"cells": cells, "sequences": args.sequences, "length": args.length, "parts": parts,
             "steps": args.steps, "rate": rate, "dtype": args.dtype,
             "versions": {name: version(name) for name in ("torch", "transformers")}}

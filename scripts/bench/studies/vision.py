@@ -45,7 +45,7 @@ def rate(cell: dict[str, Any], kind: str, side: str) -> float:
 
 
 def overhead(cell: dict[str, Any], kind: str) -> float:
-    """Return the median time of the MoE model divided by that of the dense model."""
+    """Return the median time of the MoE model divided by the median time of the dense model."""
     return rate(cell, kind, "dense") / rate(cell, kind, "moe")
 
 
@@ -73,9 +73,11 @@ def forward_of(model: nn.Module, x_BCSS: torch.Tensor) -> Callable[[], None]:
 
 
 def cell(preset: str, batch: int, models: dict[str, nn.Module], rounds: int) -> dict[str, Any]:
-    """Measure both models with a given number of images per call: the times of all rounds in
-    seconds, the FLOPs of a forward pass per image, and the largest share of tokens without a slot
-    in a layer.
+    """Measure both models with a given number of images per call.
+
+    Returns: The times of all rounds in seconds (by kind of call and model), the FLOPs of a forward
+        pass per image (by model), and the share of tokens without a slot in the layer with the
+        largest share.
     """
     size = PRESETS[preset].image
     random = torch.Generator().manual_seed(1)
@@ -97,7 +99,7 @@ def flops_of(models: dict[str, nn.Module], x_BCSS: torch.Tensor) -> tuple[dict[s
     """Return (FLOPs of a forward pass per image by model, largest share of dropped tokens).
 
     The FLOPs of the dense model are counted by torch. For the MoE model, the FLOPs of an MLP are
-    subtracted for each token without a slot, and those of the router are added for each token: a
+    subtracted for each token without a slot. The FLOPs of the router are added for each token: a
     projection, and the cosine with the direction of every expert.
     """
     # imported here, because it loads Triton, which prints messages at exit

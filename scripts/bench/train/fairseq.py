@@ -52,7 +52,13 @@ def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
 
 
 class _BranchFFN(nn.Module):
-    """The branch's layer in place of ours, with what the trainer and the criterion read."""
+    """The layer of fairseq's `moe` branch, which replaces our layer.
+
+    Attributes:
+        moe: the attributes of an MoE layer that the trainer and the criterion read.
+        run: the settings of the run.
+        stats: always None, because no statistics are logged for this layer.
+    """
 
     stats = None
 
@@ -83,7 +89,9 @@ def _become_branch(model: nn.Module, shape: TrainShape) -> None:
 
 
 def _copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy all weights by name, except for experts, which have other names in the two layers."""
+    """Copy all weights. Parameters are matched by name, except for experts, which have different
+    names in the two layers.
+    """
     from moe_plugin.hosts.fairseq.layers import moe_layers
 
     known = dict(source.named_parameters())

@@ -63,7 +63,9 @@ def _take_choices(router: Any, choose: sides.Chooser) -> None:
 
 
 def _copy_weights(source: Made | None, target: Made) -> None:
-    """Copy all weights by name, except for experts, which have other names in the two layers."""
+    """Copy all weights. Parameters are matched by name, except for experts, which have different
+    names in the two layers.
+    """
     if source is None or source is target:
         return
     mine, theirs = source.chunk.module, target.chunk.module
@@ -140,7 +142,14 @@ class Made:
 
 def make(shape: TrainShape, config: Any, settings: Settings | None = None,
           fused: bool = False) -> Made:
-    """Build a model with our layer and its settings, or (None) with Megatron's own specs."""
+    """Build a model.
+
+    Args:
+        config: Megatron's configuration.
+        settings: settings of our layer. None (default) builds the layers of Megatron's own layer
+            spec.
+        fused: whether to use the fused Adam optimizer.
+    """
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     from moe_plugin.comm.host_collectives import comm_of
@@ -183,7 +192,13 @@ def make(shape: TrainShape, config: Any, settings: Settings | None = None,
 
 
 class Batches:
-    """A sequence of training batches. Each batch consists of tokens and labels, each [B, T]."""
+    """A sequence of training batches. Each batch consists of tokens and labels, each [B, T].
+
+    Args:
+        text: the text, uint8 [N].
+        rank: this rank.
+        evaluate: whether the batches are used for evaluation.
+    """
 
     def __init__(self, shape: TrainShape, text: Tensor, rank: int, ranks: int,
                  evaluate: bool = False) -> None:

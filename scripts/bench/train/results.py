@@ -1,4 +1,6 @@
-"""The results of `bench train`: records, tables and pages."""
+"""The results of `bench train`: records, tables and pages. This module does not perform any
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,11 @@ class TrainReport:
     """The times of all models for one shape, in one host and at one place.
 
     Attributes:
+        host: name of the host, which is a key of `HOSTS`.
         place: description of where the ranks ran.
+        sides: the times of each model.
         load: load average of the machine before and after the measurement.
+        versions: package versions, the date and the device.
         evaluate: whether forward passes of an evaluation were timed instead of training steps.
     """
 
@@ -53,35 +58,48 @@ class TrainReport:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Identifies a measurement. A later report with the same key replaces this report."""
+        """A key that identifies the measurement of a report. A later report with the same key
+        replaces this report.
+        """
         return self.host, self.place, self.evaluate, self.shape.name, self.version
 
     def side(self, name: str) -> SideTimes:
         return next(side for side in self.sides if side.name == name)
 
     def best(self, kind: str) -> SideTimes:
-        """Return the model of a kind (ours, native or dense) with the lowest median time."""
+        """Return the model with the lowest median time among the models of one kind (ours, native
+        or dense).
+        """
         return min((side for side in self.sides if side.kind == kind), key=median_ms)
 
     def ratio(self, name: str = OURS) -> tuple[float, float]:
-        """Return the time of native models divided by that of one of our models, in medians (of the
-        native model with the lowest median) and in minima. Above 1, our model is faster.
+        """Return the times of the native models divided by the times of one of our models.
+
+        If a ratio is above 1, our model is faster.
+        Returns: (ratio of medians for the native model with the lowest median, ratio of minima for
+            the native model with the fastest step).
         """
         mine = self.side(name)
         least = min(min(s.seconds) for s in self.sides if s.kind == "native")
         return median_ms(self.best("native")) / median_ms(mine), least / min(mine.seconds)
 
     def behind(self, name: str = OURS) -> float:
-        """Return how much slower the median step of a model is than that of our fastest model."""
+        """Return how much slower the median step of a model is than the median step of our fastest
+        model. For example, 0.03 means 3 %.
+        """
         return median_ms(self.side(name)) / median_ms(self.best("ours")) - 1
 
     def loss_gap(self) -> float:
-        """Return the largest difference to a loss of the best native model in any step."""
+        """Return the largest difference between the losses of our model and of the best native
+        model in any step.
+        """
         mine, theirs = self.side(OURS).losses, self.best("native").losses
         return max(abs(a - b) for a, b in zip(mine, theirs, strict=False))
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert the report to plain values, with times rounded to 1e-6 s and losses to 1e-5."""
+        """Convert the report to plain values. Times are rounded to a microsecond, and losses to
+        1e-5.
+        """
         rounded = {"seconds": 6, "optimizer_s": 6, "losses": 5}
         sides = [{key: [round(v, rounded[key]) for v in value] if key in rounded else value
                   for key, value in asdict(side).items()} for side in self.sides]
@@ -94,11 +112,15 @@ class TrainReport:
 
 
 def median_ms(side: SideTimes) -> float:
+    """Return the median step time of a model in milliseconds."""
     return 1e3 * statistics.median(side.seconds)
 
 
 def spread(side: SideTimes) -> float:
-    """Return the interquartile range of the step times divided by their median."""
+    """Return the interquartile range of a model's step times divided by their median.
+
+    With fewer than four step times, return 0.
+    """
     if len(side.seconds) < 4:
         return 0.0
     low, _, high = statistics.quantiles(side.seconds, n=4)
@@ -106,7 +128,11 @@ def spread(side: SideTimes) -> float:
 
 
 def reports(values: Sequence[dict[str, Any]]) -> list[TrainReport]:
-    """Read the contents of a results file. Raise ValueError if `bench train` did not write them."""
+    """Read the reports from the contents of a results file.
+
+    Raises:
+        ValueError: if the contents were not written by `bench train`.
+    """
     try:
         return [TrainReport.from_dict(one) for one in values]
     except (TypeError, KeyError, ValueError) as error:
@@ -120,13 +146,20 @@ def merged(old: Sequence[TrainReport], new: Sequence[TrainReport]) -> list[Train
 
 
 def newest(every: Sequence[TrainReport], evaluate: bool = False) -> list[TrainReport]:
-    """For each host, return the reports of the most recently measured version."""
+    """For each host, return the reports of the version that was measured most recently.
+
+    Args:
+        every: the reports of all measured versions.
+        evaluate: whether to return reports about evaluations instead of training steps.
+    """
     return [one for mine in by_place(every, evaluate).values() for one in mine
             if one.version == mine[0].version]
 
 
 def summary_table(reports: Sequence[TrainReport]) -> str:
-    """Compare our layer, the fastest native layer and the dense model, one row per shape."""
+    """Return a table with one row per shape that compares our layer, the fastest native layer and
+    the dense model.
+    """
     return columns(reports, {
         "shape": "{0.shape.name}", "sizes": lambda r: r.shape.label(),
         "host version": "{0.version}",
@@ -143,7 +176,9 @@ def summary_table(reports: Sequence[TrainReport]) -> str:
 
 
 def evaluation_table(reports: Sequence[TrainReport]) -> str:
-    """Compare our layer with and without pieces and the native layer, one row per shape."""
+    """Return a table with one row per shape that compares our layer with pieces, our layer without
+    pieces, and the native layer.
+    """
     return columns(reports, {
         "shape": "{0.shape.name}", "sizes": lambda r: r.shape.label(),
         "host version": "{0.version}", "native": lambda r: _time(r.best("native")),
@@ -181,7 +216,9 @@ def _optimizer(side: SideTimes) -> float:
 
 
 def main_parts(reports: Sequence[TrainReport]) -> list[str]:
-    """Return the sections of the main page, one for each kind of place, and the evaluations."""
+    """Return the sections of the main page: one section for each kind of place, followed by the
+    evaluations.
+    """
     trained, evaluated = by_place(reports), by_place(reports, evaluate=True)
     sections = []
     for kind in dict.fromkeys(_kind(place) for _, place in trained):
@@ -223,7 +260,9 @@ def _page_of(one: TrainReport) -> str:
 
 
 def _kind(place: str) -> str:
-    """Return the text before the first comma, which does not state ranks, bandwidth and delay."""
+    """Return the kind of a place, which is the text before the first comma. The text after the
+    comma states the number of ranks, the bandwidth and the delay.
+    """
     return place.split(",")[0]
 
 
@@ -235,8 +274,10 @@ def _setup(reports: Sequence[TrainReport]) -> str:
 
 def by_place(every: Sequence[TrainReport],
              evaluate: bool = False) -> dict[tuple[str, str], list[TrainReport]]:
-    """Return the reports about training steps (or evaluations), grouped by host and place. In a
-    group, the most recently measured version comes first, and its reports are ordered by shape.
+    """Return the reports about training steps (or evaluations), grouped by host and place.
+
+    Within a group, the most recently measured version comes first, and the reports of each version
+    are ordered by shape.
     """
     known = list(SHAPES)
     last: dict[tuple[str, str, str], str] = {}

@@ -28,8 +28,16 @@ TIMEOUT_S = 900.0
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """One measurement: the host, the shape, the path of the text, the numbers of timed and untimed
-    steps per model, and the models to train (see `sides_of`).
+    """One measurement: the host, the shape, and the models to train.
+
+    Attributes:
+        host: "megatron" or "fairseq".
+        text: path of the training text.
+        steps: number of timed steps per model.
+        warm_up: number of untimed steps per model before the timed steps.
+        ours: for each model with our layer, the settings of the layer.
+        others: whether to also measure the host's own layer and a dense model.
+        evaluate: whether to time forward passes of an evaluation instead of training steps.
     """
 
     host: str
@@ -43,14 +51,18 @@ class TrainPlan:
 
 
 def measure_rank(plan: TrainPlan) -> list[SideTimes]:
-    """Measure all models of one plan on all ranks of an initialized group, with the same result."""
+    """Measure all models of one plan. Every rank must call this function in an initialized group,
+    and all ranks get the same result.
+    """
     sides = sides_of(plan.host, plan.shape, read_text(plan.text), plan.ours, plan.others,
                      plan.evaluate)
     return measure(sides, TorchComm(), plan.steps, plan.warm_up)
 
 
 def measure_plans(plans: Sequence[TrainPlan]) -> list[tuple[list[SideTimes], Load]]:
-    """Measure several plans. Return the times and the machine's load averages for each plan."""
+    """Measure all models of several plans one after the other. The load average of the machine is
+    recorded for each plan.
+    """
     found = []
     for plan in tracked(plans, "bench train", "shape"):
         before = os.getloadavg()[0]
@@ -61,9 +73,12 @@ def measure_plans(plans: Sequence[TrainPlan]) -> list[tuple[list[SideTimes], Loa
 
 def sides_of(host: str, shape: TrainShape, text: Tensor, ours: Mapping[str, Settings],
              others: bool = True, evaluate: bool = False) -> list[Side]:
-    """Build all models with the same weights, on all ranks of an initialized group.
+    """Build all models with the same weights. Every rank must call this function in an initialized
+    group.
 
     Args:
+        host: "megatron" or "fairseq".
+        text: the training text, as returned by `read_text`.
         ours: settings of our layer by the name of the model.
         others: whether to also build the host's own layer and a dense model.
         evaluate: whether steps are forward passes of an evaluation.
@@ -92,7 +107,9 @@ def on_this_machine(plans: Sequence[TrainPlan], ranks: int) -> list[TrainReport]
 
 
 def on_emulated(plans: Sequence[TrainPlan], cluster: EmulatedCluster) -> list[TrainReport]:
-    """Measure several plans on a running emulated cluster."""
+    """Measure several plans on a running emulated cluster. The hosts are imported before the ranks
+    are forked.
+    """
     forked_hosts({plan.host for plan in plans})
     place = (f"{cluster.nodes_wanted}x{cluster.ranks_per_node} emulated nodes, "
              f"{cluster.rate_bit_s / 1e6:g} Mbit/s, {show_time(cluster.delay_s)}")
@@ -109,8 +126,16 @@ def sides_on_emulated(plan: TrainPlan, cluster: EmulatedCluster) -> list[SideTim
 
 def settings_on_emulated(host: str, shape: TrainShape, text: str, ours: Mapping[str, Settings],
                          args: Namespace, cluster: EmulatedCluster) -> dict[str, Any]:
-    """Train models with our layer and different settings on a running emulated cluster. Return the
-    label of the shape, and by model: the layout, the median step time and the last loss.
+    """Train models with our layer and different settings on a running emulated cluster.
+
+    Args:
+        host: "megatron" or "fairseq".
+        text: path of the training text.
+        ours: settings of our layer by the name of the model.
+        args: options of a study, including `steps` and `warm_up`.
+
+    Returns: The label of the shape, and the results of each model: the layout, the median step time
+        in seconds, and the last loss.
     """
     # in fairseq, k is a setting of our layer, and the ragged dispatcher creates no slots
     more = {"router.top_k": shape.top_k, "dispatch.name": "ragged"} if host == "fairseq" else {}
@@ -123,7 +148,9 @@ def settings_on_emulated(host: str, shape: TrainShape, text: str, ours: Mapping[
 
 
 def forked_hosts(hosts: Iterable[str]) -> None:
-    """Import the hosts before ranks are forked, so that the ranks need not import them."""
+    """Import the host frameworks before ranks are forked, so that the ranks need not import them
+    again.
+    """
     for host in hosts:
         _builder(host)
         _import_host(host)

@@ -41,11 +41,20 @@ class TrainShape:
     """A decoder language model with an MoE layer in every block.
 
     Attributes:
-        inner: inner width of an expert.
+        width: width of a token, D.
+        inner: inner width of an expert, F.
+        experts: number of experts, E.
+        top_k: number of experts per token, K.
         tokens: number of tokens per step, over all ranks.
+        layers: number of transformer layers.
         length: number of tokens per sentence.
-        bf16: whether parameters and activations are in bfloat16. The optimizer has float32 copies.
+        gated: whether the experts are gated (SwiGLU).
+        bf16: whether parameters and activations are stored in bfloat16. The optimizer stores
+            float32 copies of the parameters.
         gelu: whether fairseq's models use GELU instead of ReLU. Megatron's models never use ReLU.
+
+    Raises:
+        ValueError: if a size is smaller than 1, or top_k is larger than the number of experts.
     """
 
     name: str
@@ -70,7 +79,11 @@ class TrainShape:
                              f"experts={self.experts}. Use a smaller top_k")
 
     def sentences(self, ranks: int) -> int:
-        """Return the number of sentences that one rank processes in a step."""
+        """Return the number of sentences that one rank processes in a step.
+
+        Raises:
+            ValueError: if the tokens of a step cannot be divided equally among the ranks.
+        """
         if self.tokens % (self.length * ranks):
             raise ValueError(
                 f"tokens={self.tokens} cannot be divided into sentences of {self.length} tokens on "
@@ -89,17 +102,19 @@ class Side:
 
     Attributes:
         kind: "ours", "native" or "dense".
-        step: trains (or evaluates) on the step with the given number, and returns the loss over all
-            ranks, in nats per token.
-        optimizers: the torch optimizers, whose time is also measured separately.
-        settled: returns whether the tuners have made their final choices, equally on all ranks.
-        layout: returns the label of the current layout.
-        parameters: parameters of the model. If they have 16 bits, the optimizers have float32
-            copies.
-        routers: for each MoE layer, a function that replaces all later choices of its router. The
-            argument maps the logits [T, E] and the chosen experts [T, K] to the experts [T, K] to
-            use.
-        reload: copies changed parameters to the optimizers' float32 copies, if there are any.
+        step: a function that receives the number of a step and trains (or evaluates) on this step.
+            The function returns the loss of the language model over all ranks, in nats per token.
+        optimizers: the torch optimizers. The time of the optimizers is measured separately.
+        settled: a function that returns whether the tuners have made their final choices. The
+            function returns the same value on all ranks.
+        layout: a function that returns the label of the current layout.
+        parameters: parameters of the model. If the model is stored in 16 bits, the optimizers have
+            float32 copies of the parameters.
+        routers: for each MoE layer, in order, a function that replaces all later choices of the
+            layer's router. The argument of this function maps the logits [T, E] and the experts
+            [T, K] that the router chooses to the experts [T, K] that the layer uses.
+        reload: a function that copies the parameters to the optimizers' float32 copies after the
+            parameters have changed. Does nothing if there are no such copies.
     """
 
     name: str
@@ -115,6 +130,7 @@ class Side:
 
 def tuners_settled(layers: Sequence[MoELayer]) -> Callable[[], bool]:
     """Return a function that returns whether the tuners of all layers have finished their trials.
+    The returned value is the same on all ranks.
     """
     return lambda: not any(_exploring(layer) for layer in layers)
 
@@ -145,7 +161,15 @@ def layout_of(layers: Sequence[MoELayer], tokens: int) -> str:
 
 
 def batch(text: Tensor, step: int, sentences: int, length: int, rank: int) -> Tensor:
-    """Return the bytes of a rank's sentences in one step, int64 [sentences, length + 1]."""
+    """Return the bytes of a rank's sentences in one step, int64 [sentences, length + 1].
+
+    All models get the same sentences in the same step.
+
+    Args:
+        text: the text, uint8 [N].
+        length: number of tokens per sentence.
+        rank: this rank.
+    """
     source = torch.Generator().manual_seed(1_000_003 * step + rank)
     starts = torch.randint(len(text) - length, (sentences, 1), generator=source)
     return text[starts + torch.arange(length + 1)].long()
@@ -176,8 +200,14 @@ SHAPES = {
 
 
 def parse_shapes(text: str) -> list[TrainShape]:
-    """Parse `--shapes`: `all`, several names separated by commas, or `WxFxExKxT` (width, inner
-    width, number of experts, experts per token, tokens per step).
+    """Parse the value of the option `--shapes`.
+
+    Args:
+        text: `all`, several names separated by commas, or `WxFxExKxT` (width, inner width, number
+            of experts, experts per token, tokens per step).
+
+    Raises:
+        ValueError: if a name is unknown.
     """
     return list(SHAPES.values()) if text == "all" else [_shape(item) for item in text.split(",")]
 
@@ -195,8 +225,14 @@ def _shape(text: str) -> TrainShape:
 
 
 def for_host(shapes: Sequence[TrainShape], host: str) -> list[TrainShape]:
-    """Adapt the shapes to the layer of fairseq's `moe` branch, which does not support gated
-    experts, or more than two experts per token. Shapes with gated experts are removed.
+    """Adapt the shapes to the limits of the host's own layer.
+
+    The layer of fairseq's `moe` branch does not support gated experts, or more than two experts per
+    token. Therefore the number of experts per token is reduced, and shapes with gated experts are
+    removed.
+
+    Raises:
+        ValueError: if the host is fairseq and all shapes have gated experts.
     """
     if host != "fairseq":
         return list(shapes)
@@ -207,8 +243,11 @@ def for_host(shapes: Sequence[TrainShape], host: str) -> list[TrainShape]:
 
 
 def our_settings(several_nodes: bool) -> dict[str, Settings]:
-    """Return the settings of our layer for each model: the default, `auto` for the layout and the
-    all-to-all algorithm (on several nodes, this is the default), and every other fixed setting.
+    """Return the settings of our layer for each model.
+
+    There is one model for the default settings, one for the automatic choice (`auto`) of the layout
+    and the all-to-all algorithm (on several nodes, this is the default), and one for every fixed
+    setting that is not the default.
     """
     if several_nodes:  # the default settings are `auto` already
         return {OURS: {}, **{f"{OURS}, {name}": FIXED[name] for name in FIXED}}
@@ -217,8 +256,11 @@ def our_settings(several_nodes: bool) -> dict[str, Settings]:
 
 
 def evaluated_settings(hardware: Settings) -> dict[str, Settings]:
-    """Return the settings of our layer for evaluations, without pieces and with the number of
-    pieces chosen by the load. `hardware` describes the links and the processor.
+    """Return the settings of our layer for evaluations, with rows not divided into pieces and with
+    the number of pieces chosen by the load.
+
+    Args:
+        hardware: settings that describe the links and the processor. Used with and without pieces.
     """
     return {OURS: hardware, PIECES: {**hardware, "parallel.prefill": True}}
 

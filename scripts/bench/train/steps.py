@@ -23,9 +23,12 @@ class SideTimes:
     """The step times of one model, in seconds on the slowest rank.
 
     Attributes:
+        kind: "ours", "native" or "dense".
+        seconds: time of each timed step.
         optimizer_s: time spent in the optimizer during each timed step.
-        losses: losses of all steps, including those of the last warm-up. They can be compared
-            between models, which start with the same weights and use the same data.
+        losses: losses of all steps, including the steps of the last warm-up. The losses of two
+            models can be compared step by step, because all models start with the same weights and
+            use the same data.
         parameters: number of parameters per rank.
     """
 

@@ -1,4 +1,5 @@
-"""The format of fairseq's `moe` branch: `NAME-shared.pt` and files `NAME-rank-N.pt`.
+"""The checkpoint format of fairseq's `moe` branch. A checkpoint consists of `NAME-shared.pt` and
+several files `NAME-rank-N.pt`.
 
 The shared file contains everything but the experts. The file of each rank contains the experts of
 this rank, numbered from 0, and their optimizer state. All files contain the settings and the
@@ -48,7 +49,8 @@ State = Mapping[str, Any]
 
 
 def _find(path: Path) -> list[str]:
-    """Return a checkpoint's shared file, followed by the rank files in the order of ranks.
+    """Return the files of a checkpoint: the shared file, followed by the rank files in the order of
+    the ranks.
 
     The argument `path` is the folder of the checkpoint, or the name of any of its files. If there
     is no such checkpoint, return an empty list.
@@ -161,7 +163,9 @@ def _columns(state: State, model: State, model_only: bool) -> dict[str, dict[str
 
 
 def _why_unassignable(state: State, model: State, path: str) -> str:
-    """Return why a file's optimizer state cannot be assigned to parameters, or an empty string."""
+    """Return the reason why the optimizer state in a file cannot be assigned to parameters, or an
+    empty string if it can be assigned.
+    """
     optimizer = state.get(_OPTIMIZER) or {}
     # -1: fairscale's optimizer state is in another file
     if optimizer == -1 or "param_id_map" in optimizer:
@@ -266,7 +270,9 @@ def _state_of_file(source: Source, rank: int | None, local: int) -> dict[str, An
 
 
 def _name_in_file(name: str, rank: int | None, local: int) -> str | None:
-    """Return a parameter's name in a rank's file or the shared file, or None if it is absent."""
+    """Return the name of a parameter in the file of a rank or in the shared file, or None if this
+    file does not contain the parameter.
+    """
     expert = expert_of(name)
     if expert is None or rank is None:
         return name if expert is None and rank is None else None
@@ -283,7 +289,8 @@ def _one_group(groups: Sequence[State], count: int) -> list[dict[str, Any]]:
     """Return the parameter group of an optimizer, adapted to `count` parameters.
 
     Raises:
-        CheckpointError: If there are several groups, so that parameters' groups are unknown.
+        CheckpointError: If there are several groups, because the group of each parameter is then
+            unknown.
     """
     if len(groups) != 1:
         raise CheckpointError(f"the optimizer has {len(groups)} parameter groups, which cannot "

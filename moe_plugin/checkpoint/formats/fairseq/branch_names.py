@@ -1,4 +1,5 @@
-"""Conversion between tensor names of fairseq's `moe` branch and of models with our layers.
+"""Conversion between the tensor names of fairseq's `moe` branch and the names of fairseq models
+with this package's layers.
 
     PREFIX is decoder.layers.N. or encoder.layers.N.; expert i of E, D width, F inner width
     branch                                          ours
@@ -107,7 +108,9 @@ def to_branch(source: Source) -> View:
 
 
 def our_order(source: Source) -> list[str]:
-    """Return a branch checkpoint's parameter names as names of this package, in its order."""
+    """Return the parameter names of a branch checkpoint, converted to the names and the order of
+    models with this package's layers.
+    """
     table = _table(source.layers)
     return _ordered(dict.fromkeys(table.neutral_name(name) for _, name in source.entries),
                     _our_place)

@@ -32,7 +32,9 @@ _BUFFERS = re.compile(r"(.*\.)?(version|_float_tensor|_future_mask)")
 
 
 def plain_value(value: Any) -> Any:
-    """Convert a choice (an enum) of fairseq's dataclasses to a string, and nothing else."""
+    """If the value is a choice (an enum) of fairseq's dataclasses, convert it to a string. Return
+    other values unchanged.
+    """
     return value.value if isinstance(value, Enum) else value
 
 

@@ -1,4 +1,5 @@
-"""Checkpoint files of runs whose ranks store some of the experts, `checkpoint_last-rank-N.pt`.
+"""Checkpoint files of a run in which each rank stores some of the experts:
+`checkpoint_last-rank-N.pt`.
 
 Files are saved in two phases, so that even after a crash, there is a step for which all ranks have
 complete files. In the first phase, each rank writes `NAME.new`. When all ranks have finished
@@ -67,7 +68,9 @@ def has_rank(filename: str) -> bool:
 
 
 def rank_files(filename: str, end: str = "") -> dict[int, str]:
-    """Return the files of all ranks, given a name with or without a rank. `end` follows `.pt`."""
+    """Return the files of all ranks, given a file name with or without a rank suffix. `end` is the
+    suffix that follows `.pt`.
+    """
     paths = glob.glob(f"{glob.escape(without_rank(filename).removesuffix('.pt'))}-rank-*.pt{end}")
     return {int(number): path for path in sorted(paths)
             for number in RANK_SUFFIX.findall(path.removesuffix(end))}
@@ -100,7 +103,8 @@ def save(filename: str, write: Callable[[str], None], group: Any) -> None:
 
 
 def write(state: Mapping[str, Any], path: str) -> None:
-    """Write a checkpoint file with a checksum, and rename it when it is complete.
+    """Write a checkpoint file with a checksum. The file receives its final name only when it is
+    complete.
 
     Raises:
         CheckpointError: If the file cannot be written.
@@ -127,7 +131,8 @@ def _not_written(path: str, error: OSError) -> CheckpointError:
 
 
 def copy(source: str, target: str, link: bool = False) -> None:
-    """Copy a checkpoint. Ranks rename their copies together, so `target` is always complete.
+    """Copy a checkpoint. All ranks rename their copies together, so the files at `target` are
+    always complete.
 
     link: whether the copy may share disk space with `source`, if the file system supports this.
     Raises: CheckpointError: If any rank could not write its copy. All ranks raise this error.

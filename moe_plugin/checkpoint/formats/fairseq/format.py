@@ -73,7 +73,8 @@ class Written:
 
 
 def read_file(path: str, trusted: bool = False) -> dict[str, Any]:
-    """Read a checkpoint file without values of tensors and without verifying its checksum.
+    """Read a checkpoint file without reading the values of tensors. The checksum of the file is not
+    verified.
 
     Raises:
         CheckpointError: If the file is truncated, damaged or not a checkpoint of fairseq.
@@ -90,7 +91,9 @@ def _check_content(state: Mapping[str, Any]) -> None:
 
 
 def _refuse_shard(path: str, state: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` for a shard that was saved with `--use-sharded-state`."""
+    """Raise `CheckpointError` if a file was saved with `--use-sharded-state`, because it then
+    contains only a shard of each tensor.
+    """
     if any("flat_param" in name for name in state[MODEL]):
         raise CheckpointError(
             f"checkpoint {path!r} contains only one rank's shard of every parameter (--ddp-backend "
@@ -194,7 +197,8 @@ def _without_columns(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def state_of_rank(source: Source, rank: int, world: int, ep: int,
                   shards: int | Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Return the contents of data-parallel rank `rank`'s file, without reading values of tensors.
+    """Return the contents of the file of data-parallel rank `rank`. This function does not read the
+    values of tensors.
 
     The position in the epoch is converted to the new number of ranks. The new position corresponds
     to the same total number of batches, rounded down.
@@ -241,7 +245,9 @@ def state_of_rank(source: Source, rank: int, world: int, ep: int,
 
 def state_by_index(columns: Mapping[str, Mapping[str, Any]],
                    order: Sequence[str]) -> dict[int, dict[str, Any]]:
-    """Return an optimizer's state by parameter index, given the names in this `order`."""
+    """Return the state of an optimizer, keyed by parameter index. `order` lists the parameter names
+    in the order of the indices.
+    """
     state: dict[int, dict[str, Any]] = {}
     for index, name in enumerate(order):
         values = {field: column[name] for field, column in columns.items() if name in column}
@@ -251,7 +257,9 @@ def state_by_index(columns: Mapping[str, Mapping[str, Any]],
 
 
 def _moved(extra: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
-    """Return fairseq's `extra_state` with the position in the epoch for another number of ranks."""
+    """Return fairseq's `extra_state`, in which the position in the epoch is converted to a
+    different number of ranks.
+    """
     iterator = extra.get("train_iterator")
     if not isinstance(iterator, Mapping) or "iterations_in_epoch" not in iterator:
         return dict(extra)
@@ -261,7 +269,9 @@ def _moved(extra: Mapping[str, Any], old: int, new: int) -> dict[str, Any]:
 
 @formats.register("fairseq")
 class FairseqFormat(Format):
-    """Checkpoints of fairseq models with this package's layers, and of dense fairseq models."""
+    """Checkpoints of fairseq models with this package's layers (a single file or one file per
+    rank), and of dense fairseq models.
+    """
 
     name = "fairseq"
     views_as = {NEUTRAL: neutral.to_neutral}

@@ -85,7 +85,9 @@ def neutral_tensors(source: Source, tied: bool) -> Iterator[Derived]:
     """Yield the tensors of a `fairseq` source under framework-independent names.
 
     Args:
-        tied: whether the output matrix is the embedding matrix, and is therefore not yielded.
+        source: the source.
+        tied: whether the output matrix is the same as the embedding matrix. If `tied` is True, the
+            output matrix is not yielded.
     """
     found = (source.tensor(key) for key in source.entries if key[1] not in _BUFFERS
              and not (tied and key[1] == "decoder.output_projection.weight"))
@@ -124,7 +126,8 @@ def _with_padding(one: Derived) -> Derived:
 
 
 def more_tensors(tensors: Sequence[Derived], tied: bool, sinusoidal: bool) -> Iterator[Derived]:
-    """Yield the tensors of a fairseq file that are not parameters, and a tied output matrix.
+    """Yield the tensors of a fairseq file that are not parameters. If the output matrix is tied, it
+    is also yielded.
 
     Args:
         tensors: the tensors that `fairseq_tensors` yielded.

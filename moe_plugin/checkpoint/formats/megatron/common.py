@@ -1,4 +1,5 @@
-"""Entries of a distributed checkpoint that are not tensors: parameter groups, and objects.
+"""Non-tensor entries of a distributed checkpoint: parameter groups of optimizers, and objects of
+modules.
 
 Megatron uses one optimizer for shared parameters and another optimizer for expert parameters. The
 parameters of this package's experts always belong to the second optimizer. The parameters of
@@ -47,7 +48,9 @@ RENAMED = {"cuda_graph_scope": "cuda_graph_modules"}  # 0.18 and newer accept bo
 
 
 def by_layer(tensors: Mapping[str, Derived]) -> Iterator[Derived]:
-    """Yield a checkpoint's tensors. A key is a field and a name with the layer index."""
+    """Yield the tensors of a checkpoint. Each key consists of a field and a name with the layer
+    index.
+    """
     for stored, tensor in tensors.items():
         field, name = split_field(stored)
         if is_stacked(name):
@@ -129,10 +132,12 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder of a checkpoint, or of the newest of several in `path`.
+    """Return the folder of a checkpoint. If `path` contains several checkpoints, return the folder
+    of the newest checkpoint.
 
     Raises:
-        CheckpointError: If the file with the newest checkpoint's iteration is damaged.
+        CheckpointError: If the file that contains the iteration of the newest checkpoint is
+            damaged.
     """
     if not (path / LATEST).is_file():
         return path
@@ -182,7 +187,9 @@ def refuse_other_optimizers(source: Source) -> None:
 
 
 def optimizer_parts(state: Any) -> list[dict[Any, Any]]:
-    """Return the optimizers in the common state, which stores one or a chain of several."""
+    """Return the list of optimizers in the common state. The common state contains either one
+    optimizer or a chain of several optimizers.
+    """
     if not isinstance(state, dict) or not state:
         return []
     if all(isinstance(key, int) for key in state):
@@ -191,13 +198,15 @@ def optimizer_parts(state: Any) -> list[dict[Any, Any]]:
 
 
 def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:
-    """Return the common state's entry "optimizer", with or without one for experts.
+    """Return the entry "optimizer" of the common state, with or without a separate optimizer for
+    experts.
 
     Args:
         state: entry "optimizer" of `common.pt`. The entry is either the state of a single
             optimizer, or a mapping from the index of each optimizer in a chain to its state.
         own_optimizer: whether experts have a separate optimizer.
-        biases: whether experts have parameters without weight decay, such as biases.
+        biases: whether the experts have parameters without weight decay, such as the biases of
+            Megatron's own experts.
     """
     parts = optimizer_parts(state)
     if not parts:
@@ -211,11 +220,13 @@ def regrouped(state: Any, own_optimizer: bool, biases: bool) -> Any:
 
 
 def fitted(state: Any, wanted: Any) -> Any:
-    """Return the common state's entry "optimizer", converted to this run's optimizers and groups.
+    """Return the entry "optimizer" of the common state, converted to the current run's optimizers
+    and parameter groups.
 
     Args:
         state: entry "optimizer" of the checkpoint.
-        wanted: the current run's optimizer state, with all entries of its parameter groups.
+        wanted: optimizer state of the current run, which contains all entries of the parameter
+            groups.
     """
     parts, targets = optimizer_parts(state), optimizer_parts(wanted)
     if not parts or not targets or [list(map(_identity, _groups(part))) for part in parts] == [
@@ -231,7 +242,9 @@ def fitted(state: Any, wanted: Any) -> Any:
 
 
 def group_value(group: Mapping[str, Any], key: str) -> Any:
-    """Return a group's value, stored under Megatron's or NeMo's key, or None if it is missing."""
+    """Return a value of a parameter group, or None if it is missing. The value may be stored under
+    Megatron's key or under NeMo's key.
+    """
     return group.get(key, group.get(f"pre_{key}"))
 
 
@@ -337,7 +350,8 @@ def expert_objects(layers: Mapping[str, Mapping[str, int]], count: int,
 
 def module_objects(numbers: Iterable[int], moe: Iterable[int], tensors: Iterable[str],
                    stacked: bool) -> Iterable[str]:
-    """Yield the names of the objects that a GPT model's modules store, except experts.
+    """Yield the names of the objects that the modules of a GPT model store, except those of
+    experts.
 
     These objects are empty unless the model uses an 8-bit number format.
 

@@ -41,7 +41,9 @@ GATES = ("w_gate_LDF", "b_gate_LF")
 
 
 def _table(gated: Mapping[str, bool]) -> NameTable:
-    """Build the table of expert names, given which MoE layers (name prefixes) have gates."""
+    """Build the table of expert names. `gated` states, for the name prefix of each MoE layer,
+    whether the experts have gates.
+    """
     return NameTable(
         NameRule(f"{prefix}experts.experts.{theirs}",
              tuple(f"{prefix}experts.{name}" for name in ours if has_gates or name not in GATES),
@@ -50,7 +52,9 @@ def _table(gated: Mapping[str, bool]) -> NameTable:
 
 
 def to_native(source: Source) -> Source:
-    """Return a view of a `megatron` source with the names and layout of Megatron's own experts."""
+    """Return a view of a `megatron` source in which the experts have the names and layout of
+    Megatron's own experts.
+    """
     names = _table({prefix: (MODEL, f"{prefix}experts.w_gate_LDF") in source.entries
                     for prefix in source.layers})
     kept = source.values.get("megatron")
@@ -64,7 +68,9 @@ def to_native(source: Source) -> Source:
 
 
 def to_ours(source: Source) -> Source:
-    """Return a view of a `megatron_native` source with names and layout of our experts."""
+    """Return a view of a `megatron_native` source in which the experts have the names and layout of
+    this package's experts.
+    """
     names = _table({prefix: _gated(source, prefix) for prefix in source.layers})
     ordered = _experts_first(source, [f"experts.experts.{theirs}" for theirs in PAIRS])
     tensors = map(ordered.tensor, ordered.entries)
@@ -72,7 +78,8 @@ def to_ours(source: Source) -> Source:
 
 
 def _experts_first(source: Source, names: Sequence[str]) -> View:
-    """Return a view of the source with experts' tensors first, as they are written.
+    """Return a view of the source in which the experts' tensors come before all other tensors.
+    Tensors are written in the order of this view.
 
     names: names of the experts' tensors, without the prefix of the layer.
     """

@@ -1,4 +1,5 @@
-"""Conversion between neutral names and Megatron's GPT models with this package's experts.
+"""Conversion between framework-independent names and Megatron's GPT models with this package's
+experts.
 
     neutral                                Megatron, by layer
     attention.q, k, v                      self_attention.linear_qkv: for each group of queries that
@@ -74,12 +75,14 @@ def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
     """Return neutral settings.
 
     Args:
-        settings: settings under Megatron's names. Missing settings have Megatron's defaults.
+        settings: settings under Megatron's names. For missing settings, Megatron's default values
+            are used.
         tied: whether the tensors show that the output matrix is the same as the embedding matrix.
         learned: whether the tensors show that the model has learned position embeddings.
         kv_heads: number of key and value heads, computed from the shapes of tensors.
     Raises:
-        CheckpointError: If a required setting is missing or a setting has no neutral form.
+        CheckpointError: If a required setting is missing, or if a setting has no
+            framework-independent form.
     """
     missing = [name for name in _NEEDED if name not in settings]
     if missing:
@@ -118,7 +121,9 @@ def to_decoder(settings: Mapping[str, Any], *, tied: bool, learned: bool,
 
 
 def _groups(settings: Mapping[str, Any], score: str) -> dict[str, Any]:
-    """Return the neutral settings of group-limited routing, or {} for routing without groups."""
+    """Return the framework-independent settings of group-limited routing, or an empty dict if
+    routing is not limited to groups.
+    """
     groups, chosen = (int(settings.get(f"moe_router_{name}") or 0)
                       for name in ("num_groups", "group_topk"))
     if not groups or not chosen or not settings.get("num_experts"):
@@ -133,7 +138,9 @@ def _groups(settings: Mapping[str, Any], score: str) -> dict[str, Any]:
 
 
 def from_decoder(model: DecoderSettings) -> dict[str, Any]:
-    """Convert the settings to Megatron's names, without those that follow from tensor shapes."""
+    """Convert the settings to Megatron's names. Settings that can be computed from the shapes of
+    tensors are left out.
+    """
     s = model
     if s.groups:
         s = replace(s, group_scores=s.group_scores or max(1, s.top_k // s.group_top_k))
@@ -277,7 +284,9 @@ def _kv_heads(source: Source, heads: int) -> int:
 
 
 def from_neutral(source: Source) -> Source:
-    """Return a view of a neutral source with the names of a Megatron GPT model with our experts."""
+    """Return a view of a framework-independent source that uses the names of a Megatron GPT model
+    with this package's experts.
+    """
     source = _with_fitting_biases(source)
     model = DecoderSettings.from_dict(source.values["model"])
     known = from_decoder(model)
@@ -294,7 +303,8 @@ def from_neutral(source: Source) -> Source:
 
 
 def _with_fitting_biases(source: Source) -> Source:
-    """Return the source with master weights, and exactly the biases of Megatron's model.
+    """Return the source with master weights added, and with exactly the biases that Megatron's
+    model has.
 
     In Megatron's model, either all linear layers and routers have biases, or none of them has
     biases. The only exception is the input projections of attention. If necessary, zero biases are

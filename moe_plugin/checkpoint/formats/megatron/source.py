@@ -64,10 +64,12 @@ def open_checkpoint(path: Path, trusted: bool = False) -> Source:
 
     Args:
         path: folder of the checkpoint, or the parent of this folder.
-        trusted: whether to unpickle arbitrary classes, which can run code from the files.
+        trusted: whether to unpickle arbitrary classes. Unpickling can run code that is stored in
+            the files.
     Raises:
         CheckpointError: If a file is missing or damaged.
-        UntrustedFile: If, without `trusted`, a class is not from torch or Megatron.
+        UntrustedFile: If a file contains classes that are not from torch or Megatron, and `trusted`
+            is False.
     """
     folder = folder_of(path)
     _check_backend(folder)

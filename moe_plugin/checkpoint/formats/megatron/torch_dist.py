@@ -73,10 +73,12 @@ class DistributedFiles:
         checksums_by_name: CRC-32 checksums of the files in the folder as hexadecimal strings, by
             file name. If a file has a checksum, the checksum is verified before the file is first
             read.
-        trusted: whether to unpickle arbitrary classes in `.metadata`, which can run code.
+        trusted: whether to unpickle arbitrary classes in `.metadata`. Unpickling can run code that
+            is stored in the file.
     Raises:
         CheckpointError: If a file is missing or damaged.
-        UntrustedFile: If, without `trusted`, `.metadata` has classes that are not from torch.
+        UntrustedFile: If `.metadata` contains classes that are not from torch, and `trusted` is
+            False.
     """
 
     def __init__(self, folder: Path, checksums_by_name: Mapping[str, str] | None = None,

@@ -94,7 +94,8 @@ def write(source: Source, path: Path, layout: CheckpointSizes, progress: WritePr
             separate optimizer. All other sizes have no effect.
         progress: object to which the writer reports its progress.
     Raises:
-        CheckpointError: If layers' tensors of the same name differ in shape or data type.
+        CheckpointError: If tensors with the same name in different layers have different shapes or
+            data types.
         OSError: If a file cannot be written, for example because the disk is full.
     """
     kept = source.values.get("megatron") or {}

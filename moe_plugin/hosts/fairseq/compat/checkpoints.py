@@ -36,7 +36,9 @@ FLAGS = {
 
 @patch
 def saving_flags() -> None:
-    """Add the flags in `FLAGS` of fairseq's `moe` branch, which fairseq <= 0.12.3 lacks."""
+    """Add the flags in `FLAGS`, which come from fairseq's `moe` branch. fairseq <= 0.12.3 does not
+    define these flags.
+    """
     from fairseq.dataclass.configs import CheckpointConfig
 
     for name, text in FLAGS.items():
@@ -107,9 +109,11 @@ def _is_last(trainer: Any, epoch_itr: Any) -> bool:
 @replaces("checkpoint_utils.load_checkpoint")
 def runs_say_where_they_are(original: Callable[..., Any], cfg: Any, trainer: Any,
                             **kwargs: Any) -> Any:
-    """Report that a run is finished, or record the update from which a stopped run can resume.
+    """If a run is already finished, report this instead of training another step. Also record the
+    update from which a stopped run can resume.
 
-    fairseq <= 0.12.3 trains one more step, or prints a traceback on every rank.
+    If a finished run is started again, fairseq <= 0.12.3 trains one more step. If a run is stopped,
+    every rank of fairseq <= 0.12.3 prints a traceback.
     """
     extra_state, epoch_itr = original(cfg, trainer, **kwargs)
     done, limits = trainer.get_num_updates(), trainer.cfg.optimization
@@ -147,10 +151,12 @@ def checksums(original: Callable[..., None], obj: Any, filename: str,
 @replaces("checkpoint_utils.load_checkpoint")
 def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: Any,
                              **kwargs: Any) -> Any:
-    """Make training flags that name a checkpoint accept `X.pt` or any `X-rank-N.pt`.
+    """Make every training flag that names a checkpoint accept either `X.pt` or one of the files
+    `X-rank-0.pt`, `X-rank-1.pt`, ...
 
-    fairseq <= 0.12.3 does so only for `--restore-file`, and each rank looks for its own file to
-    decide whether the run is new, which can differ after a change of the number of ranks.
+    fairseq <= 0.12.3 inserts the rank only into the path of `--restore-file`. In fairseq <= 0.12.3,
+    each rank checks whether its own `checkpoint_last` exists to decide whether the run is new. If a
+    different number of ranks wrote the files, the ranks could come to different decisions.
     """
     names = _names(cfg)
     wanted = names.get("restore_file", cfg.restore_file)
@@ -165,7 +171,12 @@ def training_from_rank_files(original: Callable[..., Any], cfg: Any, trainer: An
 
 
 def _names(cfg: Any) -> dict[str, str | None]:
-    """Return the settings with checkpoint names for fairseq, or raise a `ValueError`."""
+    """Return the settings that contain checkpoint names, with each name converted to the form that
+    fairseq requires.
+
+    Raises:
+        ValueError: If a named checkpoint does not exist.
+    """
     from moe_plugin.checkpoint.formats.fairseq import files
 
     names: dict[str, str | None] = {}
@@ -186,7 +197,9 @@ def _names(cfg: Any) -> dict[str, str | None]:
 
 
 def _existing(path: str) -> str | None:
-    """Return the file of a checkpoint or of its first rank, or None if a local file is missing."""
+    """Return the path of a checkpoint file, or the path of the first rank's file. Return None if
+    neither file exists. Remote files are assumed to exist.
+    """
     from fairseq.file_io import PathManager
 
     from moe_plugin.checkpoint.formats.fairseq import files
@@ -206,9 +219,12 @@ def _missing(flag: str, path: str) -> ValueError:
 @replaces("checkpoint_utils.load_model_ensemble_and_task")
 def evaluation_from_rank_files(original: Callable[..., Any], filenames: Any,
                                arg_overrides: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Make `--path X.pt` in evaluation also accept a checkpoint of files `X-rank-N.pt`.
+    """Make `--path X.pt` also accept a checkpoint that consists of the files `X-rank-0.pt`,
+    `X-rank-1.pt`, ... in evaluation.
 
-    Each process reads only its share of the experts (see `Evaluation`); a single process reads all.
+    fairseq <= 0.12.3 can evaluate only a checkpoint that consists of a single file. With this
+    patch, each process reads only its own share of the experts (see `Evaluation`). A single process
+    reads all experts.
     """
     from moe_plugin.hosts.fairseq.groups import evaluating
 
@@ -283,7 +299,10 @@ def _names_of_settings() -> set[str]:
 
 
 def _refuse_unknown(overrides: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-    """Raise a `ValueError` for unknown `moe_...` settings, which fairseq would ignore."""
+    """Raise a `ValueError` for `moe_...` settings unknown to this package and the checkpoint.
+
+    fairseq <= 0.12.3 silently ignores such settings.
+    """
     groups = [written.get("args"), *(dict(written.get("cfg") or {}).values())]
     known = _names_of_settings()
     for name in _names_in(overrides):

@@ -154,9 +154,13 @@ def re_ranked(path: str, rank: int) -> str:
 
 
 def _counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> Any:
-    """Return a subclass of fairseq's `SequenceScorer` that adds the number of words to `counts[0]`.
+    """Return a subclass of fairseq's `SequenceScorer` that counts words. `eval_lm` divides the loss
+    by the number of words that this class counts.
 
-    `eval_lm`, which was called with `settings`, divides the loss by this number.
+    Args:
+        scorer: the class.
+        counts: list with a single element, to which the number of words is added.
+        settings: arguments with which `eval_lm` was called.
     """
     words, mark = settings["source_dictionary"], (settings.get("post_process") or "").rstrip()
     # word pieces that are continued by another piece do not count as words
@@ -176,7 +180,11 @@ def _counting(scorer: Any, counts: list[int], settings: Mapping[str, Any]) -> An
 
 
 def _over_ranks(logged: Mapping[str, Any], count: int, evaluation: Evaluation) -> Any:
-    """Return the loss (bits per word) and the perplexity over the words of all ranks."""
+    """Return the loss (in bits per word) and the perplexity that `eval_lm` computes, averaged over
+    the words of all ranks.
+
+    count: number of words on the current rank.
+    """
     if evaluation.ranks == 1:
         return logged
     everyone = gather_objects((float(logged["loss"]) * count, count), "losses of an evaluation")
@@ -204,7 +212,9 @@ class _SharedScorer:
         return add
 
     def share(self) -> None:
-        """Add the other ranks' hypotheses to this scorer. This is a collective operation."""
+        """Send this rank's hypotheses to all ranks, and add the hypotheses of all other ranks to
+        this scorer. This is a collective operation.
+        """
         everyone = gather_objects(self._given, "hypotheses to be scored")
         for rank, given in enumerate(everyone):
             for name, args in given if rank != dist.get_rank() else ():

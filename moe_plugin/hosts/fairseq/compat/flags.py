@@ -79,7 +79,10 @@ def _for_evaluation(parser: Any) -> None:
 
 
 def _adding(add: Callable[[Any], None]) -> Callable[..., Any]:
-    """Wrap a function that builds a parser, so that the parser gets additional flags."""
+    """Wrap a function that builds a parser so that the parser gets additional flags.
+
+    fairseq <= 0.12.3 has no other way to add flags to a command.
+    """
     def make(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         parser = original(*args, **kwargs)
         add(args[0] if parser is None else parser)
@@ -105,7 +108,10 @@ def more_flags() -> None:
 
 
 def place_experts(state: dict[str, Any]) -> str | None:
-    """Copy the command's placement flags into a checkpoint's settings. Return the store."""
+    """Copy the placement flags of the current command into the model settings of a checkpoint.
+
+    Returns: the value of `--moe-experts-on`, or None if the flag is not used.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _for_evaluation(parser)
     values, _ = parser.parse_known_args(sys.argv[1:])
@@ -164,7 +170,9 @@ def short_errors() -> None:
 
 @replaces("options.get_parser")
 def short_errors_of_user_dirs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Report errors in the user directory, which fairseq's parser imports, in one line."""
+    """Report errors in the user directory in one line. In fairseq <= 0.12.3, the replaced function
+    imports the user directory.
+    """
     with errors_of_use_in_one_line():
         return original(*args, **kwargs)
 
@@ -236,7 +244,10 @@ _FULL = "HYDRA_FULL_ERROR"
 
 @patch
 def hydra_sees_fields() -> None:
-    """Register fairseq's dataclasses with Hydra again, because fields were added later."""
+    """Register fairseq's dataclasses with Hydra again, with the fields that this package adds.
+
+    fairseq registers its dataclasses when it is imported, before the fields are added.
+    """
     from fairseq.dataclass.initialize import hydra_init
 
     hydra_init()
@@ -265,7 +276,9 @@ def settings_by_hydra() -> None:
 
 
 def _with_bundled(words: list[str]) -> list[str]:
-    """Replace a settings folder that does not exist with the one in this package."""
+    """Replace the path of a settings folder that does not exist with the path of the settings
+    folder that is installed with this package.
+    """
     replaced = list(words)
     for i, word in enumerate(words):
         flag, _, value = word.partition("=")

@@ -46,7 +46,9 @@ def call_main_without_cuda(original: Callable[..., Any], cfg: Any, main: Callabl
                            **kwargs: Any) -> Any:
     """Start the configured number of processes on a machine without CUDA.
 
-    fairseq <= 0.12.3 counts CUDA devices and uses NCCL. On CPU, it fails or trains nothing.
+    fairseq <= 0.12.3 computes the number of processes from the number of CUDA devices, and uses
+    NCCL. On CPU, fairseq <= 0.12.3 fails with an assertion error, or it starts no process and
+    trains nothing.
     """
     settings = cfg.distributed_training
     if cfg.common.tpu or (torch.cuda.is_available() and not cfg.common.cpu):
@@ -78,8 +80,9 @@ def end_errors_of_use(original: Callable[..., Any], cfg: Any, main: Callable[...
                       **kwargs: Any) -> Any:
     """If settings are invalid, exit with a one-line message and status 2.
 
-    fairseq <= 0.12.3 prints a traceback, which is now logged only with `LOGLEVEL=DEBUG`. In spawned
-    processes, `distributed_main` does the same.
+    fairseq <= 0.12.3 prints a traceback for every error in `main`. The traceback is logged only
+    with `LOGLEVEL=DEBUG`, an environment variable that fairseq reads. For spawned processes,
+    `distributed_main` handles errors in the same way.
     """
     with stops_in_one_line(), errors_of_use_in_one_line(cfg):
         _check_common(cfg.common)
@@ -116,7 +119,11 @@ def _check_common(common: Any) -> None:
 
 @contextmanager
 def errors_of_use_in_one_line(cfg: Any = None) -> Iterator[None]:
-    """If this package raises an error in the block, exit with a one-line message."""
+    """If this package raises an error inside the block, exit with a one-line message. See
+    `end_errors_of_use`.
+
+    cfg: all settings of fairseq, or None if they are not known yet.
+    """
     try:
         yield
     except Exception as error:

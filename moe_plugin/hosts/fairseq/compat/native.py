@@ -50,7 +50,10 @@ logger = logging.getLogger(__name__)
 
 @patch
 def fused_adam_flag() -> None:
-    """Add `--moe-fused-adam`: fused Adam without fairseq's requirement of CUDA and apex."""
+    """Add the flag `--moe-fused-adam`, which makes fairseq's Adam use torch's fused kernels.
+
+    In fairseq <= 0.12.3, fused Adam requires CUDA and apex.
+    """
     from fairseq.optim.adam import FairseqAdamConfig
 
     add_field(FairseqAdamConfig, "moe_fused_adam", bool, False,
@@ -119,9 +122,13 @@ def native_module() -> ModuleType | None:
 
 
 def swap_native(module: ModuleType) -> type:
-    """Replace `MOELayer` in the `moe` branch and in all modules that imported its name.
+    """Replace `MOELayer` in the `moe` branch, and in all fairseq modules that have imported the
+    class by name.
 
-    The branch has no registry for layers. The returned class is a subclass of the original.
+    This function is needed only for fairseq's `moe` branch, which has no registry for layers. The
+    new class is a subclass of the original class, so that `isinstance` checks still pass.
+
+    Returns: the class that replaces `MOELayer`.
     """
     native = module.MOELayer
     if getattr(native, "_moe_plugin", False):
@@ -142,7 +149,10 @@ def swap_native(module: ModuleType) -> type:
 
 
 def add_flags() -> None:
-    """Add our flags, except those of the branch itself, to its models with experts."""
+    """Add this package's flags to the models of the `moe` branch that have experts.
+
+    Flags that the branch itself defines keep their meaning.
+    """
     from fairseq import models
 
     for name, settings in models.MODEL_DATACLASS_REGISTRY.items():

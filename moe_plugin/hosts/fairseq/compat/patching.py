@@ -43,7 +43,10 @@ def replaces(*places: str) -> Callable[[_Function], _Function]:
 
 
 def replace(path_of_name: str, function: Callable[..., Any]) -> None:
-    """Replace one function in fairseq, also in `fairseq_cli.train`. See `replaces`."""
+    """Replace a single function in fairseq. See `replaces`.
+
+    `fairseq_cli.train` may have imported the function by name, so it is also replaced there.
+    """
     path, _, name = path_of_name.rpartition(".")
     owner = resolve_name(f"fairseq.{path}")
     original = getattr(owner, name)
@@ -74,7 +77,10 @@ def apply(module: ModuleType) -> None:
 
 
 class Overlay(ModuleType):
-    """A module or object with some replaced names, for code that uses the overlay."""
+    """A copy of a module or object in which some names are replaced.
+
+    Code that uses the overlay sees the replacements. The original module or object does not change.
+    """
 
     def __init__(self, module: Any, **names: Any) -> None:
         super().__init__(getattr(module, "__name__", type(module).__name__))
@@ -124,10 +130,13 @@ def store_in_hydra(group: str, name: str, settings: type) -> None:
 
 # Replace fairseq's models and trainer by ours, after the user directory is loaded.
 def stand_for(name: str, model: type, dataclass: type | None) -> None:
-    """Make fairseq build `model`, a subclass, in place of a standard model and its architectures.
+    """Make fairseq build `model` whenever a standard model or one of its architectures is
+    requested. `model` must be a subclass of the standard model.
 
-    fairseq 0.12.2 cannot add flags to registered models, but scripts for the `moe` branch pass MoE
-    flags to standard architectures. Without MoE flags, the same model is built as before.
+    In fairseq 0.12.2, flags cannot be added to models that are already registered. However, launch
+    scripts for fairseq's `moe` branch pass MoE flags to standard architectures
+    (`--arch transformer_lm_gpt --moe-freq 2`). Without MoE flags, the subclass builds exactly the
+    same model as the standard class.
     """
     from fairseq import models
 
@@ -146,14 +155,19 @@ def stand_for(name: str, model: type, dataclass: type | None) -> None:
 
 
 def use_trainer(trainer: type) -> None:
-    """Make fairseq use a different trainer class, also in `fairseq_cli.train`."""
+    """Make fairseq use a different trainer class. fairseq 0.12.2 looks up its trainer class in
+    `fairseq_cli.train`.
+    """
     import fairseq.trainer
 
     set_name(fairseq.trainer, "Trainer", trainer)
 
 
 def tell_of_validations() -> None:
-    """Pass each validation's results (not only batches) to the trainer's `validated`."""
+    """After each validation, call the trainer's method `validated` with the results.
+
+    fairseq 0.12.2 passes only the batches of a validation to the trainer, not the results.
+    """
     train = sys.modules.get("fairseq_cli.train")
     stats_of = getattr(train, "get_valid_stats", None)
     if train is None or stats_of is None:
@@ -168,7 +182,8 @@ def tell_of_validations() -> None:
 
 
 def sharding_without_fairscale() -> None:
-    """Remove fairseq's check for fairscale, because `MoETrainer` shards without it.
+    """Remove fairseq's check that fairscale is installed when sharding is used. `MoETrainer` shards
+    without fairscale.
 
     fairseq 0.12.2 imports fairscale in two cases: before it builds a model with
     `--ddp-backend fully_sharded`, and when it builds an optimizer with `--zero-sharding os`.

@@ -46,8 +46,9 @@ def numpy_names() -> None:
 def full_checkpoints() -> None:
     """Make fairseq load checkpoints and broadcasts that contain config objects.
 
-    By default, torch >= 2.6 loads only tensors and plain values. Broadcasts come only from ranks of
-    the same run, so it is safe to load their settings.
+    By default, torch >= 2.6 loads only tensors and plain values. fairseq's checkpoints also contain
+    settings. Broadcasts contain settings too. Loading settings from broadcasts is safe, because
+    broadcasts come only from ranks of the same run.
     """
     from fairseq import checkpoint_utils
     from fairseq.distributed import utils
@@ -71,8 +72,9 @@ def full_checkpoints() -> None:
 def hydra_of_its_time() -> None:
     """While fairseq composes its settings, set hydra's `version_base` to 1.1.
 
-    hydra >= 1.2 otherwise rejects `hydra.experimental`, which fairseq <= 0.12.3 imports, if any
-    code of the process has started hydra with a newer `version_base`.
+    fairseq <= 0.12.3 imports the module `hydra.experimental`. If any code in the process has
+    started hydra with a `version_base` of 1.2 or more, hydra >= 1.2 rejects `hydra.experimental`.
+    The previous `version_base` is restored afterwards.
     """
     from fairseq.dataclass import utils
     from hydra import initialize_config_dir
@@ -95,14 +97,20 @@ def hydra_of_its_time() -> None:
 
 @patch
 def loaders_that_end() -> None:
-    """Stop the run if a loader's worker cannot deliver a batch, for which torch waits forever."""
+    """Stop the run with an error if a data loader worker (`--num-workers`) cannot deliver a batch.
+
+    torch 2.6 to 2.13 would wait forever for this batch.
+    """
     report_lost_batches()
 
 
 @replaces("distributed.utils.all_gather_list")
 def gather_lists_without_cuda(original: Callable[..., Any], data: Any, group: Any = None,
                               max_size: int = 16384) -> list[Any]:
-    """Gather Python objects without CUDA, which fairseq <= 0.12.3 requires."""
+    """Gather Python objects from all ranks without CUDA.
+
+    fairseq <= 0.12.3 uses `torch.cuda.ByteTensor` to gather objects.
+    """
     from fairseq.distributed import utils
 
     if torch.cuda.is_available() and dist.get_backend(group) == "nccl":
@@ -114,10 +122,12 @@ def gather_lists_without_cuda(original: Callable[..., Any], data: Any, group: An
 @replaces("models.distributed_fairseq_model.DistributedDataParallel")
 def ddp_wrapping(original: Callable[..., Any], module: torch.nn.Module, device_ids: Any = None,
                  output_device: Any = None, **options: Any) -> Any:
-    """On CPU, wrap models in torch's DDP without device ids and without unused copies.
+    """On CPU, wrap models in torch's DDP without device ids. Copies of weights that are not used
+    are also removed.
 
-    fairseq always passes `device_ids`, which DDP rejects on CPU. Its encoder layers store copies of
-    weights, for torch's fused inference, whose gradients DDP would wait for forever.
+    fairseq always passes `device_ids`, which DDP rejects for parameters on CPU. fairseq 0.12.2 and
+    0.12.3 store copies of weights in each encoder layer, for torch's fused inference path. These
+    copies of weights never receive a gradient, so DDP would wait forever.
     """
     if all(parameter.device.type == "cpu" for parameter in module.parameters()):
         device_ids = output_device = None
@@ -146,8 +156,9 @@ def encoder_layers_by_their_own_code(original: Callable[..., None], self: Any, *
                                      **kwargs: Any) -> None:
     """During evaluation, run fairseq's own encoder code instead of torch's fused operator.
 
-    fairseq 0.12 calls the operator without the type of the mask, which torch >= 1.13 requires. The
-    operator also reorders dimensions for all layers at once, which MoE layers do not support.
+    fairseq 0.12 calls the fused operator without the type of the mask. torch >= 1.13 requires the
+    type of the mask for batches with padding. In addition, the operator changes the order of
+    dimensions for all layers of an encoder at once, which MoE layers do not support.
     """
     original(self, *args, **kwargs)
     self.can_use_fastpath = False
@@ -194,7 +205,10 @@ def follow_parameters(wrapped: Any, optimizer: Any,
 
 
 def shards_optimizer_state(cfg: Any) -> bool:
-    """Return True if `fully_sharded` or `--zero-sharding os` shards optimizer state."""
+    """Return True if fairseq's settings request sharding of the optimizer state.
+
+    The optimizer state is sharded with `--ddp-backend fully_sharded` and with `--zero-sharding os`.
+    """
     settings = cfg.distributed_training
     return settings.ddp_backend == "fully_sharded" or settings.zero_sharding == "os"
 
@@ -215,7 +229,10 @@ class _HostScalar(torch.Tensor):
 
 @patch
 def skipped_steps_without_cuda() -> None:
-    """Skip a step after an overflow without CUDA, which fairseq <= 0.12.3 calls."""
+    """After a gradient overflow, skip the step without using CUDA.
+
+    fairseq <= 0.12.3 calls `torch.tensor(0.0).cuda()` even on machines without CUDA.
+    """
     from fairseq import trainer
 
     if not torch.cuda.is_available():
@@ -228,8 +245,9 @@ def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, para
                          **kwargs: Any) -> Any:
     """Enable `--fp16-no-flatten-grads` for models with experts, on CPU, and with sharding.
 
-    Without it, fairseq <= 0.12.3 packs all fp32 copies into one CUDA tensor, which loses the
-    boundaries of parameters and the marks of experts.
+    Without this flag, fairseq <= 0.12.3 packs all fp32 copies of the weights into a single tensor
+    on the current CUDA device. The packed tensor preserves neither the boundaries between
+    parameters nor the attributes that mark expert parameters.
     """
     from omegaconf import open_dict
 
@@ -247,7 +265,8 @@ def separate_fp32_copies(original: Callable[..., Any], cls: type, cfg: Any, para
 @replaces("distributed.LegacyDistributedDataParallel.__init__")
 def gradients_in_their_own_dtype(original: Callable[..., None], self: Any, module: torch.nn.Module,
                                  *args: Any, **kwargs: Any) -> None:
-    """With `legacy_ddp`, reduce each gradient in its own dtype, in a buffer that just fits.
+    """With `legacy_ddp`, reduce each gradient in its own dtype, and do not allocate buffer space
+    that is not needed.
 
     fairseq <= 0.12.3 copies all gradients into one buffer, which has the dtype of the first
     parameter. With `--fp16` and `--bf16`, the buffer therefore lowers the precision of the
@@ -274,8 +293,9 @@ def empty_validation_batches(original: Callable[..., Any], self: Any, sample: An
                              criterion: Any, **kwargs: Any) -> Any:
     """Support validation when some ranks have no data.
 
-    fairseq <= 0.12.3 fails with a `KeyError`. Instead, a rank without data runs one sentence, which
-    the results do not include, so that all ranks run the same collectives.
+    If `fairseq-validate` of fairseq <= 0.12.3 runs on several ranks, ranks without data receive an
+    empty batch and fail with a `KeyError`. With this patch, a rank without data runs one sentence,
+    so that all ranks run the same collectives. The results do not include this sentence.
     """
     if sample:
         return original(self, sample, model, criterion, **kwargs)
@@ -289,8 +309,10 @@ def records_have_gradients(original: Callable[..., None], self: Any,
                            module: torch.nn.Module) -> None:
     """Let fairseq find the first module whose output contains a non-finite value.
 
-    fairseq <= 0.12.3 then repeats the step with torch's deprecated `register_backward_hook`. Its
-    hooks fail with a `TypeError` for records of several tensors, which are now checked one by one.
+    After fairseq <= 0.12.3 has detected a non-finite value, it repeats the step with torch's
+    deprecated `register_backward_hook`. If a module returns a record of several tensors, as routers
+    and this package's layers do, the hooks of fairseq fail with a `TypeError`, which hides the
+    original error. With this patch, each tensor in the record is checked separately.
     """
     from moe_plugin.memory.activations.offload import tensors
     from moe_plugin.routing.contract import RouterModule

@@ -59,7 +59,9 @@ class _Loader:
 
 
 class _Finder:
-    """A module finder that waits for the first `import fairseq` (not for a look-up)."""
+    """A module finder that waits for the first `import fairseq`. Looking up the module spec of
+    fairseq without importing it does not apply any patch.
+    """
 
     searching = False
 
@@ -80,11 +82,14 @@ class _Finder:
 
 
 def hashable_fairseq_dataclasses(original: Any) -> Any:
-    """Return a `dataclass` that adds an identity hash to subclasses of `FairseqDataclass`.
+    """Return a version of `dataclasses.dataclass` that adds an identity hash to subclasses of
+    `FairseqDataclass`.
 
-    Python >= 3.11 rejects unhashable defaults such as `common: CommonConfig = CommonConfig()`. A
-    class with a `__hash__` keeps it. fairseq reads `.default`, so a `default_factory` cannot be
-    used.
+    fairseq <= 0.12.3 contains fields such as `common: CommonConfig = CommonConfig()`. Python >=
+    3.11 rejects these fields, because the default is not hashable. `dataclasses.dataclass` does not
+    replace a `__hash__` that a class already defines. Therefore, each subclass of
+    `FairseqDataclass` gets a `__hash__` when it is created. A `default_factory` cannot be used,
+    because fairseq reads the attribute `.default` of these fields.
     """
 
     def dataclass(cls: type | None = None, /, **options: Any) -> Any:
@@ -109,7 +114,11 @@ def _install() -> None:
 
 
 def boot() -> None:
-    """Install the module finder once. The `.pth` file calls this when Python starts."""
+    """Install the module finder that waits for fairseq. The `.pth` file calls this function when
+    Python starts.
+
+    Further calls have no effect.
+    """
     if "fairseq" not in sys.modules and not any(
             isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -46,10 +46,12 @@ def _with_settings(main: Callable[..., Any], cfg: Any, **kwargs: Any) -> Any:
 
 @replaces("checkpoint_utils.verify_checkpoint_directory")
 def folder_of_one_run(original: Callable[..., None], save_dir: str) -> None:
-    """Ensure that only one run at a time writes to a folder, until the command ends.
+    """Ensure that only one run at a time writes to a folder.
 
-    fairseq <= 0.12.3 does not, and tests a folder by creating and removing a file with a fixed
-    name, which runs that start at the same time remove for each other. The first rank calls this.
+    fairseq <= 0.12.3 allows several runs to write to the same folder. To test whether the folder is
+    writable, fairseq creates and removes a file with a fixed name. Runs that start at the same time
+    would therefore remove each other's file. The first rank calls this function before training.
+    The folder stays locked until the command ends.
     """
     from moe_plugin.config.flags import run_from_flags
     from moe_plugin.hosts.fairseq.translate import flag_values
@@ -73,8 +75,11 @@ _FREQUENCIES = ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")
 def own_user_dir(original: Callable[..., None], args: Any) -> None:
     """Register the models in the `--user-dir` folder even if the package has already been imported.
 
-    fairseq <= 0.12.3 imports a user directory only once. `moe_plugin` and the path of the installed
-    package always work, also in spawned processes. The path of another copy raises an error.
+    fairseq <= 0.12.3 imports a user directory only once. With this patch, both
+    `--user-dir moe_plugin` and the path of the installed package work. The name and the path also
+    work in spawned processes, and in programs that have already imported the package. The name
+    `moe_plugin` refers to the installed package, even if the current folder contains another copy
+    of the package. The path of another copy raises an error.
     """
     given = getattr(args, "user_dir", None)
     if given is None or os.path.basename(os.path.abspath(given)) != NAME:
@@ -106,9 +111,12 @@ def _checked_home(given: str) -> str:
 
 
 def take_moe_group(cfg: Any) -> None:
-    """Convert the settings of the Hydra group `moe` to model flags, unless these are set.
+    """Convert the settings in the Hydra config group `moe` to model flags. Flags that are already
+    set take precedence over the group.
 
-    Raises: ValueError: If the group is invalid, or the model has no experts.
+    Raises:
+        ValueError: If the group contains unknown keys, wrong types or invalid values, or if the
+            model has no experts.
     """
     from moe_plugin.config import flatten, from_dict, of_layer, of_run, run_from_dict
     from moe_plugin.config.flags import CONFIG_FLAG, flag_texts
@@ -152,9 +160,11 @@ def _check_data(cfg: Any) -> None:
 
 @replaces("dataclass.initialize.add_defaults")
 def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
-    """Import the user directory, which defines models, before their default values are filled in.
+    """Import the user directory before the default values of models are filled in.
 
-    The width of layers in the `model.moe_config` file counts as set by the user.
+    `fairseq-hydra-train` (<= 0.12.3) fills in default values before it imports the user directory,
+    which defines the models. If the `model.moe_config` file contains the width of the layers, this
+    width is treated as set by the user.
     """
     from fairseq import utils
 
@@ -171,7 +181,10 @@ def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
 
 @patch
 def group_in_hydra() -> None:
-    """Register the Hydra group `moe` early, before fairseq imports a user directory."""
+    """Register the Hydra config group `moe` (node `base`) for `fairseq-hydra-train`.
+
+    The group is registered early, because Hydra needs it before fairseq imports a user directory.
+    """
     from fairseq.dataclass.configs import FairseqConfig
 
     from moe_plugin.config import register_hydra
@@ -183,7 +196,11 @@ def group_in_hydra() -> None:
 @replaces("models.build_model")
 def models_of_the_user_dir(original: Callable[..., Any], cfg: Any, *args: Any,
                            **kwargs: Any) -> Any:
-    """Raise a clear error if a model with experts is used without the user directory."""
+    """Raise an error if a model with experts is used without the user directory. The model may come
+    from a checkpoint.
+
+    Without this check, fairseq 0.12.2 fails with a KeyError or a list of unexpected parameters.
+    """
     name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None) or ""
     if "moe_plugin.hosts.fairseq.registered" not in sys.modules and (
             name.startswith("moe_") or any(getattr(cfg, freq, 0) for freq in _FREQUENCIES)):

@@ -76,7 +76,9 @@ class LoggedLoss:
 
 
 def _loss_records() -> dict[str, Any]:
-    """Return Megatron's loss records by name: dicts up to Megatron 0.17, then objects."""
+    """Return Megatron's records of auxiliary losses, by name. A record is a dict up to Megatron
+    0.17, and an object from 0.18 on.
+    """
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:
@@ -136,7 +138,8 @@ def router_losses() -> Iterator[dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def weighed_by_tokens(router: nn.Module, local: Count, every: Count, ranks: int) -> Iterator[None]:
-    """Inside the block, multiply this router's losses by the micro-batch's number of tokens.
+    """Inside the block, multiply the losses of this router by the number of all tokens in the
+    micro-batch. This weighting is the same in every Megatron version.
 
     The values in Megatron's log do not change.
 

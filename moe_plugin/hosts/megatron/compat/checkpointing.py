@@ -33,9 +33,13 @@ Around = Callable[[Callable[..., Any], dict[str, Any]], Any]
 
 
 def wrap(name: str, around: Around) -> None:
-    """Replace a `dist_checkpointing` function by `around(original, given)` until the process ends.
+    """Replace a function with `around(original, given)` until the process ends.
 
-    `given` maps parameter names to the arguments of a call. A second call has no effect.
+    A second call with the same `around` has no effect.
+
+    name: name of the function in `megatron.core.dist_checkpointing`.
+    around: function that is called with the original function and a dict. The dict maps parameter
+        names to the arguments of the call.
     """
     original = getattr(dist_checkpointing, name)
     if is_wrapped(name, around):
@@ -117,7 +121,8 @@ def writers_end_with_us() -> Iterator[None]:
 
 
 def saves_whose_writers_end(save: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call `dist_checkpointing.save` with writers that exit when the current process exits.
+    """Call `dist_checkpointing.save` so that its writer processes exit when the current process
+    exits.
 
     Asynchronous saves (`--async-save`) are passed through unchanged.
     """

@@ -104,10 +104,13 @@ def all_data_group(collection: Any) -> Group:
 
 
 def destroy_groups() -> None:
-    """Destroy Megatron's groups, and those that its own `destroy_model_parallel` leaves behind.
+    """Destroy Megatron's process groups, including the groups that `destroy_model_parallel` of
+    Megatron 0.15 to 0.19 leaves behind.
 
-    Records of auxiliary losses still refer to some of these groups. A child process that is forked
-    later and creates new groups would destroy them, and wait forever for threads of its parent.
+    Records of auxiliary losses still refer to some of the groups that are left behind. Without this
+    function, a child process that is forked later and creates new groups would destroy the groups
+    that are left behind. The child process would then wait forever for threads that exist only in
+    the parent process.
     """
     parallel_state.destroy_model_parallel()
     forget_losses()
@@ -180,7 +183,10 @@ def call_native_router(router: Any, x_SBD: Tensor, padding_SB: Tensor | None
                        ) -> tuple[Tensor, Tensor, Undropped | None]:
     """Run Megatron's router and return (probs_TE, routing_map_TE, undropped).
 
-    `undropped` is None without a capacity. Routers that accept no padding mask ignore `padding_SB`.
+    `undropped` is the routing decision before tokens are dropped, or None without a capacity.
+
+    padding_SB: boolean mask that is True for padding tokens. If the installed router does not
+    accept a mask, `padding_SB` is ignored.
     """
     takes_mask = "padding_mask" in inspect.signature(router.forward).parameters
     given = {"padding_mask": padding_SB} if takes_mask and padding_SB is not None else {}
@@ -193,7 +199,8 @@ def call_native_router(router: Any, x_SBD: Tensor, padding_SB: Tensor | None
 
 @contextlib.contextmanager
 def _undropped() -> Iterator[list[Undropped]]:
-    """Yield a list to which Megatron's router appends its selection before tokens are dropped.
+    """Yield a list. When Megatron's router runs, its selection before tokens are dropped is
+    appended to this list.
 
     The selection that Megatron's router returns is different, because tokens have been dropped and
     experts have been padded to their capacity.
@@ -262,7 +269,10 @@ def swap_spec(spec: Any, replacement: type, settings: dict[str, Any]) -> tuple[A
 
 
 def changed_spec(spec: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Copy a spec with `change(name, value)` of each layer's submodules and each block's norm."""
+    """Copy the spec of a layer, block or hybrid stack, and apply `change` to the submodules.
+
+    `change(name, value)` is called for each submodule of a layer and for the norm of a block.
+    """
     if isinstance(spec, TransformerBlockSubmodules):
         layers = [changed_spec(layer, change) for layer in spec.layer_specs]
         return replace(spec, layer_specs=layers, layer_norm=change("layer_norm", spec.layer_norm))
@@ -295,7 +305,10 @@ def with_engine(wanted: bool | None) -> bool:
 
 
 def gpt_moe_layer_spec(transformer_engine: bool | None, grouped: bool = False) -> Any:
-    """Return Megatron's spec of a GPT layer with MoE (`grouped`: with `moe_grouped_gemm`)."""
+    """Return Megatron's own spec of a GPT layer with MoE, for any number of experts.
+
+    grouped: True to build the spec for `moe_grouped_gemm`.
+    """
     make = (gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
             if with_engine(transformer_engine) else gpt_layer_specs.get_gpt_layer_local_spec)
     return make(num_experts=1, moe_grouped_gemm=grouped)
@@ -316,7 +329,10 @@ def chosen_layers(choose: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
 
 def gpt_block_spec(config: Any, transformer_engine: bool | None,
                    vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return Megatron's spec for the layers of this (virtual) pipeline stage."""
+    """Return Megatron's spec for the layers of the current pipeline stage, according to `config`.
+
+    vp_stage: index of the virtual pipeline stage, or None if there are no virtual stages.
+    """
     return gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=with_engine(transformer_engine),
         normalization=config.normalization,

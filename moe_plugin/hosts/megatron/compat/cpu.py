@@ -62,9 +62,13 @@ _patch = functools.partial(patch_in, PATCHES)
 
 
 def enable(force: bool = False) -> bool:
-    """Apply all patches that make Megatron-core run on CPU, and return True.
+    """Apply all patches that make Megatron-core run on CPU.
 
-    With CUDA, nothing is patched and False is returned, unless `force` is True.
+    Returns: True if the patches are active. If CUDA is available, no patch is applied and the
+    return value is False.
+
+    force: True to apply the patches even if CUDA is available. Use this option for a process that
+    must run on CPU.
     """
     if torch.cuda.is_available() and not force:
         return False
@@ -87,10 +91,11 @@ def enabled() -> bool:
 
 @contextlib.contextmanager
 def building() -> Iterator[None]:
-    """Inside the block, Megatron-core objects are built on CPU.
+    """Inside the block, Megatron-core objects are built on CPU. The change is temporary.
 
-    The mapping of the device "cuda" to "cpu" slows down every torch call and changes the results of
-    torch.compile. Layers that are built do not need it, so it ends with the block.
+    `enable` maps the device "cuda" to "cpu" in every torch call. This mapping slows down each call
+    and changes the results of torch.compile. After a layer has been built, the mapping is no longer
+    needed. This context manager therefore removes the mapping at the end of the block.
     """
     _replace()
     with _CudaMeansCpu():
@@ -117,7 +122,9 @@ class _Stream:
         return None
 
     def wait(self, *_args: Any) -> None:
-        """Return at once. Other methods that only order work are aliases of this method."""
+        """Return at once. Do nothing. Do nothing. `record`, `synchronize` and other calls that only
+        order work are aliases of this method.
+        """
 
     wait_stream = wait_event = synchronize = record = wait
 

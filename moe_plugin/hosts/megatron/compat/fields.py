@@ -185,13 +185,18 @@ def names(by: By, rows: Mapping[str, Row] = FIELDS) -> list[str]:
 
 
 def without_row(settings: Iterable[str], rows: Mapping[str, Row] = FIELDS) -> list[str]:
-    """Return the expert-related settings whose older and newer names are not in the table."""
+    """Return the names of expert-related settings that are missing from the table. A setting that
+    the table contains under its older name is not missing.
+    """
     known = {*rows, *(RENAMED.get(name, name) for name in rows)}
     return sorted(name for name in settings if of_experts(name) and name not in known)
 
 
 def refuse_by_row(values: Any, rows: Mapping[str, Row] = FIELDS) -> None:
-    """Raise a `ValueError` for the first value, in a config or arguments, that its row rejects."""
+    """Raise a `ValueError` for the first setting whose value is rejected by its row in the table.
+
+    values: a `TransformerConfig`, or an object whose attributes are the script's arguments.
+    """
     for name in names(By.REFUSED, rows):
         value, row = setting(values, name), rows[name]
         if not row.takes(value):
@@ -200,7 +205,11 @@ def refuse_by_row(values: Any, rows: Mapping[str, Row] = FIELDS) -> None:
 
 
 def refuse_unknown(native: Any) -> None:
-    """Raise a `ValueError` for an expert-related setting that our layer would silently ignore."""
+    """Raise a `ValueError` if an expert-related setting is missing from the table and does not have
+    its default value.
+
+    Without this check, the MoE layer of this package would silently ignore the setting.
+    """
     by_name = {field.name: field for field in dataclasses.fields(native)}
     for name in without_row(by_name):
         default, value = _default(by_name[name]), getattr(native, name)
@@ -216,7 +225,9 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def refuse_unknown_arguments(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise a `ValueError` for an unknown expert-related argument of Megatron's own script.
 
-    defaults: the default of each argument whose value (in `given`) differs from it.
+    Args:
+        defaults: dict from each argument that differs from its default value to the default value.
+        given: dict of all arguments by name.
     """
     for name in without_row(defaults, {**FIELDS, **ARGUMENTS}):
         raise _unknown(name, given[name], defaults[name])

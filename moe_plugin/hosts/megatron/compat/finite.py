@@ -49,7 +49,11 @@ class PreparedGradients:
         self._update_scale = _share_scaler(optimizer)
 
     def __call__(self) -> bool:
-        """Prepare the gradients (collective). Raises a `FloatingPointError` like `FiniteSteps`."""
+        """Prepare the gradients. All ranks must call this method, because it runs collectives.
+
+        Raises:
+            FloatingPointError: see `FiniteSteps`.
+        """
         bad, run = self._prepare() or not self.loss_is_finite, self._run()
         self.loss_is_finite = True
 
@@ -83,11 +87,14 @@ class PreparedGradients:
 
 
 def _share_scaler(optimizer: Any) -> Callable[[bool], None]:
-    """Make the optimizers of a chain share one loss scaler. Return the function that updates it.
+    """Make all optimizers of a chain share one loss scaler, and return the function that updates
+    the loss scaler.
 
     The returned function must be called once per step. In Megatron 0.15 to 0.19, each optimizer has
-    a dynamic loss scaler, but the loss is multiplied by the first one. If only the gradients of
-    experts overflow, these gradients would be wrong by a constant factor from then on.
+    its own dynamic loss scaler. Each loss scaler is adjusted only by the gradients of its own
+    optimizer. If only the gradients of experts overflow, only the scale of the experts' optimizer
+    is reduced. The loss is still multiplied by the scale of the first optimizer. From then on, the
+    gradients of all experts are wrong by a constant factor.
     """
     scaled = [part for part in parts(optimizer) if getattr(part, "grad_scaler", None) is not None]
     if not scaled:
@@ -107,7 +114,8 @@ def _scale_falls(part: Any) -> bool:
 
 
 def guard_all_optimizers(run: Callable[[], Run] | None = None) -> None:
-    """Make all Megatron optimizers use `PreparedGradients` until the process ends.
+    """Make every Megatron optimizer use `PreparedGradients` from its first step on. This change
+    applies to all optimizers until the process ends.
 
     Optimizers that a script builds itself are also changed.
 
@@ -134,7 +142,9 @@ def _guarded(step: Callable[[Any], Any], run: Callable[[], Run]) -> Callable[[An
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return True if all floating-point tensors are finite. Synchronizes with the device once."""
+    """Return True if all elements of the floating-point tensors are finite. This function
+    synchronizes with the device once.
+    """
     values = [x.detach() for x in tensors if x.is_floating_point() and x.numel()]
     if not values:
         return True
@@ -146,5 +156,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def any_rank(here: bool, comm: Comm) -> bool:
-    """Return whether `here` is True on any rank of `comm`. This is a collective operation."""
+    """Return True on every rank of `comm` if `here` is True on at least one rank of `comm`. This is
+    a collective operation.
+    """
     return bool(comm.all_reduce(torch.tensor(float(here), device=comm.device), "max"))

@@ -12,9 +12,11 @@ from moe_plugin.utils.replaced import replaced
 
 
 def refuse_empty_splits() -> None:
-    """Make Megatron raise a `ValueError` for a dataset without documents, if samples are requested.
+    """Until the process ends, make Megatron raise a `ValueError` for a dataset without documents.
 
-    Megatron 0.15 to 0.19 would repeat the documents forever until there are enough samples.
+    An empty dataset is still allowed if no samples are requested from it. For an empty dataset,
+    Megatron 0.15 to 0.19 would otherwise enter an endless loop: it repeats the documents until
+    there are enough samples.
     """
     datasets = importlib.import_module("megatron.core.datasets.gpt_dataset")
     native = datasets.GPTDataset._get_num_epochs
@@ -33,7 +35,10 @@ def refuse_empty_splits() -> None:
 
 
 def replace_tokenizer_builder(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function that builds a tokenizer from metadata (from Megatron 0.16 on)."""
+    """Replace the function that builds a tokenizer from a metadata file.
+
+    This function does nothing in Megatron 0.15, which does not support metadata files.
+    """
     with suppress(ImportError):
         tokenizers = importlib.import_module("megatron.core.tokenizers.megatron_tokenizer")
         built = tokenizers.MegatronTokenizer

@@ -32,10 +32,13 @@ _SINCE = "megatron-core 0.18 or newer"
 
 
 def prepare(experts: nn.Module, shards: int) -> None:
-    """Make Megatron's optimizers treat these experts' weights like those of Megatron's experts.
+    """Make Megatron's optimizers treat the weights of these experts in the same way as the weights
+    of Megatron's own experts.
 
-    Raises a `ValueError` if the script's Muon is missing or cannot be extended.
     shards: number of shards into which each expert is split.
+    Raises:
+        ValueError: If the script's `--optimizer` is Muon but the installed Megatron has no Muon or
+            cannot be extended.
     """
     mark_matrices(experts, shards)
     name = str(script_arguments().get("optimizer", ""))
@@ -80,7 +83,9 @@ def _teach(module: ModuleType) -> None:
 
 
 def _with_stacks(key: Any) -> Any:
-    """Return a copy of a `ParamKey` for vectors that does not select our stacks of matrices."""
+    """Return a copy of a `ParamKey` that selects all parameters that Muon must not update, for
+    example vectors. The copy does not select stacks of matrices of this package's experts.
+    """
 
     def added(predicate: Any) -> Any:
         return replace(predicate, fn=lambda p: is_vector(p) or (
@@ -128,7 +133,9 @@ def _expert_muon(base: type[Any]) -> type[Any]:
 
         @torch.no_grad()
         def step(self, closure: Any = None) -> Any:
-            """Run one step. All parameters that store one matrix must belong to this optimizer."""
+            """Run one optimizer step with Megatron's Muon. All parameters that together store one
+            matrix must belong to the same optimizer.
+            """
             done = super().step(closure)
             if self._parts:
                 raise RuntimeError("Muon needs all parameters of an expert's matrix on one rank, "
@@ -157,7 +164,9 @@ class _Together:
 
 
 def _stacks_together(layout: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a buffer layout so that all parameters of one matrix belong to the same rank."""
+    """Wrap a function that assigns parameters to positions in a buffer, so that all parameters of
+    one matrix are assigned to the same data-parallel rank.
+    """
     aligned = importlib.import_module("megatron.core.optimizer.param_layout").pad_param_start
 
     @functools.wraps(layout)

@@ -21,12 +21,18 @@ logger = logging.getLogger(__name__)
 
 
 def is_vector(parameter: Tensor) -> bool:
-    """Return True for vectors and stacks of vectors, which optimizers treat alike."""
+    """Return True if Megatron's optimizers must treat a parameter as a vector.
+
+    Expert biases are stacks of vectors, and are therefore treated as vectors.
+    """
     return parameter.dim() == 1 or is_expert(parameter) and parameter.dim() == 2
 
 
 def counts_in_norm(parameter: Tensor) -> bool:
-    """Return True on one of the ranks that store the same slice of a parameter."""
+    """Return True if the current rank's slice of a parameter contributes to the gradient norm.
+
+    If several tensor-parallel ranks store the same slice, it contributes on only one of them.
+    """
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 
     return param_is_not_tensor_parallel_duplicate(parameter)
@@ -45,7 +51,8 @@ def scaler_of(args: argparse.Namespace) -> Any:
 
 
 class _WithVectors:
-    """A model chunk in which each expert bias is replaced by a vector, as in Megatron's experts.
+    """Wrapper around a model chunk in which each expert bias is replaced by a vector, because
+    Megatron's own expert biases are vectors.
 
     stacks: dict to which this class adds each vector (key) with the bias that it replaces (value).
     """
@@ -70,11 +77,13 @@ class _WithVectors:
 
 @functools.cache
 def biases_are_vectors() -> None:
-    """Make Megatron's optimizers treat our experts' biases like those of its own experts.
+    """Make Megatron's optimizers treat the biases of this package's experts like those of
+    Megatron's own experts.
 
-    Our biases are stacks of vectors, whose options Megatron would choose by name and dimensions.
-    Until the process ends, they have no weight decay, and `--use-mup` does not change their
-    learning rates.
+    The expert biases of this package are stacks of vectors. After this call, expert biases have no
+    weight decay. With `--use-mup`, the learning rates of expert biases do not depend on the width
+    of the model. The change lasts until the process ends. Without this change, Megatron 0.15 to
+    main would choose the options of a bias by its name and its number of dimensions.
     """
     core: Any = importlib.import_module("megatron.core.optimizer")
     original = core._get_param_groups
@@ -91,21 +100,28 @@ def biases_are_vectors() -> None:
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """Return the optimizers of a chain, which Megatron creates only for several optimizers."""
+    """Return the list of optimizers in a chain, or a list with a single optimizer. Megatron 0.15 to
+    0.19 creates a chain only if there are several optimizers.
+    """
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def gradients_of_norm(part: Any) -> list[Tensor]:
-    """Return this rank's gradients that count in the norm (a method renamed in Megatron 0.19)."""
+    """Return the current rank's gradients that contribute to the gradient norm. Megatron 0.19
+    renamed the method that returns these gradients.
+    """
     get = getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm
     return list(get())
 
 
 def norm_of_all_ranks(optimizer: Any, norm: Callable[[], float]) -> None:
-    """Make an optimizer use `norm` as the gradient norm, and agree on overflows over all ranks.
+    """Make an optimizer use `norm` as the gradient norm. If gradients overflow on one rank, all
+    ranks are informed.
 
-    Megatron 0.19 computes the norm of multi-token prediction separately, if any rank of a group has
-    it. No stage with another layout has multi-token prediction, so this is switched off.
+    Without this change, the ranks of a group in Megatron 0.19 would have to agree whether the model
+    has multi-token prediction, whose gradient norm is computed separately. The change is safe
+    because a model with multi-token prediction cannot have pipeline stages with different parallel
+    layouts.
     """
     optimizer.get_grad_norm = norm
     optimizer.has_grad_norm_group = lambda group: False
@@ -135,7 +151,11 @@ def _torch_adam_parts(optimizer: Any) -> list[Any]:
 def use_fused_adam(optimizer: Any, fused: bool) -> None:
     """Enable or disable fused kernels in the torch Adam optimizers inside Megatron's optimizer.
 
-    The choice also applies after a checkpoint is loaded. Raises a `ValueError` for fused SGD.
+    The choice still applies after a checkpoint with the opposite choice has been loaded. Without
+    Apex and Transformer Engine, Megatron 0.15 to 0.19 uses torch's unfused AdamW.
+
+    Raises:
+        ValueError: If `fused` is True but the optimizer is not Adam.
     """
     inner = [part.optimizer for part in parts(optimizer) if part.optimizer is not None]
     if fused and any(isinstance(other, torch.optim.SGD) for other in inner):
@@ -171,10 +191,12 @@ def _match_strides(adam: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def float32_parameters_first() -> None:
-    """Make distributed optimizers save groups of float32 and 16-bit parameters correctly.
+    """Make a distributed optimizer save parameter groups correctly if they contain both float32 and
+    16-bit parameters.
 
-    Megatron 0.15 to 0.19 numbers parameters in the order of the gradient buffers, but lists float32
-    parameters first, and would therefore assign states to the wrong parameters.
+    Megatron 0.15 to 0.19 numbers the parameters of a group in the order of the gradient buffers,
+    but the group lists the float32 parameters first. As a result, the checkpoint would assign
+    optimizer states to the wrong parameters. A second call has no effect.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -196,8 +218,9 @@ def float32_parameters_first() -> None:
 def prepare_optimizer_for_load(optimizer: Any) -> None:
     """Create the empty optimizer state into which a distributed optimizer's checkpoint is loaded.
 
-    Without Apex and Transformer Engine, Megatron 0.15 to 0.19 reads the step from this state before
-    it loads, and calls a function that does not exist for SGD.
+    Without Apex and Transformer Engine, Megatron 0.15 to 0.19 reads the step number from the
+    optimizer state before it loads the checkpoint. For SGD, Megatron 0.15 to 0.19 calls a function
+    that does not exist.
     """
     for part in parts(optimizer):
         if isinstance(part.optimizer, torch.optim.SGD) and getattr(part, "init_state_fn",
@@ -220,9 +243,11 @@ def _sgd_state(optimizer: torch.optim.SGD, config: Any = None) -> None:
 
 
 def _complete_groups(optimizer: Any, state: Any) -> None:
-    """Copy missing identifiers from the current run to the parameter groups in a checkpoint.
+    """Add missing identifiers to the parameter groups in a checkpoint.
 
-    Megatron 0.19 identifies groups by values that older versions and other programs do not save.
+    Megatron 0.19 identifies saved parameter groups by additional values, for example their learning
+    rates. Parameter groups that were saved by older versions or other programs lack these values.
+    The missing values are copied from the current run.
     """
     from megatron.core.optimizer import optimizer as core
 
@@ -255,9 +280,11 @@ def _saved_groups(state: Any) -> Iterator[dict[str, Any]]:
 def _step_out_of_sight(optimizer: Any) -> Iterator[None]:
     """Hide the step number from a distributed optimizer while the optimizer loads a checkpoint.
 
-    Megatron 0.15 to 0.19 reads the step from the common state, and then also expects it among the
-    tensors of each parameter, where no checkpoint has it. In addition, all parameters would share
-    one step tensor, which torch's Adam increments for each parameter; afterwards each has its own.
+    In Megatron 0.15 to 0.19, the optimizer first reads the step number from the common state. The
+    optimizer then also expects a step number among the tensors of each parameter. No checkpoint
+    contains these step numbers. Furthermore, the optimizer assigns the same step tensor to all
+    parameters, so torch's Adam would increment the step once for each parameter. This function
+    therefore creates a separate step tensor for each parameter.
     """
     for part in _torch_adam_parts(optimizer):
         part._set_main_param_and_optimizer_states = functools.partial(_set_without_step, part)

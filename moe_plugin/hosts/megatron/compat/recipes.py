@@ -64,7 +64,8 @@ def refuse_primary_weights(native: Any) -> None:
 
 
 def precision_settings(native: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of this package for Megatron's precision recipe and sent rows.
+    """Return the plugin settings that make a layer use Megatron's precision recipe and Megatron's
+    formats for sending rows.
 
     Return an empty dict if Megatron uses no recipe.
 
@@ -114,7 +115,9 @@ def _products(bits: str, chosen: str, name: str) -> str:
 
 
 def in_bf16(native: Any, layer_number: int) -> bool:
-    """Return True if Megatron computes a layer (numbered from 1) in bf16 despite the recipe."""
+    """Return True if Megatron computes this layer in bf16 instead of using the precision recipe.
+    layer_number is 1-based and counts all layers of the model.
+    """
     if not setting(native, "first_last_layers_bf16", False):
         return False
     return not (setting(native, "num_layers_at_start_in_bf16", 1) < layer_number
@@ -123,7 +126,8 @@ def in_bf16(native: Any, layer_number: int) -> bool:
 
 def recomputed(function: Callable[..., Any], config: Any, tp_group: Any,
                *inputs: Any) -> Any:
-    """Return `function(*inputs)`, which the backward pass computes again.
+    """Return `function(*inputs)` without storing intermediate results. The backward pass computes
+    the function again.
 
     With an fp8 or fp4 recipe, Transformer Engine's own checkpoint function is used, because it
     saves the state of the recipe.

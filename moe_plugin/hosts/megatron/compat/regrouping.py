@@ -85,7 +85,11 @@ def follow_groups(model: nn.Module, collection: Any, size: int) -> None:
 
 
 def rewrap(chunk: Any) -> None:
-    """Recreate a `DistributedDataParallel`'s gradient buffers, in place, for its parameters."""
+    """Recreate the gradient buffers of a `DistributedDataParallel` object for its current
+    parameters and groups.
+
+    The `DistributedDataParallel` object itself is not replaced.
+    """
     chunk.grad_accs.clear()  # with their hooks
     new = type(chunk)(config=chunk.config, ddp_config=chunk.ddp_config, module=chunk.module)
     attributes = vars(new)  # shared, so that the new hooks see changes of the old object
@@ -110,9 +114,10 @@ def main_copies(part: Any) -> dict[Tensor, Tensor]:
 
 def follow_parameters(part: Any, changed: Mapping[Tensor, Tensor],
                       copies: Mapping[Tensor, Tensor]) -> None:
-    """Replace parameters in the lists of the optimizer `part`.
+    """Replace old parameters with new parameters in the lists of an optimizer.
 
     Args:
+        part: the optimizer.
         changed: dict that maps each old parameter to its replacement, with Megatron's attributes.
         copies: dict that maps each new parameter to its float32 copy (see `main_copies`).
     """

@@ -47,7 +47,10 @@ _inside: ContextVar[bool] = ContextVar("moe_plugin_inside_mtp", default=False)
 
 
 def is_mtp_layer(extra: dict[str, Any]) -> bool:
-    """Return True if an MoE layer belongs to multi-token prediction, in any Megatron version."""
+    """Return True if an MoE layer built with these arguments belongs to multi-token prediction.
+
+    Some Megatron versions do not pass this information to layers.
+    """
     return is_told(extra) or prediction_of(extra) is not None
 
 
@@ -57,7 +60,8 @@ def is_told(extra: dict[str, Any]) -> bool:
 
 
 def prediction_of(extra: dict[str, Any]) -> int | None:
-    """Return the 0-based index of the multi-token prediction to which a hybrid's layer belongs.
+    """Return the multi-token prediction to which an MoE layer of a hybrid model belongs, as a
+    0-based index.
 
     Return None if the layer does not belong to multi-token prediction. `extra` contains the
     arguments that are passed to the layer's constructor.
@@ -89,7 +93,8 @@ _KINDS = {"LayerNorm": (fused.LAYER_NORM, nn.LayerNorm), "RMSNorm": (fused.RMS_N
 
 
 class LocalNorm:
-    """Builder of norms: apex's fused `LayerNorm` or `RMSNorm`, or torch's norms without apex.
+    """Builder of norms. The norms are apex's fused `LayerNorm` or `RMSNorm`, or torch's norms if
+    apex cannot be used.
 
     See `gradients.fused`. Each norm is marked so that Megatron's sequence parallelism supports it.
 
@@ -192,9 +197,11 @@ def _say_once(parts: int) -> None:
 
 
 def tokens_of_part(length: int, parts: int, part: int) -> Tensor:
-    """Return the indices of a context-parallel rank's tokens as an int64 tensor [length / parts].
+    """Return the indices of the tokens on a context-parallel rank, in the order in which the rank
+    stores the tokens. The indices are an int64 tensor [length / parts].
 
-    Rank `i` stores two of `2 * parts` equal chunks: chunk `i` from the start and from the end.
+    The sequence is split into `2 * parts` chunks of equal length. Rank `i` stores two chunks: chunk
+    `i` counted from the start of the sequence, and chunk `i` counted from the end.
     """
     pieces_PN = torch.arange(length).view(2 * parts, -1)
     return pieces_PN[[part, -1 - part]].flatten()
@@ -223,7 +230,11 @@ def _gathered(given: dict[str, Any], group: Any, causal: bool) -> None:
 
 
 def _packed(given: dict[str, Any], packed: Any, parts: int, causal: bool, window: Any) -> None:
-    """Convert packed sequences to one sequence [t, 1, heads, channels] with a document mask."""
+    """Convert packed sequences [t, heads, channels] to a batch that contains a single sequence,
+    with shape [t, 1, heads, channels].
+
+    A mask prevents attention between different documents.
+    """
     if window is not None:  # Megatron would replace our mask by the window's mask
         raise ValueError(
             f"window_size={window} with packed sequences needs the attention of Transformer "

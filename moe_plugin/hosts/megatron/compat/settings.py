@@ -45,7 +45,9 @@ def setting(config: Any, name: str, default: Any = None) -> Any:
 
 
 def with_known_names(config: Any) -> Any:
-    """Add the older names of renamed settings, which this package uses, to a config."""
+    """Add attributes for settings that Megatron has renamed to a config, and return the config. The
+    additional attributes have the older names, which this package uses.
+    """
     for known, newer in RENAMED.items():
         if not hasattr(config, known) and hasattr(config, newer):
             setattr(config, known, getattr(config, newer))
@@ -76,14 +78,19 @@ def cuda_graphs(config: Any) -> str | None:
 
 
 def script_arguments() -> dict[str, Any]:
-    """Return the arguments that Megatron's own training script has parsed, or {} without it."""
+    """Return a dict of the parsed arguments of Megatron's own training script, or an empty dict if
+    the script is not running.
+
+    The dict is also empty if only megatron-core is installed.
+    """
     state = sys.modules.get("megatron.training.global_vars")
     arguments = getattr(state, "_GLOBAL_ARGS", None)
     return {} if arguments is None else vars(with_known_names(arguments))
 
 
 def vocabulary_sizes() -> list[int]:
-    """Return the tokenizer's number of token ids, and the padded number of embedding rows.
+    """Return a list of two sizes: the number of token ids of the script's tokenizer, and the number
+    of embedding rows after padding.
 
     The padding depends on the tensor-parallel size. Unknown sizes are left out, so the list can
     also contain one size or be empty.
@@ -104,7 +111,10 @@ def tokens_of_call() -> int | None:
 
 
 def parsed_defaults() -> dict[str, Any]:
-    """Return the default of each argument of the script whose value differs from it."""
+    """Return a dict from each argument that differs from its default value to the default value.
+
+    Only arguments that the script's parser defines have known defaults.
+    """
     values, changed = script_arguments(), dict[str, Any]()
     # `get_default` is avoided, because it searches a thousand arguments for each name
     for parser in _parsers:
@@ -135,7 +145,10 @@ def given_settings() -> dict[str, tuple[str, str]]:
 
 
 def megatrons_own(names: Iterable[str]) -> list[str]:
-    """Return those of `names` that Megatron's own training code defines."""
+    """Return the argument names in `names` that Megatron's own training code defines.
+
+    The list is empty if no parser created by Megatron was recorded.
+    """
     return [name for name in names if name in _own]
 
 
@@ -147,9 +160,11 @@ def script_config() -> Any:
 
 
 def training_module(name: str) -> ModuleType:
-    """Return the module `megatron.training.NAME`.
+    """Import the module `megatron.training.NAME` and return it.
 
-    Raises: ValueError: If a module is missing. The message contains the installation command.
+    Raises:
+        ValueError: If the module or a package that the module needs is missing. The message
+            contains the installation command.
     """
     _older_python()
     try:
@@ -186,8 +201,9 @@ def _older_python() -> None:
 def _training_names(count: int) -> list[str]:
     """Return the names of all imported modules that belong to Megatron's training code.
 
-    The names are cached until the number `count` of imported modules changes, because a run
-    replaces about 26 functions, and each replacement would search thousands of modules.
+    count: number of all imported modules. The result is cached until this number changes. The cache
+        is useful because a run replaces about 26 functions. Without the cache, each replacement
+        would search thousands of imported modules.
     """
     return [name for name in sys.modules if name.startswith("megatron.training")]
 
@@ -219,10 +235,12 @@ def mend_config_warning() -> None:
 
 
 def keep_compiled_helpers() -> None:
-    """Prevent Megatron from compiling its dataset helpers again if they can be imported.
+    """If Megatron's compiled dataset helpers can be imported, prevent Megatron from compiling them
+    again.
 
-    The training code of Megatron 0.17 to 0.19 always runs `make`. Wheels have no Makefile, and a
-    source checkout uses the first `python3` in PATH, which may be a different Python.
+    In Megatron 0.17 to 0.19, the training code always runs `make` to compile the helpers. Wheels
+    contain the compiled helpers but no Makefile. In a source checkout, the Makefile uses the
+    headers and the module suffix of the first `python3` in PATH, which may be a different Python.
     """
     datasets = importlib.import_module("megatron.core.datasets.utils")
     compiled: Callable[[], None] = functools.partial(
@@ -234,7 +252,11 @@ def keep_compiled_helpers() -> None:
 
 
 def compile_helpers(folder: Path) -> None:
-    """Compile Megatron's dataset helpers. A missing package or compiler raises a `ValueError`."""
+    """Compile the dataset helpers of a Megatron source checkout for the current Python.
+
+    Raises:
+        ValueError: If a package or compiler is missing.
+    """
     what = f"Megatron's dataset helpers in {short(str(folder))}, which the first run compiles,"
     if importlib.util.find_spec("pybind11") is None:
         raise ValueError(f"{what} need the package pybind11. Install it with "
@@ -256,10 +278,13 @@ def compile_helpers(folder: Path) -> None:
 
 def extend_parse_args(ours: Callable[[Provider | None], Provider],
                       after: Callable[[argparse.Namespace], object] = lambda args: None) -> None:
-    """Make Megatron's `parse_args` use the argument provider `ours(provider)`.
+    """Make Megatron's `parse_args` use the argument provider `ours(provider)` instead of the
+    script's own `provider`.
 
-    A script passes its provider to `pretrain`, or directly from Megatron 0.18 on. `after` is called
-    with the parsed arguments.
+    In Megatron 0.15 to 0.19, the function `pretrain` passes the provider to `parse_args`. From
+    Megatron 0.18 on, the script may also pass the provider directly.
+
+    after: function that is called with the parsed arguments.
     """
 
     def extend(parse: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,9 +323,11 @@ _ADDED = re.compile(r"( when instantiating \w+)+\Z")
 
 
 class SettingsError(ValueError):
-    """A `ValueError` without the words " when instantiating CLASS", so that its remedy comes last.
+    """A `ValueError` whose message ends by telling the user what to do.
 
-    Megatron 0.15 to 0.19 appends these words for each level of a spec that it cannot build.
+    If Megatron 0.15 to 0.19 cannot build a module of a spec, it raises a new error of the same
+    class, to whose message it appends " when instantiating CLASS". Megatron repeats this for each
+    level of the spec. `SettingsError` removes the appended text.
     """
 
     def __init__(self, words: str) -> None:

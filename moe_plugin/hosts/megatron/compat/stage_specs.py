@@ -36,7 +36,8 @@ class StageSpecs(TransformerBlockSubmodules):  # type: ignore[misc]
 
 
 def _follow() -> None:
-    """Make blocks that are built from `StageSpecs` use the layers of their virtual stage.
+    """Make each block that is built from `StageSpecs` use the layers of the virtual stage to which
+    the block belongs.
 
     Megatron 0.15 to 0.19 calls `_get_block_submodules` to get the layers of a block. This function
     replaces `_get_block_submodules`.

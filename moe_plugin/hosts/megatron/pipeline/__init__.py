@@ -33,10 +33,12 @@ def forward_backward_func(settings: PipelineConfig, native: ForwardBackward) -> 
 
 def scheduled(get: Callable[..., ForwardBackward],
               settings: Callable[[], PipelineConfig]) -> Callable[..., ForwardBackward]:
-    """Wrap Megatron's `get_forward_backward_func` so that a script uses one of our schedules.
+    """Wrap Megatron's `get_forward_backward_func` so that the training script uses a schedule of
+    this package.
 
-    `settings` is called in the first step, after the arguments were parsed. There is one schedule
-    for all steps, so that its measurements persist.
+    settings: function that returns the pipeline settings. The function is called in the first step,
+        after the script has parsed its arguments. The schedule is created only once, so that its
+        measurements persist from step to step.
     """
     made: dict[ForwardBackward, ForwardBackward] = {}
 

@@ -22,7 +22,8 @@ from moe_plugin.hosts.megatron.refusals import SLICED_ATTENTION
 
 
 class KeyValues:
-    """A layer's keys and values [S, B, groups, channels], and the sums of their gradients.
+    """The keys and values of a sequence in one layer, with shape [S, B, groups, channels], and the
+    running sums of their gradients.
 
     The sums are stored in float32, or in float64 if the keys and values are float64.
 
@@ -38,7 +39,9 @@ class KeyValues:
         self._grads: tuple[Tensor, Tensor] | None = None
 
     def put(self, start: int, k_lBGC: Tensor, v_lBGC: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a slice. Return all keys and values up to its end."""
+        """Store a slice. Return all keys and values up to the end of this slice, with shape [start
+        + l, B, groups, channels].
+        """
         end = start + k_lBGC.shape[0]
         # .data, because later slices are written into the same storage, and autograd would
         # otherwise report that its saved tensors were modified
@@ -48,7 +51,8 @@ class KeyValues:
         return k, v
 
     def take_grads(self, start: int, dk_SBGC: Tensor, dv_SBGC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a slice's gradients of keys and values, including those of later slices.
+        """Return the gradients of the keys and values of the slice that begins at `start`,
+        including the contributions of later slices.
 
         Args:
             start: index of the first token of the slice.
@@ -101,9 +105,11 @@ class SlicePart:
 
     @cached_property
     def seen(self) -> Tensor:
-        """Bool tensor [1 or B, 1, l, start + l]: whether a token of the slice attends to another.
+        """Bool tensor [1 or B, 1, l, start + l]. An element is True if the token of the slice
+        (third dimension) attends to the token of the sequence (fourth dimension).
 
-        Raises: ValueError: If the mask allows a token to attend to tokens in later slices.
+        Raises:
+            ValueError: If the mask allows a token to attend to tokens in later slices.
         """
         end, mask, device = (self.start + self.length, self.sequences.mask, self.sequences.device)
         if mask is None:
@@ -121,6 +127,9 @@ class SlicePart:
 class SliceAttention(DotProductAttention):
     """Replacement for Megatron's `core_attention` that supports `pipeline.schedule=terapipe`.
 
+    Whole sequences are computed by Megatron's own `DotProductAttention`. The layer has no
+    parameters.
+
     Attributes:
         part: the slice to process (set by the schedule), or None to process whole sequences.
     """
@@ -133,7 +142,8 @@ class SliceAttention(DotProductAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
                 *args: Any, **kwargs: Any) -> Tensor:
-        """Return the attention output [l, B, heads * channels] of a slice, or of whole sequences.
+        """Return the attention output [l, B, heads * channels] of a slice. For whole sequences,
+        return the output of Megatron's own attention.
 
         The query has shape [l, B, heads, channels]. The key and the value have shape [l, B, groups,
         channels].

@@ -47,7 +47,8 @@ HEADROOM = 0.9  # fraction of the free memory that a schedule may use
 
 
 class MeasuredStep(Step):
-    """A `Step` that measures its passes, transfers and the memory that a backward pass needs.
+    """A `Step` that measures the times of its passes and transfers, and the memory needed for a
+    backward pass.
 
     Attributes:
         forward_s: list of the times of forward passes, in seconds. Waiting for transfers is not
@@ -107,7 +108,10 @@ class MeasuredStep(Step):
 
 
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes of all storages that autograd saves, once each, without parameters."""
+    """Counts the bytes of all tensor storages that autograd saves, except those of parameters.
+
+    A storage that is saved several times is counted once.
+    """
 
     def __init__(self) -> None:
         self._storages: dict[int, int] = {}
@@ -195,7 +199,9 @@ class AutoSchedule(PipelineSchedule):
 
     @classmethod
     def or_native(cls, settings: PipelineConfig, native: ForwardBackward) -> ForwardBackward:
-        """Return a schedule, or Megatron's function with one stage or virtual stages."""
+        """Return a schedule of this class. If there are virtual stages or only a single stage,
+        return Megatron's function instead. See `PipelineSchedule`.
+        """
         virtual = ps.get_virtual_pipeline_model_parallel_world_size()
         return super().or_native(settings, native) if virtual is None else native
 
@@ -276,7 +282,9 @@ class AutoSchedule(PipelineSchedule):
 
 
 def numbers_of(profile: StageProfile) -> dict[Hashable, float]:
-    """Return the measured times by name (`forward_s` or `backward_s`) and stage."""
+    """Return a dict of the measured times. Each key is a pair of the measurement's name
+    (`forward_s` or `backward_s`) and the stage.
+    """
     return {(what, stage): seconds for what in ("forward_s", "backward_s")
             for stage, seconds in enumerate(getattr(profile, what))}
 

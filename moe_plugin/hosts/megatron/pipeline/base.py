@@ -29,7 +29,8 @@ def one_f_one_b(settings: PipelineConfig, native: ForwardBackward) -> ForwardBac
 
 
 class PipelineSchedule:
-    """Base class of schedules, which replace Megatron's function for the passes of a step.
+    """Base class of pipeline schedules. A schedule replaces Megatron's function that runs the
+    forward and backward passes of a step.
 
     Args:
         settings: pipeline settings of the run.
@@ -88,7 +89,8 @@ class PipelineSchedule:
 
 
 def gradient_group(group: Any) -> Any:
-    """Create a second process group of the pipeline stages. With gloo, return the given group.
+    """Create a second process group with the ranks of the pipeline stages. If the backend is gloo,
+    return the given group instead.
 
     Gloo uses tags to distinguish the two directions, so only NCCL needs a second group. This is a
     collective operation, so all ranks must call this function.

@@ -37,17 +37,20 @@ class EagerSchedule(PipelineSchedule):
     name = "eager-1f1b"
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
+        """Run one step. See `PipelineSchedule`."""
         step = SplitStep if self.settings.delay_weights else Step
         return step(passes, config, self.group, self.gradients, "eager").run()
 
     def check(self, passes: dict[str, Any], config: Any) -> None:
+        """Check settings and arguments. See `PipelineSchedule`."""
         super().check(passes, config)
         if self.settings.delay_weights:
             check_split(passes["model"], config)
 
 
 class SplitStep(Step):
-    """A step whose backward passes send the input's gradient before they compute weight gradients.
+    """A step in which each backward pass sends the gradient of the stage's input before it computes
+    weight gradients.
 
     Attributes:
         left: dict of the weight gradients whose computation the backward pass has postponed. The
@@ -57,6 +60,7 @@ class SplitStep(Step):
     """
 
     def run(self) -> list[Any]:
+        """Run the step. See `Step`."""
         layers, native = tensor_parallel.layers, getattr(tensor_parallel.layers, LINEAR)
         experts: list[Any] = [each for each in self.model.modules() if hasattr(each, "later")]
         self.embeddings = {id(p) for each in self.model.modules()
@@ -74,6 +78,7 @@ class SplitStep(Step):
                 each.later = None
 
     def finish_backward(self) -> None:
+        """Compute the postponed weight gradients. See `Step`."""
         for owner, later in self.left.items():
             later.compute({"": owner} if isinstance(owner, Tensor) else
                           dict(owner.named_parameters(recurse=False)), hooks=True)
@@ -101,7 +106,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Megatron's linear function `LINEAR` without the gradient of the weight.
+    """Autograd function that replaces Megatron's linear function `LINEAR`, but does not compute the
+    gradient of the weight.
 
     The forward pass and the gradient of the input use the same operations as in Megatron. The
     backward pass calls `leave` with the input and the gradient of the output.

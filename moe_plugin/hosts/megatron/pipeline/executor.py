@@ -32,7 +32,8 @@ AHEAD = 2
 
 
 class Receiver:
-    """Receives a neighbouring stage's tensors of one direction, in the order of sending.
+    """Receives the tensors that a neighbouring stage sends in one direction, in the order in which
+    they are sent.
 
     Receive operations are posted ahead of time, so that a tensor can arrive while earlier tensors
     are processed.
@@ -61,7 +62,10 @@ class Receiver:
 
 
 class Sender:
-    """Sends tensors asynchronously in one direction, and keeps them until they are sent."""
+    """Sends tensors asynchronously to a neighbouring stage in one direction.
+
+    Each tensor is kept in memory until it has been sent.
+    """
 
     def __init__(self, target: int, group: Any, tag: int, what: str) -> None:
         self.target, self.group, self.tag, self.what = target, group, tag, what
@@ -166,12 +170,18 @@ class Step:
         self.links = Links(group, gradients, *self.travelling(), config.pipeline_dtype, self.device)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
-        """Return the shapes of the received activations and gradients, in the order of passes."""
+        """Return two lists: the shapes of the activations and the shapes of the gradients that this
+        stage receives.
+
+        Both lists are in the order in which the passes run.
+        """
         received, sent = self.shapes()
         return [received] * self.batches, [sent] * self.batches
 
     def shapes(self) -> tuple[Shape, Shape]:
-        """Return the shapes [s, B, h] that the stage receives and sends for a micro-batch."""
+        """Return the shape [s, B, h] of the activations that the stage receives for each
+        micro-batch, and the shape of the activations that it sends.
+        """
         shapes = core.call_supported(
             schedules.get_tensor_shapes, seq_length=self.passes["seq_length"],
             micro_batch_size=self.passes["micro_batch_size"],
@@ -239,7 +249,9 @@ class Step:
             self.finish_backward()
 
     def finish_backward(self) -> None:
-        """Finish a backward pass after the gradient of the stage's input has been sent."""
+        """Finish a backward pass after the gradient of the stage's input has been sent. The base
+        class `Step` has nothing left to do at this point.
+        """
 
     def _finish_gradients(self) -> None:
         """Reduce gradients over replicas, and between stages that share embeddings."""
@@ -259,7 +271,8 @@ def _only(value: Any) -> Any:
 
 
 def transfer_s(step: Step, shape: Shape) -> float:
-    """Return half the time, in seconds, of the fastest round trip to a neighbouring stage.
+    """Measure the time of sending a tensor between neighbouring stages. Return half the time of the
+    fastest round trip, in seconds.
 
     This is a collective operation, so all pipeline stages must call this function. Even and odd
     pairs of stages are measured separately, so that no stage takes part in two measurements.

@@ -188,7 +188,10 @@ class SliceStep(Step):
         self.seconds: Seconds = defaultdict(list)
 
     def travelling(self) -> tuple[list[Shape], list[Shape]]:
-        """Return the shapes (see `Step`). A micro-batch's gradients arrive in reverse order."""
+        """Return the shapes of the activations and gradients that this stage receives. See `Step`.
+
+        For each micro-batch, the gradients of the slices arrive in reverse order.
+        """
         (length, *received), (_, *sent) = self.shapes()
         ranks = self.starts[-1] // length  # number of tensor-parallel ranks that share a sequence
         lengths = [part // ranks for part in self.slices]
@@ -196,6 +199,7 @@ class SliceStep(Step):
                 [(part, *sent) for part in lengths[::-1]] * self.batches)
 
     def run(self) -> list[Any]:
+        """Run the step. See `Step`."""
         try:
             with self.cut.cutting():
                 return super().run()

@@ -61,11 +61,17 @@ class SliceTrials:
         self._seconds: Seconds = defaultdict(list)
 
     def knows(self, length: int) -> bool:
-        """Return True for sequences of this length: the measured one, or any after the trials."""
+        """Return True if this object can select slices for sequences of this length.
+
+        While trials are running, only sequences of the length that is being measured are supported.
+        """
         return self.chosen is not None or length == self.length
 
     def next(self, length: int) -> tuple[tuple[int, ...], bool]:
-        """Return the slices of a step with this length, and whether passes must be timed."""
+        """Return the slices of the next step, and whether the passes of the step must be timed.
+
+        length: length of the sequences in this step, in tokens.
+        """
         if self.chosen is not None:
             self._checks.calls += 1
             return self._best_of(length), length == self.length and self._checks.due()
@@ -73,7 +79,9 @@ class SliceTrials:
         return equal_slices(self.length, self.multiple, count), self._steps > 0
 
     def after(self, step: SliceStep) -> None:
-        """Record a step. All ranks must call this method, because it may run a collective."""
+        """Record a step. After the last trial and after each check, this method runs a collective,
+        so all ranks must call it.
+        """
         if self.chosen is not None:
             if step.timed:
                 self._check(step)
@@ -141,9 +149,12 @@ class SliceTrials:
 
 @register
 class SliceSchedule(PipelineSchedule):
-    """A schedule that splits sequences into S slices (see docs/pipeline.md).
+    """A schedule that splits sequences into slices. Stage `i` of `n` starts with `n - i + S - 1`
+    forward passes of slices.
 
-    Stage `i` of `n` starts with `n - i + S - 1` forward passes. `trials` is None for given slices.
+    `S` is the number of slices. See docs/pipeline.md.
+
+    trials: trials that determine the fastest slices, or None if the user chose the slices.
     """
 
     name = NAME
@@ -155,6 +166,7 @@ class SliceSchedule(PipelineSchedule):
         self.trials: SliceTrials | None = None
 
     def step(self, passes: dict[str, Any], config: Any) -> list[Any]:
+        """Run one step. See `PipelineSchedule`."""
         length = passes.get("decoder_seq_length") or passes["seq_length"]
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         slices, timed = self._next(length, multiple, config.deterministic_mode)
@@ -177,7 +189,8 @@ class SliceSchedule(PipelineSchedule):
 
 
 def given_slices(text: str | None, length: int, multiple: int) -> tuple[int, ...]:
-    """Return the slice lengths in the setting `pipeline.slices`, or () for `best` or None.
+    """Return the slice lengths that the setting `pipeline.slices` specifies. Return an empty tuple
+    if the setting is `best` or None.
 
     Args:
         text: value of the setting. The setting contains either slice lengths such as `512,256,256`,

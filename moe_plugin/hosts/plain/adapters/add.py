@@ -122,7 +122,9 @@ def _check(rank: int, targets: Collection[str], pattern: Mapping[str, int]) -> N
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
-    """Yield all MoE layers by name. Raise a `ValueError` for experts without support."""
+    """Yield all MoE layers of a model with their names. Raise a `ValueError` if the experts of a
+    layer do not support adapters.
+    """
     for name, layer in named_layers_in(model).items():
         built, where = layer.experts, f"layer {name!r}"
         if not isinstance(built, FFNExperts):
@@ -192,7 +194,11 @@ def merge_lora(model: nn.Module, keep: bool = False) -> None:
 
 
 def unmerge_lora(model: nn.Module) -> None:
-    """Undo `merge_lora(model, keep=True)` up to rounding, or raise a `ValueError`."""
+    """Undo `merge_lora(model, keep=True)` up to rounding errors.
+
+    Raises:
+        ValueError: If the adapters are not merged.
+    """
     for name, layer in adapted_layers(model).items():
         built = layer.experts
         assert isinstance(built, FFNExperts) and built.adapters is not None
@@ -208,7 +214,9 @@ def unmerge_lora(model: nn.Module) -> None:
 
 def _sums(experts: FFNExperts, adapters: Mapping[str, LowRank]
           ) -> Iterator[tuple[Tensor, Tensor, Tensor | float]]:
-    """For each weight [L, I, O], yield the weight, the product to add, and the factor."""
+    """For each weight [L, I, O], yield the weight, the matrix product to add to the weight, and the
+    factor by which the sum is multiplied.
+    """
     for weight, (a_LIR, b_LRO, factor_LO) in adapters.items():
         weights = experts.weights_of()[weight]
         for number, w_LIO in enumerate(weights):

@@ -35,7 +35,8 @@ START = "base_model.model."  # prefix of all names in a file and in a peft model
 
 @dataclass(frozen=True)
 class PeftStack:
-    """How `transformers` stores a stack of expert weights, and `peft` the stack's adapters.
+    """Describes how `transformers` stores one stack of expert weights, and how `peft` stores the
+    adapters of this stack.
 
     Attributes:
         name: name of the parameter that contains the stack, in the experts module.
@@ -54,13 +55,17 @@ class PeftStack:
     flipped: bool
 
     def to_peft(self, a_EIR: Tensor, bs_ERO: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Convert our factors (the gate's `b` first) to `lora_A` and `lora_B`."""
+        """Convert this package's factors to `lora_A` and `lora_B`. If the gate has a factor `b`,
+        this factor must be the first in the list.
+        """
         b_ERO = torch.stack(bs_ERO, -1).flatten(-2) if self.in_turn else torch.cat(bs_ERO, -1)
         first, second = (b_ERO, a_EIR.mT) if self.flipped else (a_EIR.mT, b_ERO)
         return first.flatten(0, 1), second.permute(2, 1, 0).flatten(1)
 
     def from_peft(self, a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, list[Tensor]]:
-        """Convert `lora_A` and `lora_B` to our factor `a` and list of factors `b`."""
+        """Convert `lora_A` and `lora_B` to this package's factor `a` and a list of factors `b`.
+        This method is the inverse of `to_peft`.
+        """
         factors = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 1, 0)
         first, b_ERO = reversed(factors) if self.flipped else factors
         if self.in_turn:
@@ -74,7 +79,9 @@ class PeftStack:
 
 
 def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
-    """Return the stacks of a block's experts by name in `PLACES`, in the module's order."""
+    """Return a dict of the weight stacks of a block's experts. The keys are the names in `PLACES`,
+    in the order in which the module defines the stacks.
+    """
     family, experts = block.family, block.original[0].experts
     flipped = family.transposed and not getattr(experts, "is_transposed", False)
     gated = family.gated
@@ -84,7 +91,11 @@ def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, MoELayer]:
-    """Return all layers with adapters by name, or raise a `ValueError` without any."""
+    """Return a dict of all layers that have adapters, by name.
+
+    Raises:
+        ValueError: If the model has no adapters.
+    """
     layers = {name: layer for name, layer in named_layers_in(model).items()
               if isinstance(layer.experts, FFNExperts) and layer.experts.adapters is not None}
     if not layers:
@@ -191,7 +202,9 @@ def _config(model: Any) -> Any:
 
 
 def by_pattern(pattern: Mapping[str, Any], target: str, usual: Any) -> Any:
-    """Return the value of the first pattern that matches a target's end, as in `peft`."""
+    """Return the value that `peft` uses for a target. `peft` uses the value of the first pattern
+    that matches the end of the target's name.
+    """
     return next((value for key, value in pattern.items()
                  if re.match(rf"(.*\.)?({key})$", target)), usual)
 

@@ -107,7 +107,9 @@ def _check_rest(model: nn.Module, rest: Mapping[str, Tensor], folder: str | Path
 
 
 def _targeted(name: str, stacks: Mapping[str, PeftStack], targets: Collection[str]) -> list[str]:
-    """Return the stacks for which `peft` has adapters; the last one is the outermost."""
+    """Return the names of the weight stacks in a block for which `peft` has adapters. The last name
+    belongs to the outermost adapter.
+    """
     def full(weight: str) -> str:
         return f".{name}.experts.{stacks[weight].name}"
 
@@ -117,10 +119,12 @@ def _targeted(name: str, stacks: Mapping[str, PeftStack], targets: Collection[st
 
 def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted: list[str],
            rest: dict[str, Tensor]) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """Yield (`lora_A`, `lora_B`) of each adapter with its stack's name, and remove it.
+    """For each adapter, yield the name of its stack and the pair (`lora_A`, `lora_B`). Remove the
+    adapter from `rest`.
 
-    The nesting of adapters depends on the version of `peft`. Therefore, shapes identify the stacks,
-    and the order of `targeted` decides between equal shapes.
+    How `peft` nests the adapters depends on the version of `peft`. This function therefore
+    identifies the stack of an adapter by the adapter's shapes. If both stacks have the same shape,
+    the order of `targeted` decides.
     """
     config = layer.config
     widths = {"in": (config.row_dim, config.hidden_dim), "out": (config.hidden_dim, config.row_dim)}

@@ -116,7 +116,9 @@ class SwarmMembers:
             return self._of[stage].pop(address, None)
 
     def choose(self, stage: int, number: int, size: float, but: set[Address]) -> Address | None:
-        """Choose the peer of a micro-batch's task; see `Wiring.choose`. None if none is left."""
+        """Choose the peer that runs a task of a micro-batch; see `Wiring.choose`. Return None if no
+        other peer is left.
+        """
         with self._changed:
             wiring = self._wirings[stage]
             left_out = frozenset(but & wiring.peers)
@@ -213,10 +215,12 @@ class Driver:
         self.resent, self._counting = 0, threading.Lock()
 
     def journey(self, kind: str, step: int, number: int, micro_batch: tuple[Tensor, Any]) -> Driven:
-        """Send a micro-batch (input, target) forward through all stages and, in training, back.
+        """Send a micro-batch (input, target) forward through all stages and, in training, also
+        backward.
 
         Raises:
-            RuntimeError: If no peer of a stage completes a task. The message has reasons.
+            RuntimeError: If no peer of a stage completes a task. The error message states the
+                reasons.
         """
         x, target = micro_batch
         inputs, last = [packed(x, self.run["wire"])], self.stages - 1
@@ -322,7 +326,8 @@ class JoinedTrainer:
         """Process some of the micro-batches of the next step.
 
         Args:
-            micro_batches: all micro-batches of the step, including other trainers' ones.
+            micro_batches: all micro-batches of the step, including those that other trainers
+                process.
         Returns: The result of `Swarm.accumulate`, with `losses`, `logged` and `norm`.
         Raises:
             OSError: If the leading trainer does not answer.

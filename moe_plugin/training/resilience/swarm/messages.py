@@ -1,4 +1,5 @@
-"""Messages of a trainer and its peers: dictionaries of values and tensors over TCP.
+"""Messages between a trainer and its peers. A message is a dictionary of plain values and tensors,
+sent over TCP.
 
 Tensors that are passed from one stage to another are sent in one of the formats of `dispatch.wire`.
 The default format is fp8 with one scale per 128 values. For error bounds, see `dispatch.wire`.
@@ -44,9 +45,11 @@ class SwarmStep:
         losses: loss of each micro-batch, including balance losses.
         norm: L2 norm of all gradients before clipping.
         logged: for each micro-batch, additional values that the loss function returned.
-        by: address of the trainer that processed each micro-batch, or "" for this trainer.
+        by: for each micro-batch, the address of the trainer that processed it. For this trainer,
+            the address is an empty string.
         resent: number of tasks that were sent more than once.
-        redone: backward passes repeated because a failed peer's gradients were lost.
+        redone: number of backward passes that were repeated because a peer failed and its gradients
+            were lost.
         gone: addresses of peers that were lost.
         moved: for each peer that was moved, a tuple (address, old stage, new stage).
     """
@@ -74,7 +77,8 @@ class Access:
     """Settings that determine which connections and messages are accepted.
 
     Attributes:
-        secret: optional. A string that both sides must know. By default, anyone connects.
+        secret: optional. A secret string that both sides of a connection must know. By default,
+            every machine may connect.
         message_bytes: maximum size of a message, in bytes. Larger messages are refused.
     """
 
@@ -87,7 +91,9 @@ class Access:
                              "must not be empty; leave secret out, or use a long random string")
 
     def proof(self, side: bytes, nonces: bytes) -> bytes:
-        """Compute a proof from both sides' random numbers, which requires the secret."""
+        """Compute a proof from the random numbers of both sides. Only a side that knows the secret
+        can compute this proof.
+        """
         return hmac.digest((self.secret or "").encode(), side + nonces, "sha256")
 
 
@@ -128,7 +134,9 @@ class Connection:
                 raise
 
     def _prove(self, side: bytes) -> None:
-        """Exchange random numbers, and prove to each other that both sides know the secret."""
+        """Exchange random numbers with the other side, and then prove to each other that both sides
+        know the secret.
+        """
         other, nonce = b"client" if side == b"server" else b"server", os.urandom(32)
         self._socket.settimeout(PATIENCE_S)
         self._socket.sendall(nonce)
@@ -310,7 +318,9 @@ def _is_local(host: str) -> bool:
 
 def _serve(opened: socket.socket, answer: Callable[[Message], Message | None],
            access: Access) -> str:
-    """Answer requests until the connection closes, and return the reason or an empty string."""
+    """Answer requests until the connection is closed. Return the reason why the connection was
+    closed, or an empty string.
+    """
     try:
         connection = Connection(opened, None, access, serves=True)
         while True:

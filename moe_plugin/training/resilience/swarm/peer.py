@@ -231,7 +231,8 @@ class StagePeer:
         return self.stage
 
     def _has(self, stage: ServedStage, wanted: set[int]) -> bool:
-        """Wait until exactly the requested backward passes are counted, or return false.
+        """Wait until exactly the requested backward passes have been counted. Return false if this
+        does not happen in time.
 
         Waiting is necessary because the trainer sends its confirmations on other connections, which
         may be slower.

@@ -1,4 +1,5 @@
-"""Distributes a step's micro-batches among a swarm's trainers, on the leading trainer.
+"""Distribution of the micro-batches of a step among the trainers of a swarm. This code runs on the
+leading trainer.
 
 Every trainer can process any micro-batch, because all trainers read the same data. The leading
 trainer (`Swarm`) assigns indices of micro-batches to its own threads and to the trainers that have
@@ -30,7 +31,8 @@ class SharedRound:
 
     Attributes:
         about: identifier of the round.
-        serial: serial number of the round, which differs when a step is repeated.
+        serial: serial number of the round. If a step is repeated, the repetition has a different
+            number.
         count: number of micro-batches in the round.
         changed: condition variable that is notified of every change of the round.
         found: results of the completed micro-batches, by the index of the micro-batch.
@@ -52,7 +54,8 @@ class SharedRound:
         self._ended = False
 
     def numbers(self, timeout_s: float) -> Iterator[int]:
-        """Yield micro-batch indices for a thread of the leading trainer until all are done.
+        """Yield micro-batch indices for one thread of the leading trainer, until all micro-batches
+        are done.
 
         If a joined trainer does not respond for `timeout_s` seconds, the leading trainer processes
         its micro-batches.
@@ -123,7 +126,8 @@ class SharedRound:
 
 
 class SharedRounds:
-    """The current round, results of earlier rounds, and answers to joined trainers.
+    """The current round, the results of earlier rounds, and the answers to requests of joined
+    trainers.
 
     Args:
         members: function that returns the peers of the swarm.

@@ -44,7 +44,8 @@ def load_swarm(folder: str | os.PathLike[str], stages: int) -> tuple[int, list[M
     """Read a folder that `save_swarm` has written, and return the step and the state of each stage.
 
     Raises:
-        ValueError: If the folder does not exist, is damaged or has other stages.
+        ValueError: If the folder does not exist, contains a different number of stages, or contains
+            a damaged file.
     """
     path = Path(folder) / _INDEX
     if not path.is_file():
@@ -88,7 +89,8 @@ class ServedStage:
         loss: loss function of the last stage, or None for all other stages.
         seed: random seed of the whole run.
         step: number of completed steps.
-        takes_target: whether the module's second argument is a micro-batch's target.
+        takes_target: whether the module receives the target of a micro-batch as its second
+            argument.
     """
 
     def __init__(self, module: nn.Module, optimizer: MakeOptimizer, loss: Loss | None, seed: int,
@@ -135,11 +137,15 @@ class ServedStage:
 
     def backward(self, micro_batch: int, x: Tensor, grad: Tensor | None, target: Any
                  ) -> tuple[Tensor | None, float, Message]:
-        """Recompute the stage from `x` and run backward, without accumulating until `count`.
+        """Recompute the stage from `x`, and run its backward pass. The weight gradients are not
+        accumulated until `count` is called.
 
         Args:
             micro_batch: index of the micro-batch.
-            grad: gradient of the stage's output, or None in the last stage (`target`).
+            x: input of the stage.
+            grad: gradient of the stage's output, or None in the last stage, which uses `target`
+                instead.
+            target: target of the micro-batch.
         Returns: The gradient of `x` (None for integer inputs), the sum of the losses of this stage,
             and the additional values of the loss function.
         """
@@ -166,7 +172,9 @@ class ServedStage:
         return x.grad, float(sum(loss.detach() for loss in losses)), logged
 
     def count(self, micro_batch: int) -> None:
-        """Accumulate a backward pass's gradients, after the trainer has used the answer."""
+        """Accumulate the gradients of a backward pass. Called after the trainer has used the answer
+        of this backward pass.
+        """
         with self._lock:
             if micro_batch in self._pending:
                 self._sum += self._pending.pop(micro_batch)
@@ -189,7 +197,8 @@ class ServedStage:
         return float(sum_S[:self.weights].double().norm())
 
     def apply(self, sum_S: Tensor, scale: float | None, groups: Sequence[Message] = ()) -> None:
-        """Apply the gradients summed over the stage's peers, and start the next step.
+        """Perform an optimizer step with the gradients summed over all peers of the stage, and
+        start the next step.
 
         If no peer has a gradient for a parameter, the optimizer step omits the parameter, as in a
         run with a single process. The optimizer then changes neither the parameter nor its
@@ -197,7 +206,8 @@ class ServedStage:
 
         Args:
             sum_S: gradients summed over all peers, a vector of length `size`.
-            scale: factor of the gradients, or None to leave the weights unchanged.
+            scale: factor by which the gradients are multiplied. If `scale` is None, the weights are
+                not changed.
             groups: see `Swarm.update`.
         """
         for new in groups:

@@ -54,22 +54,26 @@ _Taken = dict[tuple[int, int], tuple[Address, Message | None]]
 
 
 class Swarm:
-    """The (leading) trainer of a swarm. Other trainers are `JoinedTrainer`s.
+    """The trainer of a swarm. If there are several trainers, `Swarm` is the leading trainer and the
+    others are `JoinedTrainer`s.
 
     Args:
         stages: number of pipeline stages.
-        host, port: the trainer's address for peers. Port 0 selects any free port.
+        host, port: address under which peers can reach the trainer. If the port is 0, an arbitrary
+            free port is used.
         wire: format of the tensors that are sent between stages: `none`, `bf16`, `fp16`, `fp8` or
             `mxfp8`. For error bounds, see `dispatch.wire`.
         dtype: dtype of the tensors between stages after decoding.
-        in_flight: micro-batches processed simultaneously, or 0 for two per peer.
+        in_flight: number of micro-batches that are processed at the same time, or 0 for two
+            micro-batches per peer.
         clip: maximum L2 norm of all gradients together, or None for no clipping.
         timeout_s: time in seconds after which a task without an answer is sent to another peer.
         rebalance_s: interval in seconds at which peers may change their stage. After each interval,
             between two steps, one peer may move to the slowest stage if this would increase the
             throughput of the pipeline enough. None: never.
         seed: random seed of the initial weights and of random numbers during training.
-        target_to_all: whether all stages' modules have the target as second argument.
+        target_to_all: whether the modules of all stages receive the target as their second
+            argument.
         resume: optional. A folder that `save` has written.
         secret: optional. A secret string that peers must know in order to connect. Without a
             secret, any machine that can reach `host` can join.
@@ -82,7 +86,8 @@ class Swarm:
         members: the peers of each stage.
         steps: number of completed steps.
     Raises:
-        ValueError: If an argument is out of bounds, or `resume` is not from `save`.
+        ValueError: If an argument is out of bounds, or if the folder `resume` was not written by
+            `save`.
     """
 
     def __init__(self, stages: int, *, host: str = "127.0.0.1", port: int = 0, wire: str = "fp8",
@@ -132,7 +137,8 @@ class Swarm:
         return result
 
     def accumulate(self, micro_batches: MicroBatches) -> SwarmStep:
-        """Run a step's forward and backward passes. Gradients stay on peers until `update`.
+        """Run the forward and backward passes of a step. The gradients stay on the peers until
+        `update` is called.
 
         If a stage has no peer, or if all of its peers have failed, a `RuntimeError` that states the
         reason is raised.
@@ -203,7 +209,8 @@ class Swarm:
                                      "norm": result.norm} if done else None, result.by)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write weights and optimizer states to a folder, which stays locked until `close`.
+        """Write all weights and optimizer states to a folder, which stays locked until `close` is
+        called.
 
         If the process is killed during saving, the previous files stay valid. If another run uses
         the folder, a `ValueError` is raised.
@@ -329,7 +336,9 @@ class Swarm:
                     if stage in stages and address not in members[stage]]
 
     def _redo(self, stages: Sequence[int], again: Callable[[int], object]) -> None:
-        """Recompute the gradients of lost peers until no gradients are missing."""
+        """Recompute the gradients of lost peers. If more peers are lost in the meantime, continue
+        until no gradients are missing.
+        """
         while lost := self._missing(stages, self.members.stages):
             stage, number = lost[0]
             values = self._taken[stage, number][1]
