@@ -80,3 +80,13 @@ def spread(values: Sequence[float], factor: float = 1.0, unit: str = "",
     mean, least, most = (f"{value:.{digits}f}"
                          for value in (statistics.mean(shown), min(shown), max(shown)))
     return f"{mean} ({least} to {most}) {unit}".strip()
+
+
+def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Keep the earlier results for other images. Digits come first, CIFAR-10 is `found[CIFAR]`.
+    The key `data` names the images, and is absent from old results for digits.
+    """
+    if new.get("data") == CIFAR:
+        return new if old.get("data") == CIFAR else {**old, CIFAR: new}
+    cifar = old if old.get("data") == CIFAR else old.get(CIFAR)
+    return {**new, CIFAR: cifar} if cifar else new

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench import images
-from scripts.bench.images import CIFAR, spread
+from scripts.bench.images import CIFAR, merge, spread  # noqa: F401 - `merge` is part of a study
 from scripts.bench.report import bullets, columns, page
 from scripts.bench.study import Option
 
@@ -89,14 +89,6 @@ def verdict(results: dict[str, list[dict[str, Any]]]) -> str:
                          f"{len(base)} seeds")
         lines.append(f"{row}: {'; '.join(parts)}.")
     return bullets(*lines)
-
-
-def merge(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Keep the earlier results for other images. Digits come first, CIFAR-10 is `found[CIFAR]`."""
-    if new.get("data") == CIFAR:
-        return new if old.get("data") == CIFAR else {**old, CIFAR: new}
-    cifar = old if old.get("data") == CIFAR else old.get(CIFAR)
-    return {**new, CIFAR: cifar} if cifar else new
 
 
 def body(found: dict[str, Any]) -> list[str]:

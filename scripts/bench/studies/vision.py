@@ -24,7 +24,7 @@ from torch import nn
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
 from moe_plugin.hosts.timm.model import PRESETS, build
 from scripts.bench import images
-from scripts.bench.images import CIFAR, spread
+from scripts.bench.images import CIFAR, merge, spread  # noqa: F401 - `merge` is part of a study
 from scripts.bench.measure import interleaved
 from scripts.bench.report import page
 from scripts.bench.study import Option
@@ -158,6 +158,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def body(found: dict[str, Any]) -> list[str]:
+    cifar = found.get(CIFAR)
+    return [*_part(found, ""), *(_part(cifar, "cifar") if cifar else [])]
+
+
+def _part(found: dict[str, Any], part: str) -> list[str]:
     cells, trained = found["speed"], found["accuracy"]
     data = trained.get("data", EXAMPLE)
     train, valid = (min(trained.get("images") or each, each) for each in COUNTS[data])
@@ -165,7 +170,7 @@ def body(found: dict[str, Any]) -> list[str]:
                        f"{overhead(one, 'forward'):.2f} times in the forward pass with "
                        f"`{one['preset']}`" for one in cells if one["batch"] == 8)
     return page(
-        __name__, found, trained=trained, valid=valid, percent=100 / valid,
+        __name__, found, part, trained=trained, valid=valid, train=train, percent=100 / valid,
         rounds=len(cells[0]["seconds"]["training"]["moe"]),
         stated=page(__name__, {}, "stated", stated=stated) if stated else [],
         calls=[{**one, "kind": kind, **{side: rate(one, kind, side) for side in SIDES}}
@@ -173,8 +178,7 @@ def body(found: dict[str, Any]) -> list[str]:
         sides=[{"model": model, "accuracy": spread(trained["accuracy"][side], 100, "%"),
                 "rate": spread(trained["images_per_s"][side])}
                for side, model in (("dense", "dense SwinV2 (timm)"), ("moe", "SwinV2-MoE"))],
-        **{CIFAR: {"preset": "cifar", "images": f"{train:,} photographs of CIFAR-10"}}.get(
-            data, {"preset": "tiny", "images": f"the example's {train:,} digits"}))
+        preset="tiny", images=f"the example's {train:,} digits")
 
 
 OPTIONS = {
@@ -189,4 +193,5 @@ check = images.check_counts
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    return {"accuracy": train(args), "speed": speed(args.presets, args.batches, args.rounds)}
+    return {"data": args.data, "accuracy": train(args),
+            "speed": speed(args.presets, args.batches, args.rounds)}

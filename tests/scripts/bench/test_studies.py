@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from moe_plugin.cli.main import main, parse
+from scripts.bench import images
 from scripts.bench.studies import STUDIES
 from scripts.bench.study import NEEDS, NEEDS_SAID, Option, Study, read_numbers, write_numbers
 
@@ -149,3 +150,12 @@ def test_numbers_are_written_a_line_for_each_entry(value: Any, tmp_path: Path) -
     write_numbers(tmp_path / "n.json", value)
     assert read_numbers(tmp_path / "n.json") == value
     assert len((tmp_path / "n.json").read_text().splitlines()) == len(value) + 2 + (not value)
+
+
+def test_results_of_other_images_stay() -> None:
+    digits, newer, photographs = {"accuracy": 1}, {"data": "digits"}, {"data": "cifar10"}
+    both = images.merge(digits, photographs)
+    assert both == {"accuracy": 1, "cifar10": photographs}
+    assert images.merge(photographs, newer) == {"data": "digits", "cifar10": photographs}
+    assert images.merge(both, newer) == {"data": "digits", "cifar10": photographs}
+    assert images.merge(photographs, {"data": "cifar10", "seeds": 2})["seeds"] == 2  # noqa: PLR2004
