@@ -183,6 +183,11 @@ class SwappedExperts(MoEBlock):
         load_layer(self.moe, state_source({f"experts.{name}": value for name, value
                                            in tensors.items()}, {}), "")
 
+    @property
+    def one_matrix_each(self) -> bool:
+        """Whether the model's own stacks have one matrix per expert, along the first axis."""
+        return _UNUSED not in self._buffers and not any(stack.flat for stack in self.stacks)
+
     def take(self, state: dict[str, Any], prefix: str) -> None:
         """Replace the model's own stacks in a state dict by the parameters of this layer.
 
