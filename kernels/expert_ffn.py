@@ -74,7 +74,8 @@ class FFNParameters:
         dropout: probability with which an output of the activation function is set to 0. Dropout is
             supported only by the strategies in `KEEPS_ROWS`.
         clamp, linear_offset: settings of gated experts; see `gated`. Only strategies for which
-            `is_stepwise` is True support these settings.
+            `is_stepwise` is True support these settings, `own_gate`, which is called instead of
+            `gated`, and `finish`, which is applied to the outputs [R, D].
         recompute: whether to save only the inputs of the activation function for backward, and to
             recompute its outputs. With dropout, the activations after dropout are also saved.
         schedule: schedule of the strategy `kernels`; a key of `kernels.groups.SCHEDULES`.
@@ -117,6 +118,8 @@ class FFNParameters:
     keep: Keep | None = None
     adapters: Mapping[str, LowRank] = field(default_factory=dict)
     later: LaterGrads | None = None
+    own_gate: Callable[[Tensor, Tensor], Tensor] | None = None
+    finish: Callable[[Tensor], Tensor] | None = None
 
     def leaving(self, *inputs: Tensor | None) -> LaterGrads | None:
         """Return the object that collects postponed weight gradients, or None if backward must
@@ -226,13 +229,15 @@ def _ffn(matmul: GroupedMatmul, rows_RD: Tensor, counts: RowCounts, p: FFNParame
             inner_RF = F.dropout(inner_RF, p.dropout)
         [out_RD] = _products(matmul, inner_RF, counts, [(p.w_out_LFD, p.bias_out_LD)],
                              p.adapters.get("out"))
-        return out_RD
+        return out_RD if p.finish is None else p.finish(out_RD)
 
     act = elementwise(ACTIVATIONS[p.activation].value)
 
     def activate(inner_RF: Tensor, gate_RF: Tensor | None = None) -> Tensor:
         if gate_RF is None:
             return act(inner_RF)
+        if p.own_gate is not None:
+            return p.own_gate(gate_RF, inner_RF)
         return gated(act, gate_RF, inner_RF, p.clamp, p.linear_offset)
 
     if p.recompute:

@@ -27,6 +27,7 @@ from draw_layouts import PICTURES
 
 from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES
 from moe_plugin.checkpoint.formats.huggingface.family import Block, Family
+from moe_plugin.checkpoint.formats.huggingface.kept_families import KEPT, REFUSED
 from moe_plugin.cli.doctor.packages import import_everything
 from moe_plugin.config import MoEConfig, RunConfig, to_dict
 from moe_plugin.config.flags import flag_specs
@@ -271,12 +272,22 @@ def families_page() -> str:
     dense = ", ".join(f"`{name}`" for name in FAMILIES if name not in blocks)
     rows = [f"| {family.title} `{name}` | {_routing_of(block)} | {_experts_of(block)} | "
             f"{_becomes(family)} |" for name, (block, family) in blocks.items()]
+    rows += [f"| {title} `{name}` | its own router: {why} | replaced | no |"
+             for name, (title, why) in KEPT.items()]
+    rows += [f"| {title} `{name}` | **refused**: {why} | this would need {needed} | no |"
+             for name, (title, why, needed) in REFUSED.items()]
+    swapped = len(blocks) + len(KEPT)
     return _with_end("huggingface.md", "checkpoint/formats/huggingface/families.py", [
         "## Families", "", _prose(
-            f"The table lists the {len(blocks)} supported model families with experts by their "
-            "`model_type`. A single test covers all rows. In each family, the MoE blocks can be "
-            "replaced with our layers and converted back. The last column shows whether whole "
-            "models can be converted to other formats, or which feature prevents the conversion."),
+            f"The table lists all {swapped + len(REFUSED)} model families with experts in "
+            "`transformers` 5.24, by the `model_type` of the model that has the experts. A single "
+            "test covers all rows, and finds families that are new in a later version. "
+            f"`swap_moe_blocks` supports {swapped} of these families. In {len(blocks)} families, "
+            "it replaces the whole MoE blocks with our layers. In "
+            f"{len(KEPT)} families, the model keeps its own router, for the reason in the table, "
+            f"and only the experts are replaced. The other {len(REFUSED)} families are refused. "
+            "The last column shows whether whole models can be converted to other formats, or "
+            "which feature prevents the conversion."),
         "", _prose(
             "In the column \"routing\", *+ bias* stands for a bias that is used only to select "
             "experts. *sum 1* means that the gate weights of the selected experts sum to 1. "
@@ -331,7 +342,8 @@ def _routing_of(block: Block) -> str:
 
 def _experts_of(block: Block) -> str:
     found = ["gated" if block.gated else "plain"]
-    found += ["cut, with `quick_gelu`"] if "linear_offset" in block.settings else []
+    found += ["cut, with `quick_gelu`"] if "linear_offset" in block.settings else (
+        ["cut"] if "gate_clamp" in block.keys else [])
     found += ["weights on their inputs"] if "weights_first" in block.settings else []
     found += ["latent width"] if "latent.up.weight" in block.names else []
     found += {"none": [], "plain": ["shared"], "gated": ["shared with a gate"]}[block.shared]

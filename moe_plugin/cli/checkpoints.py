@@ -289,6 +289,23 @@ def _has_unaligned_experts(model: Any) -> bool:
                for width in weight.shape[1:])
 
 
+def _kept_router(model: Any, ids: Any) -> str:
+    """Return why the model keeps its router, or an empty string if we replace the router."""
+    from moe_plugin.checkpoint.formats.huggingface.families import moe_block_of
+    from moe_plugin.checkpoint.formats.huggingface.kept_families import KEPT
+    from moe_plugin.hosts.plain.huggingface import settings_of
+    from moe_plugin.hosts.plain.router_probe import probe_router
+
+    config = settings_of(model)
+    kind = config.get("model_type")
+    if moe_block_of(config) is not None:
+        return ""
+    if kind in KEPT:
+        return f"model_type={kind!r} keeps its own router, because it has {KEPT[kind][1]}"
+    return (f"model_type={short(kind)} is in no table of families, so it keeps its own router: "
+            f"{probe_router(model, ids)}")
+
+
 def check_hf(args: argparse.Namespace) -> int:
     """Compare the logits of a Hugging Face model before and after its MoE layers are replaced by
     layers of this package. Return exit status 0 if the difference is within the tolerance, and 1
@@ -341,6 +358,7 @@ def check_hf(args: argparse.Namespace) -> int:
             return model(ids).logits.float(), time.perf_counter() - start
 
     want, theirs_s = logits()
+    kept = _kept_router(model, ids)
     blocks = swap_moe_blocks(model)
     got, ours_s = logits()
     off = float((got - want).abs().max() / want.abs().max())
@@ -349,6 +367,8 @@ def check_hf(args: argparse.Namespace) -> int:
         print(f"{len(blocks)} MoE blocks, {args.tokens} tokens, {args.dtype}: logits differ by "
               f"{off:.2g} of the largest (tolerance {most:g}); transformers {show_time(theirs_s)}"
               f", ours {show_time(ours_s)}")
+        if kept:
+            print(kept)
         print(_THEIR_FAULTS)
     if spread:
         dist.destroy_process_group()

@@ -8,7 +8,7 @@ that store them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -72,6 +72,8 @@ class FFNExperts(Experts):
 
     gated = False
     supports_gather = True
+    own_gate: Callable[[Tensor, Tensor], Tensor] | None = None  # see `FFNParameters`
+    finish: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, config: MoEConfig, placement: Placement, *,
                  host: HostContext = HostContext(), dtype: torch.dtype | None = None,
@@ -177,7 +179,8 @@ class FFNExperts(Experts):
         # gathered and borrowed parameters come with the work
         parameters = work.parameters or self.compute_parameters()
         p = parameters
-        if (p.dropout or p.clamp or p.linear_offset or p.adapters) and not is_stepwise(strategy):
+        steps = p.dropout or p.clamp or p.linear_offset or p.adapters
+        if (steps or p.own_gate or p.finish) and not is_stepwise(strategy):
             strategy = stepwise_strategy()
         if transformed() or exporting():
             strategy = _by_torch_alone(parameters)
@@ -309,7 +312,8 @@ class FFNExperts(Experts):
                              self.config.clamp, self.config.linear_offset,
                              self.config.recompute_activation, precision=self.config.precision,
                              rounded=rounded, later=None if borrowed else self.later,
-                             adapters=as_adapters(tensors) if self.adapters else {})
+                             adapters=as_adapters(tensors) if self.adapters else {},
+                             own_gate=self.own_gate, finish=self.finish)
 
     def gathered_parameters(self, local: dict[str, Tensor] | None, comm: Comm, shards: int,
                             first_shard: int) -> FFNParameters:

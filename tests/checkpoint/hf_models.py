@@ -119,23 +119,32 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def draw(model: torch.nn.Module) -> None:
+    """Norms and biases differ from 1 and 0, and so do values that the model does not draw."""
+    with torch.no_grad():
+        for name, value in [*model.named_parameters(), *model.named_buffers()]:
+            bias = value.dim() == 1 or "correction_bias" in name
+            if bias and value.is_floating_point() and "inv_freq" not in name:
+                value.add_(0.1 * torch.randn_like(value))
+            elif value.is_floating_point() and not value.any():
+                value.normal_(0.0, 0.2)
+
+
 def tiny(kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """A model in evaluation mode, the same for every call."""
     import transformers
     from transformers import AutoConfig
 
+    from tests.checkpoint.all_families import tiny_of
+
+    if kind not in {**MODELS, **DENSE, **ALONE}:
+        return tiny_of(kind.removesuffix("_text"), **more)
     name, settings = {**MODELS, **DENSE, **ALONE}[kind]
     settings = {**COMMON, **(_TWO if kind in ALONE else {}), **settings, **more}
     config = AutoConfig.for_model(kind, **settings)
     torch.manual_seed(1)
     model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
-    with torch.no_grad():
-        for module_name, value in [*model.named_parameters(), *model.named_buffers()]:
-            bias = value.dim() == 1 or "correction_bias" in module_name
-            if bias and value.is_floating_point() and "inv_freq" not in module_name:
-                value.add_(0.1 * torch.randn_like(value))  # norms, biases: not 1, not 0
-            elif not value.any():  # some are not drawn
-                value.normal_(0.0, 0.2)
+    draw(model)
     if dtype == torch.float64 and kind in MODELS:
         model.set_experts_implementation("eager")  # its grouped products have no float64
     return model.to(dtype).eval()
@@ -148,6 +157,13 @@ def tokens(model: Any, seed: int = 0, batch: int = 2, length: int = 17) -> Tenso
 
 
 def logits(model: Any, ids: Tensor) -> Tensor:
-    """[batch, length, vocabulary]."""
+    """[batch, length, vocabulary], or the last hidden states of a model without a head."""
     with torch.no_grad():
-        return model(ids).logits
+        return outputs(model, ids)
+
+
+def outputs(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Like `logits`, with gradients."""
+    result = model(ids) if mask is None else model(ids, attention_mask=mask)
+    found: Tensor = result.logits if "logits" in result else result.last_hidden_state
+    return found

@@ -14,9 +14,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES, family_of
+from moe_plugin.checkpoint.formats.huggingface.families import moe_block_of
 from moe_plugin.checkpoint.formats.huggingface.family import Block
 from moe_plugin.checkpoint.formats.huggingface.format import state_source, to_neutral
+from moe_plugin.checkpoint.formats.huggingface.kept_families import refusal
 from moe_plugin.checkpoint.formats.huggingface.names import SWAPPED
 from moe_plugin.checkpoint.formats.huggingface.quantization import (
     PLAIN_IN_TRANSFORMERS,
@@ -35,6 +36,7 @@ from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import from_dict, with_overrides
 from moe_plugin.experts.optimizers import replaces_parameters
 from moe_plugin.hosts.plain.blocks import MoEBlock, use_model_masks
+from moe_plugin.hosts.plain.kept_router import SwappedExperts, kept_experts, swap_experts
 from moe_plugin.hosts.plain.restored import (
     ADAPTERS,
     all_alike,
@@ -58,10 +60,13 @@ class SwappedBlock(MoEBlock):
     Attributes:
         original: the model's own block on the meta device. `restore_moe_blocks` uses this block.
         family: describes the names and formats of the block's parameters in this model family.
+        settings: configuration of the model's decoder.
     """
 
-    def __init__(self, moe: MoELayer, block: nn.Module, family: Block) -> None:
+    def __init__(self, moe: MoELayer, block: nn.Module, family: Block,
+                 settings: dict[str, Any]) -> None:
         super().__init__(moe)
+        self.settings = settings
         # a tuple keeps the module from being registered as a submodule
         self.original: tuple[nn.Module] = (block.to_empty(device="meta"),)
         self.family = family
@@ -73,6 +78,10 @@ class SwappedBlock(MoEBlock):
         """
         y = super().forward(x)
         return (y, None) if self.family.pair else y
+
+    def restored(self) -> nn.Module:
+        """Return the model's own block with the weights of all ranks. Collective."""
+        return restored(self.moe, self.original[0], self.settings).train(self.training)
 
     def train(self, mode: bool = True) -> SwappedBlock:
         """Set training or evaluation mode, as in `nn.Module.train`.
@@ -100,8 +109,12 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
     `restore_moe_blocks` is called, calling the model with `output_router_logits=True` raises a
     `ValueError`.
 
+    In families whose router has no counterpart among our settings (docs/huggingface.md), only the
+    experts are replaced, and the model keeps its own routers. `output_router_logits` then works as
+    before, and `settings` cannot contain losses and settings of the router.
+
     Args:
-        model: a `transformers` decoder of a supported family (docs/huggingface.md), with or without
+        model: a `transformers` model of a supported family (docs/huggingface.md), with or without
             a head. The weights must be identical on all ranks.
         comm: communicator of the expert-parallel group. Optional. Defaults to the default process
             group. If there is no default process group, each process stores all experts.
@@ -114,6 +127,12 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
     """
     config = _checked(model)
     comm = default_comm() if comm is None else comm
+    if moe_block_of(config) is None:
+        names = swap_experts(model, comm, settings or {})
+        if not names:
+            raise ValueError(refusal(config))
+        _follow(model)
+        return names
     start, decoder = _decoder_in(model)
     family = block_of(config)
     child = family.module
@@ -134,17 +153,22 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
                        dtype=weight.dtype, device=weight.device)
         load_layer(moe, source, prefix)
         _carry_frozen(block, moe, state, config, index)
-        setattr(layer, child, SwappedBlock(moe, block, family).train(block.training))
+        setattr(layer, child, SwappedBlock(moe, block, family, config).train(block.training))
         swapped.append(f"{start}layers.{index}.{child}")
     if not swapped:
         raise ValueError(f"{type(model).__name__} has no MoE block to replace, because all of its "
                          "layers are dense. Pass a model with MoE blocks")
-    use_model_masks(model)
     model.register_forward_pre_hook(_refuse_logits, with_kwargs=True)
+    _follow(model)
+    return swapped
+
+
+def _follow(model: nn.Module) -> None:
+    """Read the masks of the model, and save and load in the model's own format."""
+    use_model_masks(model)
     model.register_load_state_dict_pre_hook(_load_theirs)
     if hasattr(model, "save_pretrained"):
         cast(Any, model).save_pretrained = _SaveTheirs(model)
-    return swapped
 
 
 def _refuse_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -172,7 +196,7 @@ class _SaveTheirs:
             ValueError: If there are several ranks and a `Trainer` saves only on the first rank.
         """
         model = cast(Any, self.model)
-        ranks = max(swapped.moe.comm.size for _, swapped in swapped_blocks(model))
+        ranks = max(swapped.moe.comm.size for _, swapped in _replaced(model))
         if "state_dict" in kwargs and ranks > 1:
             raise ValueError(
                 f"save_pretrained(state_dict=...) does not work with experts on {ranks} ranks. "
@@ -182,10 +206,10 @@ class _SaveTheirs:
                 "DistributedConfig(ep_implementation='moe_plugin')")
         kwargs.pop("state_dict", None)
         state = dict(model.state_dict())
-        for name, swapped in swapped_blocks(model):
+        for name, swapped in _replaced(model):
             for key in [key for key in state if key.startswith(f"{name}.")]:
                 del state[key]
-            block = restored(swapped.moe, swapped.original[0], _config_of(model))
+            block = swapped.restored()
             state |= {f"{name}.{key}": value for key, value in block.state_dict().items()}
             state |= {f"{name}.moe.{key}": value
                       for key, value in full_state(swapped.moe, ADAPTERS).items()}
@@ -198,9 +222,14 @@ def _load_theirs(model: nn.Module, state: dict[str, Any], prefix: str, *_: objec
     """Convert tensors with `transformers` names to tensors of this package's layers. This function
     is a hook that runs before `load_state_dict`.
 
-    The tensors can have either the names in the model or the names in its files.
+    The tensors can have either the names in the model or the names in its files. The tensors of a
+    model that keeps its routers must have the names in the model.
     """
-    (start, decoder), config = _decoder_in(model), _config_of(model)
+    for name, kept in kept_experts(model):
+        kept.take(state, f"{prefix}{name}.")
+    if not any(swapped_blocks(model)):
+        return
+    (start, decoder), config = _decoder_in(model), settings_of(model)
     start, block = prefix + start, block_of(config)
     for index, layer in enumerate(decoder.layers):
         at, swapped = f"{start}layers.{index}.", getattr(layer, block.module, None)
@@ -247,24 +276,22 @@ def _carry_frozen(block: nn.Module, moe: MoELayer, state: Mapping[str, Tensor],
 
 
 def _checked(model: nn.Module) -> dict[str, Any]:
-    if any(swapped_blocks(model)):
+    if any(_replaced(model)):
         raise ValueError(f"swap_moe_blocks was already called for this {type(model).__name__}. "
                          "Call restore_moe_blocks(model) before you swap its blocks again")
     try:
-        config = _config_of(model)
+        config = settings_of(model)
     except AttributeError as error:  # an unknown object declares nothing about its type
-        raise ValueError(f"{type(model).__name__} is not a transformers decoder. The supported "
-                         f"model types are {', '.join(_kinds())}") from error
+        raise ValueError(f"{type(model).__name__} is not a transformers model. The supported "
+                         "families are listed in docs/huggingface.md") from error
     if quantization_of(config) is not None:
         raise ValueError(f"{type(model).__name__} has float8 weights, which cannot be trained; "
                          f"{PLAIN_IN_TRANSFORMERS} (or, if its weights are not quantized, delete "
                          "model.config.quantization_config)")
-    family = family_of(config)
-    if family.block is None:
-        raise ValueError(f"model_type={family.model_type!r} has no MoE blocks. The supported model "
-                         f"types are {', '.join(_kinds())}")
+    if (block := moe_block_of(config)) is None:
+        return config
     for name, why in _BLOCK_SETTINGS.items():
-        if config.get(name) and name not in family.block.keys.values():
+        if config.get(name) and name not in block.keys.values():
             raise ValueError(f"{name}={config[name]} is not supported: {why}. Set it to 0")
     if config.get("output_router_logits"):
         raise ValueError(
@@ -288,22 +315,26 @@ def _decoder_in(model: nn.Module) -> tuple[str, Any]:
     return f"{name}." if name else "", decoder
 
 
-def _config_of(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration of the model's decoder. A multimodal model has several
-    configurations, one of which is that of the decoder.
+def settings_of(model: nn.Module) -> dict[str, Any]:
+    """Return the configuration of the model's decoder, or of a model that has no decoder. A
+    multimodal model has several configurations, one of which is that of the decoder.
     """
-    config: dict[str, Any] = _decoder_in(model)[1].config.to_dict()
-    return config
-
-
-def _kinds() -> list[str]:
-    return [name for name, family in FAMILIES.items() if family.block is not None]
+    try:
+        config = _decoder_in(model)[1].config
+    except AttributeError:
+        config = cast(Any, model).config
+    settings: dict[str, Any] = config.to_dict()
+    return settings
 
 
 def swapped_blocks(model: nn.Module) -> Iterator[tuple[str, SwappedBlock]]:
     """Iterate over the names and modules of all blocks that `swap_moe_blocks` has inserted."""
     return ((name, module) for name, module in model.named_modules()
             if isinstance(module, SwappedBlock))
+
+
+def _replaced(model: nn.Module) -> list[tuple[str, SwappedBlock | SwappedExperts]]:
+    return [*swapped_blocks(model), *kept_experts(model)]
 
 
 @replaces_parameters
@@ -315,15 +346,13 @@ def restore_moe_blocks(model: nn.Module) -> None:
     weights stay frozen. Afterwards, `model` is an ordinary `transformers` model that can be used
     with `save_pretrained` and `generate`. After this call, every rank stores all experts.
     """
-    config = _config_of(model)
-    for name, swapped in swapped_blocks(model):
+    for name, swapped in _replaced(model):
         if swapped.moe.routed_experts.experts.adapters is not None:
             raise ValueError(f"block {name!r} has adapters, which transformers' own block does not "
                              "support. Call merge_lora(model) first")
-    for name, swapped in list(swapped_blocks(model)):
+    for name, swapped in _replaced(model):
         parent, _, child = name.rpartition(".")
-        block = restored(swapped.moe, swapped.original[0], config)
-        setattr(model.get_submodule(parent), child, block.train(swapped.training))
+        setattr(model.get_submodule(parent), child, swapped.restored())
     _allow_again(model)
 
 

@@ -51,6 +51,14 @@ def all_alike(source: nn.Module, target: nn.Module) -> bool:
     return False
 
 
+def copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a module of `transformers` that shares the model's configuration, so that
+    `set_experts_implementation` also affects the copy.
+    """
+    configs = [part.config for part in module.modules() if hasattr(part, "config")]
+    return copy.deepcopy(module, {id(config): config for config in configs})
+
+
 def restored(moe: MoELayer, original: nn.Module, config: dict[str, Any]) -> nn.Module:
     """Return the model's own block with the weights of this package's layer. The weights are
     gathered from all ranks. This is a collective operation.
@@ -63,7 +71,7 @@ def restored(moe: MoELayer, original: nn.Module, config: dict[str, Any]) -> nn.M
     state = {name: value for name, value in full_state(moe).items()
              if not name.startswith(ADAPTERS)}
     # a weight of an expert, because `router.fp32` keeps the router's weight in another dtype
-    block, weight = copy.deepcopy(original), next(moe.experts.parameters())
+    block, weight = copied(original), next(moe.experts.parameters())
     view = _theirs(state, config)
     _allocate(block, view, weight)
     _load(block, view)

@@ -22,17 +22,14 @@ from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig
 from moe_plugin.experts.base import Experts
 from moe_plugin.experts.ffn import FFNExperts
+from moe_plugin.experts.gates import named_activation
 from moe_plugin.experts.matrices import of_transformers
 from moe_plugin.hosts.transformers.compat import apply_gate, has_its_own_gate
-from moe_plugin.kernels.activations import ACTIVATIONS, first_derivative_only
+from moe_plugin.kernels.activations import first_derivative_only
 from moe_plugin.kernels.expert_ffn import apply_to_rows, grouped, strategies
 from moe_plugin.kernels.workspace import Workspace
 from moe_plugin.records import ExpertRows, ParameterRequest, RowCounts
 from moe_plugin.utils.messages import first_process, warn_once
-
-_SAME = 1e-6  # largest accepted difference between the values of two activations
-_LARGE = torch.logspace(-3, 4, 29)  # a clipped activation differs from ours only at large values
-_POINTS = torch.cat([torch.linspace(-6, 6, 97), _LARGE, -_LARGE])
 
 
 def activation_of(module: Any) -> str | None:
@@ -44,16 +41,7 @@ def activation_of(module: Any) -> str | None:
     """
     if module.has_gate and has_its_own_gate(module) or module.has_post_expert_norm:
         return None
-    x = _POINTS
-    try:
-        with torch.no_grad():
-            wanted = module.act_fn(x)
-    except (TypeError, RuntimeError):  # needs two arguments, or its parameters are on a device
-        return None
-    for name, act in ACTIVATIONS.items():
-        if wanted.shape == x.shape and torch.allclose(act.value(x), wanted, atol=_SAME, rtol=_SAME):
-            return name
-    return None
+    return named_activation(module.act_fn)
 
 
 def check_module(module: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from moe_plugin.comm import default_comm
 from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.experts.lora import PLACES, ExpertRanks
 from moe_plugin.hosts.plain.huggingface import SwappedBlock, swapped_blocks
+from moe_plugin.hosts.plain.kept_router import kept_experts
 from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.utils import checksums
 from moe_plugin.utils.messages import short
@@ -78,6 +79,19 @@ class PeftStack:
         return (outer, inner) if self.flipped else (inner, outer)
 
 
+def blocks_with_stacks(model: nn.Module) -> Iterator[tuple[str, str, dict[str, PeftStack]]]:
+    """Iterate over the modules inserted by `swap_moe_blocks` whose experts `peft` can adapt. Yield
+    the name of the module, the name of the model's own block, and the block's weight stacks.
+    """
+    for name, block in swapped_blocks(model):
+        yield name, name.removeprefix(START), stacks_of(block)
+    for name, kept in kept_experts(model):
+        if name.endswith(".experts") and kept.one_matrix_each:
+            yield name, name.removeprefix(START).removesuffix(".experts"), {
+                key: PeftStack(stack.name, len(stack.parts), stack.in_turn, False)
+                for key, stack in zip(("in", "out"), kept.stacks[:2], strict=True)}
+
+
 def stacks_of(block: SwappedBlock) -> dict[str, PeftStack]:
     """Return a dict of the weight stacks of a block's experts. The keys are the names in `PLACES`,
     in the order in which the module defines the stacks.
@@ -127,13 +141,13 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
     from safetensors.torch import save_file
 
     layers, config = adapted_layers(model), _config(model)
-    blocks = {f"{name}.moe": (name.removeprefix(START), stacks_of(block))
-              for name, block in swapped_blocks(model)}
+    blocks = {f"{name}.moe": (theirs, stacks) for name, theirs, stacks in blocks_with_stacks(model)}
     stored: list[Any] = [layer.experts for layer in layers.values()]
     ours: list[ExpertRanks] = [experts.adapters for experts in stored]
     if odd := sorted(set(layers) - set(blocks)):
-        raise ValueError(f"layer {odd[0]!r} is not in a block inserted by swap_moe_blocks, so peft "
-                         "could not find its experts. Use moe_plugin.checkpoint.save")
+        raise ValueError(f"layer {odd[0]!r} is not in a block inserted by swap_moe_blocks, or its "
+                         "model does not store its experts as stacks, so peft could not find its "
+                         "experts. Use moe_plugin.checkpoint.save")
     if any(ranks.dora for ranks in ours):
         raise ValueError("adapters with use_dora=True cannot be saved, because peft does not "
                          "support DoRA on stacks of experts. Use moe_plugin.checkpoint.save, or "

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,13 @@ from moe_plugin.checkpoint.layers import local_window
 from moe_plugin.checkpoint.source import refused_if_unreadable
 from moe_plugin.experts.lora import PLACES, TARGETS, ExpertRanks
 from moe_plugin.hosts.plain.adapters.add import add_lora
-from moe_plugin.hosts.plain.adapters.files import START, TENSORS, PeftStack, by_pattern, stacks_of
-from moe_plugin.hosts.plain.huggingface import swapped_blocks
+from moe_plugin.hosts.plain.adapters.files import (
+    START,
+    TENSORS,
+    PeftStack,
+    blocks_with_stacks,
+    by_pattern,
+)
 from moe_plugin.layer import MoELayer
 from moe_plugin.utils import checksums
 
@@ -51,12 +56,12 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
         rest = load_file(path)
     pairs, pattern = {}, {}
     ours = {weight: target for target, weight in TARGETS.items()}
-    for name, block in swapped_blocks(model):
-        stacks = stacks_of(block)
-        targeted = _targeted(name.removeprefix(START), stacks, config.target_parameters or ())
-        for weight, pair in _pairs(name.removeprefix(START), block.moe, stacks, targeted, rest):
-            pairs[name, weight] = stacks[weight], pair
-            r = pair[0].shape[0] // block.moe.config.num_experts
+    for name, theirs, stacks in blocks_with_stacks(model):
+        layer = cast(MoELayer, model.get_submodule(f"{name}.moe"))
+        targeted = _targeted(theirs, stacks, config.target_parameters or ())
+        for weight, pair in _pairs(theirs, layer, stacks, targeted, rest):
+            pairs[name, weight] = f"{theirs}.experts.{stacks[weight].name}", stacks[weight], pair
+            r = pair[0].shape[0] // layer.config.num_experts
             pattern[rf"{re.escape(name)}\.moe\.experts\.\d+\.{ours[weight]}"] = r
     if not pairs:
         raise ValueError(f"{str(folder)!r} has no adapters for the experts of "
@@ -66,10 +71,8 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
     _check_rest(model, rest, folder)
     adapted = add_lora(model, 1, config.lora_alpha, experts=(), rank_pattern=pattern,
                        use_rslora=config.use_rslora, freeze=freeze)
-    for (name, weight), (stack, pair) in pairs.items():
-        target = f"{name.removeprefix(START)}.experts.{stack.name}"
-        layer = model.get_submodule(f"{name}.moe")
-        assert isinstance(layer, MoELayer)
+    for (name, weight), (target, stack, pair) in pairs.items():
+        layer = cast(MoELayer, model.get_submodule(f"{name}.moe"))
         _fill(layer, weight, stack, pair)
         experts: Any = layer.experts
         adapters: ExpertRanks = experts.adapters
