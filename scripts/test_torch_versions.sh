@@ -17,7 +17,7 @@
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-FOLDER="$ROOT/runs/torch-versions" PYTHON=python3 KEEP=0 VERSIONS=()
+FOLDER="$ROOT/runs/torch-versions" PYTHON=python3 KEEP=0 VERSIONS=() PREFIX=""
 PACKAGES=(-e ".[hf,test]")
 TESTS=(-m "not slow and not fairseq and not megatron" tests/test_layer.py tests/exactness
     tests/routing tests/dispatch tests/experts tests/comm tests/kernels tests/training
@@ -27,7 +27,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
         --folder) FOLDER=$(realpath -m -- "$2"); shift 2 ;;
         --python) PYTHON=$2; shift 2 ;;
         --fairseq2)  # soundfile contains libsndfile, which fairseq2 loads
-            PACKAGES=(-e ".[test]" fairseq2==0.8.1 soundfile) VERSIONS=(2.9.1)
+            PACKAGES=(-e ".[test]" fairseq2==0.8.1 soundfile) VERSIONS=(2.9.1) PREFIX=fairseq2-
             TESTS=(tests/hosts/plain/test_fairseq2.py tests/hosts/plain/test_linear_maps.py)
             shift ;;
         --keep) KEEP=1; shift ;;
@@ -64,7 +64,8 @@ run_tests() { # VENV: with as many processes as cores, at most four
 
 FAILED=()
 for version in "${VERSIONS[@]}"; do
-    venv="$FOLDER/$version" log="$FOLDER/$version.log"
+    venv="$FOLDER/$PREFIX$version"
+    log="$venv.log"
     : >"$log"
     if install "$version" "$venv" "$log" &&
         step "torch $version: tests" "$log" run_tests "$venv"; then
