@@ -4,28 +4,30 @@
 #
 #   bash scripts/test_torch_versions.sh [options] [VERSION ...] [-- PYTEST ARGUMENTS]
 #
-#   VERSION        versions of torch (default: 2.6.0 2.9.1 2.14.1: the oldest that works, one in between, and the newest)
+#   VERSION        versions of torch (default: 2.6.0 2.9.1 2.14.1, which are the oldest
+#                  that is supported, one in between, and the newest)
 #   --folder DIR   folder for the environments and the logs (default: runs/torch-versions)
 #   --python EXE   interpreter for the environments (default: python3)
 #   --fairseq2     instead, run the tests with fairseq2 0.8.1 and torch 2.9.1, which it needs
 #   --keep         keep the environments, so that the next run need not install them again
 #
-# torch for Linux comes with libraries for GPUs: each version downloads 3 to 4 GB, and needs 6 to 8 GB
-# on the disk until its tests have ended. With pytest arguments, only the tests that they select run.
+# torch for Linux comes with libraries for GPUs: each version downloads 3 to 4 GB, and needs 6 to
+# 8 GB on the disk until its tests have ended. With pytest arguments, only the tests that they
+# select run.
 set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
-FOLDER="$ROOT/runs/torch-versions" PYTHON=python3 KEEP=0 VERSIONS=()
+FOLDER="$ROOT/runs/torch-versions" PYTHON=python3 KEEP=0 VERSIONS=() PREFIX=""
 PACKAGES=(-e ".[hf,test]")
 TESTS=(-m "not slow and not fairseq and not megatron" tests/test_layer.py tests/exactness
-    tests/routing tests/dispatch tests/experts tests/comm tests/kernels tests/training tests/checkpoint
-    tests/hosts/plain)
+    tests/routing tests/dispatch tests/experts tests/comm tests/kernels tests/training
+    tests/checkpoint tests/hosts/plain)
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
     case "$1" in
         --folder) FOLDER=$(realpath -m -- "$2"); shift 2 ;;
         --python) PYTHON=$2; shift 2 ;;
         --fairseq2)  # soundfile contains libsndfile, which fairseq2 loads
-            PACKAGES=(-e ".[test]" fairseq2==0.8.1 soundfile) VERSIONS=(2.9.1)
+            PACKAGES=(-e ".[test]" fairseq2==0.8.1 soundfile) VERSIONS=(2.9.1) PREFIX=fairseq2-
             TESTS=(tests/hosts/plain/test_fairseq2.py tests/hosts/plain/test_linear_maps.py)
             shift ;;
         --keep) KEEP=1; shift ;;
@@ -62,9 +64,11 @@ run_tests() { # VENV: with as many processes as cores, at most four
 
 FAILED=()
 for version in "${VERSIONS[@]}"; do
-    venv="$FOLDER/$version" log="$FOLDER/$version.log"
+    venv="$FOLDER/$PREFIX$version"
+    log="$venv.log"
     : >"$log"
-    if install "$version" "$venv" "$log" && step "torch $version: tests" "$log" run_tests "$venv"; then
+    if install "$version" "$venv" "$log" &&
+        step "torch $version: tests" "$log" run_tests "$venv"; then
         say "torch $version: $(tail -n 1 "$log")"
     else
         FAILED+=("$version")

@@ -36,7 +36,7 @@ from fairseq2.models.llama import LLaMAConfig, create_llama_model
 from fairseq2.optim.fp16_loss_scaler import NOOP_FP16_LOSS_SCALER
 from fairseq2.optim.lr_schedulers import PassthroughLR
 from fairseq2.profilers import NOOP_PROFILER
-from fairseq2.trainer import Trainer, TrainUnit
+from fairseq2.recipe.trainer import Trainer, TrainUnit
 from fairseq2.utils.device_stat import NOOP_DEVICE_STAT_TRACKER
 from fairseq2.utils.gc import NOOP_GARBAGE_COLLECTOR
 from fairseq2.utils.progress import NOOP_PROGRESS_REPORTER
@@ -47,6 +47,7 @@ from fairseq2.validator import NOOP_VALIDATOR
 import moe_plugin
 from moe_plugin.comm import default_comm
 from moe_plugin.config import ObserveConfig
+from moe_plugin.hosts.plain.fairseq2 import enable_checkpoints
 from moe_plugin.observe import StatsRecorder
 
 LENGTH, BATCH = 65, 8  # the longest piece of text, and the number of pieces per rank and step
@@ -113,8 +114,7 @@ def main(words: list[str] | None = None) -> list[float]:
     gangs = create_fake_gangs(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         gangs = create_parallel_gangs(ProcessGroupGang.create_default_process_group(device))
-        # each rank writes a file, as with FSDP. With DDP, only the experts of rank 0 would be saved
-        gangs = create_fsdp_gangs(gangs)
+        gangs = create_fsdp_gangs(gangs)  # so that each rank saves a file with its own experts
 
     torch.manual_seed(0)  # all ranks start with the same dense weights
     model: Any = create_llama_model(LLaMAConfig(
@@ -127,6 +127,7 @@ def main(words: list[str] | None = None) -> list[float]:
     groups = moe_plugin.optimizer_groups(model, lr=3e-3, weight_decay=0.01)
     if gangs.dp.size > 1:
         model = moe_plugin.ddp_model(model)
+    enable_checkpoints(model, gangs)
     optimizer = torch.optim.AdamW(groups)
     unit = LanguageModelling(model)
     trainer = Trainer(

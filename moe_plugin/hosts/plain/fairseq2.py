@@ -1,14 +1,17 @@
-"""Replace the MoE blocks of a Llama 4 model of fairseq2 with this package's layers.
+"""MoE layers in models of fairseq2: Llama 4's MoE blocks, and checkpoints of fairseq2's trainer.
 
     model = create_llama4_model(config)
     swap_moe(model, losses={"switch": 0.01})
-    loss = model(seqs, layout, targets=targets) + auxiliary_loss(model)
+    model = ddp_model(model)                   # on several ranks
+    enable_checkpoints(model, gangs)
+    trainer = Trainer(model=model, gangs=gangs, ...)
 
-`replace_ffn` replaces the feed-forward networks of dense models of fairseq2.
+`replace_ffn` replaces the feed-forward networks of dense models.
 """
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import torch
@@ -23,7 +26,9 @@ from moe_plugin.experts.optimizers import replaces_parameters
 from moe_plugin.hosts.plain.blocks import MoEBlock, use_model_masks
 from moe_plugin.hosts.plain.feed_forward import PROBES, read_feed_forward
 from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.layer import MoELayer
+from moe_plugin.layer import MoELayer, layers_in
+
+EXTRA_STATE = "_extra_state"
 
 
 @replaces_parameters
@@ -64,6 +69,70 @@ def swap_moe(model: nn.Module, comm: Comm | None = None, **settings: Any) -> lis
         setattr(model.get_submodule(parent), child, MoEBlock(layer).train(block.training))
     use_model_masks(model)
     return [name for name, _ in found]
+
+
+def enable_checkpoints(model: nn.Module, gangs: Any) -> None:
+    """Let fairseq2's `CheckpointManager` save and load the MoE layers of a model.
+
+    The state of an MoE layer includes which experts a rank stores. This part is not a tensor, and
+    fairseq2 saves only tensors, so it is converted to a tensor. Call this function before the
+    `Trainer` is created. If a checkpoint is loaded with a different number of ranks, a `ValueError`
+    is raised.
+
+    Args:
+        model: the model that is passed to the `Trainer`, after it was wrapped for data parallelism.
+        gangs: the gangs of the `Trainer` and of the `CheckpointManager`.
+    Raises:
+        ValueError: If the gangs would save the experts of some ranks only.
+    """
+    from fairseq2.nn.data_parallel import (
+        DataParallelFacade,
+        get_data_parallel_facade,
+        set_data_parallel_facade,
+    )
+
+    shared = max((layer.comm.size for layer in layers_in(model)), default=1)
+    if shared > 1 and gangs.rdp.size > 1:
+        raise ValueError(
+            f"{shared} ranks share the experts, but of {gangs.rdp.size} ranks with the same dense "
+            "parameters fairseq2 saves only the first. Use the gangs of create_fsdp_gangs(gangs), "
+            "with which every rank saves a file")
+    wrapped = get_data_parallel_facade(model)
+
+    class Facade(DataParallelFacade):
+        """The facade of the model, with tensors in place of other states."""
+
+        def state_dict(self) -> dict[str, object]:
+            return {name: value if isinstance(value, Tensor) else _as_tensor(value)
+                    for name, value in wrapped.state_dict().items()}
+
+        def load_state_dict(self, state_dict: dict[str, object]) -> None:
+            wrapped.load_state_dict({
+                name: _from_tensor(value) if name.endswith(EXTRA_STATE) else value
+                for name, value in state_dict.items()})
+
+        def no_sync(self) -> Any:
+            return wrapped.no_sync()
+
+        def clip_grad_norm(self, max_norm: float | None) -> Tensor:
+            norm: Tensor = wrapped.clip_grad_norm(max_norm)
+            return norm
+
+        def summon_full_parameters(self) -> Any:
+            return wrapped.summon_full_parameters()
+
+    set_data_parallel_facade(model, Facade())
+
+
+def _as_tensor(value: object) -> Tensor:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def _from_tensor(value: Any) -> object:
+    # the file may come from a stranger, so only tensors and plain values are read
+    return torch.load(io.BytesIO(value.numpy().tobytes()), weights_only=True)
 
 
 def _config(name: str, block: Any) -> MoEConfig:

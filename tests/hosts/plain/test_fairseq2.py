@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("fairseq2", exc_type=ImportError)
 
-from fairseq2.gang import FakeGang  # noqa: E402
+from fairseq2.gang import FakeGang, Gangs, create_fake_gangs  # noqa: E402
 from fairseq2.models.llama import LLaMAConfig, create_llama_model  # noqa: E402
 from fairseq2.models.llama4 import Llama4Config, create_llama4_model  # noqa: E402
 from fairseq2.models.llama4.config import Llama4ExpertsConfig  # noqa: E402
@@ -29,11 +31,12 @@ from fairseq2.models.transformer import (  # noqa: E402
     StandardFeedForwardNetwork,
 )
 from fairseq2.nn import BatchLayout  # noqa: E402
+from fairseq2.nn.data_parallel import get_data_parallel_facade  # noqa: E402
 
 from moe_plugin import auxiliary_loss, replace_ffn  # noqa: E402
 from moe_plugin.comm import TorchComm  # noqa: E402
 from moe_plugin.hosts.plain.blocks import blocks_in  # noqa: E402
-from moe_plugin.hosts.plain.fairseq2 import swap_moe  # noqa: E402
+from moe_plugin.hosts.plain.fairseq2 import enable_checkpoints, swap_moe  # noqa: E402
 from moe_plugin.hosts.plain.feed_forward import read_feed_forward  # noqa: E402
 from moe_plugin.training.gradients.sync import sync_gradients  # noqa: E402
 from tests.distributed import run_gloo  # noqa: E402
@@ -190,6 +193,35 @@ def on_ranks() -> None:
 @pytest.mark.distributed
 def test_two_ranks_share_the_experts() -> None:
     run_gloo(2, on_ranks)
+
+
+def test_gangs_that_lose_experts_are_refused() -> None:
+    device, shared = torch.device("cpu"), SimpleNamespace(size=2)
+    gang, two = FakeGang(device), FakeGang(device, size=2)
+    model = llama()
+    replace_ffn(model, num_experts=4)
+    lost = Gangs(root=two, dp=two, rdp=two, sdp=gang, tp=gang, pp=gang)
+    enable_checkpoints(model, lost)  # every rank has all experts
+    for _, block in blocks_in(model):
+        block.moe.comm = shared
+    with pytest.raises(ValueError, match="2 ranks share the experts.* create_fsdp_gangs"):
+        enable_checkpoints(model, lost)
+
+
+def test_every_state_is_a_tensor_and_comes_back() -> None:
+    model, other = llama(), llama()
+    for each in (model, other):
+        replace_ffn(each, num_experts=4, upcycle=False)
+        enable_checkpoints(each, create_fake_gangs(torch.device("cpu")))
+    state = get_data_parallel_facade(model).state_dict()
+    assert all(isinstance(value, Tensor) for value in state.values())
+    assert not torch.equal(other(*batch()), model(*batch()))
+    get_data_parallel_facade(other).load_state_dict(state)
+    assert torch.equal(other(*batch()), model(*batch()))
+    name = next(name for name in state if name.endswith("_extra_state"))
+    state[name] = torch.frombuffer(bytearray(pickle.dumps(Path)), dtype=torch.uint8)
+    with pytest.raises(pickle.UnpicklingError):
+        get_data_parallel_facade(other).load_state_dict(state)
 
 
 def test_what_cannot_be_swapped_is_refused() -> None:
