@@ -297,7 +297,7 @@ def _kept_router(model: Any, ids: Any) -> str:
     from moe_plugin.hosts.plain.router_probe import probe_router
 
     config = settings_of(model)
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if moe_block_of(config) is not None:
         return ""
     if kind in KEPT:
