@@ -110,7 +110,8 @@ class TwinCheck(RunFeature):
             raise ValueError(
                 f"no two of {self.world.size} ranks store the same experts (expert-parallel groups "
                 f"have {experts.size} ranks), so ranks cannot check each other. Use groups of at "
-                "most half the ranks (--moe-expert-parallel-size), or disable the check")
+                "most half the ranks (fairseq: --moe-expert-parallel-size, Megatron: "
+                "--expert-model-parallel-size), or disable the check")
         self.twins = twins
         place = torch.tensor([[experts.rank]], device=self.world.device)
         self._places = self.world.all_gather(place).flatten().tolist()

@@ -55,8 +55,8 @@ def test_ranks_that_send_wrong_gradients_are_outvoted(
 
 
 def test_the_median_of_workers_learns(host: Host, tmp_path: Path) -> None:
-    clean, voted = (host.train(tmp_path / name, 4, host.dropout, ranks=3, ep=1) if not more else
-                    host.train(tmp_path / name, 4, f"{host.dropout} {more}", ranks=3, ep=1,
+    clean, voted = (host.train(tmp_path / name, 4, host.dropout, ranks=4, ep=1) if not more else
+                    host.train(tmp_path / name, 4, f"{host.dropout} {more}", ranks=4, ep=1,
                                attack=partial(on_last, host.attack_votes))
                     for name, more in (("clean", ""), (
                         "voted", "--moe-votes 3 --moe-vote-aggregate median")))

@@ -2,8 +2,6 @@
 checkpoints of layers that share experts, or some of their parameters.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
