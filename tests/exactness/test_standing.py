@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,7 +96,7 @@ def test_slow_ranks_get_fewer_rows_by_what_was_measured(monkeypatch: pytest.Monk
     """All rows are of rank 0's expert; rank 3 takes twice as long for its rows as the others."""
     case = Case(4, 4, 1, [64] * 4, None, None, skew=30.0)
     config, clock = settings(case, 4, "measured"), threading.local()
-    monkeypatch.setattr(tuning_standing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(tuning_standing, "mark", lambda device: clock.now)
 
     def rank(comm: Comm) -> list[int]:
         layer, rows, clock.now = MoELayer(config, comm, dtype=torch.float64), [], 0.0
