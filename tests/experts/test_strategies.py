@@ -167,6 +167,6 @@ def test_grouped_is_refused_where_torch_has_no_grouped_product(monkeypatch: pyte
     assert "grouped" not in strategies.names()
     settings = {"model_dim": 8, "num_experts": 2, "experts": {"compute": "grouped"}}
     with pytest.raises(ValueError, match="'grouped' cannot run here: .*needs torch >= 2.10"):
-        MoELayer(from_dict(settings))
+        MoELayer(settings)
     dropping = {**settings, "experts": {"dropout": 0.5}}
-    assert MoELayer(from_dict(dropping))(torch.randn(5, 8)).output.isfinite().all()
+    assert MoELayer(dropping)(torch.randn(5, 8)).output.isfinite().all()

@@ -27,8 +27,8 @@ from moe_plugin.hosts.plain.restored import copied
 from moe_plugin.layer import MoELayer
 from moe_plugin.records import Routing, TokenInfo
 from moe_plugin.routing import RouterModule
-from moe_plugin.utils.dtensors import is_sharded
 from moe_plugin.utils.messages import short
+from moe_plugin.utils.tensors import is_sharded
 
 _CHOICES = ("top_k", "num_experts_per_tok", "moe_top_k", "top_k_experts")
 # the flags of transformers' decorator `use_experts_implementation`, with their default values
