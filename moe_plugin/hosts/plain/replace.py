@@ -144,8 +144,8 @@ def _why_none(model: nn.Module, every: int, found: int) -> str:
         return ("the model itself is a feed-forward module, and a module cannot replace itself. "
                 "Pass a model that contains it, e.g. nn.Sequential(module)")
     if found:
-        return (f"it has only {found} feed-forward modules. Use a smaller `every`, or 1 to replace "
-                "all")
+        return (f"it has fewer than {every} feed-forward modules ({found}). Use a smaller `every`, "
+                "or 1 to replace all")
     return ("a feed-forward module has two linear maps and an activation, or three linear maps "
             "with a gate, and no training-only part except nn.Dropout. A linear map has a matrix "
             "`weight` and perhaps a `bias`, and computes what nn.Linear computes, without "

@@ -200,5 +200,5 @@ def test_dropout_inside_of_a_map_is_that_of_the_experts() -> None:
 
 def test_too_few_modules_are_counted() -> None:
     model = nn.Sequential(Block(ffn(Projection)), Block(ffn(nn.Linear)))
-    with pytest.raises(ValueError, match="it has only 2 feed-forward modules"):
+    with pytest.raises(ValueError, match=r"fewer than 3 feed-forward modules \(2\)"):
         replace_ffn(model, 4, every=3)
