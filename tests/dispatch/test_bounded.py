@@ -23,7 +23,7 @@ from tests.exactness.harness import (
     RankResult,
     compare,
     config_of,
-    load,
+    loaded,
     naming,
     reference,
     run_layer,
@@ -33,12 +33,6 @@ from tests.oracle import Case, dense, make_inputs, make_parameters
 from tests.seeds import seeded
 
 FACTORS = (0.3, 0.7, 1.0, 1.3, 1.7, 2.2, 3.0, 4.0)
-
-
-def loaded(case: Case, config: MoEConfig, comm: Comm) -> MoELayer:
-    layer = MoELayer(config, comm, dtype=torch.float64)
-    load(layer, make_parameters(case, torch.float64), case)
-    return layer
 
 
 def tight(case: Case, pieces: tuple[int, int], compute: str, send: str = "rows") -> list[str]:
@@ -51,7 +45,7 @@ def tight(case: Case, pieces: tuple[int, int], compute: str, send: str = "rows")
                            dispatch__send=send)
 
         def rank(comm: Comm, config: MoEConfig = config) -> tuple[RankResult, bool]:
-            layer = loaded(case, config, comm)
+            layer = loaded(case, comm, config)
             result = run_layer(case, layer)
             return result, bool(limits_of([layer])[0].needed)
 
@@ -122,7 +116,7 @@ def test_a_token_has_no_more_rows_for_a_rank_than_its_experts(send: str, experts
                        parallel__mode="fixed")
 
     def rank(comm: Comm) -> tuple[RankResult, int, int]:
-        layer = loaded(case, config, comm)
+        layer = loaded(case, comm, config)
         result = run_layer(case, layer)
         [limit] = limits_of([layer])
         slots, _ = limit.slots(torch.zeros(6, k), layer.placement)
@@ -158,7 +152,7 @@ def heavy_inputs(case: Case, weight_ED: Tensor) -> list[Tensor]:
 
 def heavy_layer(comm: Comm, on_overflow: str) -> tuple[Case, MoELayer, list[Tensor]]:
     case, settings = one_heavy_rank(on_overflow)
-    layer = loaded(case, config_of(case, **settings), comm)
+    layer = loaded(case, comm, config_of(case, **settings))
     return case, layer, heavy_inputs(case, layer.router.weight_ED.detach())
 
 
@@ -181,7 +175,7 @@ def test_a_layer_behind_one_whose_rows_did_not_fit_asks_for_nothing() -> None:
 
     def rank(comm: Comm) -> list[int]:
         case, first, xs = heavy_layer(comm, "repeat")
-        behind = loaded(case, config_of(case, **one_heavy_rank("repeat")[1]), comm)
+        behind = loaded(case, comm, config_of(case, **one_heavy_rank("repeat")[1]))
         out = behind(first(xs[comm.rank]).output).output
         assert out.isnan().all()
         return [int(limit.needed) for limit in limits_of([first, behind])]
@@ -441,8 +435,7 @@ def test_inference_mode_first_and_another_device() -> None:
 
 def test_what_a_bound_records_follows_the_parameters() -> None:
     """Before a call: one that is compiled would be compiled again for another object."""
-    layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 2,
-                                "dispatch": {"name": "bounded"}}), LocalComm())
+    layer = MoELayer(8, LocalComm(), num_experts=2, dispatch={"name": "bounded"})
     limit = layer.routed_experts.layouts.limit
     assert limit.needed.device.type == "cpu"
     assert layer.to("meta").routed_experts.layouts.limit.needed.device.type == "meta"

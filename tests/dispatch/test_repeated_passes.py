@@ -13,7 +13,6 @@ from torch import Tensor
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.comm.base import Messages
-from moe_plugin.config import from_dict
 from tests.distributed import run_gloo
 from tests.kernels.test_grad_sums import FailsOnce
 
@@ -33,10 +32,8 @@ def _passes() -> list[list[list[Tensor]]]:
     comm, found = TorchComm(timeout_s=30), []
     for compute in ("fused", "kernels"):
         torch.manual_seed(0)
-        layer = MoELayer(from_dict({
-            "model_dim": 8, "num_experts": 4, "experts": {"compute": compute, "hidden_dim": 8},
-            "parallel": {"mode": "fixed", "r": 1, "d": 3},
-        }), comm, dtype=torch.float64)
+        layer = MoELayer(8, comm, num_experts=4, experts={"compute": compute, "hidden_dim": 8},
+                         parallel={"mode": "fixed", "r": 1, "d": 3}, dtype=torch.float64)
         x_TD = torch.randn(10 + comm.rank, 8, dtype=torch.float64, requires_grad=True)
         inputs = [x_TD, *layer.experts.parameters()]
 

@@ -23,8 +23,8 @@ from moe_plugin.dispatch.rows_limit import RowsOverflow, overflowed
 from moe_plugin.kernels.groups import read_pages, write_pages
 from moe_plugin.layer import MoELayer
 from moe_plugin.training.resilience.skipped_steps import limits_of, until_rows_fit
-from tests.exactness.harness import RankResult, compare, config_of, load, reference, run_layer
-from tests.oracle import Case, make_parameters
+from tests.exactness.harness import RankResult, compare, config_of, loaded, reference, run_layer
+from tests.oracle import Case
 from tests.seeds import seeded
 
 SMALL_PAGE = 64
@@ -41,9 +41,7 @@ def make(case: Case, comm: Comm, **settings: object) -> MoELayer:
     config = config_of(case, dispatch__name="bounded", parallel__mode="fixed",
                        experts__compute="kernels", **{f"dispatch__{name}": value
                                                       for name, value in settings.items()})
-    layer = MoELayer(config, comm, dtype=torch.float64)
-    load(layer, make_parameters(case, torch.float64), case)
-    return layer
+    return loaded(case, comm, config)
 
 
 def stash_of(layer: MoELayer) -> PagedStash:
@@ -74,8 +72,7 @@ def test_exact(world: int, experts: int, skew: float, pieces: int, kind: str,
         config = config_of(case, dispatch__name="bounded", dispatch__stash_mib=64.0,
                            parallel__mode="fixed", parallel__d=pieces,
                            experts__compute=compute)
-        layer = MoELayer(config, comm, dtype=torch.float64)
-        load(layer, make_parameters(case, torch.float64), case)
+        layer = loaded(case, comm, config)
         result = run_layer(case, layer)
         assert not overflowed(limits_of([layer]), comm)
         check_free(stash_of(layer))

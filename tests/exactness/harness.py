@@ -107,6 +107,25 @@ def load_experts(layer: MoELayer, parameters: dict[str, Tensor], case: Case) -> 
                 target.copy_(slice_of(name, parameters[name], case, layer.comm.rank))
 
 
+def loaded(case: Case, comm: Comm, config: MoEConfig, dtype: torch.dtype = torch.float64,
+           device: str = "cpu") -> MoELayer:
+    """A rank's layer with its part of the case's parameters."""
+    layer = MoELayer(config, comm, dtype=dtype, device=device)
+    load(layer, make_parameters(case, dtype), dataclasses.replace(case, world=comm.size))
+    return layer
+
+
+def expert_grads(layer: MoELayer) -> dict[str, Tensor]:
+    """The gradients of a layer's experts, by the reference's names."""
+    grads = {}
+    for name, (attribute, _) in NAMES.items():
+        parameter = getattr(layer.experts, attribute, None)
+        if parameter is not None:
+            assert parameter.grad is not None, f"{attribute} got no gradient"
+            grads[name] = parameter.grad
+    return grads
+
+
 def run_rank(case: Case, comm: Comm, config: MoEConfig,
              dtype: torch.dtype = torch.float64, training: bool = True,
              device: str = "cpu") -> RankResult:
@@ -115,9 +134,7 @@ def run_rank(case: Case, comm: Comm, config: MoEConfig,
     Where `comm` has more ranks than the case, runs of ranks share the tokens of one rank of the
     case.
     """
-    layer = MoELayer(config, comm, dtype=dtype, device=device).train(training)
-    load(layer, make_parameters(case, dtype), dataclasses.replace(case, world=comm.size))
-    return run_layer(case, layer, dtype)
+    return run_layer(case, loaded(case, comm, config, dtype, device).train(training), dtype)
 
 
 def run_layer(case: Case, layer: MoELayer, dtype: torch.dtype = torch.float64,
@@ -132,11 +149,7 @@ def run_layer(case: Case, layer: MoELayer, dtype: torch.dtype = torch.float64,
     objective(out.output, out.losses, group, direction).backward()
     grads = {"router": layer.router.weight_ED.grad}
     grads |= {name: parameter.grad for name, parameter in latent_of(layer).items()}
-    for name, (attribute, _) in NAMES.items():
-        parameter = getattr(layer.experts, attribute, None)
-        if parameter is not None:
-            assert parameter.grad is not None, f"{attribute} got no gradient"
-            grads[name] = parameter.grad
+    grads |= expert_grads(layer)
     return RankResult(out.output.detach().cpu(),
                       {n: v.detach().cpu() for n, v in out.losses.items()}, x.grad.cpu(),
                       {n: grad.cpu() for n, grad in grads.items()}, out.stats.as_dict())

@@ -25,17 +25,17 @@ from tests.combinations import Cell, all_pairs, every_value, name_of
 from tests.distributed import run_gloo
 from tests.exactness import cells
 from tests.exactness.harness import (
-    NAMES,
     RankResult,
     compare,
     config_of,
-    load,
+    expert_grads,
+    loaded,
     naming,
     reference,
     run_rank,
 )
 from tests.kernels.compiled_graphs import with_own_results
-from tests.oracle import Case, make_inputs, make_parameters, objective
+from tests.oracle import Case, make_inputs, objective
 
 pytestmark = pytest.mark.distributed
 WORLD = 2
@@ -76,8 +76,7 @@ def settings_of(cell: Cell) -> MoEConfig:
 def run_compiled(case: Case, comm: TorchComm, config: MoEConfig, fullgraph: bool,
                  backend: str) -> RankResult:
     """As `run_rank`, through a compiled layer; twice, the second time without compiling."""
-    layer = MoELayer(config, comm, dtype=torch.float64)
-    load(layer, make_parameters(case, torch.float64), dataclasses.replace(case, world=comm.size))
+    layer = loaded(case, comm, config)
     torch._dynamo.reset()
 
     def call(x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -91,10 +90,7 @@ def run_compiled(case: Case, comm: TorchComm, config: MoEConfig, fullgraph: bool
         with torch._dynamo.config.patch(error_on_recompile=last):
             output, losses = run(x)
             objective(output, losses, comm.rank).backward()
-    grads = {"router": layer.router.weight_ED.grad}
-    grads |= {name: getattr(layer.experts, attribute).grad
-              for name, (attribute, _) in NAMES.items()
-              if getattr(layer.experts, attribute, None) is not None}
+    grads = {"router": layer.router.weight_ED.grad, **expert_grads(layer)}
     return RankResult(output.detach(), {n: v.detach() for n, v in losses.items()}, x.grad, grads,
                       {})
 

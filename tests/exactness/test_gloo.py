@@ -195,11 +195,8 @@ def test_torch_ddp_leaves_experts_alone_or_is_refused() -> None:
 
 def _break_the_promise(dispatch: str, tokens: list[list[int]]) -> list[str]:
     comm = TorchComm()
-    layer = MoELayer(
-        from_dict({
-            "model_dim": 4, "num_experts": 2,
-            "dispatch": {"name": dispatch, "capacity_factor": 1.0, "equal_tokens": True}
-        }), comm)
+    layer = MoELayer(4, comm, num_experts=2, dispatch={
+        "name": dispatch, "capacity_factor": 1.0, "equal_tokens": True})
     seen = []
     for tokens_W in tokens:
         try:

@@ -21,9 +21,17 @@ from moe_plugin.planner.spill import SpillCosts, SpillPlan, plan_spill
 from moe_plugin.records import ExpertRows, KeptRouting, RowCounts
 from moe_plugin.routing.replay import checkpoint
 from moe_plugin.tuning.borrowed import BorrowedExperts
-from tests.exactness.harness import NAMES, compare, config_of, load, reference, run_rank, slice_of
+from tests.exactness.harness import (
+    compare,
+    config_of,
+    expert_grads,
+    loaded,
+    reference,
+    run_rank,
+    slice_of,
+)
 from tests.exactness.spills import Counts, planned, random_planner
-from tests.oracle import Case, make_inputs, make_parameters, objective
+from tests.oracle import Case, make_inputs, objective
 
 pytestmark = pytest.mark.fast
 
@@ -151,14 +159,11 @@ def test_gradients_of_expert_replicas() -> None:
 
     def rank(comm: Comm) -> dict[str, Tensor]:
         group = comm.contiguous_subgroup(2)
-        layer = MoELayer(config, group, dtype=torch.float64)
-        load(layer, make_parameters(case), two)
+        layer = loaded(case, group, config)
         x = make_inputs(case)[0][comm.rank].clone().requires_grad_()
         out = layer(x)
         objective(out.output, out.losses, comm.rank).backward()
-        return {name: getattr(layer.experts, attribute).grad
-                for name, (attribute, _) in NAMES.items()
-                if getattr(layer.experts, attribute, None) is not None}
+        return expert_grads(layer)
 
     with planned(random_planner(3)) as made:
         found = run_simulated(4, rank)
@@ -179,8 +184,7 @@ def test_a_recomputation_repeats_its_plan(send: str) -> None:
     def rank(comm: Comm) -> list[Tensor]:
         grads = []
         for again in (False, True):
-            layer = MoELayer(config, comm, dtype=torch.float64)
-            load(layer, make_parameters(case), case)
+            layer = loaded(case, comm, config)
             x = make_inputs(case)[0][comm.rank].clone().requires_grad_()
             y = checkpoint(lambda v: layer(v).output, x) if again else layer(x).output
             y.square().sum().backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +24,12 @@ from tests.combinations import all_pairs, name_of
 from tests.exactness.harness import (
     compare,
     config_of,
-    load,
+    loaded,
     naming,
     reference,
     run_layer,
 )
-from tests.oracle import Case, make_inputs, make_parameters
+from tests.oracle import Case, make_inputs
 
 pytestmark = pytest.mark.fast
 
@@ -74,8 +73,7 @@ def test_every_step_is_exact(cell: dict[str, Any], monkeypatch: pytest.MonkeyPat
                       dispatch__send=cell["send"])
 
     def rank(comm: Comm) -> list[tuple[Any, bool]]:
-        layer, found = MoELayer(config, comm, dtype=torch.float64), []
-        load(layer, make_parameters(case), dataclasses.replace(case, world=comm.size))
+        layer, found = loaded(case, comm, config), []
         for _ in range(5):
             layer.zero_grad()
             found.append((run_layer(case, layer), bool(replicas_of(layer).standing.shares)))
@@ -100,8 +98,7 @@ def test_slow_ranks_get_fewer_rows_by_what_was_measured(monkeypatch: pytest.Monk
     monkeypatch.setattr(tuning_standing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
     def rank(comm: Comm) -> list[int]:
-        layer, rows, clock.now = MoELayer(config, comm, dtype=torch.float64), [], 0.0
-        load(layer, make_parameters(case), case)
+        layer, rows, clock.now = loaded(case, comm, config), [], 0.0
 
         def compute(_: Any, args: tuple[Any, ...]) -> None:
             clock.now += args[0].rows.total * (2e-6 if comm.rank == 3 else 1e-6)
@@ -125,8 +122,7 @@ def test_a_recomputation_repeats_the_plan_of_its_first_pass() -> None:
     def rank(comm: Comm) -> list[Tensor]:
         found = []
         for again in (False, True):
-            layer = MoELayer(config, comm, dtype=torch.float64)
-            load(layer, make_parameters(case), case)
+            layer = loaded(case, comm, config)
             for _ in range(3):
                 layer.zero_grad()
                 x = make_inputs(case)[0][comm.rank].clone().requires_grad_()
@@ -153,8 +149,7 @@ def test_checkpoints_and_checks_between_ranks() -> None:
     config = settings(case, 4, None)
 
     def rank(comm: Comm) -> None:
-        layer = MoELayer(config, comm, dtype=torch.float64)
-        load(layer, make_parameters(case), case)
+        layer = loaded(case, comm, config)
         for _ in range(3):
             run_layer(case, layer)
             finish_step(layer)

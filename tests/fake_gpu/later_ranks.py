@@ -222,10 +222,7 @@ def _step(cell: Cell, layer: MoELayer, later: Later, seed: int) -> RankResult:
     direction = direction_of(x, group).to(CUDA)  # before: a copy that the host waits for
     out = layer(x, mask)
     objective(out.output, out.losses, group, direction).backward()
-    grads = {name: getattr(layer.experts, attribute).grad
-             for name, (attribute, _) in harness.NAMES.items()
-             if getattr(layer.experts, attribute, None) is not None}
-    grads["router"] = layer.router.weight_ED.grad
+    grads = {"router": layer.router.weight_ED.grad, **harness.expert_grads(layer)}
     for p in layer.parameters():
         p.grad = None
     later.queue.finish()

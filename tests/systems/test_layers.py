@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
-from moe_plugin import MoELayer
 from moe_plugin.cli.main import main
 from moe_plugin.comm import Comm, Topology, Traffic, run_simulated
 from moe_plugin.config import MoEConfig, from_yaml
@@ -31,12 +29,12 @@ from tests.exactness.harness import (
     RankResult,
     compare,
     config_of,
-    load,
+    loaded,
     reference,
     run_layer,
     run_rank,
 )
-from tests.oracle import Case, make_parameters
+from tests.oracle import Case
 
 pytestmark = pytest.mark.fast
 WORLD, NODE = 4, 2  # two nodes of two ranks
@@ -94,8 +92,7 @@ def test_measured_layouts_change_between_calls_and_the_results_do_not(tmp_path: 
     answer = reference(CASE)
 
     def rank(comm: Comm) -> list[RankResult]:
-        layer = MoELayer(config, comm, dtype=torch.float64)
-        load(layer, make_parameters(CASE), CASE)
+        layer = loaded(CASE, comm, config)
         calls = []
         for _ in range(12):
             layer.zero_grad()
