@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import tempfile
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -84,49 +85,80 @@ class Block(nn.Module):
         return x_TD + self.b(torch.relu(self.a(x_TD)))
 
 
-def swapped(comm: Comm) -> list[Tensor]:
-    """Activations that wait in memory of the host."""
-    blocks = [Block().to(cuda().device) for _ in range(4)]
+def swapped(comm: Comm, policies: Sequence[str] = ("swap", "recompute", "swap", "keep"),
+            ) -> list[Tensor]:
+    """Training steps whose activations wait in memory of the host."""
+    blocks = [Block().to(cuda().device) for _ in policies]
     with patch.object(swap, "swappable", lambda x: isinstance(x, OnDevice) and x.numel() > 0):
-        activations = manage(blocks, ["swap", "recompute", "swap", "keep"], smallest=1)
+        activations = manage(blocks, policies, smallest=1)
         for _ in range(2):
             x_TD = drawn(6).requires_grad_()
             y_TD = x_TD
             for block in blocks:
                 y_TD = block(y_TD)
             y_TD.square().sum().backward()
+            descend(blocks)
             activations.after_step()
         activations.release()
         activations.swapper.copier.close()
-    return [x_TD.grad, *(p.grad for block in blocks for p in block.parameters())]
+    return [x_TD.grad, *(p for block in blocks for p in block.parameters())]
 
 
-def streamed(comm: Comm) -> list[Tensor]:
-    """Weights and optimizer in memory of the host."""
-    trainer = StreamedTrainer([Block] * 3, lambda y, target: (y - target).square().mean(),
+@torch.no_grad()
+def descend(modules: Iterable[nn.Module]) -> None:
+    """A step of gradient descent."""
+    for p in (p for module in modules for p in module.parameters()):
+        if p.grad is not None:
+            p.add_(p.grad, alpha=-0.01)
+            p.grad = None
+
+
+def streamed(comm: Comm, **options: Any) -> list[Tensor]:
+    """A model whose weights and optimizer are in host memory: steps, evaluation, other weights."""
+    trainer = StreamedTrainer([Block] * 4, lambda y, target: (y - target).square().mean(),
                               partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-                              HostTier(cuda().device), device=cuda().device)
+                              HostTier(cuda().device), device=cuda().device, **options)
+
+    def batches() -> list[tuple[Tensor, Tensor]]:
+        return [(drawn(3), drawn(3)) for _ in range(2)]
+
     for _ in range(2):
-        trainer.step([(drawn(3), drawn(3)) for _ in range(2)])
+        trainer.step(batches())
+    trainer.evaluate(batches())
+    for block in trainer.blocks:
+        block.write([w + 1 for w in block.read()])
+    trainer.step(batches())
     weights = [w.clone() for block in trainer.blocks for w in block.read()]
     trainer.close()
     return weights
 
 
-def stored(comm: Comm) -> list[Tensor]:
-    """Two layers whose experts are in host memory, in a cache of few slots."""
-    two = [layer_of(LocalComm(), experts={"store": "host", "cache": str(2 * 3 * WIDTH * 8 * 4),
-                                          "compute": "loop"}) for _ in range(2)]
-    x_TD = drawn(6).requires_grad_()
-    y_TD = x_TD
-    for layer in two:
-        y_TD = y_TD + layer(y_TD).output
-    y_TD.square().sum().backward()
-    with contextlib.ExitStack() as after:
+def stored(comm: Comm, store: str = "host", slots: int = 2) -> list[Tensor]:
+    """Two layers whose experts are elsewhere, in a cache of few slots; some are brought early."""
+    expert = 3 * WIDTH * 8 * 4
+    with tempfile.TemporaryDirectory() as folder:
+        more = {"store_path": folder} if store == "disk" else {}
+        two = [layer_of(LocalComm(), experts={"store": store, "cache": str(slots * expert),
+                                              "compute": "loop", **more}) for _ in range(2)]
+        results: list[Tensor] = []
+        for trained in (True, True, False, False) if store == "host" else (False, False):
+            x_TD = drawn(6).requires_grad_(trained)
+            y_TD = x_TD
+            for layer in two:
+                layer.train(trained)
+                with torch.set_grad_enabled(trained):
+                    if not trained:
+                        layer.experts.prefetch(torch.tensor([[1]], device=cuda().device))
+                    y_TD = y_TD + layer(y_TD).output
+            results.append(y_TD)
+            if trained:
+                y_TD.square().sum().backward()
+                results += [x_TD.grad, *(p.grad for layer in two for p in layer.parameters()
+                                         if p.grad is not None)]
+                descend(two)
         for layer in two:
-            after.callback(layer.experts.store.cache.copier.close)
-    return [y_TD, x_TD.grad, *(p.grad for layer in two for p in layer.parameters()
-                               if p.grad is not None)]
+            layer.experts.store.cache.copier.close()
+    return results
 
 
 ALONE = {each.__name__: each for each in (layers, copies, swapped, streamed, stored)}
