@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import threading
+import time
 from functools import partial
 
 import pytest
@@ -13,7 +15,6 @@ from torch import nn
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import LocalComm, TorchComm
-from moe_plugin.config import from_dict
 from moe_plugin.memory.activations.auto import MEASURING, manage
 from moe_plugin.memory.activations.offload import POLICIES
 from moe_plugin.memory.activations.swap import SwapError
@@ -41,9 +42,8 @@ class Block(nn.Module):
     def __init__(self, comm, number):
         super().__init__()
         self.norm, self.qkv = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM)
-        self.moe = MoELayer(from_dict({
-            "model_dim": DIM, "num_experts": 4, "router": {"noise": 0.5},
-            "experts": {"hidden_dim": 32, "dropout": 0.2}}), comm)
+        self.moe = MoELayer(DIM, comm, num_experts=4, router={"noise": 0.5},
+                            experts={"hidden_dim": 32, "dropout": 0.2})
 
     def forward(self, x_TD, mask_T=None):
         q_TD, k_TD, v_TD = self.qkv(self.norm(x_TD)).chunk(3, -1)
@@ -70,7 +70,7 @@ def loss_of(blocks, seed):
     return x_TD.square().mean()
 
 
-def train(blocks, steps=2, batches=1, after=lambda: None):
+def train(blocks, steps=2, batches=1, after=lambda: None, loss_of=loss_of):
     """SGD; (losses, gradients of the last step and parameters after it)."""
     optimizer, losses = torch.optim.SGD(blocks.parameters(), 0.1), []
     for step in range(steps):
@@ -114,22 +114,16 @@ def test_several_micro_batches_in_flight(policies, tmp_path):
     same(train(blocks, batches=3), expected)
 
 
-def _on_two_ranks(policies):
-    from tempfile import TemporaryDirectory
-
-    with TemporaryDirectory() as folder:
-        results = []
-        for chosen in (None, *policies):
-            blocks = make(comm=TorchComm())
-            if chosen is not None:
-                manage(blocks, chosen, folder=folder, smallest=0)
-            results.append(train(blocks))
-    for result in results[1:]:
-        same(result, results[0])
+def _on_two_ranks(policies, folder):
+    expected = train(make(comm=TorchComm()))
+    for chosen in policies:
+        blocks = make(comm=TorchComm())
+        manage(blocks, chosen, folder=folder, smallest=0)
+        same(train(blocks), expected)
 
 
-def test_experts_on_two_ranks():
-    run_gloo(2, _on_two_ranks, [MIXTURES[1], MIXTURES[2], MIXTURES[3]])
+def test_experts_on_two_ranks(tmp_path):
+    run_gloo(2, _on_two_ranks, MIXTURES[1:4], tmp_path)
 
 
 def test_tensors_saved_twice_move_once_and_parameters_stay(tmp_path):
@@ -256,8 +250,6 @@ def test_a_change_in_place_is_an_error_as_without_swapping(tmp_path):
             go.wait()
             return super().put(x)
 
-    import threading
-
     go = threading.Event()
     blocks = nn.ModuleList([Changes()])
     manage(blocks, "swap", tier=Waits("cpu"), smallest=0)
@@ -361,27 +353,23 @@ def test_a_step_above_its_memory_is_said_and_planned_anew(tmp_path, caplog):
     assert activations.decision.outcome.peak < before.outcome.peak
 
 
-def _plans_of_two_ranks():
-    import time
-    from tempfile import TemporaryDirectory
-
-    with TemporaryDirectory() as folder:
-        comm = TorchComm()
-        blocks = make(comm=comm)
-        with pytest.raises(ValueError, match="their memory is"):
-            manage(make(), "auto", memory=1000 + comm.rank, folder=folder, comm=comm)
-        activations = manage(blocks, "auto", memory="120KiB", folder=folder, smallest=0, comm=comm)
-        if comm.rank:  # a slower rank
-            blocks[1].register_forward_pre_hook(lambda *_: time.sleep(0.01))
-            forward = blocks[2].qkv.forward
-            blocks[2].qkv.forward = lambda x: (time.sleep(0.01), forward(x))[1]
-        result = train(blocks, steps=6, after=activations.after_step)
-        same(result, train(make(comm=comm), steps=6))
-        return activations.policies, activations.profile
+def _plans_of_two_ranks(folder):
+    comm = TorchComm()
+    blocks = make(comm=comm)
+    with pytest.raises(ValueError, match="their memory is"):
+        manage(make(), "auto", memory=1000 + comm.rank, folder=folder, comm=comm)
+    activations = manage(blocks, "auto", memory="120KiB", folder=folder, smallest=0, comm=comm)
+    if comm.rank:  # a slower rank
+        blocks[1].register_forward_pre_hook(lambda *_: time.sleep(0.01))
+        forward = blocks[2].qkv.forward
+        blocks[2].qkv.forward = lambda x: (time.sleep(0.01), forward(x))[1]
+    result = train(blocks, steps=6, after=activations.after_step)
+    same(result, train(make(comm=comm), steps=6))
+    return activations.policies, activations.profile
 
 
-def test_ranks_decide_alike():
-    (first, profile), (second, other) = run_gloo(2, _plans_of_two_ranks)
+def test_ranks_decide_alike(tmp_path):
+    (first, profile), (second, other) = run_gloo(2, _plans_of_two_ranks, tmp_path)
     assert first == second and profile == other and "keep" not in first[:1]
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from moe_plugin import MoELayer
-from moe_plugin.config import from_dict
 from moe_plugin.memory.activations.auto import manage
 
 D, T, VOCABULARY = 16, 8, 20
@@ -49,8 +48,7 @@ class Experts(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.moe = MoELayer(from_dict({"model_dim": D, "num_experts": 4,
-                                       "router": {"name": "sigmoid_bias"}}))
+        self.moe = MoELayer(D, num_experts=4, router={"name": "sigmoid_bias"})
 
     def forward(self, x):
         return x + self.moe(x).output

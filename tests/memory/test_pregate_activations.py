@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -11,24 +10,21 @@ from torch import nn
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import LocalComm, TorchComm
-from moe_plugin.config import from_dict
 from moe_plugin.memory.activations.auto import MEASURING, manage
 from moe_plugin.memory.activations.offload import POLICIES
 from moe_plugin.output import weighted_loss
-from moe_plugin.planner.trials import Steady
 from moe_plugin.routing import pregate
 from tests.distributed import run_gloo
-from tests.memory.test_activations import same
+from tests.memory.test_activations import (
+    DIM,
+    TOKENS,
+    one_step_is_enough,  # noqa: F401 - a fixture
+    same,
+)
+from tests.memory.test_activations import train as train_blocks
 from tests.seeds import seeded
 
-
-@pytest.fixture(autouse=True)
-def one_step_is_enough(monkeypatch):
-    """Whether two steps agree is not up to this machine's clock."""
-    monkeypatch.setattr("moe_plugin.memory.activations.auto.Steady",
-                        partial(Steady, least=1, within=1e9))
-
-DIM, TOKENS, BLOCKS = 16, 24, 4
+BLOCKS = 4
 
 
 class Block(nn.Module):
@@ -37,9 +33,8 @@ class Block(nn.Module):
     def __init__(self, comm, pre_gate):
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
-        self.moe = MoELayer(from_dict({
-            "model_dim": DIM, "num_experts": 4, "experts": {"hidden_dim": 32, "dropout": 0.2},
-            "router": {"noise": 0.5, "pre_gate": pre_gate}}), comm)
+        self.moe = MoELayer(DIM, comm, num_experts=4, experts={"hidden_dim": 32, "dropout": 0.2},
+                            router={"noise": 0.5, "pre_gate": pre_gate})
 
     def forward(self, x_TD, total):
         out = self.moe(nn.functional.dropout(self.norm(x_TD), 0.1))
@@ -63,21 +58,14 @@ def loss_of(blocks, seed):
 
 
 def train(blocks, steps=2, batches=1, after=lambda: None):
-    """SGD; (losses, gradients of the last step and parameters after it)."""
-    optimizer, losses = torch.optim.SGD(blocks.parameters(), 0.1), []
-    for step in range(steps):
-        optimizer.zero_grad()
-        under_way = [loss_of(blocks, 10 * step + batch) for batch in range(batches)]
-        for loss in under_way:
-            loss.backward()
-        losses += [loss.item() for loss in under_way]
-        optimizer.step()
+    """With an evaluation between two steps; see `test_activations.train`."""
+    def then():
         after()
-        with torch.no_grad():  # evaluation between two steps
-            loss_of(blocks.eval(), 1000 + step)
+        with torch.no_grad():
+            loss_of(blocks.eval(), 1000)
         blocks.train()
-    return losses, [p.grad.clone() for p in blocks.parameters()], [
-        p.detach().clone() for p in blocks.parameters()]
+
+    return train_blocks(blocks, steps, batches, then, loss_of)
 
 
 MIXTURES = [("recompute",) * 4, ("swap",) * 4, ("swap", "recompute", "keep", "swap"),
@@ -114,22 +102,18 @@ def test_auto_computes_the_same_within_its_memory(share, tmp_path):
     assert set(activations.policies) != {"keep"} and max(peaks[len(MEASURING):]) <= memory
 
 
-def _on_two_ranks():
-    from tempfile import TemporaryDirectory
-
-    with TemporaryDirectory() as folder:
-        expected = train(make(TorchComm()))
-        for policies in MIXTURES[:3]:
-            blocks = make(TorchComm())
-            manage(blocks, policies, folder=folder, smallest=0)
-            same(train(blocks), expected)
-        blocks, comm = make(TorchComm()), TorchComm()
-        activations = manage(blocks, "auto", memory="72KiB", folder=folder, smallest=0, comm=comm)
-        same(train(blocks, steps=5, after=activations.after_step),
-             train(make(TorchComm()), steps=5))
-        return activations.policies
+def _on_two_ranks(folder):
+    expected = train(make(TorchComm()))
+    for policies in MIXTURES[:3]:
+        blocks = make(TorchComm())
+        manage(blocks, policies, folder=folder, smallest=0)
+        same(train(blocks), expected)
+    blocks, comm = make(TorchComm()), TorchComm()
+    activations = manage(blocks, "auto", memory="72KiB", folder=folder, smallest=0, comm=comm)
+    same(train(blocks, steps=5, after=activations.after_step), train(make(TorchComm()), steps=5))
+    return activations.policies
 
 
-def test_experts_on_two_ranks():
-    first, second = run_gloo(2, _on_two_ranks)
+def test_experts_on_two_ranks(tmp_path):
+    first, second = run_gloo(2, _on_two_ranks, tmp_path)
     assert first == second and set(first) != {"keep"}

@@ -24,7 +24,7 @@ from moe_plugin.memory.tiers import DiskTier, HostTier, TierError
 from moe_plugin.memory.weights.blocks import StreamedBlock
 from moe_plugin.memory.weights.files import load_weights, plan_segments, save_weights
 from moe_plugin.memory.weights.optimizer_state import OptimizerStateBuffer
-from moe_plugin.memory.weights.streamed import StreamedTrainer
+from moe_plugin.memory.weights.streamed import StepResult, StreamedTrainer
 from moe_plugin.routing import finish_step_of_any
 from moe_plugin.training.gradients.sync import PartedClip, clip_grad_norm_
 
@@ -71,6 +71,18 @@ def loss(count: int):
     return lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()) / count
 
 
+def forward(blocks: list[nn.Module], x: torch.Tensor, randomness=None,
+            ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output of all blocks, and the sum of their balance losses."""
+    balance = torch.zeros(())
+    for number, block in enumerate(blocks):
+        with nullcontext() if randomness is None else randomness(number):
+            x = block(x)
+            x, own = x if isinstance(x, tuple) else (x, None)
+            balance = balance if own is None else balance + own
+    return x, balance
+
+
 def resident(blocks: list[nn.Module], optimizer, count: int, steps: int = 3,
              randomness=None, clip: float | None = None) -> list[torch.Tensor]:
     """The loop with all weights on the device; what each micro-batch's losses were."""
@@ -78,12 +90,7 @@ def resident(blocks: list[nn.Module], optimizer, count: int, steps: int = 3,
     seen = []
     for step in range(steps):
         for m, (x, target) in enumerate(batches(step, count)):
-            balance = torch.zeros(())
-            for number, block in enumerate(blocks):
-                with nullcontext() if randomness is None else randomness(step, m, number):
-                    x = block(x)
-                    x, own = x if isinstance(x, tuple) else (x, None)
-                    balance = balance if own is None else balance + own
+            x, balance = forward(blocks, x, randomness and partial(randomness, step, m))
             value = loss(count)(x, target)
             (value + balance).backward()
             seen += [value.detach(), balance.detach()]
@@ -99,11 +106,15 @@ def resident(blocks: list[nn.Module], optimizer, count: int, steps: int = 3,
 def streamed(trainer: StreamedTrainer, count: int, steps: int = 3) -> list[torch.Tensor]:
     seen = []
     for step in range(steps):
-        result = trainer.step(batches(step, count))
-        seen += [x for pair in zip(result.losses, result.balance, strict=True) for x in pair]
-        seen += [] if result.norm is None else [result.norm]
+        seen += seen_in(trainer.step(batches(step, count)))
     trainer.settle()
     return seen
+
+
+def seen_in(result: StepResult) -> list[torch.Tensor]:
+    """Losses and balance of each micro-batch, and the norm of a step that clips."""
+    seen = [x for pair in zip(result.losses, result.balance, strict=True) for x in pair]
+    return seen if result.norm is None else [*seen, result.norm]
 
 
 def same(trainer: StreamedTrainer, blocks: list[nn.Module]) -> None:
@@ -112,6 +123,19 @@ def same(trainer: StreamedTrainer, blocks: list[nn.Module]) -> None:
             assert torch.equal(x, p), f"block {block.number}: {name}"
         for x, y in zip(block.module.buffers(), module.buffers(), strict=True):
             assert torch.equal(x, y)
+
+
+def ends_as(trainer: StreamedTrainer, blocks: list[nn.Module], got: list[torch.Tensor],
+            expected: list[torch.Tensor]) -> None:
+    """All that was seen, and all weights, have the bits of the resident model; it ends."""
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    same(trainer, blocks)
+    trainer.close()
+
+
+def unchanged(trainer: StreamedTrainer, before: list[list[torch.Tensor]]) -> None:
+    for block, weights in zip(trainer.blocks, before, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(block.read(), weights, strict=True))
 
 
 def tier_of(kind: str, folder: object) -> HostTier | DiskTier:
@@ -130,10 +154,7 @@ def test_equals_the_resident_model(tmp_path, kind, optimizer, count, segments, s
     expected = resident(blocks, optimizer, count)
     trainer = StreamedTrainer(model(), loss(count), optimizer, tier_of(kind, tmp_path),
                               segments=segments, **settings)
-    got = streamed(trainer, count)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    same(trainer, blocks)
-    trainer.close()
+    ends_as(trainer, blocks, streamed(trainer, count), expected)
 
 
 @pytest.mark.parametrize(("kind", "optimizer", "count", "segments", "settings"), [
@@ -153,13 +174,10 @@ def test_clips_by_the_norm_of_all_blocks(tmp_path, kind, optimizer, count, segme
                               clip=PartedClip(2.4), **settings)
     got = streamed(trainer, count, steps=2)
     room = tier.end if kind == "disk" else 0
-    result = trainer.step(batches(2, count))
-    got += [x for pair in zip(result.losses, result.balance, strict=True) for x in pair]
-    assert all(torch.equal(a, b) for a, b in zip([*got, result.norm], expected, strict=True))
+    got += seen_in(trainer.step(batches(2, count)))
     trainer.settle()
-    same(trainer, blocks)
     assert kind == "host" or tier.end == room
-    trainer.close()
+    ends_as(trainer, blocks, got, expected)
 
 
 @pytest.mark.parametrize("kind", ["disk", "host"])
@@ -201,13 +219,9 @@ def test_a_disk_without_room_for_gradients_changes_no_weight(tmp_path, monkeypat
     with pytest.raises(TierError, match="do not fit"):
         trainer.step(batches(0, 1))
     monkeypatch.undo()
-    for block, weights in zip(trainer.blocks, before, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(block.read(), weights, strict=True))
+    unchanged(trainer, before)
     expected = resident(blocks, SGD, 1, steps=1, clip=2.4)
-    got = streamed(trainer, 1, steps=1)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    same(trainer, blocks)
-    trainer.close()
+    ends_as(trainer, blocks, streamed(trainer, 1, steps=1), expected)
 
 
 @pytest.mark.parametrize("settings", [
@@ -226,10 +240,8 @@ def test_random_numbers_and_counts_are_those_of_one_pass(tmp_path, settings):
     expected = resident(blocks, SGD, 2, randomness=randomness)
     before = torch.get_rng_state()
     got = streamed(trainer, 2)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    same(trainer, blocks)
     assert torch.equal(torch.get_rng_state(), before)
-    trainer.close()
+    ends_as(trainer, blocks, got, expected)
 
 
 class Counted(nn.Linear):
@@ -289,12 +301,9 @@ def test_evaluates_and_changes_segments_between_steps(tmp_path):
     assert trainer.segments == (2, 2, 1)
     first = trainer.evaluate(batches(1, 2))
     for step in (1, 2):
-        result = trainer.step(batches(step, 2))
-        got += [x for pair in zip(result.losses, result.balance, strict=True) for x in pair]
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        got += seen_in(trainer.step(batches(step, 2)))
     assert torch.equal(first.losses[0], expected[4])
-    same(trainer, blocks)
-    trainer.close()
+    ends_as(trainer, blocks, got, expected)
 
 
 class FailingReads(DiskTier):
@@ -387,8 +396,7 @@ def test_a_full_disk_is_named_and_older_weights_stay(tmp_path, monkeypatch):
     for block in trainer.blocks:
         with contextlib.suppress(TierError):
             block.settle()
-    for block, weights in zip(trainer.blocks, before, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(block.read(), weights, strict=True))
+    unchanged(trainer, before)
     trainer.close()
 
 
@@ -496,10 +504,7 @@ def test_settings_say_where_weights_are(tmp_path, weights):
     trainer = streamed_trainer(settings, model(), loss(2), ADAM, segments=[2, 3], clip_norm=0.5)
     assert [block.streams for block in trainer.blocks] == [weights == "host"] * 5
     assert isinstance(trainer.tier, DiskTier) is (weights == "host")
-    got = streamed(trainer, 2)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    same(trainer, blocks)
-    trainer.close()
+    ends_as(trainer, blocks, streamed(trainer, 2), expected)
 
 
 def test_settings_that_nothing_can_obey_are_named():

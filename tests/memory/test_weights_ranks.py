@@ -18,7 +18,7 @@ from moe_plugin.hosts.plain.streamed import BlockGradients, streamed_trainer
 from moe_plugin.training.gradients.replicas import mark_replicas, replica_comm
 from moe_plugin.training.gradients.sync import clip_grad_norm_, sync_gradients
 from tests.distributed import run_gloo
-from tests.memory.test_weights import ADAM, SGD, batches, model, same
+from tests.memory.test_weights import ADAM, SGD, batches, ends_as, forward, model, seen_in
 
 pytestmark = pytest.mark.distributed
 COUNT, STEPS, MAX_NORM = 2, 2, 1.5
@@ -38,11 +38,7 @@ def resident(comm: Any, world: Any, optimizer: Any, clip: bool, rank: int
     steps_of, seen = optimizer(list(whole.parameters())), []
     for step in range(STEPS):
         for x, target in batches(10 * rank + step, COUNT):
-            balance = torch.zeros(())
-            for block in whole:
-                x = block(x)
-                x, own = x if isinstance(x, tuple) else (x, None)
-                balance = balance if own is None else balance + own
+            x, balance = forward(whole, x)
             value = loss(x, target)
             (value + balance).backward()
             seen += [value.detach(), balance.detach()]
@@ -67,16 +63,11 @@ def both(ep: int, folder: str) -> None:
                                    segments=[[2, 1, 2], [5]][world.rank % 2])
         seen = []
         for step in range(STEPS):
-            result = trainer.step(batches(10 * world.rank + step, COUNT))
-            seen += [x for pair in zip(result.losses, result.balance, strict=True) for x in pair]
-            seen += [] if result.norm is None else [result.norm]
+            seen += seen_in(trainer.step(batches(10 * world.rank + step, COUNT)))
         trainer.settle()
-        assert len(seen) == len(expected)
-        assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
         assert not clip or max(seen[2 * COUNT::2 * COUNT + 1]) > MAX_NORM
-        same(trainer, blocks)
         assert trainer.blocks[1].module.moe.experts.w_in_LDF.shape[0] == 4 // ep
-        trainer.close()
+        ends_as(trainer, blocks, seen, expected)
 
 
 @pytest.mark.parametrize(("world", "eps"), [(2, (2, 1)), (4, (2,))])
