@@ -34,16 +34,10 @@ class Model(nn.Module):
                  shards: int | None = None) -> None:
         super().__init__()
         with seeded(seed):
-            self.first = MoELayer(
-                from_dict({
-                    "model_dim": 8, "num_experts": 8,
-                    "experts": {"kind": "gated_ffn",
-                                "hidden_dim": 16}, "parallel": {"shards": shards}
-                }), comm)
+            self.first = MoELayer(8, comm, num_experts=8, parallel={"shards": shards},
+                                  experts={"kind": "gated_ffn", "hidden_dim": 16})
             self.middle = nn.Linear(8, 8)
-            self.second = MoELayer(
-                from_dict({"model_dim": 8, "num_experts": experts, "experts": {"hidden_dim": 16}}),
-                comm)
+            self.second = MoELayer(8, comm, num_experts=experts, experts={"hidden_dim": 16})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.middle(self.first(x).output)).output
@@ -65,6 +59,22 @@ def train(model: Model, optimizer: torch.optim.Optimizer, comm: Comm, start: int
     return curve
 
 
+def save_trained(folder: Path, comm: Comm, steps: int, shards: int | None) -> None:
+    """A checkpoint after some steps."""
+    model = Model(comm, shards=shards)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, comm, 0, steps)
+    save(folder, model, optimizer, comm, {"step": steps})
+
+
+def resumed(folder: Path, comm: Comm, steps: int, shards: int | None) -> list[float]:
+    """Losses of further steps, of a model and an optimizer that began otherwise."""
+    model = Model(comm, seed=99, shards=shards)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    extra = load(folder, model, optimizer, comm)
+    return train(model, optimizer, comm, extra["step"], steps)
+
+
 @pytest.mark.parametrize("old,new,cut", [
     *((old, new, (None, None)) for old, new in itertools.product(SIZES, SIZES)), (4, 2, (2, 2)),
     (2, 4, (None, 4)), (4, 4, (4, 2)), (8, 1, (2, None))
@@ -72,24 +82,12 @@ def train(model: Model, optimizer: torch.optim.Optimizer, comm: Comm, start: int
 def test_resume_at_any_size_continues_the_curve(tmp_path: Path, old: int, new: int,
                                                 cut: tuple[int | None, int | None]) -> None:
     """cut: ranks over which the first layer's experts are cut, before and after."""
-    def before(comm: Comm) -> None:
-        model = Model(comm, shards=cut[0])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        train(model, optimizer, comm, 0, 3)
-        save(tmp_path / "ckpt", model, optimizer, comm, {"step": 3})
-
-    def after(comm: Comm) -> list[float]:
-        model = Model(comm, seed=99, shards=cut[1])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-        extra = load(tmp_path / "ckpt", model, optimizer, comm)
-        return train(model, optimizer, comm, extra["step"], 3)
-
     def whole(comm: Comm) -> list[float]:
         model = Model(comm)
         return train(model, torch.optim.AdamW(model.parameters(), lr=0.01), comm, 0, 6)[3:]
 
-    run_simulated(old, before)
-    got = run_simulated(new, after)[0]
+    run_simulated(old, lambda comm: save_trained(tmp_path / "ckpt", comm, 3, cut[0]))
+    got = run_simulated(new, lambda comm: resumed(tmp_path / "ckpt", comm, 3, cut[1]))[0]
     torch.testing.assert_close(torch.tensor(got), torch.tensor(run_simulated(1, whole)[0]),
                                rtol=1e-4, atol=1e-5)
 
@@ -164,32 +162,21 @@ def test_missing(tmp_path: Path) -> None:
         load_here(tmp_path / "nothing")
 
 
-def test_truncated_part(tmp_path: Path) -> None:
-    part = saved(tmp_path) / "part-00001-of-00002.pt"
-    os.truncate(part, part.stat().st_size // 2)
-    with pytest.raises(CheckpointError, match="part-00001-of-00002.pt.*truncated"):
-        load_here(tmp_path / "ckpt")
+def of_version_9(index: bytes) -> bytes:
+    return checksums.seal_json({**checksums.open_json(index.decode())[0], "version": 9}).encode()
 
 
-def test_damaged_part_of_the_right_size(tmp_path: Path) -> None:
-    part = saved(tmp_path) / "part-00000-of-00002.pt"
-    part.write_bytes(b"x" * part.stat().st_size)
-    with pytest.raises(CheckpointError, match="part-00000-of-00002.pt.*cannot be read"):
-        load_here(tmp_path / "ckpt")
-
-
-@pytest.mark.parametrize("content", [b'{"version": 1,', b"\xff\xfe\x00\x01", b"[1, 2]", b""])
-def test_damaged_index(tmp_path: Path, content: bytes) -> None:
-    (saved(tmp_path) / "index.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match="index.json is damaged"):
-        load_here(tmp_path / "ckpt")
-
-
-def test_other_version(tmp_path: Path) -> None:
-    index = saved(tmp_path) / "index.json"
-    index.write_text(
-        checksums.seal_json({**checksums.open_json(index.read_text())[0], "version": 9}))
-    with pytest.raises(CheckpointError, match="version 9"):
+@pytest.mark.parametrize(("name", "change", "words"), [
+    ("part-00001-of-00002.pt", lambda data: data[:len(data) // 2],
+     "part-00001-of-00002.pt.*truncated"),
+    ("part-00000-of-00002.pt", lambda data: b"x" * len(data),
+     "part-00000-of-00002.pt.*cannot be read"),
+    ("index.json", of_version_9, "version 9")])
+def test_damaged_files(tmp_path: Path, name: str, change: Callable[[bytes], bytes],
+                       words: str) -> None:
+    file = saved(tmp_path) / name
+    file.write_bytes(change(file.read_bytes()))
+    with pytest.raises(CheckpointError, match=words):
         load_here(tmp_path / "ckpt")
 
 
@@ -367,14 +354,15 @@ def test_parts_in_each_others_place(tmp_path: Path) -> None:
     load(path, Model(LocalComm()))
 
 
-@pytest.mark.parametrize("content", ['{"version": 1}', '{"version": 1, "parts": 1}',
-                                     '{"version": 1, "parts": -1, "bytes": [], "extra": {}}',
-                                     '{"version": 1, "parts": 2, "bytes": [1], "extra": {}}',
-                                     "[" * 2000 + "]" * 2000, "[" * 200_000])
-def test_an_index_that_is_not_ours_is_named(tmp_path: Path, content: str) -> None:
-    (tmp_path / "index.json").write_text(content)
+@pytest.mark.parametrize("content", [
+    b'{"version": 1,', b"\xff\xfe\x00\x01", b"[1, 2]", b"", b'{"version": 1}',
+    b'{"version": 1, "parts": 1}', b'{"version": 1, "parts": -1, "bytes": [], "extra": {}}',
+    b'{"version": 1, "parts": 2, "bytes": [1], "extra": {}}', b"[" * 2000 + b"]" * 2000,
+    b"[" * 200_000])
+def test_an_index_that_is_not_ours_is_named(tmp_path: Path, content: bytes) -> None:
+    (saved(tmp_path) / "index.json").write_bytes(content)
     with pytest.raises(CheckpointError, match="index.json is damaged") as error:
-        load(tmp_path, Model(LocalComm()))
+        load_here(tmp_path / "ckpt")
     assert len(str(error.value)) < 600
 
 

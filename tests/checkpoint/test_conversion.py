@@ -42,9 +42,8 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         for name, experts in (("many", 24), ("few", 1)):
-            self.add_module(name, MoELayer(from_dict({
-                "model_dim": 24, "num_experts": experts, "router": {"top_k": 1},
-                "experts": {"kind": "gated_ffn", "hidden_dim": 48}})))
+            self.add_module(name, MoELayer(24, num_experts=experts, router={"top_k": 1},
+                                           experts={"kind": "gated_ffn", "hidden_dim": 48}))
         self.custom = MoELayer(from_dict({"model_dim": 24, "num_experts": 24}),
                                experts=lambda index: nn.Linear(24, 24))
         self.head = nn.Linear(24, 24, dtype=torch.bfloat16)

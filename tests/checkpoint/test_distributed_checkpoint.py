@@ -1,5 +1,5 @@
-"""torch.distributed.checkpoint of models with experts on several ranks: every expert by its global
-index, at any number of ranks.
+"""Checkpoints of wrapped models with experts on several ranks, by torch and by `save`: every expert
+by its global index, at any number of ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from moe_plugin import MoEBlock, MoELayer, TorchComm, auxiliary_loss
-from moe_plugin.checkpoint import merge
+from moe_plugin.checkpoint import load, merge, save
 from moe_plugin.comm import LocalComm
 from moe_plugin.hosts.plain.sharding import ddp_model, fully_shard_model
 from moe_plugin.layer import layers_in
@@ -195,13 +195,13 @@ def run_local(folder: Path) -> list[str]:
               if isinstance(value, Tensor)}
     custom = MoELayer(WIDTH, TorchComm(), num_experts=4,
                       experts=lambda index: nn.Linear(WIDTH, WIDTH))
-    for save in (lambda: dcp.save({"model": own}, checkpoint_id=folder),
-                 lambda: dcp.save(copies, checkpoint_id=folder),
-                 lambda: dcp.save(optimizer.state_dict(), checkpoint_id=folder),
-                 lambda: dcp.save({"model": custom.state_dict()}, checkpoint_id=folder),
-                 lambda: get_model_state_dict(custom)):
+    for write in (lambda: dcp.save({"model": own}, checkpoint_id=folder),
+                  lambda: dcp.save(copies, checkpoint_id=folder),
+                  lambda: dcp.save(optimizer.state_dict(), checkpoint_id=folder),
+                  lambda: dcp.save({"model": custom.state_dict()}, checkpoint_id=folder),
+                  lambda: get_model_state_dict(custom)):
         with pytest.raises((ValueError, dcp.api.CheckpointException)) as error:
-            save()
+            write()
         said.append(str(error.value))
     return said
 
@@ -297,3 +297,46 @@ def test_one_rank_is_as_ever(tmp_path: Path) -> None:
     dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
     other.load_state_dict(state["model"])
     torch.testing.assert_close(other.experts.w_in_LDF, model.experts.w_in_LDF)
+
+
+# What `save` writes of models in FSDP2 and DDP is read at any size, too.
+
+
+def inside(called: nn.Module) -> nn.Module:
+    """The model in its wrapper."""
+    return getattr(called, "module", called)
+
+
+def saved_steps(kind: str, folder: Path) -> list[float]:
+    called, optimizer = ready(kind)
+    for _ in range(2):
+        step(called, optimizer)
+    save(folder, inside(called), optimizer)
+    return [step(called, optimizer) for _ in range(2)]
+
+
+def loaded_steps(kind: str, folder: Path) -> list[float]:
+    called, optimizer = ready(kind, seed=5)
+    load(folder, inside(called), optimizer)
+    return [step(called, optimizer) for _ in range(2)]
+
+
+def test_runs_go_on_in_another_wrapper(tmp_path: Path) -> None:
+    for before in ("fsdp", "ddp"):
+        folder = tmp_path / before
+        wanted = pytest.approx(run_gloo(2, saved_steps, before, folder)[0], rel=1e-4)
+        for after in ("fsdp", "ddp"):
+            assert run_gloo(2, loaded_steps, after, folder)[0] == wanted
+        assert loaded_steps("none", folder) == wanted
+
+
+def save_alone(folder: Path) -> None:
+    model = nn.ModuleList(MoEBlock(8, comm, num_experts=4) for comm in (None, LocalComm()))
+    with pytest.raises(ValueError, match="layers use the groups .*pass `comm`"):
+        save(folder, model)
+    with pytest.raises(ValueError, match="spread over 2 ranks, but 1 ranks write the"):
+        save(folder / str(dist.get_rank()), ready("fsdp")[0], comm=LocalComm())
+
+
+def test_what_would_not_be_whole_is_refused(tmp_path: Path) -> None:
+    run_gloo(2, save_alone, tmp_path)

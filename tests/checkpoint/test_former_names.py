@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from moe_plugin import MoEBlock, MoELayer
-from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, open_source
 from moe_plugin.checkpoint.layers import write_experts
 from moe_plugin.checkpoint.source import MODEL
-from moe_plugin.comm import Comm, run_simulated
+from moe_plugin.comm import run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.experts.base import FORMER, current_name, with_current_names
 from moe_plugin.memory.safetensors_file import SafetensorsFile
@@ -26,13 +25,12 @@ from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.files import load_weights, save_weights
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.utils import checksums
-from tests.checkpoint.test_checkpoint import Model, train
+from tests.checkpoint.test_checkpoint import resumed, save_trained
 from tests.former_names import former, rewrite_folder
 
 
 def _layer(**experts: Any) -> MoELayer:
-    layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4, "experts": {
-        "kind": "gated_ffn", "hidden_dim": 12, **experts}}))
+    layer = MoELayer(8, num_experts=4, experts={"kind": "gated_ffn", "hidden_dim": 12, **experts})
     with torch.no_grad():
         for value in layer.parameters():
             value.normal_()
@@ -86,22 +84,10 @@ def test_folders_of_save(tmp_path: Path, old: int, new: int,
     """Weights and optimizer state, whole or cut, at any number of ranks; what `reshard` makes."""
     folder = tmp_path / "saved"
 
-    def before(comm: Comm) -> None:
-        model = Model(comm, shards=cut[0])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        train(model, optimizer, comm, 0, 2)
-        save(folder, model, optimizer, comm, {"step": 2})
-
     def after(path: Path) -> list[float]:
-        def resumed(comm: Comm) -> list[float]:
-            model = Model(comm, seed=99, shards=cut[1])
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-            load(path, model, optimizer, comm)
-            return train(model, optimizer, comm, 2, 2)
+        return run_simulated(new, lambda comm: resumed(path, comm, 2, cut[1]))[0]
 
-        return run_simulated(new, resumed)[0]
-
-    run_simulated(old, before)
+    run_simulated(old, lambda comm: save_trained(folder, comm, 2, cut[0]))
     wanted = after(folder)
     rewrite_folder(folder)
     assert after(folder) == wanted

@@ -265,8 +265,7 @@ def test_a_model_that_was_all_16_bit_gets_a_float32_bias() -> None:
 
 
 def test_averages_of_a_16_bit_model() -> None:
-    layer = MoELayer(from_dict({"model_dim": 16, "num_experts": 4, "router": {
-        "name": "sigmoid_bias", "fp32": True}})).bfloat16()
+    layer = MoELayer(16, num_experts=4, router={"name": "sigmoid_bias", "fp32": True}).bfloat16()
     bias = biased(layer, "router.bias_E")
     state = torch.optim.swa_utils.AveragedModel(layer).state_dict()
     assert torch.equal(state["module.router.bias_E"], bias)

@@ -104,9 +104,8 @@ class Model(torch.nn.Module):
 
     def __init__(self, router: dict[str, Any]) -> None:
         super().__init__()
-        layer = MoELayer(from_dict({
-            "model_dim": M, "num_experts": E, "experts": {"hidden_dim": H, "activation": "relu"},
-            "router": {"top_k": 2, "normalize": "before_drop", **router}}))
+        layer = MoELayer(M, num_experts=E, experts={"hidden_dim": H, "activation": "relu"},
+                         router={"top_k": 2, "normalize": "before_drop", **router})
         block = torch.nn.ModuleDict({"moe_ffn": layer, "norm": torch.nn.RMSNorm(M)})
         self.blocks = torch.nn.ModuleList([torch.nn.Identity(), block])
 
