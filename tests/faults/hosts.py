@@ -9,13 +9,13 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from scripts.emulate.faults import Fault
 from tests.distributed import free_port
+from tests.faults.recorded import read
 from tests.hosts.fairseq.commands import run_command
 from tests.preloaded import Server
 
@@ -145,7 +145,7 @@ class Plain(Host):
                 "--timeout", str(TIMEOUT_S)]
 
     def losses(self, folder: Path, log: str) -> dict[int, float]:
-        return {line["step"]: line["loss"] for line in _lines(folder / "log.jsonl")}
+        return {line["step"]: line["loss"] for line in read(folder / "log.jsonl")}
 
     def saved(self, folder: Path) -> int:
         for name in ("checkpoint", "checkpoint.old"):
@@ -217,18 +217,12 @@ class Megatron(Host):
                 str(SAVE_EVERY)]
 
     def losses(self, folder: Path, log: str) -> dict[int, float]:
-        return {line["iteration"]: line["lm_loss"] for line in _lines(folder / "log.jsonl")
+        return {line["iteration"]: line["lm_loss"] for line in read(folder / "log.jsonl")
                 if line.get("lm_loss") is not None}
 
     def saved(self, folder: Path) -> int:
         path = folder / "latest_checkpointed_iteration.txt"
         return int(path.read_text()) if path.exists() else 0
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Records of a log; a line that was being written is left out."""
-    for line in path.read_text().split("\n")[:-1] if path.exists() else []:
-        yield json.loads(line)
 
 
 HOSTS = {"plain": Plain, "checked": Checked, "fairseq": Fairseq, "megatron": Megatron}

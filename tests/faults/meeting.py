@@ -4,17 +4,20 @@ times nor on which one comes first.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.distributed import listens
+from tests.hosts import kills
 
+ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 300.0  # for what ends sooner, on any machine
 # a replica that is silent for so long is taken for lost; replicas speak ten times a second
 HEARTBEAT_MS = 5000
@@ -28,6 +31,14 @@ def until(done: Callable[[], bool], why: Callable[[], str] = lambda: "") -> None
     while not done():
         assert time.monotonic() < deadline, why()
         time.sleep(0.02)
+
+
+def started(command: Sequence[str], out: Path, **variables: str) -> subprocess.Popen:
+    """A program in the environment of small ranks, whose output is added to a file."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with open(out, "a", encoding="utf-8") as stream:
+        return subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT,
+                                env={**kills.environment(), "PYTHONPATH": path, **variables})
 
 
 def heard(lighthouse: str) -> tuple[int, int]:

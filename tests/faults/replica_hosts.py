@@ -57,7 +57,7 @@ class Replica:
 
 def supervise(host: str, folder: str, data: str, steps: int, lighthouse: str) -> None:
     """A rank of a server's job: starts its replica, again where it was killed, as torchrun does."""
-    replica = Replica(folder, data, steps, lighthouse, _number())
+    replica = Replica(folder, data, steps, lighthouse, number_of_replica())
     replica.path.parent.mkdir(exist_ok=True)
     pid_file, hold = Path(folder, f"{replica.number}.pid"), Path(folder, f"{replica.number}.hold")
     while not Path(folder, "end").exists():
@@ -74,7 +74,8 @@ def supervise(host: str, folder: str, data: str, steps: int, lighthouse: str) ->
             time.sleep(0.01)
 
 
-def _number() -> int:
+def number_of_replica() -> int:
+    """Of this replica, which has one rank."""
     number = int(os.environ["RANK"])
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         del os.environ[name]
@@ -111,7 +112,7 @@ def replay(host: str, folder: str, data: str, steps: int, members: Members,
     """A rank: its replica in the uninterrupted run. batches: of each replica by step, see
     `_fairseq`. trace: folder in its own one for what its tokens choose.
     """
-    number = _number()
+    number = number_of_replica()
     Path(folder, "finish").touch()
     traced = ("--moe-stats-trace", f"{folder}/{number}/{trace}") if trace else ()
     replica = Replica(folder, data, steps, "none", number, "replay.jsonl", traced)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import random
 import subprocess
 import sys
@@ -21,11 +20,9 @@ from typing import Any
 import torch
 
 from tests.distributed import free_port
-from tests.faults.meeting import HEARTBEAT_MS, start_lighthouse, until
+from tests.faults.meeting import HEARTBEAT_MS, ROOT, start_lighthouse, started, until
 from tests.faults.recorded import PLAN, RECORD, ended_in, read, set_cap, steps_of
-from tests.hosts import kills
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "train_plain.py"
 REPLICAS, PAUSE_S = 3, 0.15
 DRAWN, AWAY, LEFT = 8, 10, 30  # steps: to a kill, at most; without the lost one; at a job's end
@@ -107,12 +104,8 @@ class Job:
              str(replica)], f"{replica}")
 
     def _popen(self, command: list[str], name: str) -> subprocess.Popen:
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        with open(self.folder / f"{name}.out", "a", encoding="utf-8") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={
-                **kills.environment(), "PYTHONPATH": path})
-        self.started.append(process)
-        return process
+        self.started.append(started(command, self.folder / f"{name}.out"))
+        return self.started[-1]
 
     def lines(self, replica: int, name: str = "log.jsonl") -> list[dict[str, Any]]:
         """What this replica has logged, of all its starts."""

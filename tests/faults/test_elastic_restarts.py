@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -20,10 +19,11 @@ import psutil
 import pytest
 
 from tests.distributed import free_port
+from tests.faults.meeting import ROOT, started
+from tests.faults.recorded import read
 from tests.hosts import kills
 from tests.scripts.emulate.host_faults import processes_of, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 EVERY, NODES, STEPS, WAIT_S = 5, 4, 40, 600.0
 MARK = "MOE_TEST_NODES"  # in the environment of all processes of the nodes
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -53,14 +53,10 @@ class Nodes:
         return self
 
     def _start(self, nodes: str, *options: str) -> subprocess.Popen:
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        with open(self.out, "a", encoding="utf-8") as out:
-            return subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes,
-                 "--nproc_per_node", "1", "--max-restarts", "9", *options, *self.program],
-                stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env={
-                    **kills.environment(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
-                    MARK: str(self.out), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+        return started(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc_per_node",
+             "1", "--max-restarts", "9", *options, *self.program], self.out, PYTHONUNBUFFERED="1",
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **{MARK: str(self.out)})
 
     def __exit__(self, *_: object) -> None:
         for agent in self.agents:
@@ -117,9 +113,7 @@ class Plain:
 
     def losses(self, folder: Path) -> list[tuple[int, float]]:
         """(step, loss) in the order in which they were logged."""
-        path = folder / "log.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
+        return [(line["step"], line["loss"]) for line in read(folder / "log.jsonl")]
 
 
 class Fairseq(Plain):
@@ -169,9 +163,7 @@ class Megatron(Plain):
                 f"exec {shlex.join(words)} --expert-model-parallel-size $WORLD_SIZE"]
 
     def losses(self, folder: Path) -> list[tuple[int, float]]:
-        path = folder / "log.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [(line["iteration"], line["lm_loss"]) for line in map(json.loads, lines)]
+        return [(line["iteration"], line["lm_loss"]) for line in read(folder / "log.jsonl")]
 
 
 HOSTS = {"plain": (Plain, "torch"), "fairseq": (Fairseq, "fairseq"),

@@ -23,6 +23,7 @@ from moe_plugin.training.resilience.elastic import ElasticReplica, ModuleState, 
 from tests.distributed import free_port, listens
 from tests.faults import host_replicas, recorded, replicas
 from tests.faults.meeting import WAIT_S, meet, start_lighthouse, until, until_asked
+from tests.faults.replica_hosts import number_of_replica
 from tests.preloaded import Server
 
 pytestmark = pytest.mark.distributed
@@ -31,19 +32,11 @@ STEPS, LEAVES = 6, 3
 WITH_EXPERTS = ["--layers", "1", "--balance", "0"]  # the balance loss is of a rank's own tokens
 
 
-def _number() -> int:
-    """Of this replica, which has one rank."""
-    number = int(os.environ["RANK"])
-    for name in ("RANK", "WORLD_SIZE"):
-        del os.environ[name]
-    return number
-
-
 def _train(lighthouse: str, folder: str) -> list[tuple[int, float, int, bool]]:
     """(step, weight, members, healed) of each step that was made. Replica 1 is lost in step 3 and
     comes back: in one process, so that nothing has to start.
     """
-    alone, number = Path(folder, "alone"), _number()
+    alone, number = Path(folder, "alone"), number_of_replica()
     weight, done, made = torch.zeros(3), [0], []
 
     def load(state: dict[str, Any]) -> None:
@@ -236,24 +229,16 @@ def test_a_host_s_replica_is_killed_and_comes_back(host: str, tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host", ["fairseq", "megatron"])
-def test_twenty_kills_and_returns_in_a_host(host: str, tmp_path: Path,
-                                            request: pytest.FixtureRequest) -> None:
-    _needs(host)
+@pytest.mark.parametrize("host", ["plain", "fairseq", "megatron"])
+def test_twenty_kills_and_returns(host: str, tmp_path: Path,
+                                  request: pytest.FixtureRequest) -> None:
+    if host != "plain":
+        _needs(host)
     made, worst, seed = [], 0.0, 0
     while len(made) < 20:
-        job = job_of(host, tmp_path / str(seed), request, steps=400)
-        more, other = host_replicas.run(job, 20 - len(made), seed)
-        made, worst, seed = [*made, *more], max(worst, other), seed + 1
-    assert worst < 1e-4
-    assert max(killed.lost for killed in made) <= 1
-
-
-@pytest.mark.slow
-def test_twenty_kills_and_returns(tmp_path: Path) -> None:
-    made, worst, seed = [], 0.0, 0
-    while len(made) < 20:
-        more, other = replicas.run(tmp_path / str(seed), 20 - len(made), 500, seed)
+        folder, wanted = tmp_path / str(seed), 20 - len(made)
+        more, other = (replicas.run(folder, wanted, 500, seed) if host == "plain" else
+                       host_replicas.run(job_of(host, folder, request, steps=400), wanted, seed))
         made, worst, seed = [*made, *more], max(worst, other), seed + 1
     assert worst < 1e-4
     assert max(killed.lost for killed in made) <= 1

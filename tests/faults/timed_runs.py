@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults.host_replicas import JOB_S, HostJob
-from tests.faults.meeting import until
+from tests.faults.meeting import started, until
 from tests.faults.recorded import RECORD, read
-from tests.faults.replicas import LEFT, ROOT, Job
+from tests.faults.replicas import LEFT, Job
 from tests.faults.timed_rank import STARTS, TIMES, Timed
-from tests.hosts import kills
 
 RANKS, POLL_S = 2, 0.05
 MOST = 50  # starts of a job: more kills than are drawn
@@ -60,14 +59,11 @@ def arguments(host: str, data: str, steps: int, saved: str, save_every: int) -> 
 def torchrun(ranks: int, run: Timed, out: Path) -> subprocess.Popen:
     """The job of this run or replica, which torchrun starts again whenever it fails."""
     Path(run.folder).mkdir(parents=True, exist_ok=True)
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with open(out, "a", encoding="utf-8") as stream:
-        return subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
-             str(ranks), "--max-restarts", str(MOST), "-m", "tests.faults.timed_rank",
-             json.dumps(asdict(run))], stdout=stream, stderr=subprocess.STDOUT, env={
-                 **kills.environment(), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
-                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    return started(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node",
+         str(ranks), "--max-restarts", str(MOST), "-m", "tests.faults.timed_rank",
+         json.dumps(asdict(run))], out, PYTHONUNBUFFERED="1",
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
 
 def kill_rank(folder: Path, rank: int) -> float:
