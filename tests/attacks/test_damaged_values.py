@@ -18,7 +18,6 @@ from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.conversion import Conversion
 from moe_plugin.checkpoint.formats.base import open_source
 from moe_plugin.checkpoint.formats.fairseq import files
-from moe_plugin.config import from_dict
 from moe_plugin.memory.safetensors_file import SafetensorsFile
 from moe_plugin.memory.tiers import HostTier
 from moe_plugin.memory.weights.files import load_weights, save_weights
@@ -116,8 +115,7 @@ def test_a_file_is_verified_once_and_not_where_the_caller_does(
 
 def _plain() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    layer = MoELayer(from_dict({"model_dim": 8, "num_experts": 4,
-                                "experts": {"hidden_dim": 12}}), LocalComm())
+    layer = MoELayer(8, LocalComm(), num_experts=4, experts={"hidden_dim": 12})
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     layer(torch.randn(5, 8)).output.sum().backward()
     optimizer.step()

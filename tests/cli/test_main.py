@@ -80,7 +80,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("words", [
     "plan --model configs/plans/small.yaml --cluster configs/clusters/a100_ib.yaml --device "
     "configs/devices/h100.yaml --nodes 1 --ranks-per-node 2",
-    "simulate all-to-all --cluster configs/clusters/a100_ib.yaml --ranks 16"])
+    "simulate all-to-all --cluster configs/clusters/a100_ib.yaml --ranks 16",
+    "schedule --topology ring:4"])
 def test_planning_runs_without_torch(words: str) -> None:
     code = """
 import sys

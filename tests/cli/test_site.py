@@ -1,6 +1,4 @@
-"""The documentation's site: every page is in its menu, the API page has every exported name, and
-pages are rendered as they read. `mkdocs build`, which continuous integration runs, checks links.
-"""
+"""The documentation's site, and the tests that docs/pains.md names."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +17,12 @@ import yaml
 import moe_plugin
 
 pytestmark = pytest.mark.fast
+
+
+# The documentation's site: every page is in its menu, the API page has every exported name, and
+# pages are rendered as they read. `mkdocs build`, which continuous integration runs, checks
+# links.
+
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -99,3 +104,32 @@ def test_links_out_of_the_documentation_and_marks_of_fences(
     page = SimpleNamespace(file=SimpleNamespace(src_uri="benchmarks/x.md"), ancestors=[], meta={})
     text = "[`a`](../../scripts/a.py) [b](../b.md#c)\n```bash check\nls\n```\n"
     assert hook.on_page_markdown(text, page) == "`a` [b](../b.md#c)\n```bash\nls\n```\n"
+
+
+# Every trouble of docs/pains.md names tests that exist.
+
+
+TROUBLES = re.findall(r"^\*\*(\d+)\. .+?\*\*.+?^Tested by\s(.+?)\.$",
+                      (ROOT / "docs" / "pains.md").read_text(encoding="utf-8"),
+                      re.MULTILINE | re.DOTALL)
+
+
+@cache
+def names_in(path: Path) -> frozenset[str]:
+    """Names of a file's tests that `pytest` collects."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef)
+                     and node.name.startswith("test_"))
+
+
+def test_troubles_are_found() -> None:
+    assert [int(number) for number, _ in TROUBLES] == list(range(1, 24))
+
+
+@pytest.mark.parametrize(("number", "tests"), TROUBLES)
+def test_the_tests_of_a_trouble_exist(number: str, tests: str) -> None:
+    ids = re.findall(r"`([^`]+)`", tests)
+    assert ids and re.sub(r"`[^`]+`,?", "", tests).strip() == "", f"{number} has node ids alone"
+    for node in ids:
+        path, _, name = node.partition("::")
+        assert (ROOT / path).is_file() and name in names_in(ROOT / path), node

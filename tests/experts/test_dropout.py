@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moe_plugin.config import from_dict
 from moe_plugin.kernels.expert_ffn import strategies
 from moe_plugin.layer import MoELayer
 
@@ -18,12 +17,9 @@ P, WIDTH = 0.25, 64
 
 def layer(compute: str = "auto", dropout: float = P, **experts: object) -> MoELayer:
     torch.manual_seed(1)
-    return MoELayer(
-        from_dict({
-            "model_dim": WIDTH, "num_experts": 4, "router": {"top_k": 1, "normalize": "none"},
-            "experts": {"hidden_dim": WIDTH, "compute": compute, "activation": "relu",
-                        "dropout": dropout, **experts},
-        }))
+    return MoELayer(WIDTH, num_experts=4, router={"top_k": 1, "normalize": "none"},
+                    experts={"hidden_dim": WIDTH, "compute": compute, "activation": "relu",
+                             "dropout": dropout, **experts})
 
 
 def shows_its_mask(made: MoELayer) -> MoELayer:

@@ -70,8 +70,7 @@ def test_the_planner_knows_the_width_of_rows() -> None:
 
 
 def test_a_layer_predicts_with_the_width_of_its_rows() -> None:
-    layer = MoELayer(from_dict({"model_dim": 64, "num_experts": 4, "experts": {"latent_dim": 16},
-                                "parallel": {"mode": "predicted"}}))
+    layer = MoELayer(64, num_experts=4, experts={"latent_dim": 16}, parallel={"mode": "predicted"})
     assert layer(torch.ones(3, 64)).output.shape == (3, 64)
 
 

@@ -153,10 +153,8 @@ def test_ways_may_change_within_a_step() -> None:
 
 @pytest.mark.parametrize("compute", ["fused", "kernels"])
 def test_no_whole_gradient_in_the_host_dtype_is_made(compute: str) -> None:
-    layer = MoELayer(
-        from_dict(
-            {"model_dim": 64, "num_experts": 8, "experts": {"hidden_dim": 64, "compute": compute}}),
-        LocalComm(), dtype=torch.bfloat16)
+    layer = MoELayer(64, LocalComm(), num_experts=8, experts={"hidden_dim": 64, "compute": compute},
+                     dtype=torch.bfloat16)
     like_megatron(layer, True)
     whole = 8 * 64 * 64
 

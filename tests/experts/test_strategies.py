@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from moe_plugin.comm import LocalComm
-from moe_plugin.config import from_dict
 from moe_plugin.experts import strategies
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.layer import MoELayer
@@ -150,12 +149,9 @@ def test_inference_keeps_nothing() -> None:
 @pytest.mark.parametrize("name", ["auto", "kernels"])
 def test_no_dense_intermediate(name: str, dispatch: str, factor: float | None) -> None:
     tokens, experts, k, width, inner = 256, 64, 2, 8, 8
-    layer = MoELayer(
-        from_dict({
-            "model_dim": width, "num_experts": experts, "router": {"top_k": k},
-            "experts": {"hidden_dim": inner,
-                        "compute": name}, "dispatch": {"name": dispatch, "capacity_factor": factor}
-        }), LocalComm())
+    layer = MoELayer(width, LocalComm(), num_experts=experts, router={"top_k": k},
+                     experts={"hidden_dim": inner, "compute": name},
+                     dispatch={"name": dispatch, "capacity_factor": factor})
     with Largest() as seen:
         layer(torch.randn(tokens, width)).output.sum().backward()
     # logits; rows; weights

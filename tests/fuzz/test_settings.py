@@ -104,10 +104,9 @@ def test_settings_of_routers(names: list[str], given_: dict[str, Any], tokens: i
     """A setting that is taken is read by one of the routers, and the layer computes."""
     more = {"hash": {"vocabulary": 9}} if "hash" in names else {}
     try:
-        layer = MoELayer(from_dict({
-            "model_dim": 8, "num_experts": 4, "experts": {"hidden_dim": 8},
-            "dispatch": {"capacity_factor": 0.5},
-            "router": {"name": ",".join(names), **given_, **more}})).train(training)
+        layer = MoELayer(8, num_experts=4, experts={"hidden_dim": 8},
+                         dispatch={"capacity_factor": 0.5},
+                         router={"name": ",".join(names), **given_, **more}).train(training)
         out = layer(torch.randn(tokens, 8), info=TokenInfo(torch.arange(tokens)))
     except ValueError as error:
         assert is_named(error), error

@@ -69,8 +69,7 @@ def test_few_tokens_are_never_all_dropped(tokens: int, experts: int, top_k: int,
 @bounded(200)
 def test_splits(experts: int, ranks: int, rank: int, gated: bool) -> None:
     kind = "gated_ffn" if gated else "ffn"
-    layer = MoELayer(from_dict({"model_dim": 4, "num_experts": experts,
-                                "experts": {"kind": kind}, "router": {"top_k": 1}}))
+    layer = MoELayer(4, num_experts=experts, experts={"kind": kind}, router={"top_k": 1})
     whole = merge([layer.state_dict()])
     try:
         split(whole, rank, ranks)

@@ -1,4 +1,4 @@
-"""Row operations against one-hot einsums in float64: forward and all gradients."""
+"""Row operations against one-hot einsums in float64, and load by expert against counting."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_plugin.kernels import combine_rows, gather_rows, kernels, permute_rows
+from moe_plugin.kernels.choices import expert_load
 from moe_plugin.kernels.cpu import products
 from moe_plugin.kernels.cpu.native.functions import why_not_sums
 from moe_plugin.kernels.registry import accumulate_dtype
 from moe_plugin.kernels.rows import bags, dot_rows, sum_bags, sum_rows
 
 pytestmark = pytest.mark.fast
+
+
+# Row operations against one-hot einsums in float64: forward and all gradients.
+
 
 PROBLEM = st.tuples(st.integers(0, 12), st.integers(1, 3), st.integers(1, 5), st.integers(1, 6),
                     st.integers(0, 10**6))
@@ -161,3 +166,25 @@ def test_dots_of_16_bits_are_not_rounded_to_them(dtype: torch.dtype, piece_bytes
     got = dot_rows(grad_TD, rows_RD, position_TK)
     assert got.dtype == torch.float32 and bool((position_TK < 0).any())
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+# Load by expert against counting by hand.
+
+
+IDS_TK = torch.tensor([[0, 2], [2, -1], [2, 0], [-1, -1]])
+
+
+def test_load_counts_choices_and_skips_minus_one() -> None:
+    assert expert_load(IDS_TK, 4).tolist() == [2, 0, 3, 0]
+    assert expert_load(IDS_TK, 4).dtype == torch.int64
+    assert expert_load(IDS_TK[:0], 4).tolist() == [0, 0, 0, 0]
+
+
+def test_load_by_choice() -> None:
+    assert expert_load(IDS_TK, 3, per_choice=True).tolist() == [[1, 0, 2], [1, 0, 1]]
+
+
+def test_masked_tokens_are_not_counted() -> None:
+    mask_T = torch.tensor([False, True, True, True])
+    assert expert_load(IDS_TK, 3, mask_T).tolist() == [1, 0, 2]
+    assert expert_load(IDS_TK, 3, mask_T, per_choice=True).tolist() == [[0, 0, 2], [1, 0, 0]]

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_plugin.comm import LocalComm
-from moe_plugin.config import from_dict
 from moe_plugin.kernels.workspace import PATIENCE, SMALL_BYTES, SWEEP, MemoryPool, Workspace
 from moe_plugin.layer import MoELayer
 from moe_plugin.memory.activations.auto import manage
@@ -182,8 +181,7 @@ def test_models_of_a_process_share_their_memory() -> None:
 
 def layer_and_input() -> tuple[MoELayer, torch.Tensor]:
     """Large enough for the workspace to be used."""
-    layer = MoELayer(from_dict({"model_dim": 64, "num_experts": 8, "experts": {"hidden_dim": 128}}),
-                     LocalComm())
+    layer = MoELayer(64, LocalComm(), num_experts=8, experts={"hidden_dim": 128})
     return layer, torch.randn(600, 64)
 
 
@@ -215,10 +213,7 @@ def test_twice_in_one_graph_and_backward_twice() -> None:
     first, second = layer(x).output, layer(x * 0.5).output
     both = torch.autograd.grad((first * second).sum(), weights, retain_graph=True)
     again = torch.autograd.grad((first * second).sum(), weights)
-    slow = MoELayer(
-        from_dict(
-            {"model_dim": 64, "num_experts": 8, "experts": {"hidden_dim": 128, "compute": "loop"}}),
-        LocalComm())
+    slow = MoELayer(64, LocalComm(), num_experts=8, experts={"hidden_dim": 128, "compute": "loop"})
     slow.load_state_dict(layer.state_dict())
     want = torch.autograd.grad((slow(x).output * slow(x * 0.5).output).sum(),
                                list(slow.parameters()))

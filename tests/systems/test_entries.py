@@ -29,7 +29,7 @@ ENTRIES = {
     "SWARM": ["systems/test_swarm.py"],
     "AlpaComm": ["systems/test_alpacomm.py"],
     "TeraPipe": ["hosts/megatron/test_megatron_terapipe.py::test_slices_equal_1f1b_and_one_stage",
-                 "planner/test_terapipe.py::test_the_cut_is_the_best_of_all"],
+                 "planner/test_pipeline.py::test_the_cut_is_the_best_of_all"],
     "Pre-gated MoE": ["exactness/test_pregate.py::test_equals_a_dense_computation"],
     "KARMA": ["hosts/fairseq/test_activations.py::test_the_log_is_that_of_keeping",
               "planner/test_activation_plan.py::test_the_plan_is_the_best_of_all"],

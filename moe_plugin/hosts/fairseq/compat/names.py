@@ -3,7 +3,7 @@
 The table lists the module in which fairseq 0.12.2 defines each symbol. If a symbol moves, only this
 table has to change. All other modules may import only `fairseq.dataclass`, `fairseq.metrics` and
 the functions that register models and criteria directly from fairseq.
-`tests/packaging/test_host_names.py` checks this rule.
+`tests/packaging/test_names.py` checks this rule.
 """
 
 from __future__ import annotations

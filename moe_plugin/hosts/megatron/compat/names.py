@@ -5,7 +5,7 @@ If a symbol moves in a new Megatron version, only one line of this module has to
 0.15 to 0.19, the import path of every symbol is the same.
 
 All other modules may import only `parallel_state`, `tensor_parallel` and `dist_checkpointing`
-directly from Megatron-core. `tests/packaging/test_host_names.py` checks this rule.
+directly from Megatron-core. `tests/packaging/test_names.py` checks this rule.
 """
 
 from __future__ import annotations

@@ -1,16 +1,25 @@
-"""Importing the package and building a layer stays light: no host, no Triton, no plotting."""
+"""What importing the package, building a layer and calling it cost."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from moe_plugin import MoEConfig, MoELayer
+from tests.distributed import run_gloo
 from tests.packaging.loaded import modules_after
 from tests.preloaded import Server
+
+# Importing the package and building a layer stays light: no host, no Triton, no plotting.
+
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("fairseq", "megatron", "triton", "tensorboard", "matplotlib", "hydra", "scipy", "tqdm",
@@ -30,6 +39,11 @@ def loaded(server: Server, code: str) -> set[str]:
 def test_import_alone_loads_not_even_torch() -> None:
     found = loaded(PLAIN, "import moe_plugin")
     assert "moe_plugin" in found and not {*HEAVY, "torch", "numpy"} & found
+
+
+def test_the_rules_of_tuning_load_no_torch() -> None:
+    """tests/packaging/test_imports.py has the same of the planner."""
+    assert "torch" not in loaded(PLAIN, "import moe_plugin.tuning.engine, moe_plugin.planner")
 
 
 @pytest.mark.parametrize("code", [
@@ -83,3 +97,53 @@ def test_looking_for_fairseq_leaves_its_import_as_it_is(tmp_path: Path) -> None:
                           check=False)
     assert done.stdout.strip().endswith("imported"), done.stderr
     assert "install tensorboardX" not in done.stderr
+
+
+# What a call of the default layer runs through: calls of Python functions, functions and files.
+# They are counted forward, after warm-up. A bound is what the code takes; who lowers the one
+# lowers the other.
+
+
+ROOMS = (str(ROOT / "moe_plugin"), str(ROOT / "kernels"))
+
+
+def counted(run: Callable[[], Any]) -> tuple[int, int, int]:
+    """(calls, functions, files) of this package in a run."""
+    calls: Counter[tuple[str, int]] = Counter()
+
+    def on_event(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(ROOMS):
+            calls[code.co_filename, code.co_firstlineno] += 1
+
+    sys.setprofile(on_event)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls.total(), len(calls), len({file for file, _ in calls})
+
+
+def _a_call() -> tuple[int, int, int]:
+    layer = MoELayer(MoEConfig(model_dim=64, num_experts=8))
+    x_TD = torch.randn(32, 64)
+    for _ in range(4):  # in calls 2, 4, 8, ... ranks compare samples of their experts
+        layer(x_TD).output.sum().backward()
+    return counted(lambda: layer(x_TD))
+
+
+def test_a_call_on_one_rank() -> None:
+    calls, functions, files = _a_call()
+    assert calls <= 125 and functions <= 100 and files <= 25, (calls, functions, files)
+
+
+@pytest.mark.distributed
+def test_a_call_on_two_ranks() -> None:
+    calls, functions, files = map(max, zip(*run_gloo(2, _a_call), strict=True))
+    assert calls <= 155 and functions <= 125 and files <= 31, (calls, functions, files)
+
+
+def test_building_a_layer() -> None:
+    MoELayer(MoEConfig(model_dim=64, num_experts=8))
+    calls, _, _ = counted(lambda: MoELayer(MoEConfig(model_dim=64, num_experts=8)))
+    assert calls <= 675, calls
