@@ -32,6 +32,8 @@ GENERIC = ("AddNot", "NumberReplacer", "ReplaceAndWithOr", "ReplaceOrWithAnd",
            "ReplaceBinaryOperator_Add_Sub", "ReplaceBinaryOperator_Sub_Add",
            "ReplaceBinaryOperator_FloorDiv_Mul", "ReplaceBinaryOperator_Mul_FloorDiv",
            "ReplaceUnaryOperator_USub_UAdd")
+# arguments that only add a check (`zip`) or save memory (`torch.load`): no result depends on them
+WITHOUT_EFFECT = ("strict=True", "strict=False", "mmap=True", "mmap=False")
 
 
 @dataclass
@@ -167,8 +169,11 @@ class Source:
             ast.parse(new)
         except SyntaxError:
             return None
-        return Mutant(self.name, first + 1, last, kind, "\n".join(self.lines[first:last]),
-                      "\n".join(lines[first:len(lines) - tail]))
+        before, after = ("\n".join(part) for part in (self.lines[first:last],
+                                                      lines[first:len(lines) - tail]))
+        if any(before.count(text) != after.count(text) for text in WITHOUT_EFFECT):
+            return None
+        return Mutant(self.name, first + 1, last, kind, before, after)
 
 
 def generate(number: int, seed: int) -> list[Mutant]:
