@@ -7,7 +7,9 @@ import copy
 import os
 import pickle
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +94,16 @@ def _of_any_strides() -> list[str]:
 
 def test_every_algorithm_placement_and_dtype() -> None:
     assert run_gloo(WORLD, _all_cases) == [[]] * WORLD
+
+
+@pytest.mark.fast
+def test_a_single_rank_gets_its_own_sums() -> None:
+    """The path of NCCL, where a group of one rank has one piece."""
+    alone = SimpleNamespace(size=1, receive_first=False, _count_rows=lambda *_: None,
+                            error_context=lambda _: nullcontext(),
+                            _bounded=lambda _, out, x: out.copy_(x))
+    x = torch.randn(3, 2)
+    assert torch.equal(TorchComm.reduce_scatter(alone, x), x)
 
 
 def _gradients() -> bool:

@@ -486,3 +486,21 @@ def test_transposed_matrices_of_checkpoints_lie_in_their_own_order() -> None:
     value = torch.arange(6.0).view(2, 3)
     found = _transposed(value)
     assert torch.equal(found, value.t()) and found.is_contiguous()
+
+
+@pytest.mark.fast
+def test_parts_of_a_sequence_are_gathered_in_the_layers_own_group(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may have other groups than Megatron's global ones."""
+    from moe_plugin.hosts.megatron import layer as layer_module
+
+    own, used = SimpleNamespace(rank=lambda: 1), []
+    for name, act in (("scatter_to", lambda x: x[3:]),
+                      ("gather_from", lambda x: x.repeat(2, 1, 1))):
+        monkeypatch.setattr(
+            layer_module.mappings, f"{name}_sequence_parallel_region",
+            lambda x, *, group=None, act=act, **_: (used.append(group), act(x))[1])
+    layer = SimpleNamespace(groups=SimpleNamespace(tensor=own), _routed=lambda x, *_: x)
+    x_SBD = torch.randn(5, 2, 4)
+    output = layer_module.PluginMoELayer._run_split(layer, x_SBD, None, 2, None)
+    assert output.shape == x_SBD.shape and used == [own, own]
