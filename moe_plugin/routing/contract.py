@@ -92,10 +92,10 @@ def float32_state(module: nn.Module) -> list[str]:
         if isinstance(part, BuffersKeepDtype):
             kept = [entry for entry, value in part.named_buffers(recurse=False)
                     if entry not in part._non_persistent_buffers_set and value.is_floating_point()]
-            if part.keeps_parameters:
-                kept += [entry for entry, _ in part.named_parameters(recurse=False)]
+            if part.keeps_parameters:  # also those of modules inside it, which it casts
+                kept += [entry for entry, _ in part.named_parameters()]
             names += [f"{name}.{entry}" if name else entry for entry in kept]
-    return names
+    return list(dict.fromkeys(names))  # a router inside a router is visited twice
 
 
 class RouterModule(HasFinishStep, nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moe_plugin import MoELayer
-from moe_plugin.checkpoint.resize import change_expert_parallel
+from moe_plugin.checkpoint.resize import _check_layer, change_expert_parallel
 from moe_plugin.comm import Comm, LocalComm, TorchComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.hosts.plain.sharding import ddp_model
@@ -163,3 +163,16 @@ def descriptors_over_changes(count: int) -> list[int]:
 def test_groups_do_not_pile_up_over_many_changes() -> None:
     for open_ in run_gloo(2, descriptors_over_changes, 12):
         assert max(open_[2:]) == open_[1], open_
+
+
+@pytest.mark.fast
+def test_shards_must_divide_hidden_units_and_rows() -> None:
+    """Four ranks share two experts, so each expert has two shards."""
+    def layer(width: int, inner: int) -> MoELayer:
+        return MoELayer(from_dict({"model_dim": width, "num_experts": 2,
+                                   "experts": {"hidden_dim": inner}}))
+
+    _check_layer("block", layer(6, 10), 4)
+    for width, inner in ((5, 10), (6, 9)):
+        with pytest.raises(ValueError, match="cannot be split into the 2 shards of 4"):
+            _check_layer("block", layer(width, inner), 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +16,18 @@ from torch import Tensor, nn
 
 from moe_plugin.checkpoint import file_workers, save
 from moe_plugin.checkpoint.conversion import Conversion
-from moe_plugin.checkpoint.derived import cast, item_of, joined, part_of, stacked, transposed
+from moe_plugin.checkpoint.derived import (
+    cast,
+    in_memory,
+    item_of,
+    joined,
+    part_of,
+    stacked,
+    transposed,
+)
 from moe_plugin.checkpoint.formats import all as checkpoint_formats  # noqa: F401 - registers all formats
 from moe_plugin.checkpoint.formats.base import CheckpointSizes, Format, open_source
-from moe_plugin.checkpoint.neutral import check_names
+from moe_plugin.checkpoint.neutral import NeutralModel, check_names, masters
 from moe_plugin.checkpoint.source import MODEL, CheckpointError, Source, TensorEntry, View, Window
 from tests.fuzz.hostile import bounded
 
@@ -67,6 +76,12 @@ def test_derived_tensors_equal_torch_on_every_window_and_read_it_alone():
                     source.elements = 0
                     assert torch.equal(view.read(key, window), expected[window])
                     assert source.elements == expected[window].numel()
+
+
+def test_a_parameter_in_memory_is_read_without_its_gradient():
+    value = torch.nn.Parameter(torch.randn(2, 3))
+    read = in_memory(("model", "a"), value).read((slice(0, 1), slice(0, 3)))
+    assert torch.equal(read, value[:1]) and not read.requires_grad
 
 
 def test_windows_and_names_that_do_not_fit_are_refused():
@@ -155,3 +170,25 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(
         with pytest.raises(CheckpointError, match=path.name):
             Conversion(source, tmp_path / "out", source.format, CheckpointSizes()).run()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_master_copies_are_the_weights_in_float32(dtype: torch.dtype):
+    """Of those parameters alone that are trained in 16 bits."""
+    source = InMemory(trained=torch.tensor([1.0, 1 / 3]).to(dtype), wide=torch.ones(2),
+                      frozen=torch.ones(2, dtype=dtype))
+    for name in ("trained", "wide"):
+        source.entries["exp_avg", name] = TensorEntry((2,), torch.float32)
+    [copy] = masters(source)
+    assert copy.key == ("master", "trained") and copy.entry == TensorEntry((2,), torch.float32)
+    read = copy.read((slice(0, 2),))
+    assert read.dtype == torch.float32
+    assert torch.equal(read, source.tensors["model", "trained"].float())
+
+
+@pytest.mark.parametrize(("groups", "scores", "top_k", "group_top_k", "expected"), [
+    (None, None, 8, None, None), (8, None, 8, 4, 2), (8, None, 2, 4, 1), (8, 3, 8, 4, 3)])
+def test_scores_of_a_group(groups, scores, top_k, group_top_k, expected):
+    settings = SimpleNamespace(groups=groups, group_scores=scores, top_k=top_k,
+                               group_top_k=group_top_k)
+    assert NeutralModel.group_scores.fget(SimpleNamespace(settings=settings)) == expected

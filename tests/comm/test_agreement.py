@@ -14,6 +14,7 @@ import torch.distributed as dist
 import moe_plugin
 from moe_plugin import MoELayer
 from moe_plugin.comm import TorchComm
+from moe_plugin.comm.agreement import _values
 from moe_plugin.config import from_dict
 from moe_plugin.routing import build_router
 from tests.distributed import run_gloo
@@ -76,3 +77,10 @@ def test_every_rank_names_the_setting_the_values_and_the_ranks() -> None:
         assert f"{name} is " in text and " on rank 0, " in text and " on rank 1" in text
     assert "num_experts is 4 on rank 0, 8 on rank 1" in first["num_experts"]
     assert "dtype is torch.float32 on rank 0, torch.float64 on rank 1" in first["dtype"]
+
+
+@pytest.mark.parametrize(("ranks", "rest"), [(16, ""), (17, " and 1 more")])
+@pytest.mark.fast
+def test_many_ranks_are_counted(ranks: int, rest: str) -> None:
+    text = _values("top_k", [{"top_k": "1"}] * ranks + [{"top_k": "2"}])
+    assert text == f"top_k is 1 on rank {', '.join(map(str, range(16)))}{rest}, 2 on rank {ranks}"

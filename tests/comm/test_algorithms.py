@@ -238,3 +238,16 @@ def test_what_is_no_exchange_is_refused() -> None:
     with pytest.raises(TypeError, match="register an Exchange object"):
         algorithms.register("class")(type("Class", (Exchange,), {}))
     assert "three" not in algorithms and "class" not in algorithms
+
+
+def test_a_broadcast_belongs_to_its_rank() -> None:
+    """A rank may write into it; neither another rank nor the argument changes."""
+    def rank(comm: Comm) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.full((3,), float(comm.rank))
+        got = comm.broadcast(x, 1)
+        got += comm.rank
+        return x, got
+
+    for me, (x, got) in enumerate(run_simulated(3, rank)):
+        assert torch.equal(x, torch.full((3,), float(me)))
+        assert torch.equal(got, torch.full((3,), 1.0 + me))

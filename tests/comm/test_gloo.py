@@ -7,7 +7,9 @@ import copy
 import os
 import pickle
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from moe_plugin import MoELayer
-from moe_plugin.comm import CommError, Topology, TorchComm, algorithms
+from moe_plugin.comm import CommError, Topology, TorchComm, algorithms, torch_comm
 from moe_plugin.comm.agreement import exchange_ints
 from moe_plugin.comm.by_nodes import gather_by_nodes, reduce_scatter_by_nodes, wanted_rows
 from moe_plugin.comm.functional import all_to_all
@@ -58,7 +60,7 @@ def _all_cases() -> list[str]:
                 algorithms.get(name)(comm, rows_of(comm.rank, even, dtype)).view(torch.uint8),
                 expected_of(comm.rank, even, dtype).view(torch.uint8)):
             wrong.append(f"{name} {dtype} {place} even")
-    return wrong + _started_early()
+    return wrong + _started_early() + _of_any_strides()
 
 
 def _started_early() -> list[str]:
@@ -73,8 +75,35 @@ def _started_early() -> list[str]:
     return wrong if bool((total == WORLD).all()) else [*wrong, "all_reduce"]
 
 
+def _of_any_strides() -> list[str]:
+    """A broadcast leaves its argument as it is; a transposed tensor is gathered as it reads."""
+    comm, wrong = TorchComm(), []
+    x = torch.arange(6.0).view(2, 3).t() + 10 * comm.rank
+    want = torch.cat([torch.arange(6.0).view(2, 3).t() + 10 * rank for rank in range(WORLD)])
+    gather, given = getattr(dist, torch_comm._GATHER), []
+    setattr(dist, torch_comm._GATHER,
+            lambda out, x, *more, **named: (given.append(x), gather(out, x, *more, **named))[1])
+    if not torch.equal(comm.all_gather(x), want) or not given[0].is_contiguous():  # as NCCL needs
+        wrong.append("all_gather of a transposed tensor")
+    setattr(dist, torch_comm._GATHER, gather)
+    before = x.clone()
+    if not torch.equal(comm.broadcast(x, 1), want[3:6]) or not torch.equal(x, before):
+        wrong.append("broadcast")
+    return wrong
+
+
 def test_every_algorithm_placement_and_dtype() -> None:
     assert run_gloo(WORLD, _all_cases) == [[]] * WORLD
+
+
+@pytest.mark.fast
+def test_a_single_rank_gets_its_own_sums() -> None:
+    """The path of NCCL, where a group of one rank has one piece."""
+    alone = SimpleNamespace(size=1, receive_first=False, _count_rows=lambda *_: None,
+                            error_context=lambda _: nullcontext(),
+                            _bounded=lambda _, out, x: out.copy_(x))
+    x = torch.randn(3, 2)
+    assert torch.equal(TorchComm.reduce_scatter(alone, x), x)
 
 
 def _gradients() -> bool:

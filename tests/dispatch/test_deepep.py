@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from moe_plugin import MoELayer, TorchComm
 from moe_plugin.comm import LocalComm, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.dispatch import dispatchers, token_exchange
+from moe_plugin.dispatch.token_exchange import STEP, Size, TokenExchangePlan, done
 from tests.combinations import Cell, all_pairs, name_of
 from tests.distributed import run_gloo
 from tests.exactness import cells
@@ -174,3 +176,44 @@ def _buffers_of(dispatch: str) -> tuple[int, int]:
 def test_buffers_grow_on_all_ranks_and_handles_serve_again(installed: None) -> None:
     assert run_gloo(2, _buffers_of, "deepep_v2") == [(2, 0)] * 2
     assert run_gloo(2, _buffers_of, "nccl_ep") == [(2, 2)] * 2
+
+
+@pytest.mark.fast
+def test_gradients_are_sent_back_as_the_package_reads_memory() -> None:
+    """Autograd may give a gradient whose elements lie in another order, or are all one element."""
+    got: list[torch.Tensor] = []
+
+    def send_back(grad_RD: torch.Tensor, _: object, grad_RK: torch.Tensor) -> tuple[Any, ...]:
+        got.extend((grad_RD, grad_RK))
+        return grad_RD, grad_RK, done
+
+    call = SimpleNamespace(exchange=SimpleNamespace(send_back=send_back), handle=None)
+    with torch.no_grad():
+        token_exchange._Send.backward(call, torch.ones(()).expand(3, 4), torch.ones(2, 3).t(), None)
+    assert [x.shape for x in got] == [(3, 4), (3, 2)] and all(x.is_contiguous() for x in got)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("most", "tokens"), [
+    (0, STEP), (2 * STEP, STEP), (2 * STEP + 1, 2 * STEP)])
+def test_buffers_have_room_for_a_piece_in_steps(most: int, tokens: int,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[Size] = []
+
+    class Sized(Exception):
+        """The buffers would be made now."""
+
+    def make(kind: object, comm: object, size: Size) -> None:
+        sizes.append(size)
+        raise Sized
+
+    monkeypatch.setattr(token_exchange, "exchange_of", make)
+    monkeypatch.setattr(token_exchange, "DEVICES", ("cpu",))
+    dispatcher = SimpleNamespace(
+        name="hybridep", overlap=SimpleNamespace(pieces=2), exchange=SimpleNamespace(agrees=True),
+        placement=SimpleNamespace(comm=None, virtual=4))
+    plan = TokenExchangePlan(torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2), most)
+    with pytest.raises(Sized):
+        token_exchange.TokenDispatcher.dispatch(
+            dispatcher, torch.zeros(5, 8, dtype=torch.bfloat16), plan, None)
+    assert sizes[0].tokens == tokens

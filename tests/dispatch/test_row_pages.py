@@ -379,6 +379,19 @@ def test_settings_follow_the_layers_that_exist() -> None:
     assert stash.pages(like).rings[0].slots == 8
 
 
+@pytest.mark.fast
+def test_rows_that_were_lost_are_still_known_after_the_pages_have_grown() -> None:
+    """A second layer with larger pages is built between an overflow and the check."""
+    stash, first, second, like = PagedStash(), Comm, LocalComm, torch.zeros(1)
+    stash.ask(first, DispatchConfig(stash_mib=1.0))
+    small = stash.pages(like)
+    small.lost.fill_(1)
+    small.most.fill_(7)
+    stash.ask(second, DispatchConfig(stash_mib=2.0))
+    large = stash.pages(like)
+    assert large is not small and (int(large.lost), int(large.most)) == (1, 7)
+
+
 def test_a_copied_layout_asks_for_pages_too() -> None:
     def rank(comm: Comm) -> None:
         available = two_layers(comm)[1].routed_experts.layouts

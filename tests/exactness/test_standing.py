@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_plugin import MoELayer
-from moe_plugin.comm import Comm, Topology, run_simulated
+from moe_plugin.comm import Comm, LocalComm, Topology, run_simulated
 from moe_plugin.config import from_dict
 from moe_plugin.planner import standing
 from moe_plugin.planner.choice import SENDS
@@ -112,6 +112,14 @@ def test_slow_ranks_get_fewer_rows_by_what_was_measured(monkeypatch: pytest.Monk
         assert rows[:2] == [256 if i == 0 else 0] * 2
         assert rows[2:4] == [64] * 2  # ranks without rows are taken to be as fast as the others
         assert rows[4] == pytest.approx(256 / 3.5 * (0.5 if i == 3 else 1), abs=4)
+
+
+@pytest.mark.parametrize(("seconds", "agreed"), [(0.0, None), (2.0, [32.0])])
+def test_rows_that_took_no_time_give_no_speed(seconds: float, agreed: list[float] | None) -> None:
+    """The resolution of a clock may be coarser than the time of a few rows."""
+    speeds = tuning_standing.MeasuredSpeeds(LocalComm(), torch.nn.Identity())
+    speeds._rows, speeds._marks = 64, [(1.0, 1.0 + seconds)]
+    assert speeds.agreed() == agreed
 
 
 def test_a_recomputation_repeats_the_plan_of_its_first_pass() -> None:

@@ -12,7 +12,8 @@ from moe_plugin import MoELayer
 from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import from_dict
 from moe_plugin.records import Routing, TokenInfo
-from moe_plugin.routing import RouterModule, finish_step, needs_of, routers
+from moe_plugin.routing import Router, RouterModule, finish_step, needs_of, routers
+from moe_plugin.routing.contract import float32_state
 from tests.routing.references import NEEDED
 
 pytestmark = pytest.mark.fast
@@ -184,3 +185,24 @@ def test_a_frozen_router_stays_as_it_is(name: str) -> None:
         layer.router.requires_grad_(True)
         after = step()
         assert not all(torch.equal(after[key], before[key]) for key in after)
+
+
+def test_a_module_inside_a_router_keeps_float32_and_is_named_once(own_entries: None) -> None:
+    @routers.register("test_two_layers")
+    class TwoLayers(Router):
+        """Scores of a small network."""
+
+        def build(self, dtype, device) -> None:
+            self.net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, self.num_experts))
+
+        def scores(self, x_TD, call):
+            return self.net(x_TD.float())
+
+    layer = MoELayer(from_dict({**LAYER, "router": {"name": "test_two_layers,topk",
+                                                    "fp32": True}})).bfloat16()
+    names = float32_state(layer)
+    assert len(set(names)) == len(names)
+    state = layer.state_dict()
+    kept = {name for name, value in state.items() if name.startswith("router.")
+            and torch.is_tensor(value) and value.dtype == torch.float32}
+    assert {"router.routers.0.net.0.weight", "router.routers.0.net.1.bias"} < kept == set(names)

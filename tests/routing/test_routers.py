@@ -25,6 +25,7 @@ from moe_plugin.routing import (
     score_functions,
 )
 from moe_plugin.routing.call import RoutingCall
+from moe_plugin.routing.routers.cosine import SHORT, _directions
 from moe_plugin.routing.routers.hashing import balanced_table
 
 pytestmark = pytest.mark.fast
@@ -358,6 +359,20 @@ def test_sequences_of_any_integer_dtype() -> None:
     values = [layer(x, info=TokenInfo(None, of_T.to(dtype), 2)).losses["sequence"]
               for dtype in (torch.int64, torch.int32, torch.uint8)]
     assert values[0] > 0 and len(set(map(float, values))) == 1
+
+
+def test_directions_of_a_cosine_router() -> None:
+    """They start with a standard deviation of 0.01; vectors up to `SHORT` have no direction."""
+    assert 0.007 < float(make("cosine", cosine_dim=64).direction_EP.std()) < 0.013
+    y_TP = torch.tensor([[SHORT, 0.0], [0.0, 2 * SHORT]], dtype=torch.float64)
+    assert _directions(y_TP).tolist() == [[0.0, 0.0], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize("name", [
+    "topk", "sigmoid_bias", "noisy_topk", "expert_choice", "sinkhorn", "cosine"])
+def test_the_entropy_has_no_gradient(name: str) -> None:
+    routing = make(name)(torch.randn(5, 6, dtype=torch.float64), None, None, None)
+    assert routing.weights_TK.requires_grad and not routing.entropy.requires_grad
 
 
 def test_a_token_of_zeros_leaves_the_gradients_of_a_cosine_router_as_they_are() -> None:

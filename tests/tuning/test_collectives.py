@@ -22,7 +22,13 @@ from moe_plugin.config import CommConfig, from_dict
 from moe_plugin.planner.cluster import Cluster, Link, dump_cluster
 from moe_plugin.training.gradients.sync import reduce_experts
 from moe_plugin.tuning import exchange_tuner
-from moe_plugin.tuning.collectives import AutoCollectives, network_of, with_collectives
+from moe_plugin.tuning.collectives import (
+    AutoCollectives,
+    network_of,
+    prepare_replicas,
+    with_collectives,
+)
+from moe_plugin.tuning.default_hardware import Calibration
 from moe_plugin.tuning.prepare_group import prepare
 from scripts.emulate import networks
 
@@ -173,6 +179,18 @@ def test_auto_predicts_by_a_cluster_file(tmp_path: Path) -> None:
         return [made.chosen(comm, "all_reduce", size).name for size in (1 << 10, 1 << 28)]
 
     assert run_simulated(8, rank, topology=Topology.uniform(8, 4)) == [["native", "forest"]] * 8
+
+
+def test_a_group_of_replicas_predicts_by_the_cluster_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    cluster = Cluster(nodes=2, ranks_per_node=1, inter=Link(alpha_s=1e-3, beta_s=1e-8))
+    path.write_text(dump_cluster(cluster))
+
+    def rank(comm: Comm) -> Cluster | None:
+        prepare_replicas(comm, CommConfig(collectives="auto", cluster=str(path)))
+        return comm.state.get(Calibration).cluster
+
+    assert run_simulated(2, rank) == [cluster] * 2
 
 
 def test_auto_predicts_each_size_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from moe_plugin.planner.choice import LayoutChoice, legal_choices
 from moe_plugin.planner.trials import ContestRules
 from moe_plugin.tuning.decisions import KeptDecision, TunerSettings
-from moe_plugin.tuning.engine import Tuner
+from moe_plugin.tuning.engine import DISTURBED, PAUSE, Tuner
 
 CHOICES = list(legal_choices(2, 8, degrees=(1, 2, 4), algorithms=("linear", "2dh")))
 
@@ -352,6 +353,22 @@ def test_a_decision_that_is_no_better_than_chance_is_not_kept() -> None:
             t.record(0, name, 1.0 if name == "a" else (0.4, 2.4)[issued.count("b") % 2])
     assert t.latest(0).choice == "a" and not memory.results
     assert "differ by less than their spread" in t.latest(0).why
+
+
+@pytest.mark.fast
+def test_a_candidate_at_the_bound_is_tried() -> None:
+    entry = SimpleNamespace(predicted={"a": 1.0, "b": 2.0, "c": 2.5}, measured={}, settled="a")
+    rules = SimpleNamespace(settings=TunerSettings(tries=3, within=2.0), always=tuple)
+    assert Tuner._tried(rules, entry) == ["a", "b"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("calls", "goes_on"), [(2 * PAUSE - 1, False), (2 * PAUSE, True)])
+def test_a_disturbed_contest_waits_for_each_earlier_round(calls: int, goes_on: bool) -> None:
+    contest = SimpleNamespace(rounds=[1, 2], spread=lambda: 2 * DISTURBED, contenders=lambda: "ab")
+    entry = SimpleNamespace(open=True, contest=contest, checks=SimpleNamespace(calls=calls))
+    rich = SimpleNamespace(settings=TunerSettings(), _affords=lambda *_: True)
+    assert Tuner._goes_on(rich, entry) is goes_on
 
 
 def test_decisions_are_reported_once() -> None:

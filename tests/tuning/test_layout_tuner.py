@@ -14,7 +14,7 @@ import torch
 
 from moe_plugin import MoELayer
 from moe_plugin.comm import Comm, LocalComm, Topology, run_simulated
-from moe_plugin.config import MoEConfig, ObserveConfig, from_dict, to_dict
+from moe_plugin.config import CommConfig, MoEConfig, ObserveConfig, from_dict, to_dict
 from moe_plugin.observe.recorder import StatsRecorder
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.routing.replay import checkpoint
@@ -198,6 +198,12 @@ def _decided(cases: list[tuple[int, dict]]) -> list[tuple[str | None, str | None
     comm.prepare(Topology.uniform(4, 2))
     strict = from_dict({"model_dim": 8, "num_experts": 4, "deterministic": True})
     return [*found, (resolve_open_settings(strict, comm).parallel.mode, "deterministic")]
+
+
+@pytest.mark.fast
+def test_a_single_rank_tries_no_other_all_to_all() -> None:
+    settings = dataclasses.replace(config(), comm=CommConfig(all_to_all="native"))
+    assert MoELayer(settings, LocalComm()).routed_experts.tuner.algorithms() == ["native"]
 
 
 @pytest.mark.distributed

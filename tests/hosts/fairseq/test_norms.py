@@ -48,6 +48,18 @@ def test_the_gradient_norm_names_what_failed(tmp_path: Path) -> None:
                            "failed: "), said
 
 
+def _norm_of_a_group() -> float:
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.full((1,), 3.0 + dist.get_rank())
+    return float(norm_squared([parameter], groups[dist.get_rank()], torch.device("cpu")))
+
+
+@pytest.mark.fast
+def test_the_gradient_norm_is_that_of_the_group() -> None:
+    assert run_gloo(2, _norm_of_a_group) == [9.0, 16.0]
+
+
 def checked(comm: Comm, norms: list[float]) -> str:
     """What ends the run of this rank; empty: nothing does."""
     model = nn.Linear(1, 1)

@@ -9,6 +9,7 @@ import pickle
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -311,3 +312,45 @@ def test_the_entry_of_a_spawned_process_pickles() -> None:
     from fairseq.distributed import utils
 
     assert pickle.loads(pickle.dumps(utils.distributed_main)) is utils.distributed_main
+
+
+class Begun(Exception):
+    """A step has begun."""
+
+
+@pytest.mark.fast
+def test_features_are_told_the_number_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step of a run is step 1."""
+    from moe_plugin.hosts.fairseq import trainer
+
+    numbers: list[int] = []
+
+    def around_step(step: Any) -> None:
+        numbers.append(step.number)
+        raise Begun
+
+    monkeypatch.setattr(trainer.of_run, "total_updates", lambda *_: None)
+    fake = SimpleNamespace(get_num_updates=lambda: 4, cfg=None, _epoch_batches=None,
+                           run=SimpleNamespace(around_step=around_step))
+    with pytest.raises(Begun):
+        trainer.MoETrainer.train_step(fake, [])
+    assert numbers == [5]
+
+
+@pytest.mark.fast
+def test_a_validation_asks_whether_rows_fit_before_it_is_logged(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_plugin.hosts.fairseq import trainer
+
+    done: list[str] = []
+    monkeypatch.setattr(trainer.Trainer, "valid_step",
+                        lambda self, *_: self._reduce_and_log_stats([], 1))
+    monkeypatch.setattr(trainer.Trainer, "_reduce_and_log_stats",
+                        lambda *_: done.append("logged"))
+    ours = object.__new__(trainer.MoETrainer)
+    ours._validating = False
+    ours.run = SimpleNamespace(compute=lambda step: step(),
+                               after_passes=lambda: done.append("asked"))
+    ours._reduce_and_log_stats([], 1)
+    ours.valid_step({})
+    assert done == ["logged", "asked", "logged"] and not ours._validating

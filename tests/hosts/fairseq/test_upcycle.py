@@ -12,7 +12,11 @@ from fairseq import checkpoint_utils
 
 from moe_plugin.checkpoint import CheckpointError
 from moe_plugin.checkpoint.formats.base import open_source
-from moe_plugin.checkpoint.formats.fairseq.neutral import neutral_tensors
+from moe_plugin.checkpoint.formats.fairseq.neutral import (
+    PADDING_ROWS,
+    POSITIONS,
+    neutral_tensors,
+)
 from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.cli.main import main
 from tests.checkpoint.test_source import InMemory
@@ -169,3 +173,13 @@ def test_translation_models_that_cannot_be_upcycled_are_named(
 def test_parts_of_fairseq_alone_are_named(name: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=f"{name}' .*{message}"):
         list(neutral_tensors(InMemory(**{name: torch.zeros(2, 3)}), tied=True))
+
+
+@pytest.mark.fast
+def test_rows_of_padding_are_cut_from_positions_alone() -> None:
+    words, positions = torch.arange(12.0).view(6, 2), torch.arange(10.0).view(5, 2)
+    found = {one.key[1]: one for one in neutral_tensors(InMemory(**{
+        "decoder.embed_tokens.weight": words, POSITIONS: positions}), tied=True)}
+    for name, want in (("embed.weight", words), ("position.weight", positions[PADDING_ROWS:])):
+        assert found[name].entry.shape == want.shape
+        assert torch.equal(found[name].read(tuple(slice(0, n) for n in want.shape)), want)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+pytest.importorskip("megatron.core",
+                    reason="needs megatron-core: pip install 'moe-plugin[megatron]'")
+
+from moe_plugin.hosts.megatron import parameters
+from moe_plugin.hosts.megatron.state import _transposed
 from tests.experts.exchange_events import logged
 from tests.hosts.megatron.layers import (
     Case,
@@ -448,3 +454,47 @@ def _stored(case: Case, store: str, folder: Path) -> None:
 @pytest.mark.parametrize("store", ["host", "disk"])
 def test_experts_outside_the_device_evaluate_alike(store: str, tmp_path: Path) -> None:
     on_ranks(1, _stored, Case(gated=True, training=False, native=AUX), store, tmp_path)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_initial_weights_do_not_depend_on_the_number_of_ranks(ranks: int) -> None:
+    """Also those of experts that two ranks share, whose weights they split."""
+    def drawn(local: int, rank: int, shards: int = 1) -> torch.Tensor:
+        torch.manual_seed(7)
+        experts = torch.nn.Module()
+        experts.w_in_LDF = torch.nn.Parameter(torch.zeros(local, 3, 8 // shards))
+        place = SimpleNamespace(local=local, first_expert=local * (rank // shards), shards=shards,
+                                shard=rank % shards)
+        parameters.initialise(experts, place, torch.nn.init.normal_, torch.nn.init.zeros_)
+        return experts.w_in_LDF.detach()
+
+    want = drawn(4, 0)
+    assert len(want.unique()) == want.numel()
+    assert torch.equal(torch.cat([drawn(4 // ranks, rank) for rank in range(ranks)]), want)
+    assert torch.equal(torch.cat([drawn(4, rank, 2) for rank in range(2)], 2), want)
+
+
+@pytest.mark.fast
+def test_transposed_matrices_of_checkpoints_lie_in_their_own_order() -> None:
+    value = torch.arange(6.0).view(2, 3)
+    found = _transposed(value)
+    assert torch.equal(found, value.t()) and found.is_contiguous()
+
+
+@pytest.mark.fast
+def test_parts_of_a_sequence_are_gathered_in_the_layers_own_group(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may have other groups than Megatron's global ones."""
+    from moe_plugin.hosts.megatron import layer as layer_module
+
+    own, used = SimpleNamespace(rank=lambda: 1), []
+    for name, act in (("scatter_to", lambda x: x[3:]),
+                      ("gather_from", lambda x: x.repeat(2, 1, 1))):
+        monkeypatch.setattr(
+            layer_module.mappings, f"{name}_sequence_parallel_region",
+            lambda x, *, group=None, act=act, **_: (used.append(group), act(x))[1])
+    layer = SimpleNamespace(groups=SimpleNamespace(tensor=own), _routed=lambda x, *_: x)
+    x_SBD = torch.randn(5, 2, 4)
+    output = layer_module.PluginMoELayer._run_split(layer, x_SBD, None, 2, None)
+    assert output.shape == x_SBD.shape and used == [own, own]

@@ -440,3 +440,18 @@ def test_what_does_not_leave_weights_is_refused() -> None:
             check_split([model], SimpleNamespace(gradient_accumulation_fusion=fused))
     with pytest.raises(ValueError, match="pipeline.delay_weights=True.*eager-1f1b"):
         PipelineConfig(delay_weights=True)
+
+
+@pytest.mark.fast
+def test_messages_between_stages_use_the_group_of_the_stages(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    from moe_plugin.hosts.megatron.pipeline import executor
+
+    used: list[tuple[str, Any]] = []
+    work = SimpleNamespace(is_completed=lambda: False)
+    for name in ("isend", "irecv"):
+        monkeypatch.setattr(executor.dist, name, lambda tensor, peer, group=None, tag=0, name=name:
+                            used.append((name, group)) or work)
+    executor.Receiver(0, [(2,)], torch.empty, "stages", 3, "outputs")
+    executor.Sender(1, "stages", 3, "outputs").send(torch.ones(2))
+    assert used == [("irecv", "stages"), ("isend", "stages")]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from moe_plugin.hosts.megatron.pipeline import terapipe
+from moe_plugin.hosts.megatron.pipeline.terapipe import given_slices
 from moe_plugin.planner.pipeline.choice import StageProfile, choose, predict
 from moe_plugin.planner.pipeline.slices import SliceProfile
 from moe_plugin.planner.trials import Steady
@@ -364,3 +365,11 @@ def test_chosen_slices_survive_noise(noise: str, monkeypatch: pytest.MonkeyPatch
             total, measured = total + seconds(slices), measured + timed
         assert seconds(found.next(64)[0]) <= best / 0.95
         assert total <= AIM * STEPS * best and measured <= TRIALS * STEPS, (total, measured)
+
+
+@pytest.mark.fast
+def test_a_number_of_slices_may_be_as_large_as_the_sequence_allows() -> None:
+    assert given_slices("4", 8, 2) == (2, 2, 2, 2)
+    for text in ("5", "0"):
+        with pytest.raises(ValueError, match="pipeline.slices"):
+            given_slices(text, 8, 2)

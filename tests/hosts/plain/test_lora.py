@@ -196,3 +196,14 @@ def test_what_has_no_answer_is_refused() -> None:
     merge_lora(model, keep=True)
     with pytest.raises(ValueError, match="are already merged.*unmerge_lora"):
         merge_lora(model)
+
+
+@pytest.mark.fast
+def test_first_factors_are_drawn_in_float32() -> None:
+    """Each value is that of the generator, and not one of the few of a smaller dtype."""
+    experts = adapted(LocalComm()).first.routed_experts.experts
+    drawn = [value for value in experts.used_adapters().values() if value.any()]
+    assert drawn
+    for value in drawn:
+        assert torch.equal(value, value.float().double())
+        assert not torch.equal(value, value.bfloat16().double())

@@ -71,6 +71,13 @@ def test_a_layout_of_fairseq2_marks_padding(packed: bool) -> None:
     assert [int(block.last.stats.tokens) for block in blocks] == [real.numel()] * 2
 
 
+@pytest.mark.fast
+def test_of_a_mask_with_cached_tokens_the_last_columns_are_read() -> None:
+    mask = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 0]])
+    assert torch.equal(attended(mask, 2), mask[:, -2:].bool())
+    assert torch.equal(attended(mask, None), mask.bool()) and attended(mask, 6) is None
+
+
 @pytest.mark.parametrize("kind", [*MODELS, *ALONE])
 def test_padding_of_every_family_has_no_part(kind: str) -> None:
     """Losses, load and outputs are those of the real tokens, which the original model computes."""

@@ -84,3 +84,15 @@ def test_passes_inside_of_a_pass_are_no_failed_ones() -> None:
     for found in run_simulated(2, rank):
         for grad in found:
             assert torch.equal(grad, torch.full((2, 2), 6.0))
+
+
+def test_without_a_backward_pass_nothing_is_averaged() -> None:
+    """Only one rank asks for it, so that a message would wait for the other one."""
+    def rank(comm: Comm) -> Tensor | None:
+        weight = torch.nn.Parameter(torch.ones(2, 2))
+        reducer = ReplicaReducer([weight], comm)
+        if comm.rank == 0:
+            reducer.finish()
+        return weight.grad
+
+    assert run_simulated(2, rank, timeout_s=5.0) == [None, None]
