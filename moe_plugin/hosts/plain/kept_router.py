@@ -212,7 +212,8 @@ class SwappedExperts(MoEBlock):
             _replace(module, stack.name, nn.Parameter(value, trains.get(first, True)))
         if self.post_expert_norm is not None:
             module.post_expert_norm = self.post_expert_norm
-        return module.train(self.training)
+        restored: nn.Module = module.train(self.training)
+        return restored
 
 
 def _replace(module: nn.Module, name: str, value: nn.Parameter) -> None:
@@ -246,7 +247,7 @@ def swap_experts(model: nn.Module, comm: Comm, settings: Mapping[str, Any]) -> l
     Returns: the names of the new modules. The list is empty if the model has no experts of a class
         that can be replaced.
     """
-    swapped, names = dict[int, SwappedExperts](), []
+    swapped, names = dict[int, SwappedExperts](), list[str]()
     for parent_name, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):
             if not replaceable(module):
@@ -303,6 +304,6 @@ def _choices(model: Any, parent: nn.Module, module: nn.Module) -> int:
     for owner in (*parent.children(), parent, getattr(module, "config", None), model.config):
         for name in _CHOICES:
             if type(value := getattr(owner, name, None)) is int:
-                return value
+                return int(value)
     raise ValueError(f"the number of experts per token of {type(parent).__name__} is unknown. "
                      "Pass settings={'router.top_k': K}")

@@ -108,7 +108,7 @@ def _limited(chosen_TE: Tensor, groups: tuple[int, ...], best: int) -> Tensor:
     chosen_TGE = chosen_TE.unflatten(1, (count, -1))
     kept_TG = chosen_TGE.topk(best).values.sum(-1).topk(most).indices
     outside_TG = torch.ones_like(chosen_TGE[..., 0]).scatter(1, kept_TG, 0.0).bool()
-    return chosen_TGE.masked_fill(outside_TG[..., None], -torch.inf).flatten(1)
+    return chosen_TGE.masked_fill(outside_TG[..., None], float("-inf")).flatten(1)
 
 
 def _weighed(same: float, settings: str, chosen_TK: Tensor, weights_TK: Tensor
