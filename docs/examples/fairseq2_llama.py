@@ -141,7 +141,7 @@ def main(words: list[str] | None = None) -> list[float]:
         metric_recorder=NOOP_METRIC_RECORDER, garbage_collector=NOOP_GARBAGE_COLLECTOR,
         profiler=NOOP_PROFILER, device_stat_tracker=NOOP_DEVICE_STAT_TRACKER,
         wall_watch=Stopwatch(), progress_reporter=NOOP_PROGRESS_REPORTER, seed=1,
-        max_grad_norm=1.0, grad_check=True,  # all ranks must find the same norm
+        max_grad_norm=1.0, grad_check=device.type == "cuda",  # needs NCCL
         max_num_steps=options.steps, checkpoint_every_n_steps=20)
 
     def after_step(*_: Any) -> None:
