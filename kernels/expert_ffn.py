@@ -366,10 +366,10 @@ def grouped_refusal(rows_RI: Tensor, w_LIO: Tensor) -> str | None:
 
 
 _NO_GROUPED = "torch has no grouped_mm: needs torch >= 2.10"
-_HAS_GROUPED = hasattr(F, "grouped_mm")
+HAS_GROUPED = hasattr(F, "grouped_mm")
 strategies.register("loop")(from_matmul(loop, keeps_rows=True))
 strategies.register("batched")(from_matmul(batched))
-strategies.register("grouped", why_not=lambda: None if _HAS_GROUPED else _NO_GROUPED,
+strategies.register("grouped", why_not=lambda: None if HAS_GROUPED else _NO_GROUPED,
                     optional=True)(from_matmul(grouped, keeps_rows=True))
 
 
@@ -383,7 +383,7 @@ def is_stepwise(strategy: Strategy) -> bool:
 
 def stepwise_strategy() -> Strategy:
     """Return a strategy with dropout, clamp and offset: `grouped` or, if unavailable, `batched`."""
-    return strategies.get("grouped" if _HAS_GROUPED else "batched")
+    return strategies.get("grouped" if HAS_GROUPED else "batched")
 
 
 def _bmm(x_LCI: Tensor, w_LIO: Tensor, b_LO: Tensor | None) -> Tensor:

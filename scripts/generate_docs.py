@@ -267,7 +267,7 @@ def _code(name: str) -> str:
 
 
 def families_page() -> str:
-    """Return docs/huggingface.md, which ends with a generated table of model families."""
+    """Return docs/families.md, which ends with a generated table of model families."""
     blocks = {name: (family.block, family) for name, family in FAMILIES.items() if family.block}
     dense = ", ".join(f"`{name}`" for name in FAMILIES if name not in blocks)
     rows = [f"| {family.title} `{name}` | {_routing_of(block)} | {_experts_of(block)} | "
@@ -277,7 +277,7 @@ def families_page() -> str:
     rows += [f"| {title} `{name}` | **refused**: {why} | this would need {needed} | no |"
              for name, (title, why, needed) in REFUSED.items()]
     swapped = len(blocks) + len(KEPT)
-    return _with_end("huggingface.md", "checkpoint/formats/huggingface/families.py", [
+    return _with_end("families.md", "checkpoint/formats/huggingface/families.py", [
         "## Families", "", _prose(
             f"The table lists all {swapped + len(REFUSED)} model families with experts in "
             "`transformers` 5.24, by the `model_type` of the model that has the experts. A single "
@@ -380,7 +380,7 @@ NAMES_ON = {
     "router_selection": "routers.md#several-routers",
 }
 PAGES: dict[str, Callable[[], str]] = {
-    "config.md": config_page, "megatron_layouts.md": fields_page, "huggingface.md": families_page,
+    "config.md": config_page, "megatron_layouts.md": fields_page, "families.md": families_page,
     **{f"refusals_{host.lower()}.md": functools.partial(refusals_page, host, table)
        for host, table in (("fairseq", fairseq.TABLE), ("Megatron", megatron.TABLE))},
     "balance.md": divisors_page, "observability.md": statistics_page,

@@ -115,7 +115,7 @@ class LayoutTuner:
                           drift=rules.drift, watch=EVERY, within=within,
                           allowance=max(TunerSettings.allowance,
                                         rules.tries * (rules.samples + 1))),
-            always=lambda: [*self.plain(), *self.gathered()])
+            always=self._always_timed)
         self.current, self.bucket = layouts.fixed, (0, 0)
         self.visits: Visits | None = None  # latest agreed visits, if rows may be sent once
         self.runs: deque[_Run] = deque()
@@ -231,6 +231,9 @@ class LayoutTuner:
                              collectives=partial(self.comm.collectives.seconds, self.comm))
         fitting = [c for c in costs if c.memory_bytes <= MEMORY_SHARE * device.memory_bytes]
         return {c.choice: c.seconds for c in fitting or costs[:1]}
+
+    def _always_timed(self) -> list[LayoutChoice]:
+        return [*self.plain(), *self.gathered()]
 
     def plain(self) -> list[LayoutChoice]:
         """Return the configured layout with each possible value of `send`.

@@ -57,7 +57,8 @@ def removed(name: str, *commands: str) -> str:
         commands: the words before the name on the command line. The words may include the command
             to which a flag belongs.
     """
-    places = (name, *(f"{command} {name}" for command in commands))
+    places = (name, *(" ".join([*commands[first:last], name])
+                      for last in range(1, len(commands) + 1) for first in range(last)))
     replacement = next((REMOVED[key] for key in places if key in REMOVED), "")
     return f"{name} was removed: {replacement}" if replacement else ""
 
@@ -190,7 +191,7 @@ class Parser(argparse.ArgumentParser):
         if match := _CHOICE.match(message):
             wrong[match[2]] = similar_names(match[2], re.findall(r"[\w.-]+", match[3]))
         near = {name: meant for name, meant in wrong.items() if meant}
-        words = [*self.prog.split()[-1:], *(w for w in self.given if not w.startswith("-"))][:2]
+        words = [*self.prog.split()[-1:], *(w for w in self.given if not w.startswith("-"))][:3]
         if gone := [replacement for name in wrong if (replacement := removed(name, *words))]:
             return gone
         if len(wrong) == 1 and all(name in message for name in wrong):

@@ -209,6 +209,7 @@ REASONS = {
     "checkpoint/formats/megatron/torch_dist.py": TRUSTED,
     "hosts/megatron/restricted.py": TRUSTED,
     "hosts/fairseq/compat/runtime.py": "what ranks of a run send to each other",
+    "hosts/plain/fairseq2.py": "with weights_only=True, only tensors and plain values are read",
     "training/resilience/twins.py": "what ranks of a run send to each other",
 }
 

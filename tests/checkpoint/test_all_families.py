@@ -170,7 +170,7 @@ def test_the_router_of_an_unknown_family_is_compared(
         folder: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
     tiny_of(folder).save_pretrained(tmp_path)
-    monkeypatch.setattr(families, "_BY_TYPE", {})
+    monkeypatch.setattr(families, "BY_TYPE", {})
     monkeypatch.delitem(cast(dict[str, Any], KEPT), folder, raising=False)
     assert main(["check-hf", str(tmp_path), "--tokens", "40"]) == 0
     assert re.search(f"model_type='{folder}' is in no table.*{message}", capsys.readouterr().out)

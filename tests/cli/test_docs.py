@@ -46,7 +46,7 @@ ALL_PAGES = [*PAGES, *sorted(BENCHMARKS.rglob("*.md"))]
 COLUMNS = 100
 LINES = 260
 WORDS = 1500
-MOST_PAGES = 57
+MOST_PAGES = 58
 MOE_FILES = sorted((ROOT / "configs" / "moe").glob("*.yaml"))
 
 
@@ -96,8 +96,10 @@ def test_pages_are_short(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda path: path.stem)
 def test_pages_are_read_in_minutes(page: Path) -> None:
-    """Marks of tables and fences are not words."""
-    words = [word for word in page.read_text(encoding="utf-8").split()
+    """Marks of tables and fences are not words. Generated tables are looked up, not read."""
+    written, _, generated = page.read_text(encoding="utf-8").partition("<!-- from here on by")
+    generated = re.sub(r"^\|.*", "", generated, flags=re.MULTILINE)
+    words = [word for word in (written + generated).split()
              if any(letter.isalnum() for letter in word)]
     assert len(words) <= WORDS, f"{page.name} has {len(words)} words, above {WORDS}: make it two"
 
@@ -368,12 +370,13 @@ def test_quality_in_readme_is_that_of_the_measurements() -> None:
 
 def test_readme_counts_what_is_registered() -> None:
     from moe_plugin.checkpoint.formats.huggingface.families import FAMILIES
+    from moe_plugin.checkpoint.formats.huggingface.kept_families import KEPT, REFUSED
     from moe_plugin.routing import losses, routers
 
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    families = sum(family.block is not None for family in FAMILIES.values())
+    swapped = sum(family.block is not None for family in FAMILIES.values()) + len(KEPT)
     for said in (f"{len(routers.names())} [routers]", f"{len(losses.names())} [balance losses]",
-                 f"[{families} families]"):
+                 f"[{swapped} of {swapped + len(REFUSED)} families]"):
         assert said in text, said
 
 

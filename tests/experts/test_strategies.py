@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe_plugin.comm import LocalComm
+from moe_plugin.config import from_dict
 from moe_plugin.experts import strategies
 from moe_plugin.kernels import expert_ffn
 from moe_plugin.kernels.activations import ACTIVATIONS
@@ -163,10 +164,10 @@ def test_no_dense_intermediate(name: str, dispatch: str, factor: float | None) -
 
 def test_grouped_is_refused_where_torch_has_no_grouped_product(monkeypatch: pytest.MonkeyPatch,
                                                                ) -> None:
-    monkeypatch.setattr(expert_ffn, "_HAS_GROUPED", False)
+    monkeypatch.setattr(expert_ffn, "HAS_GROUPED", False)
     assert "grouped" not in strategies.names()
     settings = {"model_dim": 8, "num_experts": 2, "experts": {"compute": "grouped"}}
     with pytest.raises(ValueError, match="'grouped' cannot run here: .*needs torch >= 2.10"):
-        MoELayer(settings)
+        MoELayer(from_dict(settings))
     dropping = {**settings, "experts": {"dropout": 0.5}}
-    assert MoELayer(dropping)(torch.randn(5, 8)).output.isfinite().all()
+    assert MoELayer(from_dict(dropping))(torch.randn(5, 8)).output.isfinite().all()

@@ -88,7 +88,7 @@ def _careless_stream(of: type[Stream]) -> Callable[..., Stream]:
 
 
 TIMERS = {f"the device of events in {module.__name__}": (module,)
-          for module in (watchdog, timer, compute_times, standing)}
+          for module in (watchdog, timer, compute_times)}
 EVENTS = {"the device of events": (machine, *(module for (module,) in TIMERS.values())), **TIMERS}
 
 

@@ -33,7 +33,6 @@ BY_MODEL = {
     "megatron.script_features": {"_errors"},  # no stage has the heads
     "megatron.stages": {"Stages.route"},  # what the router returns
     "megatron.streamed": {"StreamedModel._loss_of", "build"},  # the forward step, layers' needs
-    "megatron.swarm": {"serve.stage"},  # layers' needs
     "megatron.translate": {"_losses", "_check_native_router_settings"},  # any of our settings
     "fairseq.sharding": {"shard_optimizer"},  # the optimizer's class
 }

@@ -89,7 +89,7 @@ def test_what_was_removed_says_so_in_every_place(capsys: pytest.CaptureFixture[s
             continue
         else:
             with pytest.raises(SystemExit):
-                main([words[0], *["x", "y"] * words[1].startswith("--"), words[1], "z"])
+                main([*words[:-1], *["x", "y"] * (words[0] != "bench"), words[-1], "z"])
         assert f"{words[-1]} was removed: " in capsys.readouterr().err, name
 
 

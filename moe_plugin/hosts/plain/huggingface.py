@@ -109,12 +109,12 @@ def swap_moe_blocks(model: nn.Module, comm: Comm | None = None,
     `restore_moe_blocks` is called, calling the model with `output_router_logits=True` raises a
     `ValueError`.
 
-    In families whose router has no counterpart among our settings (docs/huggingface.md), only the
+    In families whose router has no counterpart among our settings (docs/families.md), only the
     experts are replaced, and the model keeps its own routers. `output_router_logits` then works as
     before, and `settings` cannot contain losses and settings of the router.
 
     Args:
-        model: a `transformers` model of a supported family (docs/huggingface.md), with or without
+        model: a `transformers` model of a supported family (docs/families.md), with or without
             a head. The weights must be identical on all ranks.
         comm: communicator of the expert-parallel group. Optional. Defaults to the default process
             group. If there is no default process group, each process stores all experts.
@@ -283,7 +283,7 @@ def _checked(model: nn.Module) -> dict[str, Any]:
         config = settings_of(model)
     except AttributeError as error:  # an unknown object declares nothing about its type
         raise ValueError(f"{type(model).__name__} is not a transformers model. The supported "
-                         "families are listed in docs/huggingface.md") from error
+                         "families are listed in docs/families.md") from error
     if quantization_of(config) is not None:
         raise ValueError(f"{type(model).__name__} has float8 weights, which cannot be trained; "
                          f"{PLAIN_IN_TRANSFORMERS} (or, if its weights are not quantized, delete "

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench import images
-from scripts.bench.images import CIFAR, merge, spread  # noqa: F401 - `merge` is part of a study
+from scripts.bench.images import CIFAR, spread
 from scripts.bench.report import bullets, columns, page
 from scripts.bench.study import Option
 
@@ -126,6 +126,9 @@ OPTIONS = {
     "rows": Option((0, 3, 5), "numbers of the rows to train: " + "; ".join(
         f"{i} {row}" for i, row in enumerate(ROWS))),
 }
+
+
+merge = images.merge
 
 
 def check(args: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ from torch import nn
 from moe_plugin.hosts.plain.blocks import auxiliary_loss, blocks_in
 from moe_plugin.hosts.timm.model import PRESETS, build
 from scripts.bench import images
-from scripts.bench.images import CIFAR, merge, spread  # noqa: F401 - `merge` is part of a study
+from scripts.bench.images import CIFAR, spread
 from scripts.bench.measure import interleaved
 from scripts.bench.report import page
 from scripts.bench.study import Option
@@ -189,7 +189,7 @@ OPTIONS = {
     "batches": Option(BATCHES, "numbers of images per call", quick=(2,)),
     **images.run_options("vision", EXAMPLE),
 }
-check = images.check_counts
+check, merge = images.check_counts, images.merge
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def test_bad_input_is_refused_by_name(profile: str, words: tuple[str, ...], matc
 # `moe-plugin plan --pipeline`: what it shows and writes, and what it refuses.
 
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "configs" / "pipelines" / "four_stages.yaml"
+EXAMPLE = Path(__file__).resolve().parents[3] / "configs" / "pipelines" / "four_stages.yaml"
 
 
 def plan_pipeline(*words: str) -> int:

@@ -5,6 +5,7 @@ the value and what to use instead.
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "batch": ("--global-batch-size 7", (
         "global batch size (7) is not divisible by" if VERSION < (0, 18) else
         "batch_size (7) must be divisible by",)),
-    "yaml": (f"--moe-config {__file__}", ("is not YAML",)),
+    "yaml": (f"--moe-config {shlex.quote(__file__)}", ("is not YAML",)),
     "no yaml": ("--moe-config /nowhere.yaml", ("/nowhere.yaml", "cannot be read")),
     "flag": ("--moe-capacity-factor wide", ("--moe-capacity-factor 'wide'",)),
     "megatron's own check": ("--moe-router-topk 1", ("pre-softmax",)),
@@ -74,7 +75,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
 @pytest.mark.parametrize(("flags", "parts"), REFUSED.values(), ids=REFUSED.keys())
 def test_arguments_that_do_not_fit_are_named(flags: str, parts: tuple[str, ...], data: str,
                                              tmp_path: Path) -> None:
-    [message] = on_ranks(1, refusal, argv_for(data, 2, *flags.format(tmp_path).split()))
+    [message] = on_ranks(1, refusal, argv_for(data, 2, *shlex.split(flags.format(tmp_path))))
     assert all(part in message for part in parts), message
 
 

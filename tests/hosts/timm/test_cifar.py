@@ -90,11 +90,13 @@ def test_pages_say_which_images() -> None:
     assert "MCL (k = 4)" in page
     sides = {"dense": [0.5], "moe": [0.6]}
     speed = json.loads((PAGES / "data" / "vision.json").read_text(encoding="utf-8"))["speed"]
-    page = " ".join(STUDIES["vision"].page({"speed": speed, "accuracy": {
-        "epochs": 3, "data": "cifar10", "images": 0, "accuracy": sides,
-        "images_per_s": sides}}).split())
-    assert "(`cifar`) are trained for 3 epochs on 50,000 photographs of CIFAR-10" in page
-    assert "The accuracy is the share of the 10,000 validation images" in page
+    one = {"speed": speed, "accuracy": {
+        "epochs": 3, "data": "cifar10", "images": 0, "accuracy": sides, "images_per_s": sides}}
+    digits = {"speed": speed, "accuracy": {"epochs": 4, "accuracy": sides, "images_per_s": sides}}
+    page = " ".join(STUDIES["vision"].page({**digits, "cifar10": one}).split())
+    assert "(`tiny`) are trained for 4 epochs on the example's 1,442 digits" in page
+    assert ("(`cifar`) are trained for 3 epochs on 50,000 photographs, and validated on 10,000 "
+            "others" in page)
 
 
 @pytest.mark.parametrize("words", ["--images -1", "--epochs 0", "--seeds 0"])

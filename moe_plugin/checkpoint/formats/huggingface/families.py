@@ -325,22 +325,22 @@ _ALL = (
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
 
-_BY_TYPE = {name: family for family in FAMILIES.values()
+BY_TYPE = {name: family for family in FAMILIES.values()
             for name in (family.model_type, *family.also)}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the model family of a `config.json`, or raise `CheckpointError` if it is unknown."""
     name = config.get("model_type")
-    if name not in _BY_TYPE:
+    if name not in BY_TYPE:
         raise CheckpointError(f"config.json: model_type={short(name)} is not supported; supported "
-                              f"types: {', '.join(_BY_TYPE)}")
-    return _BY_TYPE[name]
+                              f"types: {', '.join(BY_TYPE)}")
+    return BY_TYPE[name]
 
 
 def moe_block_of(config: Mapping[str, Any]) -> Block | None:
     """Return the description of the MoE block for a `config.json`, or None if the model is dense or
     its family is unknown.
     """
-    family = _BY_TYPE.get(str(config.get("model_type")))
+    family = BY_TYPE.get(str(config.get("model_type")))
     return None if family is None else family.block

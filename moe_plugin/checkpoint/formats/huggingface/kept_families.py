@@ -79,4 +79,4 @@ def refusal(config: Mapping[str, Any]) -> str:
                 f"{needed}")
     return (f"model_type={short(kind)} has no experts that can be replaced. At least one class "
             "must be decorated by use_experts_implementation of transformers. The supported "
-            "families are listed in docs/huggingface.md")
+            "families are listed in docs/families.md")
