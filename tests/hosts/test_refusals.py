@@ -32,7 +32,7 @@ BY_MODEL = {
     "megatron.same_tokens": {"ids_of", "shares_tokens", "_check_inside", "_check_whole_groups"},
     "megatron.script_features": {"_errors"},  # no stage has the heads
     "megatron.stages": {"Stages.route"},  # what the router returns
-    "megatron.streamed": {"StreamedModel._loss_of", "build"},  # the forward step, layers' needs
+    "megatron.streamed": {"StreamedModel._loss_of", "build", "refuse_token_ids"},  # layers' needs
     "megatron.translate": {"_losses", "_check_native_router_settings"},  # any of our settings
     "fairseq.sharding": {"shard_optimizer"},  # the optimizer's class
 }

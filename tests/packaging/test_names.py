@@ -33,6 +33,18 @@ ALLOWED = {
     ("hosts/megatron/test_megatron_flags.py", "_table"): "the names in a checkpoint's files",
     ("kernels/test_workspace.py", "_lock"): "a thread that holds it while the process forks",
 }
+# Planted faults that no test of what users see finds in a short time.
+PARTS = {
+    ("checkpoint/test_live.py", "_check_layer"), ("comm/test_agreement.py", "_values"),
+    ("comm/test_gloo.py", "_GATHER"), ("dispatch/test_deepep.py", "_Send"),
+    ("exactness/test_standing.py", "_marks"), ("exactness/test_standing.py", "_rows"),
+    ("hosts/fairseq/test_training.py", "_reduce_and_log_stats"),
+    ("hosts/fairseq/test_training.py", "_validating"),
+    ("hosts/megatron/test_megatron_layer.py", "_run_split"),
+    ("hosts/megatron/test_megatron_layer.py", "_transposed"),
+    ("routing/test_routers.py", "_directions"), ("tuning/test_engine.py", "_goes_on"),
+    ("tuning/test_engine.py", "_tried"),
+}
 
 
 def name_of(node: ast.AST) -> str:
@@ -71,7 +83,7 @@ def test_tests_use_no_other_private_names():
     ours = {name for source in sources().values() for name in defined(source.tree)} - FOREIGN
     found = {(file, name) for file, tree in trees_of_tests().items() if file not in WHITE_BOX
              for name in used(tree) if name in ours}
-    assert found == set(ALLOWED), "use what is public, or make public what two rooms need"
+    assert found == set(ALLOWED) | PARTS, "use what is public, or make public what two rooms need"
 
 
 @pytest.mark.parametrize("code, expected", [

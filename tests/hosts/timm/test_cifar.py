@@ -90,7 +90,7 @@ def test_pages_say_which_images() -> None:
     assert "MCL (k = 4)" in page
     sides = {"dense": [0.5], "moe": [0.6]}
     speed = json.loads((PAGES / "data" / "vision.json").read_text(encoding="utf-8"))["speed"]
-    one = {"speed": speed, "accuracy": {
+    one = {"speed": speed, "versions": {"python": "3.11"}, "load": [0.5, 0.5], "accuracy": {
         "epochs": 3, "data": "cifar10", "images": 0, "accuracy": sides, "images_per_s": sides}}
     digits = {"speed": speed, "accuracy": {"epochs": 4, "accuracy": sides, "images_per_s": sides}}
     page = " ".join(STUDIES["vision"].page({**digits, "cifar10": one}).split())
