@@ -49,8 +49,7 @@ class Blocks:
             [..., B * block]. In NVFP4, the codes are uint8 with shape [..., B * 8]. Each byte
             contains two codes, and the first code is in the low bits.
         scales: scales of the blocks, with shape [..., B]. In the fp8 formats, the scales are uint8
-            tensors with the bit patterns of e8m0, because torch 2.6 has no e8m0 dtype. In NVFP4 the
-            scales are e4m3.
+            tensors with the bit patterns of e8m0. In NVFP4 the scales are e4m3.
         tensor: in NVFP4, one float32 scale per matrix, with the shape of the leading axes ([] for a
             single matrix). In the fp8 formats this field is None.
         width: number N of values along the last axis.

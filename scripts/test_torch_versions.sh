@@ -4,7 +4,7 @@
 #
 #   bash scripts/test_torch_versions.sh [options] [VERSION ...] [-- PYTEST ARGUMENTS]
 #
-#   VERSION        versions of torch (default: 2.6.0 2.9.1 2.14.1, which are the oldest
+#   VERSION        versions of torch (default: 2.8.0 2.9.1 2.14.1, which are the oldest
 #                  that is supported, one in between, and the newest)
 #   --folder DIR   folder for the environments and the logs (default: runs/torch-versions)
 #   --python EXE   interpreter for the environments (default: python3)
@@ -18,7 +18,7 @@ set -euo pipefail
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
 FOLDER="$ROOT/runs/torch-versions" PYTHON=python3 KEEP=0 VERSIONS=() PREFIX=""
-PACKAGES=(-e ".[hf,test]")
+PACKAGES=(-e ".[forest,hf,test]")
 TESTS=(-m "not slow and not fairseq and not megatron" tests/test_layer.py tests/exactness
     tests/routing tests/dispatch tests/experts tests/comm tests/kernels tests/training
     tests/checkpoint tests/hosts/plain)
@@ -37,7 +37,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     esac
 done
 [ $# -eq 0 ] || shift
-[ ${#VERSIONS[@]} -gt 0 ] || VERSIONS=(2.6.0 2.9.1 2.14.1)
+[ ${#VERSIONS[@]} -gt 0 ] || VERSIONS=(2.8.0 2.9.1 2.14.1)
 [ $# -eq 0 ] || TESTS=("$@")
 mkdir -p -- "$FOLDER"
 cd -- "$ROOT"

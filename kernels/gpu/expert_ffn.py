@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, List, Optional
@@ -287,8 +286,7 @@ def _operation(suffix: str, **options: Any) -> Any:
 
 def _not_captured() -> dict[str, Any]:
     tag = getattr(torch.Tag, "cudagraph_unsafe", None)
-    takes = "tags" in inspect.signature(torch.library.custom_op).parameters  # not in torch 2.6
-    return {"tags": (tag,)} if tag is not None and takes else {}
+    return {} if tag is None else {"tags": (tag,)}
 
 
 expert_ffn = _operation("")

@@ -39,9 +39,8 @@ from moe_plugin.utils.machine import inside_backward
 T = TypeVar("T")
 Key = tuple[object, str]  # the owner of a choice, and the label of the choice
 _active: ContextVar["_Tape | None"] = ContextVar("moe_plugin_routing_tape", default=None)
-# Returns the active saved-tensor hooks, or None. Only torch 2.8 and later have this function.
-_top_hooks: Callable[[bool], Any] = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
+# Returns the active saved-tensor hooks, or None.
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 _ATTRIBUTE = "moe_plugin_recording"  # set on the object that identifies a checkpointed call
 
 
@@ -132,7 +131,8 @@ def _frame_object(frame: FrameType, name: str) -> Any:
 # identifies the call, and to whether the function is the recomputation.
 _PLACES: dict[str, tuple[Callable[[FrameType], Any], bool]] = {
     "forward": (_function_context, False), "backward": (_function_context, True),
-    "checkpoint": (_new_frame, False), "unpack_hook": (_recomputed_frame, True),
+    "checkpoint": (_new_frame, False), "_checkpoint_impl": (_new_frame, False),  # since torch 2.14
+    "unpack_hook": (_recomputed_frame, True),
 }
 
 

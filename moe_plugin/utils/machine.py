@@ -32,11 +32,11 @@ _PR_SET_PDEATHSIG = 1
 _NEVER_GIVEN_BACK: list[mmap.mmap] = []  # pinned memory freed during a graph capture
 
 
-# Whether `torch.export` traces this call (False before torch 2.7). An exported program is one graph
-# for all values: everything that depends on values is computed in the graph, not on the host. Up to
-# torch 2.11, `is_exporting` is true for every compiled graph, so the internal flag is used.
+# Whether `torch.export` traces this call. An exported program is one graph for all values:
+# everything that depends on values is computed in the graph, not on the host. Up to torch 2.11,
+# `is_exporting` is true for every compiled graph, so the internal flag is used.
 exporting = (torch.compiler.is_exporting if TorchVersion(torch.__version__) >= "2.12"
-             else lambda: getattr(torch.compiler, "_is_exporting_flag", False))
+             else lambda: torch.compiler._is_exporting_flag)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from moe_plugin.hosts.plain.blocks import blocks_in
 from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
 from tests.checkpoint.hf_models import tiny
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.20")
 KINDS = [name for name, family in FAMILIES.items() if family.block is not None]
 
 

@@ -14,7 +14,7 @@ from moe_plugin.cli.main import main
 from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
 from tests.checkpoint.hf_models import ALONE, MODELS, tiny, tokens
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.20")
 
 
 def gradients(model: Any) -> Tensor:

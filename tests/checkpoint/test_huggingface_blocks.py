@@ -30,7 +30,7 @@ from tests.checkpoint.hf_models import MODELS, logits, tiny, tokens
 from tests.distributed import run_gloo
 from tests.logs import warned
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.20")
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ from moe_plugin.checkpoint.neutral import DecoderSettings, check_names
 from moe_plugin.checkpoint.source import MODEL, Source, View
 from tests.checkpoint.hf_models import DENSE, MODELS, logits, tiny, tokens
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.20")
 
 
 def values(source: Source) -> dict[str, torch.Tensor]:

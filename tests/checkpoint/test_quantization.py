@@ -33,7 +33,7 @@ from tests.checkpoint.quantized import (
     write,
 )
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.20")
 WEIGHT = "model.layers.0.mlp.experts.0.gate_proj.weight"
 
 

@@ -19,7 +19,7 @@ from moe_plugin.hosts.plain.blocks import auxiliary_loss
 from moe_plugin.hosts.plain.huggingface import swap_moe_blocks
 from tests.checkpoint.hf_models import logits, tiny, tokens
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.20")
 
 # dense model, options, family of the result
 CASES = {

@@ -323,8 +323,7 @@ class Router(BuffersKeepDtype, RouterModule):
     def one_pass(self) -> bool:
         """Return whether a single kernel computes the choices, the weights and the sums."""
         # torch.compile fuses the single steps: topk with its losses compiles to about as many loops
-        # as the kernel has (torch 2.13 on CPU). Also, torch 2.6 cannot trace the kernel's autograd
-        # function, because it calls `set_materialize_grads`.
+        # as the kernel has (torch 2.13 on CPU).
         return "torch" in self.score.kernels and not torch.compiler.is_compiling() \
             and not transformed()
 
