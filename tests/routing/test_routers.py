@@ -25,8 +25,8 @@ from moe_plugin.routing import (
     score_functions,
 )
 from moe_plugin.routing.call import RoutingCall
-from moe_plugin.routing.routers.cosine import SHORT, _directions
 from moe_plugin.routing.routers.hashing import balanced_table
+from moe_plugin.routing.routers.topk import SHORT, _directions
 
 pytestmark = pytest.mark.fast
 
