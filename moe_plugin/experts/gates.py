@@ -25,7 +25,7 @@ def named_activation(function: Any) -> str | None:
     """Return the name of a function of one argument, as listed in `ACTIVATIONS`, or None."""
     try:
         with torch.no_grad():
-            wanted = function(_POINTS)
+            wanted = function(_POINTS.clone())  # it may write into its argument
     except (TypeError, RuntimeError):  # needs two arguments, or its parameters are on a device
         return None
     return next((name for name, act in ACTIVATIONS.items() if _equal(act.value(_POINTS), wanted)),

@@ -12,6 +12,7 @@ import torch
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
 from moe_plugin.experts import strategies
+from moe_plugin.experts.gates import named_activation
 from moe_plugin.kernels import expert_ffn
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.layer import MoELayer
@@ -171,3 +172,13 @@ def test_grouped_is_refused_where_torch_has_no_grouped_product(monkeypatch: pyte
         MoELayer(from_dict(settings))
     dropping = {**settings, "experts": {"dropout": 0.5}}
     assert MoELayer(from_dict(dropping))(torch.randn(5, 8)).output.isfinite().all()
+
+
+@pytest.mark.parametrize("function, name", [
+    (torch.nn.ReLU(inplace=True), "relu"), (torch.nn.SiLU(inplace=True), "silu"),
+    (torch.nn.GELU(approximate="tanh"), "gelu_tanh"), (torch.nn.Tanh(), None),
+    (torch.nn.Bilinear(2, 2, 2), None)])
+def test_an_activation_is_named_by_its_values(function: torch.nn.Module, name: str | None) -> None:
+    """Also if it writes into its argument, and however often it is asked."""
+    assert [named_activation(function) for _ in range(2)] == [name, name]
+    assert named_activation(torch.nn.functional.silu) == "silu"

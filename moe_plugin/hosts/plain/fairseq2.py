@@ -22,9 +22,10 @@ from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import MoEConfig, from_dict, with_overrides
 from moe_plugin.config.named import overrides, refuse_timeout
+from moe_plugin.experts.gates import named_activation
 from moe_plugin.experts.optimizers import replaces_parameters
 from moe_plugin.hosts.plain.blocks import MoEBlock, use_model_masks
-from moe_plugin.hosts.plain.feed_forward import PROBES, read_feed_forward
+from moe_plugin.hosts.plain.feed_forward import read_feed_forward
 from moe_plugin.kernels.activations import ACTIVATIONS
 from moe_plugin.layer import MoELayer, layers_in
 
@@ -144,7 +145,7 @@ def _config(name: str, block: Any) -> MoEConfig:
     if any(parameter.is_meta for parameter in block.parameters()):
         raise ValueError(f"block {name!r} is on the meta device. Call swap_moe after the weights "
                          "are loaded")
-    activation = _activation(experts.activation)
+    activation = named_activation(experts.activation)
     dense = None if shared is None else read_feed_forward(shared)
     if activation is None or shared is not None and (
             dense is None or dense.activation != activation or dense.dropout or dense.after):
@@ -157,12 +158,6 @@ def _config(name: str, block: Any) -> MoEConfig:
         "experts": {"kind": "gated_ffn", "hidden_dim": experts.inner_dim, "bias": False,
                     "activation": activation, "weights_first": True,
                     "shared_hidden_dim": 0 if dense is None else dense.hidden}})
-
-
-def _activation(module: nn.Module) -> str | None:
-    x = torch.linspace(-8, 8, PROBES)
-    return next((name for name, entry in ACTIVATIONS.items()
-                 if torch.allclose(entry.value(x), module(x.clone()), atol=1e-5)), None)
 
 
 @torch.no_grad()
