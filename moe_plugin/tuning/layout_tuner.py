@@ -1,4 +1,5 @@
-"""Tunes a layer's layout for the current load, on which ranks agree (`parallel: auto`).
+"""Tunes the layout of one layer for the current load (`parallel: auto`). The ranks agree on the
+current load.
 
 One small all-reduce computes the maximum of the load, of the imbalance and of the latest measured
 time over all ranks. While trials are pending, this all-reduce runs in every call. After the trials,
@@ -115,7 +116,7 @@ class LayoutTuner:
                           drift=rules.drift, watch=EVERY, within=within,
                           allowance=max(TunerSettings.allowance,
                                         rules.tries * (rules.samples + 1))),
-            always=self._always_timed)
+            always=self.always_timed)
         self.current, self.bucket = layouts.fixed, (0, 0)
         self.visits: Visits | None = None  # latest agreed visits, if rows may be sent once
         self.runs: deque[_Run] = deque()
@@ -232,7 +233,8 @@ class LayoutTuner:
         fitting = [c for c in costs if c.memory_bytes <= MEMORY_SHARE * device.memory_bytes]
         return {c.choice: c.seconds for c in fitting or costs[:1]}
 
-    def _always_timed(self) -> list[LayoutChoice]:
+    def always_timed(self) -> list[LayoutChoice]:
+        """Return the layouts that are timed regardless of their predicted times."""
         return [*self.plain(), *self.gathered()]
 
     def plain(self) -> list[LayoutChoice]:

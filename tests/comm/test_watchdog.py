@@ -1,4 +1,4 @@
-"""Ranks that are missing or give up: heartbeats, aborts, and messages that no one waits for."""
+"""Ranks that are missing or stop: heartbeats, aborts, and messages that no one waits for."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_bad_interval(store: dist.Store) -> None:
         Watchdog(store, 0, 2, "g", 0)
 
 
-# Ranks that give up (`tests/memory/test_tier_failures.py` has several at a time).
+# Ranks that stop (`tests/memory/test_tier_failures.py` has several at a time).
 
 
 class OldError(OSError):

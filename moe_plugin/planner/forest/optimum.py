@@ -229,11 +229,11 @@ class Splitting:
             self._remove(switch)
 
     def _remove(self, switch: int) -> None:
-        beside = sorted(self._out[switch] | {u for u in self._out if switch in self._out[u]})
+        neighbors = sorted(self._out[switch] | {u for u in self._out if switch in self._out[u]})
         # switches that are replaced later are sorted after the ranks
-        self._replace(switch, self._guess(switch, beside))
-        for source in beside:
-            for target in [t for t in beside if t != source] + [source]:
+        self._replace(switch, self._guess(switch, neighbors))
+        for source in neighbors:
+            for target in [t for t in neighbors if t != source] + [source]:
                 count = self._left(source, switch, target)
                 if count:
                     self._replace(switch, [(source, target, count)])
@@ -241,24 +241,25 @@ class Splitting:
     def _left(self, source: int, switch: int, target: int) -> int:
         return min(self.capacity.get((source, switch), 0), self.capacity.get((switch, target), 0))
 
-    def _guess(self, switch: int, beside: Sequence[int]) -> list[Pair]:
+    def _guess(self, switch: int, neighbors: Sequence[int]) -> list[Pair]:
         """Return pairs of arcs that can probably be replaced without reducing the rate.
 
         The switch's neighbors are arranged in a circle, and the pairs are spread evenly around it.
         Each pair connects two neighbors at a certain distance on the circle. Distances at which
         other arcs already connect neighbors are avoided if possible.
         """
-        size = len(beside)
-        sends = {u: self.capacity.get((u, switch), 0) for u in beside}
-        takes = {t: self.capacity.get((switch, t), 0) for t in beside}
-        near = {u: self._near(u, switch) for u in beside}
+        size = len(neighbors)
+        sends = {u: self.capacity.get((u, switch), 0) for u in neighbors}
+        takes = {t: self.capacity.get((switch, t), 0) for t in neighbors}
+        near = {u: self._near(u, switch) for u in neighbors}
         joined = {offset for offset in range(1, size)
-                  if any(beside[(i + offset) % size] in near[u] for i, u in enumerate(beside))}
+                  if any(neighbors[(i + offset) % size] in near[u]
+                         for i, u in enumerate(neighbors))}
         offsets = [o for o in range(1, size) if o not in joined] or list(range(1, size))
         pairs: dict[Arc, int] = {}
         for share in _shares(max(sends.values(), default=0), offsets):
-            for i, u in enumerate(beside):
-                t = beside[(i + share[0]) % size]
+            for i, u in enumerate(neighbors):
+                t = neighbors[(i + share[0]) % size]
                 count = min(share[1], sends[u], takes[t])
                 if count:
                     pairs[u, t] = pairs.get((u, t), 0) + count
@@ -274,7 +275,9 @@ class Splitting:
         return first.union(*(self._out[n] for n in first)) - {node} if first else set()
 
     def _replace(self, switch: int, pairs: Sequence[Pair]) -> None:
-        """Replace as much of these pairs' capacity as possible, halving the pairs as necessary."""
+        """Replace as much capacity of these pairs as possible. If not all pairs can be replaced,
+        continue with each half of the pairs.
+        """
         pairs = [(u, t, min(count, self._left(u, switch, t))) for u, t, count in pairs]
         if not any(count for _, _, count in pairs):
             return

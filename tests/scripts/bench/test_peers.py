@@ -87,7 +87,7 @@ class MLP(nn.Module):
 
 
 class GLUMLP(MLP):
-    """Gated: the second half of the first product goes through the activation."""
+    """Gated: the second half of the first matmul goes through the activation."""
 
     halves = 2
 
