@@ -266,7 +266,9 @@ def _plot_plans(path: Path, plans: list[Any]) -> None:
 
 
 def _plan_prefill(args: argparse.Namespace) -> None:
-    """Choose the kernel and the number of pieces for each prompt length."""
+    """For each prompt length, choose the kernel and the number of pieces into which the rows are
+    divided.
+    """
     from moe_plugin.cli.planning.pipeline import explain_prefill, prefill_table
     from moe_plugin.planner.cluster import load_cluster
     from moe_plugin.planner.model import load_model

@@ -193,7 +193,9 @@ def _measured(args: argparse.Namespace, model: ModelShape, comm: Comm, device: t
 
 def _kept(args: argparse.Namespace, comm: Comm, kind: type[Record], name: str,
           about: dict[str, str]) -> tuple[bool, Record | None]:
-    """Return whether rank 0 has reusable measurements, and on rank 0 these, too."""
+    """Return whether the folder of rank 0 contains measurements that can be reused. On rank 0, also
+    return the stored measurements.
+    """
     from moe_plugin.planner.model import load
 
     record, path = None, args.out / name

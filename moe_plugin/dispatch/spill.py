@@ -134,7 +134,8 @@ class _Tables:
         return stored + guests + [0] * (self.width - len(guests))
 
     def regroup(self, order_N: Tensor, source: int) -> Tensor:
-        """Reorder choices, int64 [N], from the order of experts to (target, local expert).
+        """Reorder the routing choices of `source`, int64 [N], which are sorted by expert, so that
+        they are sorted by (target, local expert).
 
         The rows of an expert are divided into consecutive runs, one for each rank that computes
         rows of the expert, in ascending order of ranks.

@@ -1,4 +1,5 @@
-"""Passes of a sequence of blocks, each for all micro-batches before the next block.
+"""The forward and backward passes of a sequence of blocks. Each block is computed for all
+micro-batches before the next block starts.
 
 Only the blocks' inputs are stored. The backward pass of a block starts by repeating the block's
 forward pass.

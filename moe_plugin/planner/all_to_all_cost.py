@@ -120,7 +120,9 @@ CostModel = Callable[[Cluster, float], Cost]  # arguments: cluster and bytes per
 #
 # s (W-P) a_inter + (P-1) a_intra + max(s (W-P) S/W b_inter, (P-1) S/W b_intra)
 def linear_cost(cluster: Cluster, size: float) -> Cost:
-    """Return the cost of an exchange in which each rank sends directly to all others."""
+    """Return the cost of an exchange in which every rank sends its `size` bytes directly to all
+    other ranks.
+    """
     n, p, w = cluster.nodes, cluster.ranks_per_node, cluster.ranks
     inter, intra = w - p, p - 1
     card = busiest(cluster, lambda here: w - here)

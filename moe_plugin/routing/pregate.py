@@ -279,7 +279,8 @@ def link(model: nn.Module) -> int:
 
     Returns: The number of layers with a pre-gate, that is, the number of linked layers minus one.
     Raises:
-        ValueError: If only some layers set `router.pre_gate`, or if neighbors' widths differ.
+        ValueError: If only some layers set `router.pre_gate`, or if neighboring layers differ in
+            width.
     """
     layers = [module for module in model.modules() if isinstance(module, LinkableLayer)]
     asked = [bool(layer.config.router.pre_gate) for layer in layers]

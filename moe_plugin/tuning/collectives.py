@@ -235,7 +235,9 @@ class AutoCollectives(Collectives):
 
     def _turn(self, comm: Comm, kind: str, x: Tensor,
               size: int) -> tuple[str, tuple[str, int] | None]:
-        """Return the implementation to run, and its trial's bucket or None without a trial."""
+        """Return the name of the implementation to run, and the bucket of its trial, or None if the
+        call is not a trial.
+        """
         if self.cluster is not None:
             chosen = self.chosen(comm, kind, size)
             assert chosen is not None  # a cluster file predicts it

@@ -1,4 +1,6 @@
-"""Replicas of busy experts in training, placed once for several steps (`planner.standing`)."""
+"""Replicas of heavily loaded experts in a training layer. The replicas are placed once for several
+steps (`planner.standing`).
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,8 @@ class MeasuredSpeeds:
         experts.register_forward_hook(self._after)
 
     def agreed(self) -> list[float] | None:
-        """Return all ranks' speeds, equal on all ranks, or None if no rank computed rows.
+        """Return the speeds of all ranks, or None if no rank has computed any rows. All ranks
+        return the same speeds.
 
         The mean speed of the other ranks is used for a rank that has not computed any rows. All
         ranks must call this method. On a GPU, the host waits for the device.

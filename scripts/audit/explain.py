@@ -124,8 +124,10 @@ def _finding(names: tuple[str, ...], key: tuple[str, str, str], cause: str,
 
 
 def _factor(every: Sequence[Observation], wrong: Sequence[Observation], pattern: str) -> str:
-    """Return the expressions that equal the factor of a fault in all cases, or else in the cases
-    with this explanation, or else the range of the factor.
+    """Return the expressions that equal the factor of a fault in all cases.
+
+    If no expression does, consider only the cases with this explanation. If there is still no such
+    expression, return the range of the factor.
     """
     if pattern in (compare.MISSING, compare.ZERO, compare.NOT_ZERO, OTHER, compare.SUM):
         return ""

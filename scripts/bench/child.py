@@ -68,8 +68,12 @@ def main() -> None:
 
 
 def on_processes(ranks: int, measure: Callable[..., Any], *args: Any, threads: int = 1) -> Any:
-    """Call `measure(*args)` on new processes, after the default group has been initialized, and
-    return the result of rank 0. `measure` is defined at the top level of a module.
+    """Call `measure(*args)` in new processes, and return the result of rank 0.
+
+    Args:
+        measure: a function defined at the top level of a module. Every rank calls this function
+            after the default group has been initialized.
+        threads: number of torch threads in each process.
     """
     with tempfile.TemporaryDirectory() as folder:
         with socket.socket() as probe:

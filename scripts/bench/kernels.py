@@ -1,6 +1,8 @@
-"""Measure all implementations of each operation, and compare them with a bound: the larger of bytes
-divided by the copy bandwidth, and FLOPs divided by the GEMM rate, which are measured in the same
-run.
+"""Measure all implementations of each operation, and compare them with a reference and with a lower
+bound on the time.
+
+The lower bound is the larger of two times: the bytes divided by the copy bandwidth, and the FLOPs
+divided by the GEMM rate. Both the copy bandwidth and the GEMM rate are measured in the same run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Measure our layer and the layers of other frameworks (peers) with the same weights and inputs."""
+"""Measure our layer and the layers of other frameworks (peers) in one run. All layers use the same
+weights and inputs, and their outputs are compared.
+"""
 
 from __future__ import annotations
 
@@ -128,14 +130,19 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
         forward_only: bool = False) -> dict[str, Any]:
     """Measure our layer and the given peers on the ranks of `expert_group`.
 
+    Args:
+        forward_only: whether to measure only the forward pass.
+
     Returns: The result of our layer, the sizes of the problem, the time of the GEMM bound
-    (`bound_ms`, `bound_min_ms`), the results of the peers, and the reason for each peer that could
-    not run (`refused`). A result contains times, the peak memory in addition to weights and inputs
-    (`peak_extra_mib`), the rates for the experts' minimum work, and the relative distance from our
-    layer's output (`error`).
+        (`bound_ms`, `bound_min_ms`), the results of the peers, and the reason for each peer that
+        could not run (`refused`). Each result contains times, the peak memory in addition to
+        weights and inputs (`peak_extra_mib`), the achieved rates, and the relative distance from
+        our layer's output (`error`). The achieved rates are computed from the minimum amount of
+        work for the experts.
 
     Raises:
-        ValueError: if a peer is unknown, computes a different output, or no balance loss.
+        ValueError: if a peer is unknown, computes a different output, or does not compute a balance
+            loss.
     """
     data = make_data(problem)
     device = torch.device(problem.device)
@@ -270,8 +277,13 @@ def agreement(candidates: dict[str, Candidate], data: Data,
 
 
 def check_losses(candidates: dict[str, Candidate], data: Data, problem: Problem) -> None:
-    """Raise ValueError if a compared candidate does not compute the gradient of a balance loss. The
-    gradient of the output is zero, so only the balance loss contributes gradients.
+    """Check that every candidate with comparable output computes the gradient of a balance loss.
+
+    The gradient of the output is set to zero, so only the balance loss contributes to the
+    parameters' gradients.
+
+    Raises:
+        ValueError: if no parameter of a candidate gets a gradient from the balance loss.
     """
     if problem.top_k == problem.experts:  # every token uses every expert, so there is no imbalance
         return

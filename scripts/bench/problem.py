@@ -1,4 +1,6 @@
-"""The definition of the layer to measure, and the data that every candidate receives."""
+"""The definition of the layer to measure: its sizes, its minimum work, and the data that every
+candidate receives.
+"""
 
 from __future__ import annotations
 
@@ -96,19 +98,24 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the experts, forward and backward: 3 passes * 2 * rows * D * F per matrix."""
+        """FLOPs of the experts in the forward and backward pass: 3 passes * 2 * rows * D * F per
+        matrix.
+        """
         return 3 * 2 * self.rows * self.weights // self.experts
 
     @property
     def bytes(self) -> int:
-        """Minimum memory traffic of the forward and backward pass, in bytes. Weights are read
-        twice, and their gradients are written once. x, y and both gradients are counted once.
+        """Minimum memory traffic of the forward and backward pass, in bytes.
+
+        Weights are read twice, and their gradients are written once. The bytes of x, y and both
+        gradients are counted once.
         """
         elements = 3 * self.weights + 5 * self.tokens * self.model_dim
         return elements * self.torch_dtype.itemsize
 
     def work(self, forward_only: bool) -> tuple[float, float]:
-        """Return (FLOPs, minimum bytes) of the forward and backward pass, or of the forward pass.
+        """Return (FLOPs, minimum bytes) of the forward and backward pass, or of the forward pass
+        alone.
         """
         if not forward_only:
             return self.flops, self.bytes
@@ -117,7 +124,9 @@ class Problem:
 
     @property
     def least_memory(self) -> int:
-        """Bytes of weights, their gradients, x, y, their gradients, and the inner activations."""
+        """Number of bytes that any implementation needs: the weights and their gradients, x, y, the
+        gradients of x and y, and the inner activations.
+        """
         elements = 2 * self.weights + 4 * self.tokens * self.model_dim + self.rows * self.hidden_dim
         return elements * self.torch_dtype.itemsize
 

@@ -1,4 +1,6 @@
-"""A small language model of attention and experts, which several studies use."""
+"""The small language model that several studies train or use to generate text. The model consists
+of attention and experts.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ def _seeded(seed: int, make: Callable[..., nn.Module], *args: Any) -> nn.Module:
 
 def makers(symbols: int, layers: int, width: int, experts: int, hidden: int,
            heads: int = 8) -> list[Any]:
-    """Return functions that build the modules of a model in order: embedding, blocks, head."""
+    """Return functions that build the modules of a model in order: embedding, blocks, head.
+
+    Each function uses its own random seed.
+    """
     settings = {"model_dim": width, "num_experts": experts,
                 "experts": {"hidden_dim": hidden, "compute_selection": "rule"}}
     return [partial(_seeded, 0, nn.Embedding, symbols, width),

@@ -1,5 +1,7 @@
-"""The commands `emulate`, which runs a program on an emulated cluster, and `fault`, which injects a
-fault into a program at a specified time.
+"""The commands `emulate` and `fault`, which both run a training program.
+
+`emulate NxP -- COMMAND` runs the program on a cluster that is emulated with network namespaces on
+this machine. `fault KIND -- COMMAND` runs the program, and injects a fault at a specified time.
 """
 
 from __future__ import annotations

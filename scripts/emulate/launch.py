@@ -20,12 +20,18 @@ GRACE_S = 15.0
 
 def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restarts: int = 0,
                    **popen: object) -> list[subprocess.Popen]:
-    """Start torchrun with `ranks_per_node` ranks on every node, and return its processes.
+    """Start torchrun on every node. Each torchrun starts `ranks_per_node` ranks.
 
     Args:
-        program: `script.py ARGS`, `-m module ARGS`, or an installed command with its arguments.
+        program: `script.py ARGS`, `-m module ARGS`, or an installed command such as
+            `fairseq-train ARGS`.
         max_restarts: how often torchrun may restart all ranks after a rank has failed.
         popen: options of `EmulatedCluster.command`, such as `stdout`.
+
+    Returns: The torchrun processes, one per node.
+
+    Raises:
+        ValueError: if the program is not installed.
     """
     program = installed(program)
     if program[0] != "-m" and not program[0].endswith(".py"):

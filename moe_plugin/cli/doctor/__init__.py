@@ -294,7 +294,11 @@ def doctor_options(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Run the checks, print the verdict and the slower sections. Return 0 if the layer works."""
+    """Run the checks. Print whether the layer works. Then collect and print the sections of the
+    report that take longer to compute.
+
+    Returns: 0 if the layer works, and 1 otherwise.
+    """
     if args.forget_decisions:
         files = ChoiceFiles()
         print(f"{files.forget_all()} kept decisions removed from {files.place()}")

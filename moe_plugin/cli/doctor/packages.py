@@ -43,7 +43,10 @@ _OPTIONAL = {"rich", "triton"}
 
 
 def import_everything() -> list[dict[str, str]]:
-    """Import all modules but hosts and commands. Return `module` and `reason` of failures."""
+    """Import all modules except hosts and commands, so that all components are registered.
+
+    Returns: For each module that cannot be imported, a row with the keys `module` and `reason`.
+    """
     failed = []
     names = [m.name for m in pkgutil.iter_modules(moe_plugin.__path__, "moe_plugin.")]
     while names:

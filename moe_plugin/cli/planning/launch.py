@@ -216,7 +216,10 @@ def _megatron(start: LaunchCommand) -> list[str]:
 
 
 def launch_text(words: list[str]) -> str:
-    """Return the launch command in lines of `COLUMNS`, with each flag next to its values."""
+    """Return the launch command for a shell, wrapped to lines of at most `COLUMNS` columns.
+
+    A flag and its values always stay on the same line.
+    """
     parts: list[str] = []
     for word in words:
         assigns = word.startswith("OMP_NUM_THREADS=")

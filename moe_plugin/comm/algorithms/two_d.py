@@ -139,7 +139,8 @@ def _plan(comm: Comm, topology: Topology, send: list[int], even: bool) -> _Plan:
 
 
 def _inside(comm: Comm, x: Tensor, send: list[int], plan: _Plan) -> Tensor:
-    """Run phase 1 and return the received rows, by (collected destination, rank of node)."""
+    """Run phase 1. Return the received rows, ordered by (collected destination, rank of this node).
+    """
     node = list(plan.served)
     grouped = reorder(x, send, [d for rank in node for d in plan.served[rank]])
     out_lengths = [sum(send[d] for d in plan.served[rank]) for rank in node]

@@ -190,7 +190,10 @@ class FairseqNorm:
 
     @torch.no_grad()
     def add(self, place: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide the gradients of block `place` by the step's sample size, and collect norms."""
+        """Divide a block's gradients by the sample size of the step, and collect their norms.
+
+        place: index of the block.
+        """
         owners = [(p, p.grad) for p in parameters if p.grad is not None]
         if self.size is not None:
             fused.scale_([grad for _, grad in owners], 1 / self.size())
@@ -218,7 +221,9 @@ class FairseqNorm:
             self._product = factor
 
     def scale(self, gradients: Sequence[Tensor]) -> None:
-        """Scale gradients down if the norm exceeds `max_norm`. A NaN norm makes them NaN."""
+        """Scale these gradients down if the global gradient norm exceeds `max_norm`. If the norm is
+        NaN, these gradients become NaN.
+        """
         if self.size is None:
             fused.scale_(gradients, self._product)
             return

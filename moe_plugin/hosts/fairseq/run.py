@@ -219,7 +219,11 @@ def check_resizing(cfg: Any, model: nn.Module) -> None:
 
 
 def steps_of(trainer: Any, world: Comm) -> ExpertParallelSteps | None:
-    """Return the feature that changes the expert-parallel size over `world`, or None."""
+    """Return the run feature that changes the expert-parallel size, or None if the trainer's
+    settings do not request it.
+
+    world: communicator of all data-parallel ranks.
+    """
     model, known = trainer.get_model(), dict[int, FairseqGroups]()
     moe = moe_layers(model)[0].moe_layer.moe
 
@@ -265,7 +269,10 @@ class FileTurns(StepVotes):
         self.finish(scale / self.ballots.sharing.size, scale)
 
     def norm_squared(self, parameters: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-        """Return a worker's squared norm after the vote (float64). A collective operation."""
+        """Return the squared norm of a worker's gradients after the vote, as a float64 tensor.
+
+        Each parameter is counted once. This is a collective operation of the worker's ranks.
+        """
         grads: dict[bool, list[Any]] = {
             expert: [p.grad for p in parameters if is_expert(p) == expert]
             for expert in (False, True)}

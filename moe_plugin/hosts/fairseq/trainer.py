@@ -135,7 +135,10 @@ class MoETrainer(Trainer):
                                  *sums, ignore=ignore)
 
     def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
-        """Run a validation step, which all ranks repeat if rows do not fit."""
+        """Run fairseq's validation step.
+
+        If rows do not fit into their buffers, all ranks repeat the batch or raise an error.
+        """
         original = super().valid_step
         with replaced(self, _validating=True):
             return self.run.compute(lambda: original(sample, raise_oom))

@@ -157,7 +157,9 @@ def reads_file(parser: Parser) -> Parser:
 def file_arguments(words: Iterable[str]) -> FileArguments:
     """Read the settings file and the individual settings of a command line.
 
-    Raises: ValueError: If the file or a setting is invalid, or `--yaml-cfg` is used.
+    Raises:
+        ValueError: If the file cannot be read, its section `megatron` is not a mapping, a setting
+            does not exist, or `--yaml-cfg` is used.
     """
     kept, section, path, trusted = list[str](), dict[str, Any](), None, False
     words = list(words)

@@ -83,8 +83,8 @@ def extra_args_provider(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     """Add the generated flags to a parser, and make the parser read the `--moe-config` file.
 
     A flag is left out if Megatron has an equivalent flag. The flags in `own_flags` and the flags of
-    ensembles are also added. A script that calls Megatron's `pretrain` directly can
-    pass this function as the argument provider.
+    ensembles are also added. A script that calls Megatron's `pretrain` directly can pass this
+    function as the argument provider.
     """
     for name, options in (*own_flags.ALL, *ensemble.FLAGS):
         parser.add_argument("--" + name, **options)

@@ -228,7 +228,10 @@ def first_batch(iterators: Any) -> Any:
 
 
 def loss_of(given: Mapping[str, Any], batch: Any) -> torch.Tensor:
-    """Return a micro-batch's loss without wrappers, given `train_step`'s arguments by name."""
+    """Return the loss of a micro-batch. The model is called without its wrappers.
+
+    given: dict of the arguments that Megatron passed to `train_step`.
+    """
     # the loss function of a script may validate results, which Megatron supports only in a step
     with replaced(get_rerun_state_machine(), validate_result=lambda *_, **__: None):
         output, loss = given["forward_step_func"](iter([batch]), core.bare(given["model"][0]))

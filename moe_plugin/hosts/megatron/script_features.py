@@ -69,7 +69,8 @@ from moe_plugin.training.run_features import HostSeams, make_run
 # set_up and save replace Megatron's functions under `--weights-on host`.
 def set_up(given: Mapping[str, Any], run: Callable[[], Run]
            ) -> tuple[list[StreamedModel], StreamedOptimizer | None, Any]:
-    """Return what Megatron's `setup_model_and_optimizer` returns: model, optimizer, scheduler.
+    """Build the model, optimizer and learning rate scheduler, and return them like Megatron's
+    `setup_model_and_optimizer`.
 
     Args:
         given: dict of the arguments of `setup_model_and_optimizer`, by name.
@@ -146,7 +147,10 @@ def progress_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save(given: Mapping[str, Any]) -> None:
-    """Write a checkpoint, given the arguments of Megatron's `save_checkpoint` by name."""
+    """Write a checkpoint. This function replaces Megatron's `save_checkpoint`.
+
+    given: dict of the arguments of `save_checkpoint`, by name.
+    """
     arguments, [model] = script_arguments(), given["model"]
     save_streamed(
         arguments["save"], model, given["optimizer"],

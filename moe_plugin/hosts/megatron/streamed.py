@@ -117,7 +117,10 @@ class MegatronTrainer(StreamedTrainer):
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
-    """Inside the block, seed other states of Megatron's tracker from torch's generator."""
+    """Inside the block, Megatron's tracker uses separate random states.
+
+    The separate states are seeded with random numbers from torch's generator.
+    """
     before, cuda_states = get_cuda_rng_tracker().get_states(), {}
     first, *seeds = torch.randint(2**62, (1 + len(before),), device="cpu").tolist()
     for name, seed in zip(before, seeds, strict=True):

@@ -209,7 +209,8 @@ class SwarmOptimizer(StreamedOptimizer):
 
 def set_up(given: Mapping[str, Any], run: Callable[[], Run], forward_step: ForwardStep
            ) -> tuple[list[SwarmModel], SwarmOptimizer | None, Any]:
-    """Return what Megatron's `setup_model_and_optimizer` returns: model, optimizer, scheduler.
+    """Build the model, optimizer and scheduler, and return them like Megatron's
+    `setup_model_and_optimizer`.
 
     If this process is a peer, serve requests instead, and then exit the process.
 

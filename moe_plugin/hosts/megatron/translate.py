@@ -118,7 +118,8 @@ def timeout_of(settings: Mapping[str, Any]) -> float:
 
 def translate(native: Any, settings: Mapping[str, Any], *,
               injected_router: bool = False) -> Translation:
-    """Return this package's settings that correspond to a Megatron `TransformerConfig`.
+    """Return the `MoEConfig` and the other settings of this package that correspond to a Megatron
+    `TransformerConfig`.
 
     Args:
         native: `TransformerConfig` of any supported version of Megatron.

@@ -67,7 +67,8 @@ class FeedForward:
 
 
 def read_feed_forward(module: nn.Module) -> FeedForward | None:
-    """Return the feed-forward function that a module computes, or None for other modules.
+    """Return the feed-forward function that a module computes. Return None if the module is not a
+    feed-forward module.
 
     The test runs a copy of the module in float32 with random weights. The module's own weights
     could be zero and would then hide the activation function. First, the copy is run in evaluation

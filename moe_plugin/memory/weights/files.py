@@ -1,4 +1,5 @@
-"""Checkpoints of models with streamed weights, with one safetensors file per block.
+"""Saving and loading of models with streamed weights. A checkpoint has one safetensors file per
+block.
 
 Blocks are saved and loaded one at a time.
 """
@@ -117,12 +118,15 @@ def save_weights(trainer: StreamedTrainer, folder: str | os.PathLike[str],
     If the folder already exists, it is replaced only after the new folder is complete.
 
     Args:
+        trainer: the trainer.
+        folder: the folder.
         beside: function that maps the index of a block to additional tensors to save with the
             block. Use `read_beside` to read the additional tensors. Optional.
         finite: if True and a value is not finite, the function raises an error and writes nothing.
     Raises:
         ValueError: If the folder cannot be written. The error message states the reason.
-        FloatingPointError: If, with `finite`, a value is not. Names the block and tensor.
+        FloatingPointError: If `finite` is True and a value is not finite. The error message names
+            the block and the tensor.
     """
     safetensors = _safetensors()
     folder = Path(folder)

@@ -135,7 +135,8 @@ class StateInFiles:
             self._ticket = None
 
     def leave(self, copier: Copier, room: OptimizerStateBuffer) -> None:
-        """Start writing the optimizer's state to files, and remove the state from memory."""
+        """Start writing the optimizer's current state to files, and remove the state from memory.
+        """
         state = state_of(self.optimizer) | {(i, _MAIN): p.data for i, p in self._mains.items()}
         if not state:
             return

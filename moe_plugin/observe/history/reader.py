@@ -84,7 +84,9 @@ class _Source:
 
     @property
     def host(self) -> str | None:
-        """The host framework that wrote this log, or None if it is not a training log."""
+        """The host framework that wrote this training log, or None if the file is not a training
+        log.
+        """
         kinds = {kind for kind, _ in self.steps} - {"training"}
         if host_logs.TRAINER in kinds:
             return "transformers"
@@ -245,7 +247,9 @@ def _line(source: _Source, text: str, number: int) -> _BadLine | None:
 
 
 def _json_line(source: _Source, text: str) -> None:
-    """Parse a JSON line of a file by the keys of its object, and add it to the file's `_Source`."""
+    """Parse one JSON line of a file, and add the result to the file's `_Source`. The keys of the
+    JSON object determine the type of the record.
+    """
     row = json.loads(text)
     if "layer" in row and "step" in row and "load" in row:
         source.layers.append(json_lines.layer_record(row))

@@ -1,4 +1,5 @@
-"""Convert the figures of a report to inputs of the template `templates/figures.html`.
+"""Functions that convert the figures of a report to inputs of the template
+`templates/figures.html`.
 
 A drawing is an inline SVG image that is stretched to the width of the page. Labels have a fixed
 font size and are placed next to the image, so they remain readable on a phone. The colours of

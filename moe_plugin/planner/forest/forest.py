@@ -50,7 +50,8 @@ class Shares:
         rate: K, the sum of the shares, in the units of the graph's capacities.
         roots: for each rank, the share of the data that is sent along trees whose root is this
             rank. The shares of all roots sum to K.
-        parts: disjoint sets of nodes whose bandwidths prove that no rate is higher.
+        parts: disjoint sets of nodes. The bandwidths between them prove that no higher rate is
+            possible.
     """
 
     rate: Fraction
@@ -59,7 +60,9 @@ class Shares:
 
 
 def best_shares(graph: Graph) -> Shares:
-    """Return the highest rate and each root's share, equal unless unequal shares are faster."""
+    """Return the highest possible rate, and the share of each root. All roots have equal shares,
+    unless unequal shares allow a higher rate.
+    """
     parts = tuple(frozenset([rank]) for rank in range(graph.ranks))
     while True:
         rate = _bound(graph, parts)
@@ -79,7 +82,8 @@ def _bound(graph: Graph, parts: Sequence[frozenset[int]]) -> Fraction:
 
 
 class _Search:
-    """A search, in integers, for the roots' smallest shares at a rate p / q.
+    """A search for the smallest shares of the roots for a given rate p / q. The search uses only
+    integers.
 
     For N ranks, shares are multiples of 1 / (2 q N), so that equal shares are also integers.
     """
@@ -95,7 +99,9 @@ class _Search:
         self._roots = [self._rate] * graph.ranks
 
     def run(self) -> list[Fraction] | tuple[frozenset[int], ...]:
-        """Return shares that sum to the rate, or disjoint sets of nodes that prove a bound."""
+        """Return shares that sum to the rate. If no such shares exist, return disjoint sets of
+        nodes that prove a lower bound on the time.
+        """
         ranks = range(self._graph.ranks)
         for rank in ranks:
             self._lower(rank, self._rate // self._graph.ranks)
@@ -112,7 +118,9 @@ class _Search:
         return [Fraction(share, self._unit) for share in self._roots]
 
     def _lower(self, rank: int, least: int) -> frozenset[int]:
-        """Reduce a rank's share as far as possible, and return the nodes that prevent less."""
+        """Reduce the share of a rank as far as possible. Return the set of nodes that prevents a
+        smaller share, or an empty set.
+        """
         value, side = self._flows.cut(self._graph.nodes, rank, self._inside + self._roots)
         spare = value - self._rate
         self._roots[rank] = max(min(self._roots[rank], least), self._roots[rank] - spare)
@@ -122,7 +130,9 @@ class _Search:
 
 
 def _merged(sets: Sequence[frozenset[int]], ranks: int) -> tuple[frozenset[int], ...]:
-    """Merge sets of nodes with a common rank, without switches of several merged sets."""
+    """Merge sets of nodes that have a rank in common. Switches that belong to several of the merged
+    sets are then removed.
+    """
     parts: list[frozenset[int]] = []
     for each in sets:
         apart = [part for part in parts if not _share(part, each, ranks)]
@@ -147,7 +157,8 @@ def plan(network: Network, collective: str = "all_gather", trees: int | None = N
         network: the ranks and links on which the collective runs.
         collective: name of the collective, one of `COLLECTIVES`. An all_reduce consists of a
             reduce-scatter followed by an all-gather.
-        trees: number k of trees per root. Defaults to the number for the highest throughput.
+        trees: number k of trees per root. By default, k is the number of trees that the highest
+            throughput requires.
         overlap: whether the reduce-scatter and the all-gather of an all_reduce run at the same time
             and share the bandwidth of the wires. If `overlap` is True, `best_shares` computes the
             optimal share of each root.
@@ -269,7 +280,9 @@ class Naming:
         self._known = {}
 
     def tree(self, root: int, weight: int, edges: Sequence[tuple[int, int]]) -> Tree:
-        """Return a tree with physical paths for each edge, and take these paths' capacity."""
+        """Return a tree in which each edge has physical paths. The capacity of these paths is then
+        no longer available to other trees.
+        """
         return Tree(root, weight, tuple(
             Edge(*edge, self._paths(edge, weight)) for edge in _by_depth(root, edges)))
 
@@ -298,7 +311,8 @@ def _by_depth(root: int, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int
 
 
 def _paired(inward: Sequence[Tree], outward: Sequence[Tree]) -> tuple[list[Tree], list[Tree]]:
-    """Split trees so that inward and outward trees with the same index match.
+    """Split trees so that the inward tree and the outward tree with the same index have the same
+    root and weight.
 
     For each root, the inward trees and the outward trees must have the same total weight.
     """

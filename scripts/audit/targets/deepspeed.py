@@ -1,4 +1,6 @@
-"""Audit targets for DeepSpeed's MoE layer, and for AutoEP in a Mixtral model, without ZeRO."""
+"""Audit targets for DeepSpeed's MoE layer, and for AutoEP in a Mixtral model. Both targets run
+without ZeRO.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Audit targets for Megatron-core's MoE layer, with its DDP, schedule, optimizer and clipping."""
+"""Audit targets for Megatron-core's own MoE layer, with Megatron's DDP, schedule, optimizer and
+clipping.
+"""
 
 from __future__ import annotations
 

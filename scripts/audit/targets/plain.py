@@ -30,7 +30,15 @@ class TinyNetwork(nn.Module):
         self.out = nn.Linear(TINY.width, TINY.width, bias=False)
 
     def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
-        """Return the output [T, D]. With `recompute`, the experts are recomputed backward."""
+        """Run the model.
+
+        Args:
+            x: tokens of shape [T, D].
+            recompute: whether the experts are recomputed in the backward pass.
+
+        Returns:
+            The output of shape [T, D].
+        """
         h = self.inp(x)
         y = (checkpoint(self.call, self.experts, h, use_reentrant=False) if recompute else
              self.call(self.experts, h))

@@ -30,7 +30,9 @@ class _Expert(nn.Module):
 
 @base.register_peer("deepspeed", "deepspeed")
 def build(problem: Problem, data: Data) -> Iterator[base.Candidate]:
-    """Build DeepSpeed's MoE layer, which uses one-hot dispatch by einsum and drops no tokens."""
+    """Build DeepSpeed's MoE layer, which uses one-hot dispatch by einsum. Each expert has enough
+    slots for the largest load, so DeepSpeed drops no tokens.
+    """
     with base.one_rank(problem.device):
         import deepspeed
         from deepspeed.moe.layer import MoE

@@ -1,12 +1,12 @@
-"""The layer of fairseq's `moe` branch, reimplemented from the published code (Artetxe et al. 2021,
-after GShard, Lepikhin et al. 2020), because the branch cannot be installed together with fairseq
-0.12.2, which has no MoE layer.
+"""The layer of fairseq's `moe` branch, reimplemented from the published code.
 
+fairseq 0.12.2 has no MoE layer, and the `moe` branch cannot be installed in the same environment.
 As in the branch, the layer has: a top-1 or top-2 gate in float32; ceil(S/E) slots per expert for
 each choice; masks of tokens x experts x slots that are built from one-hot rows; two matmuls with
 these masks; the same number of slots on all ranks, exchanged by torch's all-to-all; and two linear
-maps per expert, computed one expert at a time. The statistics that the branch logs are not
-implemented.
+maps per expert, computed one expert at a time.
+The statistics that the branch logs about the gate are not implemented. Source: fairseq's `moe`
+branch (Artetxe et al. 2021), after GShard (Lepikhin et al. 2020).
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Our layer, a dense one-hot implementation, and a dense FFN."""
+"""Our layer and two peers implemented in this module: a dense one-hot implementation and a dense
+FFN.
+"""
 
 from __future__ import annotations
 

@@ -29,7 +29,9 @@ def why_not_engine(problem: Problem) -> str | None:
 
 @base.register_peer("megatron", "megatron.core")
 def sequential(problem: Problem, data: Data) -> Iterator[base.Candidate]:
-    """Build Megatron-core's layer with SequentialMLP, which computes one matmul per expert."""
+    """Build Megatron-core's layer with SequentialMLP, which computes one matmul per expert, and the
+    all-to-all dispatcher.
+    """
     yield from _candidate(problem, data, "SequentialMLP")
 
 
@@ -64,7 +66,9 @@ def _building(device: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _groups(device: str) -> Iterator[None]:
-    """Create Megatron's process groups, which all candidates of one run share, for the block."""
+    """Create Megatron's process groups for the duration of the block. All candidates of one run
+    share these groups.
+    """
     from megatron.core import parallel_state
 
     from moe_plugin.hosts.megatron.compat import core
@@ -130,7 +134,9 @@ def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) 
 
 
 def load(layer: Any, data: Data) -> None:
-    """Copy the weights. For gated experts, the first half of the first matrix is the gate."""
+    """Copy the weights into a Megatron layer. Both of Megatron's implementations of the experts are
+    supported. For gated experts, the first half of the matrix is the gate.
+    """
     base.copy(layer.router.weight, data.router_ED)
     first_LDF = torch.cat([w for w in (data.w_gate_LDF, data.w_in_LDF) if w is not None], 2)
     _LOADERS[type(layer.experts).__name__](layer.experts, first_LDF, data.w_out_LFD)

@@ -1,4 +1,6 @@
-"""The experts of `transformers`' Mixtral, one candidate for each of their implementations."""
+"""The experts of `transformers`' Mixtral as candidates. There is one candidate for each
+implementation of the experts in `transformers`.
+"""
 
 from __future__ import annotations
 

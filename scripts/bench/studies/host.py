@@ -93,8 +93,11 @@ def run(problem: Problem, ranks: int, rounds: int,
 
 
 def measure_rank(problem: Problem, ranks: int, rounds: int, names: Sequence[str]) -> dict[str, Any]:
-    """Measure all candidates on all ranks of the default group, and return their costs (our layer
-    first) and the reason for each peer that could not run (`refused`).
+    """Measure all candidates on this rank and return their costs. All ranks of the default group
+    must call this function.
+
+    `results` contains the cost of each candidate, with our layer first. `refused` contains the
+    reason for each peer that could not run.
     """
     data, before = make_data(problem), os.getloadavg()[0]
     with contextlib.ExitStack() as stack:

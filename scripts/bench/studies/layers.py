@@ -1,4 +1,6 @@
-"""Studies of a layer, its peers and its operations, on one problem or on all of a page."""
+"""Studies of a layer, its peers and its operations. Some of the studies measure one problem, and
+others measure all problems of a page.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,14 @@ def problems(args: argparse.Namespace) -> list[Problem]:
 
 def quietest(problem: Problem, args: argparse.Namespace, ranks: int = 1,
              forward_only: bool = False) -> dict[str, Any]:
-    """Measure our layer and its peers several times, and return the attempt with least noise."""
+    """Measure our layer and its peers several times, and return the attempt with the least noise.
+
+    The noise is the median time of the bound divided by its minimum time.
+
+    Args:
+        ranks: number of ranks that share the experts and the CPU threads.
+        forward_only: whether to measure only the forward pass.
+    """
     slots = problem.tokens * problem.experts * (problem.rows // problem.experts)
     names = [n for n in peers.names()
              if n != "einsum" or ranks == 1 and slots < TOO_LARGE_FOR_EINSUM]

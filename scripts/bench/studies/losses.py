@@ -134,7 +134,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def traced(host: str, shapes: list[TrainShape], text: str, ours: Mapping[str, Settings],
            steps: int) -> list[dict[str, Any]]:
-    """Trace the training of all shapes on all ranks, with the same result."""
+    """Trace the training of all shapes one after the other. Every rank must call this function, and
+    all ranks get the same result.
+    """
     found = []
     for shape in shapes:
         free = _sides(host, shape, text, ours)

@@ -70,7 +70,9 @@ def settings(shape: Shape, schedule: str, width: int, **comm: str) -> dict[str, 
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
-    """Measure all schedules on one rank, with the schedule that `auto` chose."""
+    """Measure all schedules on one rank. The result also contains the schedule that was chosen by
+    `auto`.
+    """
     comm, shape, layers = TorchComm(), SHAPES[at.shape], {}
     for name in (*NAMES, AUTO):
         torch.manual_seed(0)

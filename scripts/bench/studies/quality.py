@@ -97,7 +97,8 @@ def text_parameters(side: str) -> int:
 
 
 def command_of(host: str, side: str, s: dict[str, Any], data: Path, folder: Path) -> list[str]:
-    """Return the quick start's command, for a model in which all layers or no layers have experts.
+    """Return the quick start's command for a training run. Either all layers of the model have
+    experts, or none of them.
     """
     sizes = {**s, "hidden": s["hidden"] * INNER[side]}
     command = quickstart().HOST_STEPS[host][1](sizes, data, folder, False)

@@ -92,7 +92,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def hardware(rate_bit_s: float, folder: Path) -> sides.Settings:
-    """Return settings for the processor and the links, by which the layer chooses pieces."""
+    """Return the settings that describe the links and the processor. The layer uses these settings
+    to choose the number of pieces.
+
+    For an emulated cluster, the settings describe the fitted links with the bandwidth of the
+    cluster.
+    """
     fitted = load_cluster("configs/clusters/emulated.yaml")
     link = replace(fitted.inter, beta_s=fitted.inter.beta_s * FITTED_BIT_S / rate_bit_s)
     path = folder / "cluster.yaml"
@@ -114,7 +119,9 @@ def pages(found: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def draw(found: Sequence[dict[str, Any]], path: str) -> None:
-    """Draw one panel for each host on one machine, for `SHAPE` or else the first shape."""
+    """Draw one panel for each host on one machine. A panel shows the timed steps of `SHAPE`, or of
+    the first shape if `SHAPE` was not measured.
+    """
     shown = []
     for (_, place), mine in results.by_place(results.reports(found)).items():
         if place.startswith("one machine"):
@@ -145,7 +152,9 @@ def _panel(axis: Any, report: results.TrainReport) -> None:
 
 
 def curve(side: results.SideTimes) -> tuple[list[float], list[float]]:
-    """For each timed step, return the seconds since the start of the first one, and the loss."""
+    """For each timed step, return its loss, and the time in seconds since the start of the first
+    timed step.
+    """
     return list(accumulate(side.seconds)), list(side.losses[-len(side.seconds):])
 
 

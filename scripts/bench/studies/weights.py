@@ -129,7 +129,9 @@ CHILDREN = {"plain": child, "megatron": megatron_child}
 
 
 def compare(part: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run all modes, and check that losses with streamed weights are bitwise the same."""
+    """Run all modes, and check that the losses with streamed weights are bitwise equal to the
+    losses with resident weights.
+    """
     limit = (LIMIT_MIB[part] if args.limit_mib < 0 else args.limit_mib) * MIB or None
     modes = MODES if part == "plain" else MODES[:2]
     with tempfile.TemporaryDirectory(dir=args.scratch or Path.cwd()) as scratch:

@@ -1,4 +1,6 @@
-"""Build GPT models in Megatron-core: with our layer, with Megatron's own layer, and dense."""
+"""Build GPT models in Megatron-core: with our layer, with Megatron's own layer, and without
+experts.
+"""
 
 from __future__ import annotations
 

@@ -241,7 +241,8 @@ def _host_parts(mine: Sequence[TrainReport], table: str, more: str) -> list[str]
 
 
 def side_pages(reports: Sequence[TrainReport]) -> dict[str, str]:
-    """Return a page for each host and kind of place, by file name, with every model of every shape.
+    """Return one page for each host and kind of place. Each page lists every model of every shape.
+    The keys of the returned dict are file names.
     """
     found: dict[str, list[TrainReport]] = {}
     for mine in by_place(reports).values():

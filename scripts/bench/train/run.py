@@ -1,4 +1,5 @@
-"""Start ranks on this machine or on an emulated cluster, and measure training steps on them."""
+"""Start ranks on this machine or on an emulated cluster, and measure training steps on these ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What both hosts share to measure training steps: shapes, settings, batches and models."""
+"""Definitions used to measure training steps in both hosts: shapes, settings, batches and models.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +153,13 @@ def take_choices(layer: MoELayer, choose: Chooser) -> None:
 
 
 def layout_of(layers: Sequence[MoELayer], tokens: int) -> str:
-    """Return the layouts of the latest calls, each with its number of layers. Collective."""
+    """Return the layout labels of the latest calls, each with the number of layers that use the
+    layout. Collective.
+
+    Args:
+        layers: the layers.
+        tokens: number of tokens per step on one rank.
+    """
     of = [layer.routed_experts for layer in layers]
     seen = Counter((routed.current if routed.prefill is None else
                     routed.prefill.choice(routed.current, tokens)).label for routed in of)

@@ -1,4 +1,5 @@
-"""Time training steps of several models on the same ranks. The models alternate."""
+"""Time training steps of several models on the same ranks. The models alternate after every step.
+"""
 
 from __future__ import annotations
 

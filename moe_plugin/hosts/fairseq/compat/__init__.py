@@ -15,7 +15,10 @@ from __future__ import annotations
 
 
 def install() -> None:
-    """Apply all patches once to fairseq 0.12, which must already be imported."""
+    """Apply all patches to fairseq 0.12, which must already be imported.
+
+    This function does nothing if it was called before, or if fairseq is not version 0.12.
+    """
     import fairseq
 
     if getattr(fairseq, "_moe_plugin_compat", False) or not fairseq.__version__.startswith("0.12."):

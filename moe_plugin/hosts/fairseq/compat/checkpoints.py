@@ -268,7 +268,9 @@ def part_of_experts(original: Callable[..., Any], path: str, *args: Any, **kwarg
 
 
 def giving(state: dict[str, Any]) -> AbstractContextManager[None]:
-    """Inside the block, make `Trainer.load_checkpoint` of fairseq <= 0.12.3 use `state`."""
+    """Inside the block, make `Trainer.load_checkpoint` of fairseq <= 0.12.3 use `state` instead of
+    reading a file.
+    """
     import torch
     from fairseq import checkpoint_utils
 

@@ -178,7 +178,8 @@ def short_errors_of_user_dirs(original: Callable[..., Any], *args: Any, **kwargs
 
 
 def _in_file(words: list[str]) -> list[str]:
-    """Return fairseq's arguments in the `--moe-config` file as command-line arguments.
+    """Convert fairseq's arguments in the `--moe-config` file to command-line arguments for
+    fairseq's parser.
 
     fairseq's arguments in this file are the width of the layers (`model_dim`), and all names in the
     section `fairseq`, which maps names to values.

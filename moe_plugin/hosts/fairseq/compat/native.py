@@ -90,7 +90,10 @@ def _dtypes(params: list[Any]) -> set[torch.dtype]:
 @replaces("utils.clip_grad_norm_")
 def clip_all_at_once(original: Callable[..., Tensor], params: Any, max_norm: float,
                      aggregate_norm_fn: Any = None) -> Tensor:
-    """Clip all gradients in one operation, and leave them alone if the factor is 1."""
+    """Clip all gradients in one operation. If no clipping is needed, the gradients are not changed.
+
+    fairseq <= 0.12.3 launches one kernel for each parameter, even if the factor is 1.
+    """
     params = [params] if isinstance(params, Tensor) else list(params)
     norm = original(params, 0, aggregate_norm_fn)
     if max_norm > 0:

@@ -139,7 +139,10 @@ def saves_whose_writers_end(save: Callable[..., Any], given: dict[str, Any]) -> 
 
 @contextlib.contextmanager
 def _causes() -> Iterator[list[Exception]]:
-    """Yield a list of this rank's writers' errors, of which Megatron reports only the class."""
+    """Yield a list to which the errors of the current rank's writers are appended.
+
+    Megatron itself reports only the class of each error.
+    """
     writer, failed = filesystem_async.FileSystemWriterAsync, list[Exception]()
     write = writer.write_preloaded_data
 

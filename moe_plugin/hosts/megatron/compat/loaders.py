@@ -55,9 +55,10 @@ def split_of(dataset: Any) -> str | None:
 def of_all_ranks(build: Callable[..., Any], dataset: Any) -> Iterator[None]:
     """Inside the block, make `build_pretraining_data_loader` return the micro-batches of all ranks.
 
-    Several ranks can then compute the same training micro-batches, which alternate between the
-    ranks. Megatron 0.15 to 0.19 reads rank and size from `parallel_state`; inside the block, these
-    are 0 and 1.
+    Every rank receives the training micro-batches of all ranks, in an order that alternates between
+    the ranks. This is needed for steps in which several ranks compute the same micro-batches.
+    Megatron 0.15 to 0.19 reads the rank and the number of ranks from `parallel_state`. Inside the
+    block, the rank is 0 and the number of ranks is 1.
     """
     if split_of(dataset) not in (None, "train"):
         yield

@@ -301,7 +301,9 @@ def _step_out_of_sight(optimizer: Any) -> Iterator[None]:
 def mend_loading_of_all_optimizers() -> None:
     """Until the process ends, correct how all Megatron optimizers load checkpoints.
 
-    See `prepare_optimizer_for_load`, `_step_out_of_sight` and `_complete_groups`.
+    Distributed optimizers call `prepare_optimizer_for_load` before they load a checkpoint, and keep
+    the step number of torch's Adam. In addition, all optimizers can load parameter groups that were
+    saved without identifiers.
     """
     from megatron.core.optimizer import optimizer as core
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as Optimizer

@@ -30,7 +30,8 @@ def expert_groups() -> dict[str, Any]:
 
 
 def make_expert_groups(size: int, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Create expert process groups for a different expert-parallel size. A collective operation.
+    """Create expert process groups for a different expert-parallel size. The current groups do not
+    change. This is a collective operation.
 
     args: dict of the script's arguments.
     """

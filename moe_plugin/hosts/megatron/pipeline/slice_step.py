@@ -35,7 +35,11 @@ _NOT_CUT = ("decoder_input", "inference_context", "inference_params", "packed_se
 
 
 def check_model(model: Any, config: Any) -> Any:
-    """Return a GPT model without wrappers, or raise a `ValueError` if slices do not fit it."""
+    """Check that a GPT model supports slices, and return the model without its wrappers.
+
+    Raises:
+        ValueError: If a module of the model or one of Megatron's settings does not support slices.
+    """
     SLICES.refuse(values_of_schedule(NAME, config))
     bare = core.bare(model)
     positions = getattr(bare, "position_embedding_type", None)  # of GPT models
@@ -147,9 +151,11 @@ class Again:
 
 @contextmanager
 def weighed(part: SlicePart) -> Iterator[None]:
-    """Scale the logged auxiliary losses inside the block by the slice's share of the tokens.
+    """Scale the auxiliary losses that are computed inside the block by the slice's share of the
+    tokens in the sequence.
 
-    `SliceStep` scales the gradients in the same way, unless Megatron weights losses by tokens.
+    This context manager scales only the logged values. `SliceStep` scales the gradients in the same
+    way, unless Megatron itself weights losses by tokens.
     """
     share = part.length / part.sequences.length
     before = aux_losses.losses_so_far()
