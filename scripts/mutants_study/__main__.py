@@ -4,7 +4,8 @@
     python -m scripts.mutants_study generate --number 300 --seed 1
     python -m scripts.mutants_study cover      # the tests of the five-minute set by default
     python -m scripts.mutants_study run
-    python -m scripts.mutants_study page
+    python -m scripts.mutants_study collect
+    python -m scripts.mutants_study page DATE COMMIT
 
 Each mutant is one small fault in one line, such as a dropped call, a missing scale, another axis or
 a negated condition. A mutant is killed if a test fails. `cover` runs the tests once and records for
@@ -36,9 +37,10 @@ hosts' losses and gradients, and checkpoints. The {number} mutants were chosen a
 the same number of each kind of fault. Kinds in lower case are faults that are typical of
 distributed training. The other kinds are operators of cosmic-ray.
 
-This page is written by `python -m scripts.mutants_study page DATE`, after the commands `generate`,
-`cover`, `run` and `collect`. Measured on {date}. For each mutant, the study runs only the tests
-that execute the changed line, because no other test can find the fault.
+This page is written by `python -m scripts.mutants_study page DATE COMMIT`, after the commands
+`generate`, `cover`, `run` and `collect`. Measured on {date}. The names of files and the line
+numbers are those of commit {commit}. For each mutant, the study runs only the tests that execute
+the changed line, because no other test can find the fault.
 
 * *Found at first*: a test of `bash scripts/test.sh`, as it was before the study, fails. This column
   measures the tests.
@@ -79,7 +81,7 @@ def collect() -> None:
                     + "\n", encoding="utf-8")
 
 
-def write_page(date: str) -> None:
+def write_page(date: str, commit: str) -> None:
     """Write the page from the stored results and judgements.
 
     The field `all` of a survivor names the test outside of the five-minute set that finds the
@@ -106,7 +108,7 @@ def write_page(date: str) -> None:
         by_part[entry["path"].split("/")[1].removesuffix(".py")].append(entry)
     survivors = [entry for entry in entries if entry["key"] not in fast]
     PAGE.write_text(TEXT.format(
-        number=len(entries), date=date,
+        number=len(entries), date=date, commit=commit,
         shares=header + "\n".join([*(row(name, some) for name, some in sorted(by_part.items())),
                                    row("all", entries)]),
         kinds=header + "\n".join(row(f"`{name}`", some) for name, some in sorted(by_kind.items())),
@@ -139,7 +141,8 @@ def main(arguments: Iterable[str] | None = None) -> None:
     command.add_argument("--limit", type=float, default=240.0, help="seconds per mutant")
     commands.add_parser("collect", help="store the results next to the page")
     command = commands.add_parser("page", help="write the page from the stored results")
-    command.add_argument("date")
+    command.add_argument("date", help="date of the measurement")
+    command.add_argument("commit", help="commit that contains the measured code")
     given, rest = parser.parse_known_args(None if arguments is None else list(arguments))
     RUNS.mkdir(parents=True, exist_ok=True)
     if given.command == "generate":
@@ -152,7 +155,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
     elif given.command == "collect":
         collect()
     elif given.command == "page":
-        write_page(given.date)
+        write_page(given.date, given.commit)
     else:
         run(stored(), given.part, given.parts, given.tree.resolve(), given.limit)
 
