@@ -210,7 +210,8 @@ def read_kernel(out, record, pages, host, enough, length, size, slots, BLOCK: tl
     on_host = tl.load(host + (slot - slots) * size + at, mask=there, other=0.0)
     value = tl.where(there, on_host, value)
     lost = tl.load(enough) == 0
-    value = tl.where(lost, float("nan"), value)
+    # A tensor, because Triton 3.8's interpreter cannot create scalars in bfloat16.
+    value = tl.where(lost, tl.full(value.shape, float("nan"), tl.float32).to(value.dtype), value)
     tl.store(out + target, value, mask=(inside & ((slot >= 0) | lost)) != 0)
 
 
