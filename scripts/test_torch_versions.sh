@@ -4,8 +4,8 @@
 #
 #   bash scripts/test_torch_versions.sh [options] [VERSION ...] [-- PYTEST ARGUMENTS]
 #
-#   VERSION        versions of torch (default: 2.8.0 2.9.1 2.14.1, which are the oldest
-#                  that is supported, one in between, and the newest)
+#   VERSION        versions of torch (default: 2.9.1 2.14.1, which are the oldest that is
+#                  supported, and the newest)
 #   --folder DIR   folder for the environments and the logs (default: runs/torch-versions)
 #   --python EXE   interpreter for the environments (default: python3)
 #   --fairseq2     instead, run the tests with fairseq2 0.8.1 and torch 2.9.1, which it needs
@@ -37,7 +37,7 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     esac
 done
 [ $# -eq 0 ] || shift
-[ ${#VERSIONS[@]} -gt 0 ] || VERSIONS=(2.8.0 2.9.1 2.14.1)
+[ ${#VERSIONS[@]} -gt 0 ] || VERSIONS=(2.9.1 2.14.1)
 [ $# -eq 0 ] || TESTS=("$@")
 mkdir -p -- "$FOLDER"
 cd -- "$ROOT"

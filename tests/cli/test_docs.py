@@ -47,6 +47,7 @@ COLUMNS = 100
 LINES = 260
 WORDS = 1500
 MOST_PAGES = 58
+NATIVE = {"--moe-router-topk"}  # Megatron's own flags on the page of what is not proved
 MOE_FILES = sorted((ROOT / "configs" / "moe").glob("*.yaml"))
 
 
@@ -393,6 +394,45 @@ def test_what_works_names_what_ci_installs() -> None:
             "`swap_moe` | ": re.search(r"test_megatron_versions\.sh ([\d.]+\d)", ci)}.items():
         assert pinned is not None
         assert any(f"{what}{pinned[1]} " in row for row in rows), (what, pinned[1])
+
+
+def test_the_oldest_torch_is_the_same_everywhere() -> None:
+    """The dependency, the README, the script that tries versions, and the page of versions."""
+    read = {name: (ROOT / name).read_text(encoding="utf-8") for name in (
+        "pyproject.toml", "README.md", "scripts/test_torch_versions.sh", "docs/index.md")}
+    [oldest] = re.findall(r'"torch>=([\d.]+)"', read["pyproject.toml"])
+    assert f"torch {oldest} or" in read["README.md"]
+    [tried] = re.findall(r"\|\| VERSIONS=\(([\d. ]+)\)", read["scripts/test_torch_versions.sh"])
+    assert tried.split()[0].rpartition(".")[0] == oldest
+    assert f"(default: {tried}," in read["scripts/test_torch_versions.sh"]
+    for version in tried.split():
+        assert re.search(rf"\| torch {re.escape(version)} \|.*by hand", read["docs/index.md"])
+    named = re.findall(r"torch (\d+)\.(\d+)", read["docs/index.md"])
+    first = tuple(map(int, oldest.split(".")))
+    assert [(int(a), int(b)) for a, b in named if (int(a), int(b)) < first] == []
+
+
+def test_what_is_not_proved_has_a_command() -> None:
+    """Each row names commands whose scripts, modules, tests and options exist."""
+    text = (ROOT / "docs" / "not_proved.md").read_text(encoding="utf-8")
+    options = (ROOT / "tests" / "packaging" / "abilities.txt").read_text(encoding="utf-8")
+    rows = [line.split(" | ")[-1] for line in text.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for row in rows:
+        commands = re.findall(r"`([^`]+)`", row)
+        assert commands, row
+        for command in commands:
+            paths = re.findall(r"[\w/]+/[\w/]+\.(?:py|sh)", command)
+            modules = re.findall(r"-m ([\w.]+)", command)
+            studies = re.findall(r"bench ([\w-]+)", command)
+            own = re.findall(r"(--(?:moe|weights|pipeline-schedule)[\w-]*)", command)
+            assert paths or modules or command.startswith("moe-plugin"), command
+            for path in [*paths, *(f"{name.replace('.', '/')}.py" for name in modules
+                                   if name != "pytest")]:
+                assert (ROOT / path).is_file(), command
+            for flag in own:
+                assert f"megatron: {flag}\n" in options or flag in NATIVE, command
+            assert all(f"command: bench {study}\n" in options for study in studies), command
 
 
 def test_what_the_page_of_places_names_is_there() -> None:
