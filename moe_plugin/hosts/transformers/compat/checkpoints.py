@@ -210,16 +210,16 @@ def _fill(model: Any, checkpoint: str) -> None:
             checkpoint, dtype=model.dtype, output_loading_info=True,
             distributed_config=getattr(model.config, "distributed_config", None))
         own, new = model.state_dict(), read.state_dict()
-        absent = sorted({*report["missing_keys"], *own.keys() ^ new.keys()})
-        wrong = [name for name in own if name in new and own[name].shape != new[name].shape]
-        if absent or wrong:
-            first = wrong[0] if wrong else absent[0]
-            sizes = [tuple(state[first].shape) if first in state and first not in absent else "no"
-                     for state in (new, own)]
-            raise ValueError(f"{checkpoint} does not fit {type(model).__name__}: {first} has the "
-                             f"shape {sizes[0]} in the checkpoint and must have {sizes[1]}; resume "
-                             "with the model that the run was started with, or choose another "
-                             "output_dir for a new run")
+        saved = {name: tuple(value.shape) for name, value in new.items()
+                 if name not in report["missing_keys"]}
+        wanted = {name: tuple(value.shape) for name, value in own.items()}
+        if saved != wanted:
+            first = min(name for name in {*saved, *wanted} if saved.get(name) != wanted.get(name))
+            raise ValueError(
+                f"{checkpoint} does not fit {type(model).__name__}: {first} has the shape "
+                f"{saved.get(first)} in the checkpoint and must have {wanted.get(first)}; resume "
+                "with the model that the run was started with, or choose another output_dir for a "
+                "new run")
     for name, value in own.items():
         value.copy_(new[name])
 
