@@ -42,6 +42,7 @@ def main(words: list[str] | None = None) -> float:
     last = get_last_checkpoint(options.folder)
     with args.main_process_first():
         if last is None and args.process_index == 0:
+            torch.manual_seed(0)
             MixtralForCausalLM(MixtralConfig(
                 vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                 num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,

@@ -110,8 +110,7 @@ def test_another_formula_is_refused() -> None:
 
     logits = torch.tensor([[2.0, 0.0], [1.0, 0.0]])
     trainer = SimpleNamespace(
-        model=Odd(), accelerator=SimpleNamespace(unwrap_model=lambda model: model),
-        label_smoother=None, compute_loss_func=None,
+        model=Odd(), label_smoother=None, compute_loss_func=None,
         args=SimpleNamespace(world_size=1, n_gpu=1, gradient_accumulation_steps=1))
 
     def original(*args: Any) -> Any:

@@ -1,7 +1,7 @@
 """Changed weights in the number format of a quantized Hugging Face folder.
 
 Weights that change are dequantized, changed in float32 and quantized again. All other tensors keep
-their bits, and so do the codes and scales of a block in which nothing changes.
+their bits, and so do matrices of a stack to which nothing is added.
 
 * Float8 codes (`quantization.py`): the scale of a block is its largest magnitude divided by 448, as
   in DeepSeek-V3's `act_quant` and in `FineGrainedFP8Config`. If scales are powers of two, the next
@@ -32,6 +32,7 @@ from moe_plugin.checkpoint.source import (
     Derived,
     DerivedSource,
     Source,
+    TensorEntry,
     Window,
     full_window,
     is_code,
@@ -46,8 +47,6 @@ from moe_plugin.kernels.block_formats import (
 # receives which experts are needed, and returns what to add to their weights [L, O, I], in float32;
 # for a weight of a single matrix, L is 1
 Change = Callable[[slice], Tensor]
-# receives which experts are needed, and returns values [L, ...]
-_Compute = Callable[[slice], Tensor]
 
 
 def changed(source: Source, changes: Mapping[str, Change]) -> Source:
@@ -76,92 +75,71 @@ def changed(source: Source, changes: Mapping[str, Change]) -> Source:
 def _written(source: Source, wide: Source, name: str, change: Change,
              quantization: Mapping[str, Any]) -> list[Derived]:
     """Return the tensors of a folder that represent a changed weight."""
-    key = MODEL, name
-    whole = wide.tensor(key)
-    if key not in source.entries:
-        return _packed(whole, change, *(source.tensor((MODEL, f"{name}_{part}"))
-                                        for part in ("blocks", "scales")))
-    old = source.tensor(key)
-    if is_code(old.entry.dtype):
-        scale = next(each for each in scale_names(name) if (MODEL, each) in source.entries)
-        return _float8(whole, change, old, source.tensor((MODEL, scale)), quantization)
-    return [_part(old, whole, lambda experts: (
-        _read(whole, whole, experts).float() + change(experts)).to(old.entry.dtype))]
-
-
-def _packed(whole: Derived, change: Change, codes: Derived, scales: Derived) -> list[Derived]:
-    def write(part: int, experts: slice) -> Tensor:
-        added = change(experts)
-        made = quantize_mxfp4(_read(whole, whole, experts).mT + added)[part]
-        alters = added.unflatten(-1, (-1, 32)).any(-1)
-        old = _read((codes, scales)[part], whole, experts)
-        return torch.where(alters[..., None] if part == 0 else alters, made, old)
-
-    return [_part(each, whole, functools.partial(write, part))
-            for part, each in enumerate((codes, scales))]
-
-
-def _float8(whole: Derived, change: Change, codes: Derived, scales: Derived,
-            quantization: Mapping[str, Any]) -> list[Derived]:
+    whole = wide.tensor((MODEL, name))
+    if whole.key not in source.entries:
+        olds = [source.tensor((MODEL, f"{name}_{part}")) for part in ("blocks", "scales")]
+        experts, inner, outer = whole.entry.shape
+        turned = Derived(whole.key, TensorEntry((experts, outer, inner), torch.float32),
+                         lambda window: whole.read((window[0], window[2], window[1])).mT)
+        return [_part(old, turned, change, quantize_mxfp4, part) for part, old in enumerate(olds)]
+    codes = source.tensor(whole.key)
+    if not is_code(codes.entry.dtype):
+        return [_part(codes, whole, change, lambda sums: (sums.to(codes.entry.dtype),))]
     if codes.entry.dtype != torch.float8_e4m3fn:
-        raise CheckpointError(f"tensor {codes.key[1]!r} is {codes.entry.dtype}, but adapters can "
-                              "be merged only into float8_e4m3fn; merge them into the model as it "
-                              "was before quantization")
-    rows, columns = whole.entry.shape[-2:]
-    block = block_of(codes, scales, quantization) or (rows, columns)
-
-    def write(part: int, experts: slice) -> Tensor:
-        added = change(experts)
-        grid = _grid(_read(whole, whole, experts) + added, block)
-        scale, factor = _scales(grid.abs().amax((-2, -1)), scales.entry.dtype)
-        alters = _grid(added, block).any(-1).any(-1)
-        if part == 1:
-            old = _read(scales, whole, experts).reshape(scale.shape)
-            return torch.where(alters, _bits(scale), _bits(old)).view(old.dtype)
-        made = (grid / factor[..., None, None]).clamp(-E4M3_LARGEST, E4M3_LARGEST)
-        made = made.transpose(-3, -2).flatten(-4, -3).flatten(-2)[..., :rows, :columns]
-        alters = alters.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
-        old = _read(codes, whole, experts)
-        return torch.where(alters[..., :rows, :columns], _bits(made.to(old.dtype)),
-                           _bits(old)).view(old.dtype)
-
-    return [_part(each, whole, functools.partial(write, part))
-            for part, each in enumerate((codes, scales))]
+        raise CheckpointError(f"tensor {name!r} is {codes.entry.dtype}, but adapters can be merged "
+                              "only into float8_e4m3fn; merge them into the model as it was before "
+                              "quantization")
+    scales = next(source.tensor((MODEL, each)) for each in scale_names(name)
+                  if (MODEL, each) in source.entries)
+    block = block_of(codes, scales, quantization) or whole.entry.shape[-2:]
+    write = functools.partial(_float8, block=block, dtype=scales.entry.dtype)
+    return [_part(old, whole, change, write, part) for part, old in enumerate((codes, scales))]
 
 
-def _scales(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the scales of blocks in the data type of the folder, and in float32."""
+def _float8(sums_LOI: Tensor, block: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return float8 codes [L, O, I] and the scales of blocks in the data type `dtype`."""
+    rows, columns = sums_LOI.shape[-2:]
+    padded = F.pad(sums_LOI, (0, -columns % block[1], 0, -rows % block[0]))
+    grid = padded.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0])).transpose(-3, -2)
+    largest = grid.abs().amax((-2, -1))
     if dtype in (torch.uint8, torch.float8_e8m0fnu):
-        bits = least_power(largest, E4M3_LARGEST)
-        return bits.view(dtype), power(bits)
-    scale = torch.where(largest > 0, largest / E4M3_LARGEST, 1.0).to(dtype)
-    return scale, scale.float()
+        scales = least_power(largest, E4M3_LARGEST)
+        factors, scales = power(scales), scales.view(dtype)
+    else:
+        scales = torch.where(largest > 0, largest / E4M3_LARGEST, 1.0).to(dtype)
+        factors = scales.float()
+    codes = (grid / factors[..., None, None]).clamp(-E4M3_LARGEST, E4M3_LARGEST)
+    codes = codes.transpose(-3, -2).flatten(-4, -3).flatten(-2)[..., :rows, :columns]
+    return codes.to(torch.float8_e4m3fn), scales
 
 
-def _grid(values: Tensor, block: tuple[int, ...]) -> Tensor:
-    """Divide matrices [L, R, C] into blocks [L, G, H, rows, columns], padded with zeros."""
-    rows, columns = values.shape[-2:]
-    padded = F.pad(values, (0, -columns % block[1], 0, -rows % block[0]))
-    return padded.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0])).transpose(-3, -2)
+def _part(old: Derived, whole: Derived, change: Change,
+          write: Callable[[Tensor], tuple[Tensor, ...]], part: int = 0) -> Derived:
+    """Return a tensor of a folder with new values.
 
+    Args:
+        old: the tensor in the folder: a weight, its codes or its scales.
+        whole: the dequantized weight, [O, I] or [E, O, I].
+        change: see `Change`.
+        write: function that computes the tensors of the folder from the sum [L, O, I].
+        part: index of the tensor in the result of `write`.
+    """
+    stacked = len(whole.entry.shape) == 3
 
-def _bits(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.uint8) if is_code(values.dtype) else values
+    def of(tensor: Derived, experts: slice) -> Tensor:
+        shape = tensor.entry.shape
+        return tensor.read((experts, *full_window(shape[1:]))) if stacked else tensor.read(
+            full_window(shape))[None]
 
-
-def _read(part: Derived, whole: Derived, experts: slice) -> Tensor:
-    """Return a tensor's values [L, ...] for the experts. See `Change`."""
-    shape = part.entry.shape
-    if len(whole.entry.shape) < 3:
-        return part.read(full_window(shape))[None]
-    return part.read((experts, *full_window(shape[1:])))
-
-
-def _part(old: Derived, whole: Derived, compute: _Compute) -> Derived:
-    """Return a tensor of a folder with new values."""
     def read(window: Window) -> Tensor:
-        if len(whole.entry.shape) < 3:
-            return compute(slice(0, 1)).reshape(old.entry.shape)[window]
-        return compute(window[0])[(slice(None), *window[1:])]
+        experts = window[0] if stacked else slice(0, 1)
+        added, kept = change(experts), of(old, experts)
+        new = write(of(whole, experts).float() + added)[part]
+        bits = [each.reshape(kept.shape).contiguous() for each in (new, kept)]
+        if is_code(kept.dtype):
+            bits = [each.view(torch.uint8) for each in bits]
+        alters = added.flatten(1).any(1).reshape(-1, *[1] * (kept.dim() - 1))
+        result = torch.where(alters, bits[0], bits[1]).view(kept.dtype)
+        return result[(slice(None), *window[1:])] if stacked else result[0][window]
 
     return Derived(old.key, old.entry, read)

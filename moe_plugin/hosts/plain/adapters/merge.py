@@ -92,14 +92,15 @@ def _change(source: Source, config: dict[str, Any], module: str, a: Tensor,
     weight, target, experts = f"{module}.weight", module, 1
     fits: tuple[int, ...] = ()
     if module.endswith((".experts", ".experts.base_layer")):
+        place = module.removesuffix(".base_layer")
         wrapped = [stack for stack in _STACKS if any(
-            each.endswith(f"experts.{stack}") for each in config.get("target_parameters") or ())]
+            f"{place}.{stack}".endswith(each) for each in config.get("target_parameters") or ())]
         depth = module.count(".base_layer")
         if depth >= len(wrapped):
             raise ValueError(f"{module!r} has an adapter, but target_parameters="
                              f"{short(config.get('target_parameters'))} names no such stack. Use "
                              "the adapter_config.json that belongs to the file")
-        weight = target = f"{module.removesuffix('.base_layer')}.{wrapped[-1 - depth]}"
+        weight = target = f"{place}.{wrapped[-1 - depth]}"
         blocks = source.entries.get((MODEL, f"{weight}_blocks"))
         if blocks is None:
             raise ValueError(f"{module!r} adapts a stack of experts, but the files have no "

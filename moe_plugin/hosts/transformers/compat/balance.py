@@ -1,4 +1,4 @@
-"""The auxiliary loss of `Trainer`: its size with several ranks and with gradient accumulation.
+"""The auxiliary loss of `Trainer`: its weight with several ranks and with gradient accumulation.
 
 A model with `output_router_logits=True` adds `router_aux_loss_coef * aux_loss` to its loss.
 `Trainer` divides the loss of the tokens by the number of tokens on all ranks and in all
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_plugin.comm.host_collectives import named
 
@@ -36,28 +36,20 @@ def compute_loss(original: Callable[..., Any], self: Any, model: Any, inputs: di
         ValueError: If the model's auxiliary loss is not the balance loss of Switch Transformer over
             all layers, as in Mixtral.
     """
-    plain = self.accelerator.unwrap_model(self.model)
-    holders = _holders(plain)
-    if not holders or not plain.config.get_text_config().output_router_logits or (
-            self.label_smoother is not None or self.compute_loss_func is not None
-            or "labels" not in inputs):
+    settings = self.model.config.get_text_config()
+    holders = [each for each in (*self.model.modules(), settings) if getattr(each, _WEIGHT, None)]
+    if not holders or not settings.output_router_logits or "labels" not in inputs or (
+            self.label_smoother is not None or self.compute_loss_func is not None):
         return original(self, model, inputs, return_outputs, num_items_in_batch)
-    weight, mask = getattr(holders[0], _WEIGHT), inputs.get("attention_mask")
-    with _without(holders):
+    weight = getattr(holders[0], _WEIGHT)
+    with _without(holders):  # whatever `Trainer` multiplies, it does not multiply this loss
         loss, outputs = original(self, model, inputs, True, num_items_in_batch)
-    logits = outputs["router_logits"]
-    top_k = _top_k(plain)
-    load_E, probs_E, rows = _sums(logits, top_k, mask)
-    ranks = self.args.world_size
+    top_k = getattr(self.model, "num_experts_per_tok", None) or settings.num_experts_per_tok
+    load_E, probs_E, rows = _sums(outputs["router_logits"], top_k, inputs.get("attention_mask"))
     if not getattr(self, "_moe_plugin_told", False):
-        if self.args.n_gpu <= 1:
-            _check(plain, _product(load_E, probs_E, rows), outputs["aux_loss"])
-        if ranks * self.args.gradient_accumulation_steps > 1:
-            logger.info("the auxiliary loss is that of the tokens of all %d ranks, and a mean over "
-                        "micro-batches; Trainer alone would multiply it by %d ranks x %d "
-                        "micro-batches (transformers issue 48690)", ranks, ranks,
-                        self.args.gradient_accumulation_steps)
         self._moe_plugin_told = True
+        _tell(self, _product(load_E, probs_E, rows), outputs["aux_loss"])
+    ranks = self.args.world_size
     if ranks > 1:
         totals = torch.cat([load_E, rows[None]])
         with named("all_reduce of the loads for the auxiliary loss"):
@@ -65,23 +57,18 @@ def compute_loss(original: Callable[..., Any], self: Any, model: Any, inputs: di
         load_E, rows = totals[:-1], totals[-1]
     # The shares of all ranks add up to the loss. Ranks then average their gradients.
     share = ranks * _product(load_E, probs_E, rows)
-    if plain.training and _is_divided(self, num_items_in_batch):
+    scaled = self.loss_is_scaled_for_ga
+    if scaled is None:
+        scaled = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+    if self.model.training and scaled:  # `Trainer` does not divide by the number of micro-batches
         share = share / self.current_gradient_accumulation_steps
     loss = loss + weight * share.to(loss.device)
     return (loss, outputs) if return_outputs else loss
 
 
-def _holders(model: nn.Module) -> list[Any]:
-    """Return the modules and settings from which a model reads the weight of its loss."""
-    found = [*model.modules(), getattr(model, "config", None)]
-    if found[-1] is not None:
-        found.append(found[-1].get_text_config())
-    return [each for each in found if getattr(each, _WEIGHT, None)]
-
-
 @contextlib.contextmanager
 def _without(holders: list[Any]) -> Iterator[None]:
-    """Let the model add nothing to its loss inside the block, whatever `Trainer` would multiply."""
+    """Set the weight of the auxiliary loss to 0 inside the block."""
     weights = [getattr(each, _WEIGHT) for each in holders]
     try:
         for each in holders:
@@ -90,12 +77,6 @@ def _without(holders: list[Any]) -> Iterator[None]:
     finally:
         for each, weight in zip(holders, weights, strict=True):
             setattr(each, _WEIGHT, weight)
-
-
-def _top_k(model: Any) -> int:
-    config = model.config.get_text_config()
-    top_k: int = getattr(model, "num_experts_per_tok", None) or config.num_experts_per_tok
-    return top_k
 
 
 def _sums(logits: tuple[Tensor, ...], top_k: int, mask: Tensor | None
@@ -123,18 +104,17 @@ def _product(load_E: Tensor, probs_E: Tensor, rows: Tensor) -> Tensor:
     return len(load_E) * torch.dot(load_E / rows, probs_E / rows)
 
 
-def _check(model: nn.Module, ours: Tensor, theirs: Tensor) -> None:
-    if not torch.allclose(ours, theirs.float().to(ours.device), rtol=1e-2, equal_nan=True):
+def _tell(trainer: Any, ours: Tensor, theirs: Tensor) -> None:
+    """Log what is corrected. Raise a `ValueError` if the model has another auxiliary loss."""
+    args, model = trainer.args, type(trainer.model).__name__
+    if args.n_gpu <= 1 and not torch.allclose(ours, theirs.float().to(ours.device), rtol=1e-2,
+                                              equal_nan=True):
         raise ValueError(
-            f"the auxiliary loss of {type(model).__name__} is {float(theirs):.6g}, but must be the "
-            f"balance loss of Switch Transformer over all layers, which is {float(ours):.6g}. "
-            "Trainer would multiply it by the number of ranks and micro-batches. Set "
-            "output_router_logits=False, and add your own loss in compute_loss_func")
-
-
-def _is_divided(trainer: Any, num_items_in_batch: Any) -> bool:
-    """Return True if `Trainer` will not divide the loss by the number of micro-batches."""
-    known = getattr(trainer, "loss_is_scaled_for_ga", None)
-    if known is not None:
-        return bool(known)
-    return bool(trainer.model_accepts_loss_kwargs) and num_items_in_batch is not None
+            f"the auxiliary loss of {model} is {float(theirs):.6g}, but must be the balance loss "
+            f"of Switch Transformer over all layers, which is {float(ours):.6g}. Trainer would "
+            "multiply it by the number of ranks and micro-batches. Set output_router_logits=False, "
+            "and add your own loss in compute_loss_func")
+    if args.world_size * args.gradient_accumulation_steps > 1:
+        logger.info("the auxiliary loss is that of the tokens of all ranks, and a mean over "
+                    "micro-batches; Trainer alone would multiply it by %d ranks x %d micro-batches "
+                    "(transformers issue 48690)", args.world_size, args.gradient_accumulation_steps)

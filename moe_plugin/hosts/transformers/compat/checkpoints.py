@@ -35,6 +35,7 @@ from moe_plugin.utils.regular_files import move_into_place, write_remedy
 
 Method = Callable[..., Any]
 _OPTIMIZER, _SCHEDULER, _STATE = "optimizer", "scheduler.pt", "trainer_state.json"
+_FAILURES = (OSError, RuntimeError, CheckpointException)
 _UNFINISHED = "unfinished"  # folder in `output_dir` to which a checkpoint is written at first
 
 
@@ -56,8 +57,8 @@ def save_checkpoint(original: Method, self: Any, model: Any, trial: Any) -> None
     failure: BaseException | None = None
     try:
         original(self, model, trial)
-    except (OSError, RuntimeError, CheckpointException) as error:
-        if not _over_ranks(self):
+    except _FAILURES as error:
+        if not self.is_distributed_loading_by_transformers:
             raise
         failure = error  # on this rank only; the other ranks wait below
     finally:
@@ -84,24 +85,19 @@ def _publish(trainer: Any, scratch: Path, target: Path) -> None:
                            state.best_model_checkpoint, use_mtime=True)
 
 
-def _together(what: str) -> Any:
-    return refused_together(what) if dist.is_initialized() else nullcontext()
-
-
-def _over_ranks(trainer: Any) -> bool:
-    over_ranks: bool = trainer.model.is_distributed_loading_by_transformers
-    return over_ranks
-
-
 @contextmanager
 def _written(folder: Path) -> Iterator[None]:
     """Wait until all ranks have run the block. Raise a `ValueError` on all ranks if one fails."""
     with _together(f"the checkpoint {folder}"):
         try:
             yield
-        except (OSError, RuntimeError, CheckpointException) as error:
+        except _FAILURES as error:
             raise ValueError(f"the checkpoint {folder} cannot be written ({short(error)}); "
                              f"{write_remedy(error, folder.parent)}") from error
+
+
+def _together(what: str) -> Any:
+    return refused_together(what) if dist.is_initialized() else nullcontext()
 
 
 def save_weights(original: Method, self: Any, output_dir: str | None = None,
@@ -111,7 +107,7 @@ def save_weights(original: Method, self: Any, output_dir: str | None = None,
     The weights are gathered before the first rank writes. If this rank fails, the other ranks do
     not wait for it in a collective of `save_pretrained`.
     """
-    if not _over_ranks(self):
+    if not self.is_distributed_loading_by_transformers:
         return original(self, output_dir, state_dict)
     model, writes = self.model, self.args.should_save
     whole = model.gather_sharded_state_dict_for_save(
@@ -128,9 +124,9 @@ def save_weights(original: Method, self: Any, output_dir: str | None = None,
 
 def save_optimizer(original: Method, self: Any, output_dir: str) -> None:
     """`Trainer._save_optimizer_and_scheduler`, with the optimizer states of all ranks."""
-    if not _over_ranks(self):
+    if not self.is_distributed_loading_by_transformers:
         return original(self, output_dir)
-    save_optimizer_distributed(self.model, _plain(self.optimizer),
+    save_optimizer_distributed(self.model, self.optimizer.optimizer,
                                os.path.join(output_dir, _OPTIMIZER))
     if self.args.should_save:
         torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
@@ -143,27 +139,27 @@ def load_optimizer(original: Method, self: Any, checkpoint: str | None) -> None:
         ValueError: On all ranks, if the checkpoint contains no optimizer state, or the state of
             another optimizer.
     """
-    if checkpoint is None or not _over_ranks(self) and not os.path.isdir(
+    if checkpoint is None or not self.is_distributed_loading_by_transformers and not os.path.isdir(
             os.path.join(checkpoint, _OPTIMIZER)):
         return original(self, checkpoint)
-    folder = os.path.join(checkpoint, _OPTIMIZER)
     remedy = ("resume from another checkpoint, or start a new run from its weights with "
               "from_pretrained and without resume_from_checkpoint")
+    missing = [name for name in (_OPTIMIZER, _SCHEDULER)
+               if not os.path.exists(os.path.join(checkpoint, name))]
+    optimizer = self.optimizer.optimizer
     with _together("the checkpoint's optimizer"):
-        missing = [name for name in (_OPTIMIZER, _SCHEDULER)
-                   if not os.path.exists(os.path.join(checkpoint, name))]
         if missing:
-            raise ValueError(f"{checkpoint} contains no {' and no '.join(missing)}, but a run "
-                             "over several ranks resumes only with both. save_only_model=True does "
-                             f"not write them, and one rank writes optimizer.pt; {remedy}")
+            raise ValueError(f"{checkpoint} contains no {' and no '.join(missing)}, but a run over "
+                             "several ranks resumes only with both. save_only_model=True does not "
+                             f"write them, and one rank writes optimizer.pt; {remedy}")
     with _together("the checkpoint's optimizer"):
         try:
-            load_optimizer_distributed(self.model, _plain(self.optimizer), folder)
-        except (CheckpointException, RuntimeError, KeyError, ValueError) as error:
+            load_optimizer_distributed(self.model, optimizer, f"{checkpoint}/{_OPTIMIZER}")
+        except (*_FAILURES, KeyError, ValueError) as error:
             raise ValueError(
-                f"the optimizer state in {folder} does not fit the optimizer "
-                f"{type(_plain(self.optimizer)).__name__} and the model ({short(error, 300)}). Use "
-                f"the optimizer and the model of the run that wrote it, or {remedy}") from error
+                f"the optimizer state in {checkpoint} does not fit the optimizer "
+                f"{type(optimizer).__name__} and the model ({short(error, 300)}). Use those of the "
+                f"run that wrote it, or {remedy}") from error
     state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
     self.lr_scheduler.load_state_dict(_regrouped(state, self.optimizer.param_groups))
 
@@ -177,11 +173,6 @@ def _regrouped(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str,
     return {name: value if not isinstance(value, list) or len(value) != saved
             else [group[rates[name]] for group in groups] if name in rates
             else value[:1] * len(groups) for name, value in state.items()}
-
-
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
-    plain: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return plain
 
 
 def load_model(original: Method, self: Any, checkpoint: str, model: Any = None) -> None:
@@ -216,10 +207,10 @@ def _fill(model: Any, checkpoint: str) -> None:
         if saved != wanted:
             first = min(name for name in {*saved, *wanted} if saved.get(name) != wanted.get(name))
             raise ValueError(
-                f"{checkpoint} does not fit {type(model).__name__}: {first} has the shape "
-                f"{saved.get(first)} in the checkpoint and must have {wanted.get(first)}; resume "
-                "with the model that the run was started with, or choose another output_dir for a "
-                "new run")
+                f"{checkpoint} does not fit {type(model).__name__.removeprefix('FSDP')}: {first} "
+                f"has the shape {saved.get(first)} in the checkpoint and must have "
+                f"{wanted.get(first)}; resume with the model that the run was started with, or "
+                "choose another output_dir for a new run")
     for name, value in own.items():
         value.copy_(new[name])
 
