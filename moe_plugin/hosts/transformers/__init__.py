@@ -8,16 +8,16 @@ To distribute the experts over ranks, pass `distributed_config=DistributedConfig
 ep_implementation="moe_plugin")`. No module of the model is replaced. Parameters, files, adapters
 and generation work in the same way as without this package. `Trainer` also saves and resumes if
 experts are distributed, and weights the model's auxiliary loss correctly on several ranks. See
-`trainer`.
+`compat.trainer`.
 """
 
-from transformers.utils import is_accelerate_available
+import transformers
 
 from moe_plugin.hosts.transformers.register import NAME, check, use
 
 use({}, NAME)
-if is_accelerate_available():  # without it, `transformers` has no `Trainer`
-    from moe_plugin.hosts.transformers.trainer import extend_trainer
+if transformers.utils.is_accelerate_available():  # without it, `transformers` has no `Trainer`
+    from moe_plugin.hosts.transformers.compat.trainer import extend_trainer
 
     extend_trainer()
 

@@ -68,7 +68,7 @@ def test_accelerate_starts_it(tmp_path: Path) -> None:
                               str(tmp_path / name), "--steps", "10"], check=True, timeout=300,
                              capture_output=True, text=True).stdout
         losses[name] = float(out.rsplit("loss ", 1)[1])
-    assert losses["accelerate"] == losses["torchrun"] and losses["one rank"] < 3.6
+    assert losses["accelerate"] == losses["torchrun"] and losses["one rank"] < 4.0
 
 
 def test_a_second_trainer_of_one_folder_is_refused(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 Importing `moe_plugin.hosts.transformers` replaces them, so that `Trainer` and its subclasses, such
 as those of TRL, save and resume under expert parallelism and weight the auxiliary loss correctly.
-See `compat.checkpoints` and `compat.balance`. The original methods are called for all other models
-and, to save and load, with DeepSpeed and the FSDP of accelerate.
+See `checkpoints` and `balance`. The original methods are called for all other models, for models in
+`peft`, and with DeepSpeed and the FSDP of accelerate.
 """
 
 from __future__ import annotations
