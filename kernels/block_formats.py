@@ -105,7 +105,7 @@ def quantize_powers(x: Tensor, block: int, codes: torch.dtype = torch.float8_e4m
     blocks, finite, largest = _blocks(x, block)
     if square:
         largest = _of_squares(largest, block)
-    scales = _least_power(largest, torch.finfo(codes).max)
+    scales = least_power(largest, torch.finfo(codes).max)
     scaled = torch.where(finite, blocks / power(scales)[..., None], torch.nan)
     return Blocks(scaled.to(codes).flatten(-2), scales, None, x.shape[-1], block)
 
@@ -113,6 +113,22 @@ def quantize_powers(x: Tensor, block: int, codes: torch.dtype = torch.float8_e4m
 def quantize_mxfp8(x: Tensor) -> Blocks:
     """Round x [..., N] to MXFP8; see `quantize_powers`."""
     return quantize_powers(x, 32)
+
+
+def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a tensor x [..., N] to MXFP4: e2m1 codes, of which 32 share a power of two.
+
+    The scale of a block is the smallest power of two for which no value saturates. The rule in the
+    specification would reduce the largest value of some blocks by up to a quarter.
+
+    Args:
+        x: finite values [..., N]. N must be divisible by 32.
+    Returns: codes, uint8 [..., N / 32, 16] with the first code of a byte in the low bits, and
+        scales, uint8 [..., N / 32] with the bit patterns of e8m0.
+    """
+    blocks, _, largest = _blocks(x, 32)
+    scales = least_power(largest, E2M1_LARGEST)
+    return _to_e2m1(blocks / power(scales)[..., None]), scales
 
 
 def quantize_nvfp4(x: Tensor) -> Blocks:
@@ -128,7 +144,7 @@ def quantize_nvfp4(x: Tensor) -> Blocks:
     """
     blocks, finite, largest = _blocks(x, 16)
     most = largest.amax((-2, -1)) if largest.numel() else largest.new_zeros(largest.shape[:-2])
-    tensor = power(_least_power(most, E4M3_LARGEST * E2M1_LARGEST))
+    tensor = power(least_power(most, E4M3_LARGEST * E2M1_LARGEST))
     largest = largest / tensor[..., None, None]
     # e2m1 has no NaN, so the scale of the block becomes NaN.
     scales = torch.where(finite.all(-1), largest / E2M1_LARGEST, torch.nan).to(torch.float8_e4m3fn)
@@ -189,7 +205,7 @@ def _blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, finite, torch.where(finite, x.abs(), 0).amax(-1)
 
 
-def _least_power(largest: Tensor, top: float) -> Tensor:
+def least_power(largest: Tensor, top: float) -> Tensor:
     """Return the smallest power of two with `largest <= top * power`, as e8m0 bits (uint8).
 
     The exponents are limited to the range from -126 to 127.

@@ -234,7 +234,8 @@ def upcycle(args: argparse.Namespace) -> int:
 
 
 _THEIR_FAULTS = """\
-Faults of transformers that affect a Trainer (docs/transformers.md#trainer):
+Faults of transformers that affect a Trainer. Both are corrected for models whose experts
+moe-plugin computes by name (docs/transformers.md#trainer). For other models:
   resuming does not restore experts that are selected by name (transformers issue 48805): start
   from from_pretrained(checkpoint), or use swap_moe_blocks, whose blocks are restored
   the auxiliary loss is multiplied by the ranks and accumulation steps (transformers issue 48690):

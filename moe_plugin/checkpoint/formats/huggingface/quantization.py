@@ -168,7 +168,7 @@ def _plain(source: Source, quantization: Mapping[str, Any],
            dtype: torch.dtype) -> Iterator[Derived]:
     names = {name: entry for (field, name), entry in source.entries.items() if field == MODEL}
     scales = {of: name for of, entry in names.items() if is_code(entry.dtype)
-              for name in _scale_names(of) if name in names}
+              for name in scale_names(of) if name in names}
     unread = {*scales.values(),
               *(name for of in scales for name in _names_in_module(of, _ACTIVATIONS))}
     for key, entry in source.entries.items():
@@ -186,7 +186,7 @@ def _plain(source: Source, quantization: Mapping[str, Any],
                 yield source.tensor(key)
 
 
-def _scale_names(name: str) -> list[str]:
+def scale_names(name: str) -> list[str]:
     # the name of a tensor of all experts does not end in `weight`
     return _names_in_module(name, _SCALES) if name.endswith(".weight") else [f"{name}_scale_inv"]
 
@@ -205,7 +205,7 @@ def _is_scale(name: str, weights: Mapping[str, str]) -> bool:
 def _product(codes: Derived, scales: Derived, quantization: Mapping[str, Any],
              dtype: torch.dtype) -> Derived:
     """Multiply codes by their scales. Only the window of the tensor that is read is computed."""
-    block, wide = _block(codes, scales, quantization), torch.promote_types(dtype, torch.float32)
+    block, wide = block_of(codes, scales, quantization), torch.promote_types(dtype, torch.float32)
 
     def read(window: Window) -> Tensor:
         assert block is not None
@@ -222,7 +222,7 @@ def _product(codes: Derived, scales: Derived, quantization: Mapping[str, Any],
     return Derived(codes.key, TensorEntry(codes.entry.shape, dtype), read if block else read_single)
 
 
-def _block(codes: Derived, scales: Derived,
+def block_of(codes: Derived, scales: Derived,
            quantization: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return how many rows and columns share a scale, or None for a single scale."""
     shape, grid = codes.entry.shape, scales.entry.shape

@@ -23,6 +23,7 @@ from moe_plugin.checkpoint.layers import full_state
 from moe_plugin.comm import default_comm
 from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.experts.lora import PLACES, ExpertRanks
+from moe_plugin.hosts.plain.adapters import serving
 from moe_plugin.hosts.plain.huggingface import SwappedBlock, swapped_blocks
 from moe_plugin.hosts.plain.kept_router import kept_experts
 from moe_plugin.layer import MoELayer, named_layers_in
@@ -31,6 +32,7 @@ from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import half_of, make_folder, write_remedy
 
 TENSORS = "adapter_model.safetensors"
+FORMATS = ("peft", "vllm", "sglang")
 START = "base_model.model."  # prefix of all names in a file and in a peft model
 
 
@@ -118,28 +120,31 @@ def adapted_layers(model: nn.Module) -> dict[str, MoELayer]:
     return layers
 
 
-def save_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Write the adapters that were added by `add_lora` to a file in `peft`'s format. This is a
-    collective operation, so all ranks must call this function. Only the first rank writes the file.
+def save_adapter(model: nn.Module, folder: str | Path, format: str = "peft") -> None:
+    """Write the adapters that were added by `add_lora` to a file. This is a collective operation,
+    so all ranks must call this function. Only the first rank writes the file.
 
-    To load the file into a model that has not been changed by `swap_moe_blocks`, call
-    `PeftModel.from_pretrained(model, folder)`. If the model is wrapped by `peft`, the file also
-    contains the adapters that `peft` itself has added. In the file, all experts of a layer have the
-    same rank and the same scaling factor. Factors with a lower rank are therefore padded with
-    zeros, and differences in the scaling factor are multiplied into `b`.
+    To load a file in `peft`'s format into a model that has not been changed by `swap_moe_blocks`,
+    call `PeftModel.from_pretrained(model, folder)`. If the model is wrapped by `peft`, the file
+    also contains the adapters that `peft` itself has added. In the file, all experts of a layer
+    have the same rank and the same scaling factor. Factors with a lower rank are therefore padded
+    with zeros, and differences in the scaling factor are multiplied into `b`.
 
     Args:
         model: model with blocks inserted by `swap_moe_blocks`, or a `peft` model around it.
         folder: path of the folder in which the file is written.
+        format: "peft", or the layout that a server reads: "vllm" with separate tensors for each
+            expert, or "sglang" with stacks of all experts. See `adapters.serving`.
     Raises:
         ValueError: If the model has no adapters, if an adapter belongs to a layer outside the
             blocks that `swap_moe_blocks` inserted, if an adapter uses DoRA (which `peft` does not
-            support for stacks of experts), or if the folder is not writable.
+            support for stacks of experts), if a server cannot read the adapters of this model
+            family, or if the folder is not writable.
     """
     import peft
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
+    if format not in FORMATS:
+        raise ValueError(f"format={short(format)} must be {', '.join(FORMATS)}")
     layers, config = adapted_layers(model), _config(model)
     blocks = {f"{name}.moe": (theirs, stacks) for name, theirs, stacks in blocks_with_stacks(model)}
     stored: list[Any] = [layer.experts for layer in layers.values()]
@@ -154,11 +159,25 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
                          "merge_lora(model) and save_pretrained")
     wrapped = hasattr(model, "peft_config")
     state = {} if not wrapped else dict(peft.get_peft_model_state_dict(model))
-    if not wrapped:
-        config.r = max(r for lora in ours for each in lora.ranks.values() for r in each)
-        config.lora_alpha = max(ours[0].alphas.values())
-        config.use_rslora = ours[0].rooted
     _refuse_inside(state, [theirs for theirs, _ in blocks.values()])
+    if format != "peft":
+        state = serving.tensors(model, layers, {name: blocks[name][0] for name in layers}, config,
+                                state, format)
+    else:
+        if not wrapped:
+            config.r = max(r for lora in ours for each in lora.ranks.values() for r in each)
+            config.lora_alpha = max(ours[0].alphas.values())
+            config.use_rslora = ours[0].rooted
+        _add_stacks(layers, blocks, config, state)
+    config.inference_mode = True
+    if default_comm().rank == 0:
+        _write(state, config, folder)
+
+
+def _add_stacks(layers: Mapping[str, MoELayer],
+                blocks: Mapping[str, tuple[str, dict[str, PeftStack]]], config: Any,
+                state: dict[str, Tensor]) -> None:
+    """Add the adapters of all layers to `state` and to `config`, in `peft`'s format."""
     targets = list(config.target_parameters or ())
     for name, layer in layers.items():
         experts: Any = layer.experts
@@ -181,20 +200,25 @@ def save_adapter(model: nn.Module, folder: str | Path) -> None:
             config.rank_pattern = _noted(config.rank_pattern, target, r, config.r)
             config.alpha_pattern = _noted(config.alpha_pattern, target, ranks.alphas[weight],
                                           config.lora_alpha)
-    config.target_parameters, config.inference_mode = targets, True
-    if default_comm().rank == 0:
-        tensors = {name: value.cpu().contiguous() for name, value in state.items()}
-        file = make_folder(folder) / TENSORS
-        half = half_of(file)
-        try:
-            save_file(tensors, half, metadata={"format": "pt", **checksums.METADATA})
-            checksums.seal(half)
-            os.replace(half, file)
-            config.save_pretrained(str(folder))
-        except (OSError, SafetensorError) as error:
-            half.unlink(missing_ok=True)
-            raise ValueError(f"{file} cannot be written ({short(error)}). An existing file was not "
-                             f"changed; {write_remedy(error, folder)}") from error
+    config.target_parameters = targets
+
+
+def _write(state: Mapping[str, Tensor], config: Any, folder: str | Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    tensors = {name: value.cpu().contiguous() for name, value in state.items()}
+    file = make_folder(folder) / TENSORS
+    half = half_of(file)
+    try:
+        save_file(tensors, half, metadata={"format": "pt", **checksums.METADATA})
+        checksums.seal(half)
+        os.replace(half, file)
+        config.save_pretrained(str(folder))
+    except (OSError, SafetensorError) as error:
+        half.unlink(missing_ok=True)
+        raise ValueError(f"{file} cannot be written ({short(error)}). An existing file was not "
+                         f"changed; {write_remedy(error, folder)}") from error
 
 
 def _refuse_inside(state: Mapping[str, Tensor], blocks: Collection[str]) -> None:

@@ -41,7 +41,7 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
         ValueError: If the file is damaged, contains adapters of another type, belongs to a
             different model, or contains adapters for modules that `peft` must wrap first.
     """
-    _refuse_pickles(Path(folder))
+    refuse_pickles(Path(folder))
     import peft
     from safetensors.torch import load_file
 
@@ -84,7 +84,8 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
     return adapted
 
 
-def _refuse_pickles(folder: Path) -> None:
+def refuse_pickles(folder: Path) -> None:
+    """Raise a `ValueError` if a folder has no adapter in safetensors."""
     for name in ("adapter_config.json", TENSORS):
         if not (folder / name).is_file():
             pickled = (folder / "adapter_model.bin").is_file()
