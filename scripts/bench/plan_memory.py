@@ -9,7 +9,6 @@ prints the table of docs/planning.md. It takes about a minute on two cores.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -30,16 +29,16 @@ TOKENS, BATCH = 512, 2
 COMMON = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8,
           "num_key_value_heads": 4, "vocab_size": 4096, "pad_token_id": None}
 SHAPES: dict[str, dict[str, Any]] = {
-    "Mixtral, 8 experts of width 512, top 2": {
+    "Mixtral, 2 of 8 experts": {
         "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
         "intermediate_size": 512},
-    "Qwen3-MoE, 32 experts of width 128, top 8": {
+    "Qwen3-MoE, 8 of 32": {
         "model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 8,
         "moe_intermediate_size": 128, "intermediate_size": 512, "head_dim": 32},
-    "OLMoE, 16 experts of width 256, top 4": {
+    "OLMoE, 4 of 16": {
         "model_type": "olmoe", "num_experts": 16, "num_experts_per_tok": 4,
         "intermediate_size": 256},
-    "GLM-4.5, 16 experts of width 128, top 4, one dense layer, one shared expert": {
+    "GLM-4.5, 4 of 16": {
         "model_type": "glm4_moe", "n_routed_experts": 16, "num_experts_per_tok": 4,
         "moe_intermediate_size": 128, "intermediate_size": 1024, "first_k_dense_replace": 1,
         "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "head_dim": 32},
@@ -88,19 +87,15 @@ def predicted_by_trace(values: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    """Print the table, and the numbers as JSON."""
-    rows = []
+    """Print the measured bytes, and the errors of the predicted bytes."""
+    print("| shape | `grouped_mm` | error | `moe_plugin` | error |\n|---|---|---|---|---|")
     for title, shape in SHAPES.items():
-        values = {**COMMON, **shape}
+        values, cells = {**COMMON, **shape}, [title]
         for experts, predict in (("grouped_mm", predicted_by_trace),
                                  ("moe_plugin", predicted_by_plan)):
             want, got = predict(values), measured(values, experts)
-            rows.append((title, experts, want, got, want / got - 1))
-    print("| shape | experts | predicted | measured | error |\n|---|---|---|---|---|")
-    for title, experts, want, got, error in rows:
-        print(f"| {title} | `{experts}` | {show_size(want)} | {show_size(got)} | "
-              f"{100 * error:+.1f} % |")
-    print(json.dumps(rows))
+            cells += [show_size(got), f"{100 * (want / got - 1):+.1f} %"]
+        print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":
