@@ -47,11 +47,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def measured(values: dict[str, Any], experts: str) -> int:
     """Return the largest number of bytes of living tensors during the second training step."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
-    model = AutoModelForCausalLM.from_config(
+    config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.bfloat16, attn_implementation="sdpa", experts_implementation=experts)
     assert isinstance(model, nn.Module)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -78,9 +78,9 @@ def predicted_by_trace(values: dict[str, Any]) -> float:
     """Return the bytes of parameters, gradients, moments and traced tensors with the experts of
     transformers.
     """
-    from transformers import CONFIG_MAPPING
+    import transformers
 
-    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
     traced = model_bytes(build(config, torch.bfloat16), TOKENS, BATCH)
     gradient = 2 * traced.largest_matrix - traced.ends_saved
     return 4 * traced.parameter_bytes + traced.saved + max(traced.extra, gradient)

@@ -20,7 +20,7 @@ VOCABULARY = 50304  # GPT-2's vocabulary, padded to a multiple of 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ModelFile:
     """A model, and the file from which it was read.
 
     Attributes:
@@ -61,7 +61,7 @@ def host_of(path: Path) -> str:
     return MEGATRON if "--num-layers" in text else FAIRSEQ if "--arch" in text else MEGATRON
 
 
-def read_source(path: Path, gpus: int, sequence: int | None, batch: int | None) -> Source:
+def read_source(path: Path, gpus: int, sequence: int | None, batch: int | None) -> ModelFile:
     """Read a model.
 
     Args:
@@ -77,7 +77,7 @@ def read_source(path: Path, gpus: int, sequence: int | None, batch: int | None) 
     if host == YAML:
         model = load_model(path)
         given = {"sequence": sequence, "global_batch": batch}
-        return Source(host=host, path=path, assumed=(), model=_changed(model, given))
+        return ModelFile(host=host, path=path, assumed=(), model=_changed(model, given))
     assumed: list[str] = []
     default_batch = gpus * -(-SEQUENCES // gpus)
     if host == TRANSFORMERS:
@@ -99,7 +99,7 @@ def read_source(path: Path, gpus: int, sequence: int | None, batch: int | None) 
         model = traced_model(config, file, length, batch or default_batch)
         assumed += ["weights, gradients and both moments of Adam in bf16",
                     "fused attention, which stores no scores"]
-        return Source(host=host, path=path, assumed=tuple(assumed), model=model)
+        return ModelFile(host=host, path=path, assumed=tuple(assumed), model=model)
     flags = _named(path, host)
     read = _megatron if host == MEGATRON else _fairseq
     sizes = read(flags)
@@ -117,7 +117,7 @@ def read_source(path: Path, gpus: int, sequence: int | None, batch: int | None) 
                          + ("--num-experts" if host == MEGATRON else "--moe-expert-count")
                          + ", or plan the dense model with your framework")
     assumed.append("memory computed by formulas, not by tracing the model")
-    return Source(host=host, path=path, assumed=tuple(assumed),
+    return ModelFile(host=host, path=path, assumed=tuple(assumed),
                   model=ModelShape(**{k: v for k, v in sizes.items() if v is not None}))
 
 
@@ -203,7 +203,7 @@ def _fairseq(flags: Mapping[str, Any]) -> dict[str, Any]:
     if flags.get("arch"):
         try:
             importlib.import_module("moe_plugin.hosts.fairseq.registered")  # our architectures
-            from fairseq.models import ARCH_CONFIG_REGISTRY
+            from moe_plugin.hosts.fairseq.compat.names import ARCH_CONFIG_REGISTRY
         except ImportError as error:
             raise ValueError(f"--arch {short(flags['arch'])} needs fairseq for its sizes: "
                              f"{short(error)}. Install fairseq") from error

@@ -37,12 +37,12 @@ def build(config: Any, dtype: torch.dtype) -> nn.Module:
     Raises:
         ValueError: If transformers has no causal language model for the settings.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    import transformers
 
-    AttentionInterface.register(ATTENTION, _attention)
+    transformers.AttentionInterface.register(ATTENTION, _attention)
     try:
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(
                 text_config(config), dtype=dtype, attn_implementation=ATTENTION)
         if expert_modules(model):
             model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
@@ -85,14 +85,14 @@ def traced_model(values: Mapping[str, Any], file: Path, sequence: int,
     Raises:
         ValueError: If transformers does not know the model, or if the model has no experts.
     """
-    from transformers import CONFIG_MAPPING
+    import transformers
 
     name = values.get("model_type")
-    if name not in CONFIG_MAPPING:
+    if name not in transformers.CONFIG_MAPPING:
         raise ValueError(f"{short(str(file))}: model_type={short(name)} is unknown to the "
                          "installed transformers. Install a newer version, or write the sizes into "
                          "a YAML file as in configs/plans/")
-    config = text_config(CONFIG_MAPPING[name].from_dict(
+    config = text_config(transformers.CONFIG_MAPPING[name].from_dict(
         {key: value for key, value in values.items() if key != "quantization_config"}))
     model = build(config, torch.bfloat16)
     experts = expert_modules(model)
