@@ -19,6 +19,7 @@ from moe_plugin.cli.schedule import OF_SIZES, given_options, plan_memory
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import check_output, make_folder, write_regular
 
+NETWORK = "ib400"  # default of --network
 COLORS = {"experts": "tab:orange", "a2a_out": "tab:blue", "a2a_back": "tab:cyan"}
 
 
@@ -48,19 +49,31 @@ def plan_options(p: argparse.ArgumentParser) -> None:
     """Add the options of `moe-plugin plan`."""
     p.description = ("Searches all plans with a cost model (roofline, alpha-beta links, event "
                      "timelines with overlap, memory) and explains the fastest plan.")
-    p.add_argument("--model", type=Path, default=None, metavar="FILE",
-                   help="model file (see configs/plans/)")
+    p.add_argument("--model", type=Path, default=None, metavar="PATH",
+                   help="Hugging Face folder or config.json, Megatron launch script or file of "
+                        "arguments, fairseq command or YAML file, or model file (see "
+                        "configs/plans/)")
+    p.add_argument("--gpus", type=int, default=None, metavar="N",
+                   help="number of devices, instead of --cluster and --nodes")
+    p.add_argument("--network", default=None, metavar="NAME",
+                   help="with --gpus: links between nodes, e.g. ib400, roce200 or nvlink+ib400 "
+                        f"(default: {NETWORK})")
+    p.add_argument("--sequence", type=int, default=None, metavar="N",
+                   help="tokens per sequence (default: as in the file of the model)")
+    p.add_argument("--batch", type=int, default=None, metavar="N",
+                   help="sequences per training step (default: as in the file of the model)")
     p.add_argument("--cluster", type=Path, default=None, metavar="FILE",
                    help="cluster file (written by `moe-plugin calibrate`, or see "
                         "configs/clusters/)")
-    p.add_argument("--device", type=Path, default=None, metavar="FILE",
-                   help="device file (written by `moe-plugin profile-device`, or see "
-                        "configs/devices/)")
+    p.add_argument("--device", default=None, metavar="NAME",
+                   help="a100, b200, h100, h200, mi300x, v100, or a device file (written by "
+                        "`moe-plugin profile-device`, or see configs/devices/)")
     p.add_argument("--nodes", type=int, default=None, metavar="N",
                    help="number of nodes (default: as in the cluster file)")
     p.add_argument("--ranks-per-node", type=int, default=None, metavar="N",
-                   help="ranks per node (default: as in the cluster file)")
+                   help="ranks per node (default: as in the cluster file; with --gpus, at most 8)")
     host_options(p, None, 8, "with --write: ")
+    p.set_defaults(host=None)  # the host of the model's file
     p.add_argument(
         "--plot", type=Path, default=None, metavar="FILE",
         help="plot the time of each component of the plans, and the timeline of an MoE layer (.png "
@@ -142,43 +155,79 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
                              "1. Leave it out for the default")
 
 
-def _plan_sizes(args: argparse.Namespace) -> None:
-    """Plan the parallel sizes, the layout of the experts and the all-to-all algorithm."""
-    from moe_plugin.cli.planning.explain import breakdown, explain, predicted
-    from moe_plugin.planner.cluster import load_cluster, load_device
-    from moe_plugin.planner.model import load_model
-    from moe_plugin.planner.model_search import Space, search
+def _hardware(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the cluster and the device that the options name."""
+    from moe_plugin.planner.cluster import load_cluster
+    from moe_plugin.planner.named_hardware import cluster_of, device_of
 
-    for name in ("model", "cluster", "device"):
+    if args.gpus is None:
+        if args.network is not None:
+            raise ValueError(f"--network {short(args.network)} needs --gpus N. Add --gpus, or use "
+                             "--cluster FILE")
+        cluster = load_cluster(args.cluster)
+        return (cluster.resized(args.nodes or cluster.nodes, args.ranks_per_node),
+                device_of(args.device))
+    if given := given_options(args, ("cluster", "nodes")):
+        raise ValueError(f"--{given[0]} cannot be combined with --gpus. Use --gpus with --network "
+                         "and --ranks-per-node, or --cluster with --nodes")
+    device = device_of(args.device)  # before the cluster, whose links depend on the device
+    return cluster_of(args.network or NETWORK, args.gpus, args.device,
+                      args.ranks_per_node), device
+
+
+def _check_sizes(args: argparse.Namespace) -> None:
+    """Raise `ValueError` if an option is missing, has an invalid value or has no effect."""
+    for name in ("model", *(() if args.gpus else ("cluster",)), "device"):
         if getattr(args, name) is None:
             raise ValueError(f"--{name} FILE is missing. A plan of parallel sizes needs --model, "
-                             "--cluster and --device. A plan of a device's memory needs --memory "
-                             "and --profile")
+                             "--device, and either --gpus or --cluster, e.g. --model config.json "
+                             "--gpus 64 --device h100 --network ib400. A plan of a device's memory "
+                             "needs --memory and --profile")
     for name in ("data", "script", "auto"):
         if getattr(args, name) and not args.write:
             raise ValueError(f"--{name} only affects the files of --write DIR. Add --write DIR, or "
                              f"leave --{name} out")
-    check_counts(args, "top", "nodes", "ranks_per_node")
+    check_counts(args, "top", "nodes", "ranks_per_node", "gpus", "sequence", "batch")
     if not 0 < args.experts_per_rank <= 1e6:
         raise ValueError(f"--experts-per-rank {args.experts_per_rank} must be a number > 0, e.g. 1")
-    model, device = load_model(args.model).in_host(args.host), load_device(args.device)
-    cluster = load_cluster(args.cluster)
-    cluster = cluster.resized(args.nodes or cluster.nodes, args.ranks_per_node)
+
+
+def _plan_sizes(args: argparse.Namespace) -> None:
+    """Plan the parallel sizes, the layout of the experts and the all-to-all algorithm."""
+    from moe_plugin.cli.measure.model_files import read_source
+    from moe_plugin.cli.planning.answer import answer, found_plans, launch_lines
+    from moe_plugin.cli.planning.command_flags import TRANSFORMERS, YAML
+    from moe_plugin.cli.planning.explain import breakdown, explain, predicted
+    from moe_plugin.planner.model_search import Space
+
+    _check_sizes(args)
+    cluster, device = _hardware(args)
+    source = read_source(args.model, cluster.ranks, args.sequence, args.batch)
+    args.host = args.host or ("megatron" if source.host == YAML else source.host)
+    if args.write and args.host == TRANSFORMERS:
+        raise ValueError(f"--write {short(str(args.write))} needs a launch script, which "
+                         "transformers does not have. Add --host megatron, or leave --write out "
+                         "and copy the printed lines")
+    model = source.model.in_host(args.host)
     if args.scale:
         return _scale(args, model, cluster, device)
-    space = Space(data_parallel_only=args.host == "fairseq")
-    result = search(model, cluster, device, space, keep=args.top)
+    space = Space(data_parallel_only=args.host != "megatron",
+                  whole_experts=args.host == TRANSFORMERS)
+    result = found_plans(model, cluster, device, space, args.top)
     best = result.plans[0]
     if args.json:
         print(json.dumps({
             "plans": [breakdown(c) for c in result.plans], "tried": result.tried,
-            "skipped": result.skipped, "too_big": result.too_big,
+            "skipped": result.skipped, "too_big": result.too_big, "assumed": source.assumed,
             "fit_errors": {"device": device.fit_error, "cluster": cluster.fit_error}
         }, indent=1))
     else:
-        print(explain(model, cluster, device, result, space))
-        print(f"\n{predicted(best, cluster, device)}, without the optimizer and the host's work "
-              "outside of the layers. `moe-plugin recommend` measures these ranks.")
+        print("\n".join(answer(source.assumed, model, cluster, device, result, space)))
+        print(f"\n{launch_lines(source.path, model, cluster, best.plan, args.host)}")
+        if args.gpus is None:
+            print(f"\n{explain(model, cluster, device, result, space)}")
+            print(f"\n{predicted(best, cluster, device)}, without the optimizer and the host's work"
+                  " outside of the layers. `moe-plugin recommend` measures these ranks.")
     if args.plot:
         _plot_plans(args.plot, result.plans)
     if args.write:
@@ -282,7 +331,7 @@ def _plan_prefill(args: argparse.Namespace) -> None:
         raise ValueError(f"--{given[0]} cannot be combined with --prefill. Leave one of them out")
     check_counts(args, "nodes", "ranks_per_node")
     cluster = load_cluster(args.cluster)
-    table = prefill_table(load_model(args.model).in_host(args.host),
+    table = prefill_table(load_model(args.model).in_host(args.host or "megatron"),
                           cluster.resized(args.nodes or cluster.nodes, args.ranks_per_node),
                           load_kernels(args.kernels),
                           parse_counts("--prefill", args.prefill, "256,4096"))

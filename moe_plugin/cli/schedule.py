@@ -58,14 +58,14 @@ def plan_memory(args: argparse.Namespace) -> None:
 
 def _experts(args: argparse.Namespace, limit: int) -> Any:
     """Choose where experts are stored during text generation."""
-    from moe_plugin.planner.cluster import load_device
     from moe_plugin.planner.model import load_model
+    from moe_plugin.planner.named_hardware import device_of
     from moe_plugin.planner.offload import pregate
     from moe_plugin.planner.units import parse_size
 
-    model = load_model(args.model).in_host(args.host)
+    model = load_model(args.model).in_host(args.host or "megatron")
     link = parse_size("25GB" if args.link is None else args.link)
-    shape, active = pregate.expert_model(model, load_device(args.device), link,
+    shape, active = pregate.expert_model(model, device_of(args.device), link,
                                          1 if args.tokens is None else args.tokens)
     costs = pregate.compare(shape, [active])
     print(json.dumps(pregate.as_dict(costs, limit), indent=1) if args.json

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Device
@@ -65,6 +65,9 @@ def load(kind: type[Record], path: str | Path) -> Record:
 
 
 GRADIENT_BYTES = 4  # gradients are accumulated in fp32
+ACTIVATION_BYTES = 34 / 2  # per token, model dimension and byte of an element
+SCORES = 2  # copies of the attention scores: before and after the softmax
+LOGITS_BYTES = 8
 STATE = "optimizer state"  # the only part of memory that a sharded optimizer divides
 MAX_SIZE = 10**12  # larger than in any real model, and small enough that products fit into floats
 
@@ -121,13 +124,13 @@ class ModelShape:
     gated: bool = False
     element_bytes: int = 2
     state_bytes: int = 16
+    sharded_parameters: ClassVar[bool] = False  # whether replicas divide weights and gradients
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            least = 0 if f.name in (
-                "vocab", "hidden_dim", "latent_dim", "capacity_factor") else 1
-            if f.name in ("gated", "moe_first", "sharded_optimizer") or value is None:
+            least = 0 if f.default in (0, None) else 1
+            if f.type == "bool" or value is None:
                 continue
             if not least <= value <= MAX_SIZE:
                 raise ValueError(f"model {f.name}={short(value)} must be from {least} to "
@@ -193,7 +196,33 @@ class ModelShape:
         of_tokens = self.moe_layers * self.model_dim * (self.experts + 2 * self.latent_dim)
         return attention + dense + self.vocab * self.model_dim + of_tokens
 
-    def parameter_bytes(self) -> dict[str, int]:
+    @property
+    def attention_flops(self) -> float:
+        """FLOPs per token of the forward pass of one layer in the matrices of the attention."""
+        return 8 * self.model_dim**2
+
+    def saved_bytes(self, experts: bool) -> float:
+        """Return how many bytes a layer stores per sequence for the backward pass, without the rows
+        of routed experts.
+
+        Args:
+            experts: whether the layer is an MoE layer.
+        """
+        width = ACTIVATION_BYTES * self.model_dim
+        if self.element_bytes > 2:
+            width += SCORES * self.heads * self.sequence
+        return width * self.element_bytes * self.sequence
+
+    @property
+    def logits_bytes(self) -> float:
+        """Bytes of the logits and their gradients per sequence."""
+        return LOGITS_BYTES * self.sequence * self.vocab
+
+    def buffer_bytes(self, plan: ModelPlan) -> dict[str, float]:
+        """Return the sizes in bytes of other tensors of a rank, which the formulas leave out."""
+        return {}
+
+    def parameter_bytes(self) -> dict[str, float]:
         """Return the number of bytes per parameter for weights, for gradients and for the optimizer
         state.
         """

@@ -134,6 +134,8 @@ class Space:
         micro_batches: numbers of sequences per micro-batch to try.
         data_parallel_only: if True, tensor and pipeline parallelism are excluded. This setting is
             used for host frameworks that support neither tensor nor pipeline parallelism.
+        whole_experts: if True, no expert is divided among ranks. This setting is used for
+            transformers.
     """
 
     degrees: tuple[int, ...] = (1, 2, 4)
@@ -141,6 +143,7 @@ class Space:
     sends: tuple[str, ...] = SENDS
     micro_batches: tuple[int, ...] = (1, 2, 4, 8)
     data_parallel_only: bool = False
+    whole_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ def _micro_batches(model: ModelShape, cluster: Cluster, space: Space, tp: int, p
     dp, etp = cluster.ranks // (tp * pp), max(1, group // model.experts)
     if model.experts % group and group % model.experts:
         return
-    if model.row_dim % etp or model.expert_dim % etp:
+    if model.row_dim % etp or model.expert_dim % etp or (space.whole_experts and etp > 1):
         return
     for micro in space.micro_batches:
         plan = ModelPlan(tp=tp, pp=pp, dp=dp, ep=group // etp, etp=etp, micro_batch=micro,

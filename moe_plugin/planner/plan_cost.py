@@ -24,9 +24,6 @@ from moe_plugin.planner.offload.activation_plan import plan as plan_activations
 from moe_plugin.planner.offload.activation_problem import KEEP, SwapBlock
 from moe_plugin.planner.once import GroupShape, all_reduce_s
 
-ACTIVATION_BYTES = 34 / 2  # per token, model dimension and byte of an element
-SCORES = 2  # copies of the attention scores: before and after the softmax
-LOGITS_BYTES = 8
 BACKWARD = 2.0
 
 
@@ -107,7 +104,7 @@ def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict
     """
     d = model.model_dim
     flops = {
-        "attention": tokens * (8 * d * d + 4 * model.sequence * d),
+        "attention": tokens * (model.attention_flops + 4 * model.sequence * d),
         "dense FFN": 2.0 * model.matrices * tokens * d * model.ffn_dim,
         "output head": 2.0 * tokens * d * model.vocab
     }
@@ -157,7 +154,8 @@ def gradient_s(model: ModelShape, cluster: Cluster, plan: ModelPlan) -> float:
     """Predict the time in seconds of the all-reduces of fp32 gradients.
 
     Gradients of dense layers are reduced over the data-parallel ranks, and gradients of experts
-    over the replicas of the experts.
+    over the replicas of the experts. If the parameters are sharded, they are gathered twice and the
+    gradients are scattered, which takes one and a half times as long as an all-reduce.
     """
     groups, total = plan.groups(), 0.0
     if plan.dp > 1:
@@ -166,7 +164,7 @@ def gradient_s(model: ModelShape, cluster: Cluster, plan: ModelPlan) -> float:
     if plan.expert_dp > 1:
         total += all_reduce_s(cluster, groups["expert_dp"],
                               4 * expert_parameters(model, plan))
-    return total
+    return total * (1.5 if model.sharded_parameters else 1.0)
 
 
 def expert_parameters(model: ModelShape, plan: ModelPlan) -> float:
@@ -175,12 +173,14 @@ def expert_parameters(model: ModelShape, plan: ModelPlan) -> float:
     return model.expert_parameters / max(1, model.moe_layers) * moe / plan.expert_ranks
 
 
-def layer_activations(model: ModelShape, plan: ModelPlan) -> float:
-    """Return the size in bytes of a dense layer's activations on one rank, for one micro-batch."""
-    width = ACTIVATION_BYTES * model.model_dim
-    if model.element_bytes > 2:
-        width += SCORES * model.heads * model.sequence
-    return width * model.element_bytes * plan.micro_batch * model.sequence / plan.tp
+def layer_activations(model: ModelShape, plan: ModelPlan, experts: bool = False) -> float:
+    """Return the size in bytes of a layer's activations on one rank, for one micro-batch, without
+    the activations of routed experts.
+
+    Args:
+        experts: whether the layer is an MoE layer.
+    """
+    return model.saved_bytes(experts) * plan.micro_batch / plan.tp
 
 
 def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str, float]:
@@ -189,19 +189,24 @@ def memory_of(model: ModelShape, plan: ModelPlan, layer: LayerCost) -> dict[str,
 
     Parameters, gradients and optimizer states are listed separately for dense layers and for
     experts. If `ModelShape.sharded_optimizer` is set, the optimizer state is divided among the
-    ranks that replicate the parameters.
+    ranks that replicate the parameters. If `ModelShape.sharded_parameters` is set, so are the
+    parameters and gradients.
     """
     shares = {"dense": model.dense_parameters / (plan.tp * plan.pp),
               "expert": expert_parameters(model, plan)}
-    replicas = {"dense": plan.dp, "expert": plan.expert_dp} if model.sharded_optimizer else {}
+    replicas = {"dense": plan.dp, "expert": plan.expert_dp}
+    divided = [STATE] if model.sharded_optimizer else []
+    divided = list(model.parameter_bytes()) if model.sharded_parameters else divided
     layers, moe = model.fullest(plan.pp)
     flight = min(plan.pp, plan.micro_batches(model))
     return {
-        **{f"{kind} {part}": size * share / (replicas.get(kind, 1) if part == STATE else 1)
+        **{f"{kind} {part}": size * share / (replicas[kind] if part in divided else 1)
            for kind, share in shares.items() for part, size in model.parameter_bytes().items()},
-        "activations": flight * layers * layer_activations(model, plan),
-        "logits": LOGITS_BYTES * plan.micro_batch * model.sequence * model.vocab / plan.tp,
+        "activations": flight * ((layers - moe) * layer_activations(model, plan)
+                                 + moe * layer_activations(model, plan, True)),
+        "logits": model.logits_bytes * plan.micro_batch / plan.tp,
         "MoE rows and gathered": flight * moe * layer.memory_bytes,
+        **model.buffer_bytes(plan),
     }
 
 
@@ -300,6 +305,6 @@ def _blocks(model: ModelShape, cost: PlanCost, experts: tuple[bool, ...]) -> lis
         extra = flight * cost.layer.memory_bytes if with_experts else 0.0
         blocks.append(SwapBlock(name=f"layer {index}", forward_s=share * layer_s,
                                 backward_s=(1 - share) * layer_s, kept_bytes=int(input_bytes),
-                                activation_bytes=int(
-                                    flight * layer_activations(model, plan) + extra)))
+                                activation_bytes=int(flight * layer_activations(
+                                    model, plan, with_experts) + extra)))
     return blocks

@@ -67,11 +67,15 @@ def host_flags(model: ModelShape, plan: ModelPlan, host: str) -> list[str]:
         ValueError: If the host is unknown or cannot run the plan.
     """
     if host == "megatron":
+        frequency: Any = model.moe_every
+        if first := getattr(model, "dense_first", 0):
+            layers = ",".join(str(int(model.has_experts(i))) for i in range(first, model.layers))
+            frequency = f"([0]*{first}+[{layers}])"
         flags = [
             "--tensor-model-parallel-size", plan.tp, "--pipeline-model-parallel-size", plan.pp,
             "--expert-model-parallel-size", plan.ep, "--expert-tensor-parallel-size", plan.etp,
             "--num-experts", model.experts, "--moe-router-topk", model.top_k, "--moe-layer-freq",
-            model.moe_every, "--num-layers", model.layers, "--hidden-size", model.model_dim,
+            frequency, "--num-layers", model.layers, "--hidden-size", model.model_dim,
             "--num-attention-heads", model.heads, "--ffn-hidden-size", model.ffn_dim,
             "--moe-ffn-hidden-size", model.expert_dim, "--seq-length",
             model.sequence, "--micro-batch-size", plan.micro_batch, "--global-batch-size",
