@@ -21,6 +21,7 @@ from moe_plugin.hosts.megatron.compat import core, muon
 from moe_plugin.hosts.megatron.compat.names import mappings
 from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
 from moe_plugin.hosts.megatron.compat.recipes import in_bf16, recomputed
+from moe_plugin.hosts.megatron.compat.router_replay import follow_replay
 from moe_plugin.hosts.megatron.compat.sequence_parts import is_mtp_layer, is_told, prediction_of
 from moe_plugin.hosts.megatron.compat.settings import (
     OVERLAPPED,
@@ -73,6 +74,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     Attributes:
         router: Megatron's router if a setting requires it, or else this package's router.
         moe: the `MoELayer` that runs the router and the experts.
+        replay: the link between Megatron's `RouterReplay` and this package's router. None if
+            routing replay is disabled, or if Megatron's router is used.
         last_stats: the `LayerStats` of the latest forward pass.
         observer: called with the `LayerStats` of each forward pass, except for recomputations.
         run_ends_steps: True if the run calls `finish_step` at the end of each step. If False, the
@@ -164,6 +167,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                        router=router, dtype=config.params_dtype, device=device)
         moe.ddp_check.compare_replicas(
             comm_of(core.all_data_group(self.groups.collection), plan.config.comm.timeout_s))
+        self.replay = follow_replay(
+            config, moe.router, plan.config.parallel.replicas, self.tp_group.size() > 1 and not (
+                self.shares_tokens or config.sequence_parallel)) if native is None else None
         if config.perform_initialization:
             if native is None:
                 parameters.initialise_router(moe.router, config)
@@ -233,6 +239,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             announce(self.plan)
         if self.plan.native_router:
             self.router.set_layer_number(layer_number)
+        if self.replay is not None:
+            self.replay.replay.layer_number = layer_number
 
     def _number_parts(self, layer_number: int) -> int | None:
         self._follow_recipe(layer_number)
@@ -247,6 +255,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         self.groups, self.experts = groups, self.moe.experts
         if not self.plan.native_router:
             self.router = self.moe.router
+        if self.replay is not None and self.router.forced is not self.replay:
+            self.replay.follow(self.router)
         core.count_local_experts(self, groups)
         parameters.mark(self.experts)
         muon.prepare(self.experts, self.moe.placement.shards)

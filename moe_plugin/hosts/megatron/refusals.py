@@ -327,6 +327,13 @@ BATCH_INVARIANT = Request("batch_invariant=True", when(
     "because their results depend on the batch. Leave out --moe-batch-invariant",
     shared_experts=True), {"batch_invariant": True},
     "{request} cannot be used with {setting}, {remedy}.")
+ROUTER_REPLAY = Request("moe_enable_routing_replay=True", (
+    *when("tensor parallelism without sequence parallelism", lambda v: v["split_tokens"],
+          "because each rank then routes a part of the tokens. Use --sequence-parallel",
+          split_tokens=True),
+    *at_most_one("because it changes the order in which ranks share tokens. Leave it out",
+                 "parallel.replicas", shown=_VALUE)),
+    message="{request} cannot be used with {setting}, {remedy}.")
 SHARED_TOKENS = Request("{asked}", (
     *off("because tensor-parallel ranks then have different tokens and share no work. Leave out "
          "--sequence-parallel, or use parallel.replicas=1, which then routes like Parm's S1",

@@ -175,6 +175,15 @@ REPLAYED = {
 }
 
 
+ROUTER_REPLAY = str(Path(ROOT, "tests", "hosts", "megatron", "router_replay_script.py"))
+DRIVEN = {
+    "CP2 TP2": REPLAYED["CP2 TP2"],
+    "PP2, recomputed": REPLAYED["PP2, recomputed"],
+    "VPP2, recomputed": (2, f"""{REPLAYED["PP2, recomputed"][1]}
+        --num-virtual-stages-per-pipeline-rank 2"""),
+}
+
+
 @pytest.fixture(scope="module")
 def replayed(start: tuple[Path, Steps]) -> Steps:
     """The steps of one rank that replays rollouts."""
@@ -190,3 +199,16 @@ def test_rollouts_have_the_losses_of_one_rank(layout: str, start: tuple[Path, St
                                               replayed: Steps) -> None:
     world, flags = REPLAYED[layout]
     same(steps(world, flags, start[0], script=ROLLOUTS), replayed)
+
+
+@pytest.mark.skipif(importlib.metadata.version("megatron-core") < "0.17",
+                    reason="its script has no --moe-enable-routing-replay")
+@pytest.mark.parametrize("layout", [
+    "VPP2, recomputed",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in [*DRIVEN][:-1])])
+def test_megatrons_router_replay_has_the_losses_of_one_rank(
+        layout: str, start: tuple[Path, Steps], replayed: Steps) -> None:
+    """The choices that a framework gives to `RouterReplay`, in its order."""
+    world, flags = DRIVEN[layout]
+    same(steps(world, f"{flags} --moe-enable-routing-replay", start[0], script=ROUTER_REPLAY),
+         replayed)
