@@ -13,8 +13,9 @@ Tokens without a recorded choice get the value -1, so that the router chooses th
 tokens are padding and the last token of a sample.
 
 Sources: slime (THUDM/slime) `slime/utils/types.py` and `slime/backends/megatron_utils/cp_utils.py`
-of August 2026; verl (volcengine/verl) `verl/experimental/agent_loop/agent_loop.py`,
-`verl/utils/megatron/router_replay_utils.py` and `verl/models/mcore/util.py` of January 2026.
+of August 2026; verl (verl-project/verl) `verl/experimental/agent_loop/agent_loop.py`,
+`verl/utils/megatron/router_replay_utils.py` and `verl/models/mcore/util.py` of January and August
+2026.
 
 Notation: B is the number of samples, S the number of tokens of a padded sample or of the packed
 sequence, T the number of tokens of a sample, L the number of layers, and K the number of experts
@@ -92,12 +93,7 @@ def slime_batch(samples: Sequence[Any], tokens: Sequence[int], *, context: int =
             split into two equal parts.
     """
     ids = [rollout(sample) for sample in samples]
-    for number, (ids_TLK, count) in enumerate(zip(ids, tokens, strict=True)):
-        if len(ids_TLK) not in (count - 1, count):
-            raise ValueError(
-                f"Sample {number} has the experts of {len(ids_TLK)} tokens, but {count} tokens, so "
-                f"it must have {count - 1} or {count} rows. Pass total_lengths of this micro-batch "
-                "as `tokens`.")
+    _check_rows(ids, tokens)
     if allgather_cp:
         ids_1SLK = packed(ids, tokens)
         ids_1SLK = F.pad(ids_1SLK, (0, 0, 0, 0, 0, -sum(tokens) % (context * multiple)), value=-1)
@@ -112,7 +108,8 @@ def slime_batch(samples: Sequence[Any], tokens: Sequence[int], *, context: int =
 
 
 def verl_batch(routed_experts: Any, attention_mask: Any, *, context: int = 1, tensor: int = 1,
-               fp8_padding: bool = False) -> tuple[Tensor, list[int]]:
+               fp8_padding: bool = False, contiguous: bool = False
+               ) -> tuple[Tensor, list[int] | None]:
     """Return the experts of a micro-batch of verl, int64 [1, S, L, K], and the lengths of its
     packed sequences.
 
@@ -122,29 +119,58 @@ def verl_batch(routed_experts: Any, attention_mask: Any, *, context: int = 1, te
 
     Args:
         routed_experts: entry `routed_experts` of the batch, integers [B, S, L, K]. Prompts are
-            padded on the left, and responses on the right.
-        attention_mask: bool or integers [B, S], nonzero for tokens that are not padding.
+            padded on the left, and responses on the right. Newer versions of verl pass a nested
+            tensor with the experts [T - 1, L, K] or [T, L, K] of each sample.
+        attention_mask: bool or integers [B, S], nonzero for tokens that are not padding. With a
+            nested tensor of experts, the nested tensor `input_ids`.
         context: `context_parallel_size`.
         tensor: `tensor_model_parallel_size`.
         fp8_padding: verl's `use_fp8_padding`.
+        contiguous: True if verl's context-parallel layout is "contiguous" instead of "zigzag", so
+            that each rank processes adjacent tokens. The lengths are then None.
     Raises:
-        ValueError: If the two shapes do not match.
+        ValueError: If the two shapes do not match, or if a rank's tokens cannot be split into two
+            equal parts.
     """
+    if getattr(routed_experts, "is_nested", False):
+        samples = [rollout(sample) for sample in routed_experts.unbind()]
+        tokens = [len(sample) for sample in attention_mask.unbind()]
+        _check_rows(samples, tokens)
+    else:
+        samples = _unpadded(routed_experts, attention_mask)
+        tokens = [len(sample) for sample in samples]
+    if samples[0].shape[-1] > 1:
+        samples = [ids_TLK.masked_fill((ids_TLK == 0).all(-1, keepdim=True), -1)
+                   for ids_TLK in samples]
+    parts = tensor * context * (2 if context > 1 and not contiguous else 1)
+    unit = math.lcm(16, parts) if fp8_padding else parts
+    lengths = [count + -count % unit for count in tokens]
+    if fp8_padding:
+        lengths[-1] += -sum(lengths) % (128 * parts)
+    if contiguous:
+        return _adjacent(packed(samples, lengths), context), None
+    return packed(samples, lengths), lengths
+
+
+def _check_rows(samples: Sequence[Tensor], tokens: Sequence[int]) -> None:
+    """Raise a `ValueError` unless each sample has a row for each token, or for all but the last."""
+    for number, (ids_TLK, count) in enumerate(zip(samples, tokens, strict=True)):
+        if len(ids_TLK) not in (count - 1, count):
+            raise ValueError(
+                f"Sample {number} has the experts of {len(ids_TLK)} tokens, but {count} tokens, so "
+                f"it must have {count - 1} or {count} rows. Pass the numbers of tokens of this "
+                "micro-batch.")
+
+
+def _unpadded(routed_experts: Any, attention_mask: Any) -> list[Tensor]:
+    """Return the experts of each sample's tokens, int64 [T, L, K]. See `verl_batch`."""
     ids_BSLK = torch.as_tensor(routed_experts).long().cpu()
     mask_BS = torch.as_tensor(attention_mask).bool().cpu()
     if ids_BSLK.dim() != 4 or ids_BSLK.shape[:2] != mask_BS.shape:
         raise ValueError(f"routed_experts has shape {short(tuple(ids_BSLK.shape))}, and "
                          f"attention_mask has shape {short(tuple(mask_BS.shape))}. They must be "
                          "[samples, tokens, layers, top_k] and [samples, tokens] of one batch.")
-    if ids_BSLK.shape[-1] > 1:
-        ids_BSLK = ids_BSLK.masked_fill((ids_BSLK == 0).all(-1, keepdim=True), -1)
-    samples = [ids_SLK[mask_S] for ids_SLK, mask_S in zip(ids_BSLK, mask_BS, strict=True)]
-    parts = tensor * (2 * context if context > 1 else 1)
-    unit = math.lcm(16, parts) if fp8_padding else parts
-    lengths = [len(sample) + -len(sample) % unit for sample in samples]
-    if fp8_padding:
-        lengths[-1] += -sum(lengths) % (128 * parts)
-    return packed(samples, lengths), lengths
+    return [ids_SLK[mask_S] for ids_SLK, mask_S in zip(ids_BSLK, mask_BS, strict=True)]
 
 
 def _adjacent(ids_1SLK: Tensor, context: int) -> Tensor:

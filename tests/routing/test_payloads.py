@@ -102,6 +102,21 @@ def test_a_batch_of_verl(context: int, tensor: int, lengths: list[int],
             assert of_rank(batch, rank, context, (part, tensor)) == wanted[part * size:][:size]
 
 
+def test_nested_tensors_of_verl() -> None:
+    """With and without a row for the last token; ranks have parts from both ends, or adjacent."""
+    ids = torch.nested.as_nested_tensor([SAMPLES[0], rows(200, 201, 202, 203)], layout=torch.jagged)
+    tokens = torch.nested.as_nested_tensor([torch.zeros(7), torch.zeros(4)], layout=torch.jagged)
+    batch = verl_batch(ids, tokens, context=2)
+    assert batch[1] == [8, 4]
+    assert of_rank(batch, 0, 2) == [100, 101, LEFT, LEFT, 200, 203]
+    batch = verl_batch(ids, tokens, context=2, contiguous=True)
+    assert of_rank(batch, 0, 2) == [*range(100, 106)]
+    assert of_rank(batch, 1, 2) == [LEFT, LEFT, 200, 201, 202, 203]
+    with pytest.raises(ValueError, match="Sample 0 has the experts of 6 tokens, but 8"):
+        verl_batch(ids, torch.nested.as_nested_tensor([torch.zeros(8), torch.zeros(4)],
+                                                      layout=torch.jagged))
+
+
 def test_verls_padding_for_fp8() -> None:
     """Each sample to a multiple of 16, and the last one until all have 128 times the ranks."""
     ids, lengths = verl_batch(*of_verl(), tensor=2, fp8_padding=True)

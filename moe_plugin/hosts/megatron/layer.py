@@ -15,6 +15,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import flatten, to_dict
+from moe_plugin.config.refusals import Values
 from moe_plugin.hosts.megatron import losses as layer_numbers
 from moe_plugin.hosts.megatron import parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core, muon
@@ -119,9 +120,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             config, plan.config.losses, groups.context if self.shares_tokens else groups.tokens,
             plan.config.comm.timeout_s, layer_numbers.passes_a_microbatch(config, is_told(extra)))
         self.passes = layer_numbers.passes_a_microbatch(config, self._is_mtp)
-        BATCH_INVARIANT.refuse({
+        BATCH_INVARIANT.refuse(Values({
             "batch_invariant": plan.config.batch_invariant, "native_router": plan.native_router,
-            "shared_experts": self.use_shared_expert})
+            "shared_experts": self.use_shared_expert}, functools.partial(setting, config)))
         native = core.native_router(
             config, submodules, groups, is_told(extra)) if plan.native_router else None
         moe = self._build(config, plan, native)
@@ -139,6 +140,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         again = config.recompute_granularity == "selective" and config.recompute_modules or []
         self.recompute = "moe" in again
         self.shared_experts_recompute = "shared_experts" in again
+        self.replay_handle = None if self.replay is None else self.replay.handle
         self._prepare_parameters(native)
         self.needs = needs_of(moe.router)
         if setting(config, "overlap_moe_expert_parallel_comm"):
@@ -240,7 +242,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         if self.plan.native_router:
             self.router.set_layer_number(layer_number)
         if self.replay is not None:
-            self.replay.replay.layer_number = layer_number
+            self.replay.set_layer_number(layer_number)
 
     def _number_parts(self, layer_number: int) -> int | None:
         self._follow_recipe(layer_number)

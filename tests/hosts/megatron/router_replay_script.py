@@ -1,9 +1,10 @@
 """Our example script, which drives Megatron's `RouterReplay` as reinforcement learning frameworks
-do, with the choices of `rollout_script`.
+do, with the choices of `rollout_script`; with ROUTER_REPLAY_NATIVE=1, Megatron's own layers.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from moe_plugin.hosts.megatron.compat.core import bare
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.examples import pretrain_gpt_moe as example
 from moe_plugin.routing.rollouts import tokens_of_rank
+from tests.hosts.megatron.native_script import model_provider
 from tests.hosts.megatron.rollout_script import LAYERS, choices
 
 own_step = example.forward_step
@@ -31,7 +33,7 @@ def of_chunk(model: Any) -> list[Any]:
 def forward_step(batches: Iterator[dict[str, Any]], model: Any, *args: Any) -> Any:
     """Set the targets of the micro-batch; all passes between two of these are recomputations."""
     batch = next(batches)
-    ids_BSLK = choices(batch["tokens"])
+    ids_BSLK = choices(batch["tokens"], missing=False)  # Megatron's router cannot choose these
     context = ps.get_context_parallel_rank(), ps.get_context_parallel_world_size()
     ids_TLK = tokens_of_rank(ids_BSLK, context=context)
     part = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
@@ -48,6 +50,8 @@ def forward_step(batches: Iterator[dict[str, Any]], model: Any, *args: Any) -> A
 
 if __name__ == "__main__":
     example.forward_step = forward_step
+    if "ROUTER_REPLAY_NATIVE" in os.environ:
+        example.model_provider = model_provider
     example.main()
     left = [len(replay.replay_backward_list)
             for replay in RouterReplay.global_router_replay_instances]

@@ -120,6 +120,16 @@ def test_our_router_is_used_for_values_that_it_has_too() -> None:
             assert translate(config, {}).native_router == (), name
 
 
+def test_megatrons_batch_invariant_mode_is_ours_too() -> None:
+    config = _config(batch_invariant_mode=True)
+    assert translate(config, {}).config.batch_invariant
+    assert translate(config, {"batch_invariant": True}).config.batch_invariant
+    assert translate(_config(), {"batch_invariant": True}).config.batch_invariant
+    assert not translate(_config(), {}).config.batch_invariant
+    with pytest.raises(ValueError, match="batch_invariant=False contradicts Megatron's own"):
+        translate(config, {"batch_invariant": False})
+
+
 SCORE = """
 from moe_plugin.routing import ScoreFunction, score_functions
 

@@ -96,6 +96,11 @@ def _recorded_and_replayed(case: Case) -> None:
     torch.testing.assert_close(layer(x)[0], dense(draw(case), x, ids_TK)[0])
     replay.clear_global_router_replay_action()
     assert torch.equal(layer(x)[0], plain)
+    # a run that changes its number of ranks builds new routers
+    layer.moe.router = build(Case(), True).moe.router
+    layer.follow_groups(layer.groups)
+    replay.set_global_router_replay_action(action.REPLAY_FORWARD)
+    torch.testing.assert_close(layer(x)[0], dense(draw(case), x, ids_TK)[0])
 
 
 def test_choices_are_recorded_and_replayed() -> None:
@@ -193,24 +198,50 @@ class OfVerl:
     router_instances: list[Any] = []
 
     def __init__(self) -> None:
-        self.target_topk_idx, self.replay_backward_list = None, []
+        self.target_topk_idx, self.target_replay_mask = None, None
+        self.replay_backward_list: list[Any] = []
+        self.replay_backward_mask_list: list[Any] = []
         self.router_replay_action: Any = None
         self.router_instances.append(self)
 
+    def set_target_indices(self, topk_indices: Tensor, replay_mask: Tensor | None = None) -> None:
+        self.target_topk_idx, self.target_replay_mask = topk_indices, replay_mask
+        self.replay_backward_list.append(topk_indices)
+        self.replay_backward_mask_list.append(replay_mask)
+
 
 def _driven_by_verl(case: Case) -> None:
-    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction as Action
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     initialise_parallel(case)
     module: Any = ModuleType("router_replay_patch")
     module.RouterReplay = OfVerl
     sys.modules["verl.utils.megatron.router_replay_patch"] = module
-    TransformerConfig.enable_routing_replay = True  # its patch adds this attribute
+    TopKRouter._router_replay_patched = True
+    TransformerConfig.enable_routing_replay = True
     layer, x = build(case, True), tokens(1)
+    own, own_TK = dense(draw(case), x)
     [one] = OfVerl.router_instances
-    one.target_topk_idx, one.router_replay_action = choices(4), RouterReplayAction.REPLAY_FORWARD
-    torch.testing.assert_close(layer(x)[0], dense(draw(case), x, choices(4))[0])
+    # it looks for modules of Megatron's class, which must not disturb Megatron
+    [found] = [part for part in layer.modules() if isinstance(part, TopKRouter)]
+    assert found.router_replay is one and found.layer_number == 1
+    found.reset_global_aux_loss_tracker()
+    assert "handle" not in str([*layer.state_dict(), *layer.sharded_state_dict()])
+
+    one.router_replay_action = Action.REPLAY_FORWARD  # without choices, as of later predictions
+    torch.testing.assert_close(layer(x)[0], own)
+    mask_T = torch.arange(TOKENS) % 3 > 0
+    one.set_target_indices(choices(4), mask_T)
+    chosen_TK = torch.where(mask_T[:, None], choices(4), own_TK)
+    torch.testing.assert_close(layer(x)[0], dense(draw(case), x, chosen_TK)[0])
+    one.set_target_indices(choices(5))
+    torch.testing.assert_close(layer(x)[0], dense(draw(case), x, choices(5))[0])
+    one.router_replay_action = Action.REPLAY_BACKWARD
+    for ids_TK in (chosen_TK, choices(5), own_TK):
+        torch.testing.assert_close(layer(x)[0], dense(draw(case), x, ids_TK)[0])
+    assert one.replay_backward_list == one.replay_backward_mask_list == []
 
 
 def test_verls_own_class_is_followed() -> None:

@@ -94,7 +94,7 @@ FIELDS: dict[str, Row] = {
             "moe_z_loss_coeff", "moe_ffn_hidden_size", "moe_latent_size",
             "moe_apply_probs_on_input",
             "moe_shared_expert_overlap", "moe_layer_recompute", "moe_enable_routing_replay",
-            "expert_model_parallel_size",
+            "batch_invariant_mode", "expert_model_parallel_size",
             "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm",
             # refused in combination with some other settings (`recipes`)
             "fp8", "fp8_recipe", "fp8_param", "fp4", "fp4_recipe", "fp4_param",
@@ -263,6 +263,20 @@ def without_effect(native: Any) -> list[str]:
     defaults = {field.name: _default(field) for field in dataclasses.fields(native)}
     return [f"{name}={value}" for name in names(By.NOTHING)
             if (value := setting(native, name)) not in (None, False, defaults.get(name))]
+
+
+def batch_invariant(native: Any, settings: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the setting `batch_invariant` if Megatron's own mode is enabled, or else an empty
+    dict. The user may also enable only the setting of this package.
+
+    settings: settings of this package that the user set, by dotted path.
+    """
+    if not setting(native, "batch_invariant_mode"):
+        return {}
+    if not settings.get("batch_invariant", True):
+        raise ValueError("batch_invariant=False contradicts Megatron's own setting, which is "
+                         "batch_invariant_mode=True. Remove one of the two.")
+    return {"batch_invariant": True}
 
 
 def as_list(value: Any) -> list[Any]:

@@ -6,7 +6,10 @@ the chosen experts, to use given experts in forward passes, or to use the expert
 passes in recomputations. Frameworks find the objects in a list, in which the layers of a rank are
 ordered as they were built.
 
-verl replaces this class by its own class of the same form, and sets `enable_routing_replay`.
+verl replaces the class by its own class of the same form (`verl/utils/megatron
+/router_replay_patch.py`). This class may also have a mask of the tokens that are replayed. Without
+choices, the router chooses, for example in layers for multi-token prediction. verl finds the
+objects in its own list, or through the modules of Megatron's router class.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from torch import Tensor
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
 
 from moe_plugin.hosts.megatron.compat.settings import setting
 from moe_plugin.hosts.megatron.refusals import ROUTER_REPLAY
@@ -41,14 +45,28 @@ def follow_replay(config: Any, router: Any, replicas: int, split: bool) -> Follo
         ValueError: If the choices of the router cannot be replaced, or if the tokens of the router
             are not those of the rank.
     """
-    if setting(config, "moe_enable_routing_replay"):
+    verl: Any = sys.modules.get(_VERL) if hasattr(TopKRouter, "_router_replay_patched") else None
+    if verl is not None and (getattr(config, "enable_routing_replay", False)
+                             or setting(config, "moe_enable_routing_replay")):
+        replay = verl.RouterReplay()
+    elif setting(config, "moe_enable_routing_replay"):
         from megatron.core.transformer.moe.router_replay import RouterReplay
-    elif _VERL in sys.modules and getattr(config, "enable_routing_replay", False):
-        RouterReplay = sys.modules[_VERL].RouterReplay
+
+        replay = RouterReplay()
     else:
         return None
     ROUTER_REPLAY.refuse({"parallel.replicas": replicas, "split_tokens": split})
-    return FollowsReplay(RouterReplay(), router)
+    return FollowsReplay(replay, router, None if verl is None else VerlHandle(replay))
+
+
+class VerlHandle(TopKRouter):
+    """A module without parameters or a forward pass, through which verl finds a `RouterReplay`."""
+
+    def __init__(self, replay: Any) -> None:
+        nn.Module.__init__(self)
+        self.router_replay = replay
+        self.layer_number: Any = None
+        self.global_tokens_per_expert = None  # read by Megatron at the end of a step
 
 
 class FollowsReplay:
@@ -62,6 +80,7 @@ class FollowsReplay:
     Args:
         replay: Megatron's object for the layer.
         router: the layer's router.
+        handle: a module that the layer registers for verl. None without verl.
     Attributes:
         balances_best: True while choices are replayed. Losses then count the choices that the
             router would have made without the replay, as in Megatron.
@@ -69,9 +88,10 @@ class FollowsReplay:
         ValueError: If the choices of the router cannot be replaced.
     """
 
-    def __init__(self, replay: Any, router: Any) -> None:
-        self.replay, self.balances_best = replay, False
+    def __init__(self, replay: Any, router: Any, handle: VerlHandle | None = None) -> None:
+        self.replay, self.balances_best, self.handle = replay, False, handle
         self.target_TK: Tensor | None = None  # choices for the current pass
+        self.replayed_T: Tensor | None = None  # tokens whose choices are used, or None for all
         self.follow(router)
 
     def follow(self, router: Any) -> None:
@@ -80,6 +100,12 @@ class FollowsReplay:
         self.router = router
         router.router_replay, router.forced = self.replay, self
         router.register_forward_pre_hook(self._begin)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Set the number of the layer, as Megatron sets it."""
+        self.replay.layer_number = layer_number
+        if self.handle is not None:
+            self.handle.layer_number = layer_number
 
     @property
     def action(self) -> str | None:
@@ -90,9 +116,12 @@ class FollowsReplay:
     def _begin(self, *_: Any) -> None:
         # Called before every pass. A recomputation may not call `__call__`.
         self.target_TK = self.replay.target_topk_idx
+        self.replayed_T = getattr(self.replay, "target_replay_mask", None)
         if self.action == "replay_backward":
             waiting = self.replay.replay_backward_list
+            masks = getattr(self.replay, "replay_backward_mask_list", None)
             self.target_TK = waiting.pop(0) if waiting else None
+            self.replayed_T = masks.pop(0) if masks else None
         # The framework may have changed the action before a recomputation.
         self.balances_best = replayed(
             self, lambda: self.action not in (None, "record"), self.router.training,
@@ -106,7 +135,8 @@ class FollowsReplay:
                 experts per token or an expert index does not match.
         """
         action = self.action
-        if action is None:
+        if action is None or (self.target_TK is None and self.handle is not None
+                              and action != "record"):
             return None
         if action == "record":
             ids_TK: Tensor = self.router.select(call)
@@ -122,6 +152,8 @@ class FollowsReplay:
         sorted_TK = ids_TK.sort(1).values
         missing_T1 = (sorted_TK[:, :1] < 0) | (sorted_TK[:, 1:] == sorted_TK[:, :-1]).any(
             1, keepdim=True)
+        if self.replayed_T is not None:
+            missing_T1 = missing_T1 | ~self.replayed_T.to(missing_T1.device).bool().view(-1, 1)
         complete = missing_T1.device.type == "cpu" and not bool(missing_T1.any())
         ids_TK = ids_TK.to(call.logits_TE.device)
         if complete:
