@@ -121,6 +121,8 @@ class MoEConfig(SettingsSection):
                 ("dispatch.eval_token_fraction", (0.0,), "the batch decides what is dropped"),
                 ("dispatch.name", ("bounded", "deepep", "hybridep", "nccl_ep", "ragged"),
                  "others sum over ranks in an order set by the batch"),
+                ("dispatch.send", ("auto", "rows"),
+                 "a rank sums the results of its experts, so the sum depends on the ranks"),
                 ("parallel.mode", (None, "fixed"), "layouts sum in different orders"),
                 ("parallel.spill", (None, "never"), "the batch decides where rows are computed"),
                 ("experts.compute", ("auto", "blocks"), "others sum in an order set by the batch"),

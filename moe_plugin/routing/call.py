@@ -138,6 +138,8 @@ class RoutingCall:
             `leaves_none` is False, some choices may be -1.
         replays_whole: True if recordings of this router class never contain -1 for a real token,
             for any number of nodes.
+        balances_best: True if losses count the k experts with the largest logits of each token
+            instead of the chosen experts, as Megatron's router does when choices are replayed.
         comm: group of ranks whose tokens form the batch, or None if this rank has the whole batch.
         clean_TE: logits without noise, or None if no noise was added to the logits.
         deviation_TE: standard deviation of the noise for each logit (noisy_topk).
@@ -169,6 +171,7 @@ class RoutingCall:
     reads_z: bool = True
     leaves_none: bool = False
     replays_whole: bool = False
+    balances_best: bool = False
     comm: Comm | None = None
     clean_TE: Tensor | None = None
     deviation_TE: Tensor | None = None
@@ -339,15 +342,27 @@ class RoutingCall:
                                         complete=self.leaves_none and self.mask_T is None)
         return self._load_KE
 
+    def balanced_ids_TK(self) -> Tensor:
+        """Return the choices that losses count, int64 [T, K]."""
+        if self.balances_best:
+            return self.logits_TE.detach().topk(self.k, dim=1).indices
+        return self.ids_TK
+
+    def balanced_load_KE(self) -> Tensor:
+        """Return `own_load_KE` of the choices that losses count, int64 [K, E]."""
+        if self.balances_best:
+            return expert_load(self.balanced_ids_TK(), self.experts, self.mask_T, per_choice=True)
+        return self.own_load_KE
+
     def load_E(self) -> Tensor:
         """How often the group's tokens chose each expert, [E] in the dtype of the scores."""
-        return self.total(self.own_load_KE.sum(0).to(self.logits_TE.dtype))
+        return self.total(self.balanced_load_KE().sum(0).to(self.logits_TE.dtype))
 
     def first_load_E(self) -> Tensor:
         """For each expert, return how often it is the first choice of a token of the group, [E] in
         the dtype of the scores.
         """
-        return self.total(self.own_load_KE[0].to(self.logits_TE.dtype))
+        return self.total(self.balanced_load_KE()[0].to(self.logits_TE.dtype))
 
     def real(self, values: Tensor) -> Tensor:
         """Return values [T] or [T, n], with the values of padding tokens set to 0."""

@@ -94,7 +94,7 @@ def sequence(x: RoutingCall) -> Tensor:
     ones_T1 = x.probs_TE.new_ones(x.probs_TE.shape[0], 1)
     # The additional column collects choices that are -1: -1 % (E + 1) is E.
     chosen_TE = x.probs_TE.new_zeros(x.probs_TE.shape[0], experts + 1).scatter_(
-        1, x.ids_TK % (experts + 1), 1.0)[:, :experts]
+        1, x.balanced_ids_TK() % (experts + 1), 1.0)[:, :experts]
 
     def by_sequence(values: Tensor) -> Tensor:
         sums = values.new_zeros(count, values.shape[1])

@@ -174,17 +174,24 @@ def tokens_of_rank(ids_BSLK: Tensor, *, sequence_first: bool = False,
     if ranks > 1:
         sequences = ids_BSLK.split(list(lengths), 1) if lengths else [ids_BSLK]
         for sequence_SLK in sequences:
-            _check_parts("context", sequence_SLK.shape[1], 2 * ranks)
+            check_parts("context", sequence_SLK.shape[1], 2 * ranks)
         # Early parts need less causal attention than late ones, so a rank gets one of each.
         parts = [sequence_SLK.chunk(2 * ranks, 1) for sequence_SLK in sequences]
         ids_BSLK = torch.cat([part for some in parts for part in (some[rank], some[-1 - rank])], 1)
     rank, ranks = sequence
-    _check_parts("sequence", ids_BSLK.shape[1], ranks)
+    check_parts("sequence", ids_BSLK.shape[1], ranks)
     ids_BSLK = ids_BSLK.chunk(ranks, 1)[rank]
     return (ids_BSLK.transpose(0, 1) if sequence_first else ids_BSLK).flatten(0, 1)
 
 
-def _check_parts(name: str, tokens: int, parts: int) -> None:
+def check_parts(name: str, tokens: int, parts: int) -> None:
+    """Raise a `ValueError` if a sequence cannot be split into equal parts.
+
+    Args:
+        name: type of parallelism that splits the sequence, for use in the error message.
+        tokens: number of tokens of the sequence.
+        parts: number of parts.
+    """
     if tokens % parts:
         raise ValueError(f"A sequence of {tokens} tokens cannot be split into {parts} equal "
                          f"parts, as this {name} parallelism requires. Pad the routed experts like "
@@ -265,13 +272,16 @@ def choices_of_layers(ids_TLK: Tensor, layers: Sequence[int] | None,
     return choices
 
 
-def check_tokens(ids_TK: Tensor, tokens: int, top_k: int) -> None:
-    """Raise a `ValueError` if the number of tokens or of experts per token does not match."""
+def check_tokens(ids_TK: Tensor, tokens: int, top_k: int, by: str = "replay_rollouts") -> None:
+    """Raise a `ValueError` if the number of tokens or of experts per token does not match.
+
+    by: name of the function that passed the choices, for use in the error message.
+    """
     if tuple(ids_TK.shape) != (tokens, top_k):
         raise ValueError(
             f"A layer processes {tokens} tokens with {top_k} experts each, but the routed experts "
             f"have shape {tuple(ids_TK.shape)}. Split them like the batch (tokens_of_rank), and "
-            "open replay_rollouts for each micro-batch.")
+            f"use {by} for each micro-batch.")
 
 
 @dataclass

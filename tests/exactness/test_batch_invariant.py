@@ -60,25 +60,25 @@ def test_padding_and_views_change_nothing() -> None:
         assert torch.equal(layer(x_TD.T.contiguous().T).output, whole_TD)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("settings", [
-    {}, {"dispatch": {"send": "ranks"}}, {"parallel": {"d": 2}}, {"parallel": {"r": 0}}], ids=str)
-def test_over_ranks(settings: dict[str, Any]) -> None:
-    """The same bits whatever other tokens each of two ranks has; and those of one rank, where
-    results are not summed by rank.
-    """
-    x_TD = tokens()
+    {}, {"dispatch": {"name": "bounded"}}, {"parallel": {"d": 2}}, {"parallel": {"r": 0}},
+    {"router": {"name": "sigmoid_bias"}, "experts": {"shared_hidden_dim": 24}}], ids=str)
+def test_over_ranks(settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """The bits of one rank, whatever other tokens a rank has, and how many ranks there are."""
+    x_TD = tokens(dtype)
+    with torch.no_grad():
+        whole_TD = layer_of(dtype=dtype, num_experts=8, **settings).eval()(x_TD).output
 
-    def rank(comm: Comm, cut: int) -> Tensor:
-        layer = layer_of(comm, **settings).eval()
-        with torch.no_grad():
-            return layer(x_TD[:cut] if comm.rank == 0 else x_TD[cut:]).output
+    def rank(comm: Comm, count: int) -> Tensor:
+        layer = layer_of(comm, dtype, num_experts=8, **settings).eval()
+        with torch.no_grad():  # the first ranks have one token more, or the only ones
+            return layer(x_TD[:count].tensor_split(comm.size)[comm.rank]).output
 
-    first_TD, second_TD = (torch.cat(run_simulated(2, lambda comm, cut=cut: rank(comm, cut)))
-                           for cut in (37, 100))
-    assert torch.equal(first_TD, second_TD)
-    if "dispatch" not in settings:
-        with torch.no_grad():
-            assert torch.equal(layer_of(**settings).eval()(x_TD).output, first_TD)
+    for ranks in (1, 2, 4):
+        for count in (1, 3, 8, 64):
+            got_TD = torch.cat(run_simulated(ranks, lambda comm, count=count: rank(comm, count)))
+            assert torch.equal(got_TD, whole_TD[:count]), (ranks, count)
 
 
 def test_gradients_are_those_of_other_products() -> None:
@@ -114,6 +114,8 @@ def test_without_it_bits_differ() -> None:
     ({"dispatch": {"capacity_factor": 1.0}}, "dispatch.capacity_factor=1.0"),
     ({"dispatch": {"eval_capacity_factor": 1.0}}, "dispatch.eval_capacity_factor=1.0"),
     ({"dispatch": {"name": "all_gather"}}, "dispatch.name='?all_gather'?"),
+    ({"dispatch": {"send": "ranks"}}, "dispatch.send='?ranks'?"),
+    ({"dispatch": {"send": "nodes"}}, "dispatch.send='?nodes'?"),
     ({"parallel": {"mode": "auto"}}, "parallel.mode='?auto'?"),
     ({"experts": {"compute": "loop"}}, "experts.compute='?loop'?"),
     ({"experts": {"dropout": 0.1}}, "experts.dropout=0.1"),

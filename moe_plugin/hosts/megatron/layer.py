@@ -15,12 +15,14 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import flatten, to_dict
+from moe_plugin.config.refusals import Values
 from moe_plugin.hosts.megatron import losses as layer_numbers
 from moe_plugin.hosts.megatron import parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core, muon
 from moe_plugin.hosts.megatron.compat.names import mappings
 from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
 from moe_plugin.hosts.megatron.compat.recipes import in_bf16, recomputed
+from moe_plugin.hosts.megatron.compat.router_replay import follow_replay
 from moe_plugin.hosts.megatron.compat.sequence_parts import is_mtp_layer, is_told, prediction_of
 from moe_plugin.hosts.megatron.compat.settings import (
     OVERLAPPED,
@@ -73,6 +75,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
     Attributes:
         router: Megatron's router if a setting requires it, or else this package's router.
         moe: the `MoELayer` that runs the router and the experts.
+        replay: the link between Megatron's `RouterReplay` and this package's router. None if
+            routing replay is disabled, or if Megatron's router is used.
         last_stats: the `LayerStats` of the latest forward pass.
         observer: called with the `LayerStats` of each forward pass, except for recomputations.
         run_ends_steps: True if the run calls `finish_step` at the end of each step. If False, the
@@ -116,9 +120,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             config, plan.config.losses, groups.context if self.shares_tokens else groups.tokens,
             plan.config.comm.timeout_s, layer_numbers.passes_a_microbatch(config, is_told(extra)))
         self.passes = layer_numbers.passes_a_microbatch(config, self._is_mtp)
-        BATCH_INVARIANT.refuse({
+        BATCH_INVARIANT.refuse(Values({
             "batch_invariant": plan.config.batch_invariant, "native_router": plan.native_router,
-            "shared_experts": self.use_shared_expert})
+            "shared_experts": self.use_shared_expert}, functools.partial(setting, config)))
         native = core.native_router(
             config, submodules, groups, is_told(extra)) if plan.native_router else None
         moe = self._build(config, plan, native)
@@ -136,6 +140,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         again = config.recompute_granularity == "selective" and config.recompute_modules or []
         self.recompute = "moe" in again
         self.shared_experts_recompute = "shared_experts" in again
+        self.replay_handle = None if self.replay is None else self.replay.handle
         self._prepare_parameters(native)
         self.needs = needs_of(moe.router)
         if setting(config, "overlap_moe_expert_parallel_comm"):
@@ -164,6 +169,9 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
                        router=router, dtype=config.params_dtype, device=device)
         moe.ddp_check.compare_replicas(
             comm_of(core.all_data_group(self.groups.collection), plan.config.comm.timeout_s))
+        self.replay = follow_replay(
+            config, moe.router, plan.config.parallel.replicas, self.tp_group.size() > 1 and not (
+                self.shares_tokens or config.sequence_parallel)) if native is None else None
         if config.perform_initialization:
             if native is None:
                 parameters.initialise_router(moe.router, config)
@@ -233,6 +241,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             announce(self.plan)
         if self.plan.native_router:
             self.router.set_layer_number(layer_number)
+        if self.replay is not None:
+            self.replay.set_layer_number(layer_number)
 
     def _number_parts(self, layer_number: int) -> int | None:
         self._follow_recipe(layer_number)
@@ -247,6 +257,8 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
         self.groups, self.experts = groups, self.moe.experts
         if not self.plan.native_router:
             self.router = self.moe.router
+        if self.replay is not None and self.router.forced is not self.replay:
+            self.replay.follow(self.router)
         core.count_local_experts(self, groups)
         parameters.mark(self.experts)
         muon.prepare(self.experts, self.moe.placement.shards)

@@ -321,12 +321,24 @@ PRE_GATE = Request("router.pre_gate=1", when(
     "because the multi-token prediction layers read other tokens than the block before. Remove one "
     "of the two", mtp_num_layers=1, moe_at_end=True), {"router.pre_gate": 1},
     "{request} cannot be combined with {setting}, {remedy}.")
-BATCH_INVARIANT = Request("batch_invariant=True", when(
-    "Megatron's own router or shared experts",
-    lambda v: v["batch_invariant"] and (v["native_router"] or v["shared_experts"]),
-    "because their results depend on the batch. Leave out --moe-batch-invariant",
-    shared_experts=True), {"batch_invariant": True},
+BATCH_INVARIANT = Request("batch_invariant=True", (
+    *when("Megatron's own router or shared experts",
+          lambda v: v["batch_invariant"] and not v["batch_invariant_mode"]
+          and (v["native_router"] or v["shared_experts"]),
+          "because their results depend on the batch. Use --batch-invariant-mode, or leave out "
+          "--moe-batch-invariant", shared_experts=True),
+    *when("moe_expert_capacity_factor={moe_expert_capacity_factor}", lambda v:
+          v["batch_invariant"] and v["moe_expert_capacity_factor"] is not None,
+          "because the batch decides which tokens are dropped. Leave out one of the two",
+          batch_invariant_mode=True, moe_expert_capacity_factor=1.0)), {"batch_invariant": True},
     "{request} cannot be used with {setting}, {remedy}.")
+ROUTER_REPLAY = Request("moe_enable_routing_replay=True", (
+    *when("tensor parallelism without sequence parallelism", lambda v: v["split_tokens"],
+          "because each rank then routes a part of the tokens. Use --sequence-parallel",
+          split_tokens=True),
+    *at_most_one("because it changes the order in which ranks share tokens. Leave it out",
+                 "parallel.replicas", shown=_VALUE)),
+    message="{request} cannot be used with {setting}, {remedy}.")
 SHARED_TOKENS = Request("{asked}", (
     *off("because tensor-parallel ranks then have different tokens and share no work. Leave out "
          "--sequence-parallel, or use parallel.replicas=1, which then routes like Parm's S1",

@@ -141,6 +141,7 @@ def translate(native: Any, settings: Mapping[str, Any], *,
                if not (whole and reason.startswith("add_bias_linear="))]
     reasons += ["the spec's own router"] if injected_router else []
     known = _agreed(native, settings, whole and not reasons)
+    known |= fields.batch_invariant(native, settings)
     known["losses"] = _losses(native, settings.get("losses"), bool(reasons), whole)
     name = settings.get("router.name", RouterConfig.name)
     known = only_read(known, router_names(name), native.moe_router_topk)

@@ -55,7 +55,8 @@ class Router(BuffersKeepDtype, RouterModule):
         logit_bias_E: learned bias of the logits (`router.bias`), or None.
         adapted: True if an adapter trains the router; see `note_adapter`.
         forced: optional callable that replaces `select`. The callable returns expert ids, int64 [T,
-            K], or None to fall back to `select`. See `moe_plugin.routing.rollouts`.
+            K], or None to fall back to `select`. Its attribute `balances_best`, if it exists, sets
+            the field of the same name of `RoutingCall`. See `moe_plugin.routing.rollouts`.
     """
 
     own_losses: frozenset[str] = frozenset({"load_importance", "tutel_load_importance"})
@@ -192,6 +193,7 @@ class Router(BuffersKeepDtype, RouterModule):
             one_pass=self.one_pass(),
             reads_z="z" in self.losses, leaves_none=self.leaves_none,
             replays_whole=type(self).leaves_none,
+            balances_best=getattr(self.forced, "balances_best", False),
             comm=self.host.loss_comm, penalty_E=self.penalty_E)
         if self.needs:
             self._check_info(call.info, x_TD.shape[0])
@@ -227,7 +229,11 @@ class Router(BuffersKeepDtype, RouterModule):
     def _forced(self, call: RoutingCall) -> Tensor:
         assert self.forced is not None
         ids_TK = self.forced(call)
-        return self.select(call) if ids_TK is None else call.choose(ids_TK)
+        if ids_TK is None:
+            return self.select(call)
+        if call.routed is not None and call.routed.ids_TK is ids_TK:
+            return ids_TK  # chosen by `select`, which `forced` called
+        return call.choose(ids_TK)
 
     def scores(self, x_TD: Tensor, call: RoutingCall) -> Tensor:
         """Hook that returns the logits [T, E] in float32 or float64. The default implementation
@@ -328,7 +334,7 @@ class Router(BuffersKeepDtype, RouterModule):
             and not transformed()
 
     def _count_step(self, call: RoutingCall) -> Tensor:
-        rank_load_E = torch.cat([call.own_load_KE.sum(0), call.own_count()[None]])
+        rank_load_E = torch.cat([call.balanced_load_KE().sum(0), call.own_count()[None]])
         total_load_E = self.batch_comm.all_reduce(rank_load_E)
         added_E = add_counts(
             self.step_load_E, lambda: total_load_E, self.training,

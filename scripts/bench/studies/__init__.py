@@ -11,6 +11,7 @@ STUDIES = {study.name: study for study in (
     Study("kernels", "each operation of one problem: its implementations and its bound",
           stem="one_problem", module="layers.OneProblemsOperations"),
     Study("host", "host cost of a layer call: processor time and number of operations"),
+    Study("invariant", "a layer with and without `batch_invariant`"),
     Study("train", "whole training steps with our layer and with the framework's own"),
     Study("losses", "differences of losses in `train`, traced to single tokens"),
     Study("transformers", "steps of models of transformers, with its experts and with ours",

@@ -15,15 +15,16 @@ own_step = example.forward_step
 EXPERTS, LAYERS = 4, 4
 
 
-def choices(tokens_BS: Tensor) -> Tensor:
-    """[B, S, L, 2]; none for each seventh token."""
+def choices(tokens_BS: Tensor, missing: bool = True) -> Tensor:
+    """[B, S, L, 2]; if some are missing, none for each seventh token."""
     places = torch.arange(tokens_BS.shape[1])[None]
     first_BS = (tokens_BS + places) % EXPERTS
     layer_L = torch.arange(LAYERS)
     first_BSL = (first_BS[..., None] + layer_L) % EXPERTS
     second_BSL = (first_BSL + 1 + places[..., None] % (EXPERTS - 1)) % EXPERTS
     ids_BSLK = torch.stack([first_BSL, second_BSL], -1)
-    ids_BSLK[(tokens_BS + places) % 7 == 0] = -1
+    if missing:
+        ids_BSLK[(tokens_BS + places) % 7 == 0] = -1
     return ids_BSLK
 
 

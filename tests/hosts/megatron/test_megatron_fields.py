@@ -69,8 +69,8 @@ def test_no_flag_lacks_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 # names in the table of refusals: what a check adds, and settings of other versions of Megatron
 FACTS = {"asked", "batch_invariant", "cuts", "dense_at_end", "first_tp", "indivisible", "last_tp",
          "layouts", "losses", "moe_at_end", "most", "native_router", "processes",
-         "reads_token_ids", "shared_embeddings", "shared_experts", "tokens_of_all_ranks", "words",
-         "world"}
+         "reads_token_ids", "shared_embeddings", "shared_experts", "split_tokens",
+         "tokens_of_all_ranks", "words", "world"}
 
 
 def test_refusals_read_settings_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_refused_with_value_bound_and_remedy(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [
     ("moe_router_force_load_balancing", True), ("moe_router_force_biased", 0.5),
-    ("moe_enable_routing_replay", True), ("moe_router_topk_limited_devices", 1),
+    ("moe_router_topk_limited_devices", 1),
     ("moe_router_load_balancing_type", "seq_aux_loss"),
     ("moe_router_score_function", "sqrtsoftplus"), ("moe_router_dtype", "fp64"),
     ("moe_expert_capacity_factor", 1.0), ("add_bias_linear", True)])
@@ -118,6 +118,16 @@ def test_our_router_is_used_for_values_that_it_has_too() -> None:
             if name == "moe_router_load_balancing_type" and value == "none":
                 config.moe_aux_loss_coeff = 0.0
             assert translate(config, {}).native_router == (), name
+
+
+def test_megatrons_batch_invariant_mode_is_ours_too() -> None:
+    config = _config(batch_invariant_mode=True)
+    assert translate(config, {}).config.batch_invariant
+    assert translate(config, {"batch_invariant": True}).config.batch_invariant
+    assert translate(_config(), {"batch_invariant": True}).config.batch_invariant
+    assert not translate(_config(), {}).config.batch_invariant
+    with pytest.raises(ValueError, match="batch_invariant=False contradicts Megatron's own"):
+        translate(config, {"batch_invariant": False})
 
 
 SCORE = """

@@ -175,6 +175,15 @@ REPLAYED = {
 }
 
 
+ROUTER_REPLAY = str(Path(ROOT, "tests", "hosts", "megatron", "router_replay_script.py"))
+DRIVEN = {
+    "CP2 TP2": REPLAYED["CP2 TP2"],
+    "PP2, recomputed": REPLAYED["PP2, recomputed"],
+    "VPP2, recomputed": (2, f"""{REPLAYED["PP2, recomputed"][1]}
+        --num-virtual-stages-per-pipeline-rank 2"""),
+}
+
+
 @pytest.fixture(scope="module")
 def replayed(start: tuple[Path, Steps]) -> Steps:
     """The steps of one rank that replays rollouts."""
@@ -190,3 +199,22 @@ def test_rollouts_have_the_losses_of_one_rank(layout: str, start: tuple[Path, St
                                               replayed: Steps) -> None:
     world, flags = REPLAYED[layout]
     same(steps(world, flags, start[0], script=ROLLOUTS), replayed)
+
+
+@pytest.mark.skipif(importlib.metadata.version("megatron-core") < "0.17",
+                    reason="its script has no --moe-enable-routing-replay")
+@pytest.mark.parametrize("layout", [
+    "VPP2, recomputed",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in [*DRIVEN][:-1])])
+def test_router_replay_has_the_losses_of_megatrons_layers(
+        layout: str, start: tuple[Path, Steps], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices that a framework gives to `RouterReplay`, in its order; on one rank to Megatron's own
+    layers.
+    """
+    (folder, plain), (world, flags) = start, DRIVEN[layout]
+    replay = "--moe-enable-routing-replay"
+    monkeypatch.setenv("ROUTER_REPLAY_NATIVE", "1")
+    wanted = steps(1, replay, folder, script=ROUTER_REPLAY)
+    monkeypatch.delenv("ROUTER_REPLAY_NATIVE")
+    assert abs(wanted[0][0] - plain[0][0]) > 1e-3  # other experts
+    same(steps(world, f"{flags} {replay}", folder, script=ROUTER_REPLAY), wanted)

@@ -86,6 +86,13 @@ def _chunks(case: Whole, config: Any, settings: dict[str, Any] | None) -> list[A
     return chunks
 
 
+def model_of(case: Whole, settings: dict[str, Any]) -> Any:
+    """The model of a case without pipeline stages, with our layers, to evaluate."""
+    _begin(case)
+    [model] = _chunks(case, _config(case), settings)
+    return model.eval()
+
+
 def _parts(model: Any) -> Iterator[tuple[str, Any, tuple[str, int]]]:
     """(name in the whole model, parameter, which part of it is here) of each parameter."""
     from megatron.core import parallel_state as ps

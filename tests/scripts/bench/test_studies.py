@@ -19,7 +19,7 @@ from scripts.bench.study import NEEDS, NEEDS_SAID, Option, Study, read_numbers, 
 ROOT = Path(__file__).resolve().parents[3]
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 COMMITTED = [study for study in STUDIES.values() if (BENCHMARKS / study.numbers_name).exists()]
-QUICK = ("layers", "operations", "scaling", "headlines")
+QUICK = ("invariant", "layers", "operations", "scaling", "headlines")
 
 
 def test_they_are_listed_with_what_they_measure(capsys: pytest.CaptureFixture[str]) -> None:

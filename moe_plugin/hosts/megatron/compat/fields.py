@@ -93,7 +93,8 @@ FIELDS: dict[str, Row] = {
             "moe_router_topk_scaling_factor", "moe_input_jitter_eps", "moe_aux_loss_coeff",
             "moe_z_loss_coeff", "moe_ffn_hidden_size", "moe_latent_size",
             "moe_apply_probs_on_input",
-            "moe_shared_expert_overlap", "moe_layer_recompute", "expert_model_parallel_size",
+            "moe_shared_expert_overlap", "moe_layer_recompute", "moe_enable_routing_replay",
+            "batch_invariant_mode", "expert_model_parallel_size",
             "expert_tensor_parallel_size", "overlap_moe_expert_parallel_comm",
             # refused in combination with some other settings (`recipes`)
             "fp8", "fp8_recipe", "fp8_param", "fp4", "fp4_recipe", "fp4_param",
@@ -110,7 +111,7 @@ FIELDS: dict[str, Row] = {
     **_rows(By.ROUTER, "moe_router_num_groups", "moe_router_group_topk",
             "moe_router_topk_limited_devices", "moe_router_enable_expert_bias",
             "moe_expert_capacity_factor", "moe_router_force_load_balancing",
-            "moe_router_force_biased", "moe_enable_routing_replay"),
+            "moe_router_force_biased"),
     # these settings are read only together with other settings of this class
     **dict.fromkeys(("moe_router_bias_update_rate", "moe_router_quantile_balancing_ema",
                      "moe_token_drop_policy", "moe_router_fusion"), Row(By.ROUTER, None)),
@@ -262,6 +263,20 @@ def without_effect(native: Any) -> list[str]:
     defaults = {field.name: _default(field) for field in dataclasses.fields(native)}
     return [f"{name}={value}" for name in names(By.NOTHING)
             if (value := setting(native, name)) not in (None, False, defaults.get(name))]
+
+
+def batch_invariant(native: Any, settings: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the setting `batch_invariant` if Megatron's own mode is enabled, or else an empty
+    dict. The user may also enable only the setting of this package.
+
+    settings: settings of this package that the user set, by dotted path.
+    """
+    if not setting(native, "batch_invariant_mode"):
+        return {}
+    if not settings.get("batch_invariant", True):
+        raise ValueError("batch_invariant=False contradicts Megatron's own setting, which is "
+                         "batch_invariant_mode=True. Remove one of the two.")
+    return {"batch_invariant": True}
 
 
 def as_list(value: Any) -> list[Any]:
