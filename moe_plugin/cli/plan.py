@@ -208,6 +208,7 @@ def _plan_sizes(args: argparse.Namespace) -> None:
         raise ValueError(f"--write {short(str(args.write))} needs a launch script, which "
                          "transformers does not have. Add --host megatron, or leave --write out "
                          "and copy the printed lines")
+    own = (source.script, source.flags) if args.host == source.host else (None, {})
     model = source.model.in_host(args.host)
     if args.scale:
         return _scale(args, model, cluster, device)
@@ -223,7 +224,7 @@ def _plan_sizes(args: argparse.Namespace) -> None:
         }, indent=1))
     else:
         print("\n".join(answer(source.assumed, model, cluster, device, result, space)))
-        print(f"\n{launch_lines(source.path, model, cluster, best.plan, args.host)}")
+        print(f"\n{launch_lines(source.path, model, cluster, best.plan, args.host, *own)}")
         if args.gpus is None:
             print(f"\n{explain(model, cluster, device, result, space)}")
             print(f"\n{predicted(best, cluster, device)}, without the optimizer and the host's work"
@@ -231,7 +232,8 @@ def _plan_sizes(args: argparse.Namespace) -> None:
     if args.plot:
         _plot_plans(args.plot, result.plans)
     if args.write:
-        start = LaunchCommand(data=args.data or LaunchCommand.data)
+        kept = {k: v for k, v in own[1].items() if k != "data-path" or not args.data}
+        start = LaunchCommand(data=args.data or LaunchCommand.data, script=own[0], flags=kept)
         make_folder(args.write)
         text = write_plan(args, args.write, model, best, cluster, device, start)
         if not args.json:
@@ -259,7 +261,7 @@ def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cl
     note = (f"Written by `moe-plugin {args.command}`: {best.plan.label}; "
             f"{predicted(best, cluster, device)}.")
     start = replace(start, nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
-                    config=folder / CONFIG, script=args.script)
+                    config=folder / CONFIG, script=args.script or start.script)
     text = launch_text(launch_words(model, best.plan, args.host, start))
     write_regular(folder / CONFIG, plan_yaml(model, best.plan, args.host, args.auto, note,
                                              activations, keeps_send=needs_send(

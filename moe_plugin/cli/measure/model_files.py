@@ -6,11 +6,18 @@ import importlib
 import json
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.cli.planning.command_flags import FAIRSEQ, MEGATRON, TRANSFORMERS, YAML, flags_of
+from moe_plugin.cli.planning.command_flags import (
+    FAIRSEQ,
+    MEGATRON,
+    TRANSFORMERS,
+    YAML,
+    Flags,
+    flags_of,
+)
 from moe_plugin.planner.model import ModelShape, load_model
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.yaml_file import read_yaml
@@ -28,12 +35,16 @@ class ModelFile:
         model: sizes of the model.
         assumed: default values that were used because the file does not contain them.
         path: the file or folder.
+        script: the Python file that a launch script runs, or None.
+        flags: the flags of a launch script; see `command_flags.flags_of`.
     """
 
     host: str
     model: ModelShape
     assumed: tuple[str, ...]
     path: Path
+    script: str | None = None
+    flags: Flags = field(default_factory=dict)
 
 
 def host_of(path: Path) -> str:
@@ -100,9 +111,10 @@ def read_source(path: Path, gpus: int, sequence: int | None, batch: int | None) 
         assumed += ["weights, gradients and both moments of Adam in bf16",
                     "fused attention, which stores no scores"]
         return ModelFile(host=host, path=path, assumed=tuple(assumed), model=model)
-    flags = _named(path, host)
+    script, given_flags = (None, {}) if path.suffix in (".yaml", ".yml") else flags_of(
+        path, "num-layers" if host == MEGATRON else "arch")
     read = _megatron if host == MEGATRON else _fairseq
-    sizes = read(flags)
+    sizes = read(_named(path, host, given_flags))
     sizes |= {"sequence": sequence or sizes.get("sequence"),
               "global_batch": batch or sizes.get("global_batch")}
     for name, default, option in (("sequence", SEQUENCE, "tokens per sequence (--sequence)"),
@@ -117,8 +129,9 @@ def read_source(path: Path, gpus: int, sequence: int | None, batch: int | None) 
                          + ("--num-experts" if host == MEGATRON else "--moe-expert-count")
                          + ", or plan the dense model with your framework")
     assumed.append("memory computed by formulas, not by tracing the model")
-    return ModelFile(host=host, path=path, assumed=tuple(assumed),
-                  model=ModelShape(**{k: v for k, v in sizes.items() if v is not None}))
+    model = ModelShape(**{k: v for k, v in sizes.items() if v is not None})
+    return ModelFile(host=host, path=path, assumed=tuple(assumed), model=model, script=script,
+                     flags=given_flags)
 
 
 def _changed(model: ModelShape, values: Mapping[str, int | None]) -> ModelShape:
@@ -126,7 +139,7 @@ def _changed(model: ModelShape, values: Mapping[str, int | None]) -> ModelShape:
     return type(model)(**{**own, **{k: v for k, v in values.items() if v is not None}})
 
 
-def _named(path: Path, host: str) -> dict[str, Any]:
+def _named(path: Path, host: str, flags: Flags) -> dict[str, Any]:
     """Return the flags of a launch script or YAML file, by their names with underscores."""
     if path.suffix in (".yaml", ".yml"):
         tree = read_yaml(path, "model file", "see configs/plans/")
@@ -139,7 +152,7 @@ def _named(path: Path, host: str) -> dict[str, Any]:
                      "arch": model.get("_name"), "bf16": (tree.get("common") or {}).get("bf16"),
                      "fp16": (tree.get("common") or {}).get("fp16")}
     else:
-        given = dict(flags_of(path, "num-layers" if host == MEGATRON else "arch"))
+        given = dict(flags)
     return {str(name).replace("-", "_"): _value(value) for name, value in given.items()
             if value is not None}
 

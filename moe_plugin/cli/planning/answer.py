@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from moe_plugin.cli.planning.command_flags import TRANSFORMERS
+from moe_plugin.cli.planning.command_flags import TRANSFORMERS, Flags
 from moe_plugin.cli.planning.launch import (
     LaunchCommand,
     launch_text,
@@ -141,14 +141,16 @@ def answer(assumed: Sequence[str], model: ModelShape, cluster: Cluster, device: 
 
 
 def launch_lines(path: Path, model: ModelShape, cluster: Cluster, plan: ModelPlan,
-                 host: str) -> str:
+                 host: str, script: str | None = None, given: Flags | None = None) -> str:
     """Return the launch line of a plan for its host.
 
     Args:
         path: the file of the model.
+        script: the Python file that the user's launch script runs. Optional.
+        given: the flags of the user's launch script. Optional; see `LaunchCommand`.
     """
     start = LaunchCommand(nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
-                          config=Path("moe.yaml"))
+                          config=Path("moe.yaml"), script=script, flags=given or {})
     if host != TRANSFORMERS:
         return launch_text(launch_words(model, plan, host, start))
     settings = {name: values for name, values in moe_settings(model, plan, False).items()

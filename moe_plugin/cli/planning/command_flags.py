@@ -1,7 +1,7 @@
 """Read the flags of a training command from a shell script or from a file of arguments.
 
 The script is read, not run. Variables and arrays that the script itself assigns are replaced by
-their values. Other variables, such as those of the environment, are replaced by nothing.
+their values. Other variables, such as those of the environment, keep their names.
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ _USE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::-([^}]*))?\}|\$(\w+)")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.M)
 # frameworks to which the file of a model may belong, and the files of this package
 TRANSFORMERS, MEGATRON, FAIRSEQ, YAML = "transformers", "megatron", "fairseq", "yaml"
+# words after which the flags of the training program begin, besides Python files
+_PROGRAMS = "moe_plugin.hosts.megatron.launch", "fairseq-train", "fairseq-hydra-train"
 DEPTH = 10  # number of times that a variable may refer to another variable
 
 
-def flags_of(path: Path, needed: str) -> dict[str, str | list[str]]:
-    """Return the flags of the last command that contains the flag `needed`.
+Flags = Mapping[str, str | list[str]]
 
-    Returns: mapping from flags without leading dashes to their values. A flag without a value has
-        the value `true`. A flag with several values has a list.
+
+def flags_of(path: Path, needed: str) -> tuple[str | None, Flags]:
+    """Return the Python file and the flags of the last command that contains the flag `needed`.
+
+    Returns: the Python file that the command runs, or None, and a mapping from flags without
+        leading dashes to their values. A flag without a value has the value `true`. A flag with
+        several values has a list. The flags of `torchrun` are left out.
     Raises:
         ValueError: If the file cannot be read, or contains no such command.
     """
@@ -50,26 +56,30 @@ def flags_of(path: Path, needed: str) -> dict[str, str | list[str]]:
         raise ValueError(f"--model {short(str(path))} contains no command with --{needed}. Pass a "
                          "Hugging Face folder or config.json, a Megatron or fairseq launch script, "
                          "or a YAML file as in configs/plans/")
-    return _flags(shlex.split(commands[-1].replace('"', " ").replace("'", " ")))
+    words = shlex.split(commands[-1].replace('"', " ").replace("'", " "))
+    starts = [i for i, word in enumerate(words) if word.endswith(".py") or word in _PROGRAMS]
+    program = words[starts[-1]] if starts else ""
+    return (program if program.endswith(".py") else None,
+            _flags(words[starts[-1] + 1:] if starts else words))
 
 
 def _expanded(line: str, variables: Mapping[str, str]) -> str:
     for _ in range(DEPTH):
-        after = _USE.sub(lambda m: variables.get(m[1] or m[3], m[2] or ""), line)
+        after = _USE.sub(lambda m: variables.get(m[1] or m[3], m[2] or m[0]), line)
         if after == line:
             break
         line = after
     return line
 
 
-def _flags(words: list[str]) -> dict[str, str | list[str]]:
+def _flags(words: list[str]) -> Flags:
     flags: dict[str, list[str]] = {}
     current: list[str] = []
     for word in words:
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
             current = flags[name] = [value] if value else []
-        else:
+        elif not (word.startswith("$") and current):  # a variable after a value holds more flags
             current.append(word)
     return {name: "true" if not values else values[0] if len(values) == 1 else values
             for name, values in flags.items()}

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from moe_plugin.cli.planning.command_flags import Flags
 from moe_plugin.planner.model import ModelPlan, ModelShape
 from moe_plugin.utils.messages import short
 
@@ -138,8 +139,8 @@ class LaunchCommand:
         data: path of the training data, which is a folder (fairseq) or a prefix (Megatron).
         config: path of the plan's file for `--moe-config`.
         script: path of Megatron-LM's `pretrain_gpt.py`. Optional. Defaults to `SCRIPT`.
-        steps: number of training steps in the run.
-        learning_rate: learning rate of Adam.
+        flags: the flags of a user's own command, which the launch command keeps; see
+            `command_flags.flags_of`.
     """
 
     nodes: int = 1
@@ -150,6 +151,7 @@ class LaunchCommand:
     data: str = "DATA"
     config: Path = Path("moe.yaml")
     script: str | None = None
+    flags: Flags = field(default_factory=dict)
 
 
 def torchrun_words(start: LaunchCommand) -> list[str]:
@@ -193,7 +195,33 @@ def launch_words(model: ModelShape, plan: ModelPlan, host: str, start: LaunchCom
             "--vocab-size", str(model.vocab or BYTES)
         ]
     program += ["--bf16"] if model.element_bytes == 2 else []
-    return [*torchrun_words(start), *program, "--moe-config", str(start.config)]
+    words = [*program, "--moe-config", str(start.config)]
+    return [*torchrun_words(start), *_with_flags(words, flags, start.flags)]
+
+
+def _with_flags(words: list[str], planned: Sequence[str], given: Flags) -> list[str]:
+    """Return a launch command that also has the flags of a user's own command.
+
+    The user's values replace the defaults of the launch command. Flags that the plan determines,
+    and flags of other parallel sizes, keep the values of the plan or are left out.
+
+    Args:
+        words: the launch command without `torchrun` and its options.
+        planned: the flags that the plan determines; see `host_flags`.
+        given: the flags of the user's command; see `command_flags.flags_of`.
+    """
+    kept = {f"--{name}": [] if value == "true" else [value] if isinstance(value, str) else value
+            for name, value in given.items()
+            if f"--{name}" not in planned and "parallel" not in name and "pipeline" not in name}
+    replaced = {*kept, *(["--bf16"] if "--fp16" in kept else []),
+                *(["--vocab-size"] if "--tokenizer-model" in kept else [])}
+    result, stays = [], True
+    for word in words:
+        if word.startswith("--"):
+            stays = word not in replaced
+        if stays:
+            result.append(word)
+    return [*result, *(word for name, values in kept.items() for word in (name, *values))]
 
 
 def _fairseq(model: ModelShape, start: LaunchCommand) -> list[str]:
@@ -226,7 +254,7 @@ def launch_text(words: list[str]) -> str:
     """
     parts: list[str] = []
     for word in words:
-        assigns = word.startswith("OMP_NUM_THREADS=")
+        assigns = word.startswith(("OMP_NUM_THREADS=", "$"))
         shown = word if word == FAIRSEQ or assigns else shlex.quote(word)
         if word.startswith("--") or not parts:
             parts.append(shown)

@@ -74,10 +74,32 @@ def test_parameters_equal_those_of_the_real_class(name: str, tmp_path: Path) -> 
 def test_the_flags_of_a_script_are_read_without_running_it(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text(MEGATRON + "\nrm -rf $(echo nothing) --not-this\n")
-    flags = flags_of(path, "num-layers")
+    _, flags = flags_of(path, "num-layers")
     assert flags["hidden-size"] == "1024" and flags["moe-router-topk"] == "6"
     assert flags["global-batch-size"] == "512" and "not-this" not in flags
     assert flags["bf16"] == "true"
+
+
+def test_the_launch_line_keeps_what_the_plan_does_not_determine(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text("""SIZES="--num-layers 4 --hidden-size 256 --num-attention-heads 4 --swiglu"
+        MOE=(--num-experts 8 --moe-grouped-gemm)
+        torchrun --nproc_per_node $GPUS --nnodes 1 pretrain_gpt.py $SIZES ${MOE[@]} $MORE \\
+            --lr 1e-4 --group-query-attention --num-query-groups 2 --fp16 --global-batch-size 64 \\
+            --tensor-model-parallel-size 2 --context-parallel-size 2 --data-path a b --save $OUT $@
+        """)
+    assert 0 == main(["plan", "--model", str(path), "--gpus", "8", "--device", "h100",
+                       "--network", "ib400"])
+    out = capsys.readouterr().out
+    line = out[out.index("torchrun"):].replace("\\\n", " ").split()
+    assert line.count("--nproc_per_node") == 1 and line.count("--num-layers") == 1
+    after = dict(zip(line, line[1:], strict=False))
+    assert after["--num-query-groups"] == "2" and after["--lr"] == "1e-4"
+    assert after["--save"] == "$OUT" and after["--data-path"] == "a" and after["a"] == "b"
+    assert "pretrain_gpt.py" in line and "--fp16" in line and "--bf16" not in line
+    assert "--moe-grouped-gemm" in line and "--context-parallel-size" not in line
+    assert line.count("--tensor-model-parallel-size") == 1 and line.count("--lr") == 1
 
 
 def test_megatron_script(tmp_path: Path) -> None:
