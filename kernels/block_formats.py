@@ -79,7 +79,7 @@ class Blocks:
         if self.tensor is None:
             codes, scales = self.codes.float(), power(self.scales)
         else:
-            codes = _from_e2m1(self.codes)
+            codes = from_e2m1(self.codes)
             scales = self.scales.float() * self.tensor[..., None, None]
         scaled = codes.unflatten(-1, (scales.shape[-1], self.block)) * scales[..., None]
         return scaled.flatten(-2)[..., :self.width].to(dtype).contiguous()
@@ -105,7 +105,7 @@ def quantize_powers(x: Tensor, block: int, codes: torch.dtype = torch.float8_e4m
     blocks, finite, largest = _blocks(x, block)
     if square:
         largest = _of_squares(largest, block)
-    scales = _least_power(largest, torch.finfo(codes).max)
+    scales = least_power(largest, torch.finfo(codes).max)
     scaled = torch.where(finite, blocks / power(scales)[..., None], torch.nan)
     return Blocks(scaled.to(codes).flatten(-2), scales, None, x.shape[-1], block)
 
@@ -128,13 +128,13 @@ def quantize_nvfp4(x: Tensor) -> Blocks:
     """
     blocks, finite, largest = _blocks(x, 16)
     most = largest.amax((-2, -1)) if largest.numel() else largest.new_zeros(largest.shape[:-2])
-    tensor = power(_least_power(most, E4M3_LARGEST * E2M1_LARGEST))
+    tensor = power(least_power(most, E4M3_LARGEST * E2M1_LARGEST))
     largest = largest / tensor[..., None, None]
     # e2m1 has no NaN, so the scale of the block becomes NaN.
     scales = torch.where(finite.all(-1), largest / E2M1_LARGEST, torch.nan).to(torch.float8_e4m3fn)
     by = scales.float()[..., None]
     blocks = torch.where(finite & (by > 0), blocks / tensor[..., None, None, None] / by, 0)
-    return Blocks(_to_e2m1(blocks.flatten(-2)), scales, tensor, x.shape[-1], 16)
+    return Blocks(to_e2m1(blocks.flatten(-2)), scales, tensor, x.shape[-1], 16)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _blocks(x: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     return x, finite, torch.where(finite, x.abs(), 0).amax(-1)
 
 
-def _least_power(largest: Tensor, top: float) -> Tensor:
+def least_power(largest: Tensor, top: float) -> Tensor:
     """Return the smallest power of two with `largest <= top * power`, as e8m0 bits (uint8).
 
     The exponents are limited to the range from -126 to 127.
@@ -208,7 +208,7 @@ def power(e8m0: Tensor) -> Tensor:
     return (e8m0.to(torch.int32) << 23).view(torch.float32)
 
 
-def _to_e2m1(x: Tensor) -> Tensor:
+def to_e2m1(x: Tensor) -> Tensor:
     """Round magnitudes to the nearest e2m1 value (0, 0.5, 1, 1.5, 2, 3, 4 or 6) and return the
     codes, two per byte. Ties are rounded to the even code.
     """
@@ -221,7 +221,7 @@ def _to_e2m1(x: Tensor) -> Tensor:
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
-def _from_e2m1(codes: Tensor) -> Tensor:
+def from_e2m1(codes: Tensor) -> Tensor:
     codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
     number = (codes & 7).float()
     size = torch.where(number < 5, number / 2, torch.where(number < 7, number - 2, E2M1_LARGEST))
