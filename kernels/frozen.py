@@ -80,8 +80,8 @@ class FrozenFormat:
     def shapes(self, inner: int, outer: int) -> list[tuple[int, ...]]:
         """Return the shapes of the byte tensors of a matrix [outer, inner]."""
         blocks = -(-inner // self.inputs) if self.inputs else 1
-        made = [(outer, inner * self.bits // 8),
-                (-(-outer // self.outputs), blocks * self.scale_bytes)]
+        made: list[tuple[int, ...]] = [(outer, inner * self.bits // 8),
+                                       (-(-outer // self.outputs), blocks * self.scale_bytes)]
         return [*made, (4 * (-(-outer * blocks // NESTED) + 1),)] if self.nested else made
 
     def refusal(self, inner: int, outer: int, shards: int, cuts_inputs: bool) -> str | None:

@@ -201,12 +201,13 @@ def freeze(experts: FFNExperts, format: str) -> None:
             made = {part: torch.empty(len(weight), *shape, dtype=torch.uint8, device="meta")
                     for part, shape in zip(PARTS[name], shapes, strict=False)}
         else:
-            made = _stored(name, lambda expert, w=weight: w[expert].T, weight, experts.placement,
-                           format)
+            made = _stored(name, [matrix.T for matrix in weight].__getitem__, weight,
+                           experts.placement, format)
         for part, value in made.items():
             experts.register_parameter(part, mark_expert(nn.Parameter(value, False)))
-    experts.__class__ = FrozenExperts
-    experts.like, experts.format, experts.gated = like, format, gated  # type: ignore[attr-defined]
+    made_frozen: Any = experts
+    made_frozen.__class__ = FrozenExperts
+    made_frozen.like, made_frozen.format, made_frozen.gated = like, format, gated
     experts.requires_grad_(False)
 
 
