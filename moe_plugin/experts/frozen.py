@@ -19,7 +19,6 @@ from moe_plugin.comm.placement import Placement
 from moe_plugin.experts.base import mark_expert
 from moe_plugin.experts.ffn import SHARD_AXIS, FFNExperts, gather_parameters
 from moe_plugin.experts.lora import ADAPTER_AXIS, LowRank, as_adapters
-from moe_plugin.kernels.activations import transformed
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.kernels.frozen import (
     FROZEN_AXIS,
@@ -30,7 +29,6 @@ from moe_plugin.kernels.frozen import (
     quantized,
 )
 from moe_plugin.records import ExpertRows, ParameterRequest
-from moe_plugin.utils.machine import exporting
 
 
 class FrozenExperts(FFNExperts):
@@ -73,17 +71,9 @@ class FrozenExperts(FFNExperts):
         return self.like.dtype
 
     def forward(self, work: ExpertRows | ParameterRequest) -> Any:
-        """See `FFNExperts`. The setting `experts.compute` has no effect.
-
-        Raises:
-            ValueError: Under `torch.export` or `torch.func`.
-        """
+        """See `FFNExperts`. The setting `experts.compute` has no effect."""
         if isinstance(work, ParameterRequest):
             return self.local_parameters()
-        if transformed() or exporting():
-            raise ValueError(f"experts frozen in the format {self.format} are not supported by "
-                             "torch.export and torch.func, which cannot decode weights tile by "
-                             "tile. Use a layer whose experts are not frozen")
         return frozen(work.x, work.rows, work.parameters or self.compute_parameters())
 
     def local_parameters(self) -> dict[str, Tensor]:
