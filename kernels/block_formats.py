@@ -79,7 +79,7 @@ class Blocks:
         if self.tensor is None:
             codes, scales = self.codes.float(), power(self.scales)
         else:
-            codes = _from_e2m1(self.codes)
+            codes = from_e2m1(self.codes)
             scales = self.scales.float() * self.tensor[..., None, None]
         scaled = codes.unflatten(-1, (scales.shape[-1], self.block)) * scales[..., None]
         return scaled.flatten(-2)[..., :self.width].to(dtype).contiguous()
@@ -128,7 +128,7 @@ def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     blocks, _, largest = _blocks(x, 32)
     scales = least_power(largest, E2M1_LARGEST)
-    return _to_e2m1(blocks / power(scales)[..., None]), scales
+    return to_e2m1(blocks / power(scales)[..., None]), scales
 
 
 def quantize_nvfp4(x: Tensor) -> Blocks:
@@ -150,7 +150,7 @@ def quantize_nvfp4(x: Tensor) -> Blocks:
     scales = torch.where(finite.all(-1), largest / E2M1_LARGEST, torch.nan).to(torch.float8_e4m3fn)
     by = scales.float()[..., None]
     blocks = torch.where(finite & (by > 0), blocks / tensor[..., None, None, None] / by, 0)
-    return Blocks(_to_e2m1(blocks.flatten(-2)), scales, tensor, x.shape[-1], 16)
+    return Blocks(to_e2m1(blocks.flatten(-2)), scales, tensor, x.shape[-1], 16)
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def power(e8m0: Tensor) -> Tensor:
     return (e8m0.to(torch.int32) << 23).view(torch.float32)
 
 
-def _to_e2m1(x: Tensor) -> Tensor:
+def to_e2m1(x: Tensor) -> Tensor:
     """Round magnitudes to the nearest e2m1 value (0, 0.5, 1, 1.5, 2, 3, 4 or 6) and return the
     codes, two per byte. Ties are rounded to the even code.
     """
@@ -237,7 +237,7 @@ def _to_e2m1(x: Tensor) -> Tensor:
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
-def _from_e2m1(codes: Tensor) -> Tensor:
+def from_e2m1(codes: Tensor) -> Tensor:
     codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
     number = (codes & 7).float()
     size = torch.where(number < 5, number / 2, torch.where(number < 7, number - 2, E2M1_LARGEST))

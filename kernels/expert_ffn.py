@@ -256,7 +256,7 @@ def _products(matmul: GroupedMatmul, rows_RI: Tensor, counts: RowCounts,
         return [matmul(rows_RI, counts, w, b) for w, b in maps]
     factors: Sequence[Tensor | None] = [None] * len(maps)
     if adapter.factor_LO is not None:
-        factors = _for_each_row(adapter.factor_LO, counts).chunk(len(maps), -1)
+        factors = for_each_row(adapter.factor_LO, counts).chunk(len(maps), -1)
     low_RR = matmul(rows_RI, counts, adapter.a_LIR, None)
     more = matmul(low_RR, counts, adapter.b_LRO, None).chunk(len(maps), -1)
     outputs = []
@@ -266,7 +266,7 @@ def _products(matmul: GroupedMatmul, rows_RI: Tensor, counts: RowCounts,
             continue
         # The bias is added after the factor, which scales only the weights and the adapter.
         scaled = (matmul(rows_RI, counts, w, None) + low) * factor
-        outputs.append(scaled if b is None else scaled + _for_each_row(b, counts))
+        outputs.append(scaled if b is None else scaled + for_each_row(b, counts))
     return outputs
 
 
@@ -333,10 +333,10 @@ def grouped(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor, b_LO: Tensor | No
     out_RO = F.grouped_mm(rows_RI, w_LIO, offs=lengths_L.cumsum(0).to(torch.int32))
     if b_LO is None:
         return out_RO
-    return out_RO + _for_each_row(b_LO, counts)
+    return out_RO + for_each_row(b_LO, counts)
 
 
-def _for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
+def for_each_row(values_LO: Tensor, counts: RowCounts) -> Tensor:
     """Return, for each row, the entry of `values_LO` that belongs to the row's expert, [R, O].
     Filler rows contain 0.
     """

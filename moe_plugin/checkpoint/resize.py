@@ -23,6 +23,7 @@ from moe_plugin.comm.placement import Placement, check_shards
 from moe_plugin.comm.resharding import Resharding
 from moe_plugin.experts.base import mark_expert
 from moe_plugin.experts.ffn import SHARD_AXIS
+from moe_plugin.experts.frozen import FrozenExperts
 from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.planner.resharding import TensorLayout
 from moe_plugin.utils.tensors import is_sharded
@@ -127,6 +128,9 @@ def _check_movable(name: str, layer: MoELayer) -> None:
         raise ValueError(f"layer {name!r} has adapters, whose settings would be lost when the "
                          "layer is rebuilt: merge the adapters with merge_lora(model), or save a "
                          "checkpoint and use moe-plugin reshard")
+    if isinstance(layer.routed_experts.experts, FrozenExperts):
+        raise ValueError(f"layer {name!r} has frozen experts, whose format would be lost when the "
+                         "layer is rebuilt: save a checkpoint and use moe-plugin reshard")
     for key, parameter in layer.named_parameters():
         if is_sharded(parameter) and key.startswith(("router.", "experts.")):
             raise ValueError(

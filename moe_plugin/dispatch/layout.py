@@ -111,7 +111,8 @@ class LayerLayout:
         if not self.experts.traceable:
             raise ValueError(
                 f"torch.export does not support {type(self.experts).__name__}, because the host "
-                "fetches the experts. Export the layer with experts.store=device")
+                "fetches or decodes the experts. Export the layer with experts.store=device and "
+                "without freeze_experts")
         if self.choice.send != "rows":
             raise ValueError(f"torch.export does not support dispatch.send={self.choice.send!r}. "
                              "Export the layer with dispatch.send='rows'")

@@ -39,6 +39,7 @@ from moe_plugin.kernels.expert_ffn import (
     stepwise_strategy,
     strategies,
 )
+from moe_plugin.kernels.frozen import FROZEN_AXIS
 from moe_plugin.kernels.rounded import RoundedWeights
 from moe_plugin.kernels.weight_grads import WEIGHTS, has_main_grad, redirect_grad
 from moe_plugin.kernels.workspace import Workspace
@@ -55,7 +56,7 @@ SHARD_AXIS = {
     "bias_out_LD": 1
 }
 # the same for all parameters that an expert may store
-PART_AXIS = {**SHARD_AXIS, **ADAPTER_AXIS}
+PART_AXIS = {**SHARD_AXIS, **ADAPTER_AXIS, **FROZEN_AXIS}
 # the same for the tensors that an expert computes with; None if every shard has the whole tensor
 _USED_AXIS: dict[str, int | None] = {**PART_AXIS, **dict.fromkeys(WHOLE)}
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_plugin.comm.base import Comm
 from moe_plugin.kernels.expert_ffn import LowRank
+from moe_plugin.kernels.frozen import FrozenWeight, column_squares, left_product
 
 # the axis along which each tensor is split if experts are split over ranks
 ADAPTER_AXIS = {"lora_a_in_LDR": 1, "lora_b_in_LRF": 2, "lora_b_gate_LRF": 2, "lora_m_in_LF": 1,
@@ -76,7 +78,8 @@ class ExpertRanks:
 
 
 @torch.no_grad()
-def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) -> Tensor:
+def column_lengths(w_LIO: Tensor | FrozenWeight, adapter: LowRank | None,
+                   shards: Comm | None) -> Tensor:
     """Return the lengths [L, O] of the columns of `w + a b`, without computing this sum.
 
     The lengths are float32, or float64 if the weights are float64.
@@ -89,11 +92,11 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
             stores the whole dimension.
     """
     wide = torch.promote_types(w_LIO.dtype, torch.float32)
-    squared = torch.linalg.vector_norm(w_LIO, dim=1, dtype=wide).square()
+    squared = column_squares(w_LIO, wide)
     if adapter is not None:
         a, b = adapter.a_LIR, adapter.b_LRO.to(wide)
         # for each column: |w + a b|^2 = |w|^2 + b^T (2 a^T w + a^T a b)
-        mixed_LRO = 2 * torch.bmm(a.mT, w_LIO).to(wide)
+        mixed_LRO = 2 * left_product(a.mT, w_LIO).to(wide)
         mixed_LRO += torch.bmm(torch.bmm(a.mT, a).to(wide), b)
         squared += (mixed_LRO * b).sum(1)
     if shards is not None:
@@ -101,7 +104,7 @@ def column_lengths(w_LIO: Tensor, adapter: LowRank | None, shards: Comm | None) 
     return squared.clamp(min=1e-12).sqrt()  # results are divisors: must not be 0
 
 
-def with_factors(tensors: dict[str, Tensor], weights: Mapping[str, Sequence[Tensor]],
+def with_factors(tensors: dict[str, Tensor], weights: Mapping[str, Sequence[Any]],
                  ranks: ExpertRanks, first: int, shards: Comm | None) -> dict[str, Tensor]:
     """Multiply each tensor b by its scale, and replace the DoRA lengths m with the factors by which
     the columns must be multiplied.

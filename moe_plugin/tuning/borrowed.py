@@ -24,6 +24,7 @@ from moe_plugin.dispatch.once import OncePlan
 from moe_plugin.dispatch.pieces import Piece
 from moe_plugin.dispatch.spill import SpillingPlan
 from moe_plugin.experts.base import Experts
+from moe_plugin.experts.frozen import by_dtype
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.planner.spill import Loan, SpillPlan
 from moe_plugin.records import ExpertRows, RowCounts
@@ -43,7 +44,8 @@ class BorrowedExperts:
     Attributes:
         stored: number of experts that this rank stores, L.
         numbers: indices of the borrowed experts, in ascending order.
-        travel: transfer of the weights, or None after the weights have arrived.
+        travel: transfers of the weights, or None after the weights have arrived. Frozen weights
+            are bytes, which have a transfer of their own.
     """
 
     def __init__(self, experts: Experts, place: Placement, spill: SpillPlan) -> None:
@@ -57,7 +59,8 @@ class BorrowedExperts:
         # host stores parameters, or an adapter changes them, the computed parameters are used.
         stored = *experts.parameters(), *self.local.values()
         anchor = next((value for value in stored if value.requires_grad), None)
-        self.travel: _WeightTransfer | None = _WeightTransfer(self.local, place, spill, anchor)
+        self.travel: list[_WeightTransfer] | None = [
+            _WeightTransfer(group, place, spill, anchor) for group in by_dtype(self.local)]
         self._parameters: FFNParameters | None = None
 
     def split(self, work: ExpertRows) -> Iterator[ExpertRows]:
@@ -68,14 +71,15 @@ class BorrowedExperts:
         in the autograd graph, so that backward still runs these exchanges.
         """
         assert isinstance(work.rows, RowCounts)
-        if self.travel is not None:
-            self.travel.pass_on()
+        for transfer in self.travel or ():
+            transfer.pass_on()
         parameters = work.parameters or self.own
         stored = RowCounts(work.rows.host[:self.stored])
         if not self.numbers:
             x_RD = work.x
-            if self.travel is not None:
-                x_RD, self.travel = _Tie.apply(x_RD, self.travel.arrived()), None
+            for transfer in self.travel or ():
+                x_RD = _Tie.apply(x_RD, transfer.arrived())
+            self.travel = None
             yield ExpertRows(x_RD, stored, parameters, work.strategy)
             return
         guests = RowCounts(work.rows.host[self.stored:self.stored + len(self.numbers)])
@@ -87,7 +91,10 @@ class BorrowedExperts:
         """Wait until the parameters of the borrowed experts have arrived, and return them."""
         if self._parameters is None:
             assert self.travel is not None
-            guests = _as_parameters(self.travel.arrived(), self.local, self.numbers, self.place)
+            guests = dict[str, Tensor]()
+            for transfer in self.travel:
+                guests |= _as_parameters(transfer.arrived(), transfer.local, self.numbers,
+                                         self.place)
             self._parameters = self.experts.compute_parameters(guests, 0)
             self.travel = None
         return self._parameters
@@ -157,7 +164,7 @@ class _WeightTransfer:
     """The transfer of weights from owners to borrowers, and between borrowers.
 
     Args:
-        local: parameters of the experts that this rank stores.
+        local: parameters of the experts that this rank stores, all of the same dtype.
         place: placement that states which ranks store which experts.
         spill: plan that states which ranks compute the rows of each expert.
         anchor: tensor that links the exchanges to the autograd graph; see `comm.functional`.
@@ -165,7 +172,7 @@ class _WeightTransfer:
 
     def __init__(self, local: Mapping[str, Tensor], place: Placement, spill: SpillPlan,
                  anchor: Tensor | None) -> None:
-        self.place, self.anchor = place, anchor
+        self.local, self.place, self.anchor = local, place, anchor
         self.size = sum(value[0].numel() for value in local.values())
         self.shared = any(len(loan.helpers) > 1 for loan in spill.loans)
         self.mine = [loan for loan in spill.loans if place.comm.rank in loan.helpers]

@@ -47,8 +47,12 @@ def is_quantized(name: str) -> bool:
 
 
 def folder(path: Path, kind: str = "mixtral", quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
-           = quantized, scale: str = "weight_scale_inv", **quantization: Any) -> dict[str, Tensor]:
-    """Write a quantized model; returns what its weights are, in float64."""
+           = quantized, scale: str = "weight_scale_inv", block: tuple[int, int] = BLOCK,
+           **quantization: Any) -> dict[str, Tensor]:
+    """Write a quantized model; returns what its weights are, in float64.
+
+    block: how `quantize` divides a matrix into blocks.
+    """
     tiny(kind).save_pretrained(path / "plain")
     with open_safetensors(path / "plain") as source:
         state, wanted = {}, {}
@@ -60,7 +64,7 @@ def folder(path: Path, kind: str = "mixtral", quantize: Callable[[Tensor], tuple
             if is_quantized(name):
                 codes, scales = quantize(value)
                 state[name], state[name.removesuffix("weight") + scale] = codes, scales
-                wanted[name] = product(codes, scales.float()) if scales.dim() == 2 \
+                wanted[name] = product(codes, scales.float(), block) if scales.dim() == 2 \
                     else codes.double() * scales.double()
         config = {**source.values["config"], "dtype": "bfloat16", "quantization_config": {
             "quant_method": "fp8", "activation_scheme": "dynamic",

@@ -109,7 +109,7 @@ STABLE = {
     "fairseq": {"metrics"},
     "fairseq.criterions": {"register_criterion"},
     "fairseq.dataclass": {"ChoiceEnum", "FairseqDataclass"},
-    "transformers": {"AutoModelForCausalLM", "FineGrainedFP8Config", "MixtralConfig",
+    "transformers": {"AutoConfig", "AutoModelForCausalLM", "FineGrainedFP8Config", "MixtralConfig",
                      "Mxfp4Config"},
     "transformers.distributed": {"DistributedConfig"},
     "fairseq.models": {"register_model", "register_model_architecture"},

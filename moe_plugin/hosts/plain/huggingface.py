@@ -34,6 +34,7 @@ from moe_plugin.checkpoint.source import MODEL
 from moe_plugin.comm import Comm, default_comm
 from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import from_dict, with_overrides
+from moe_plugin.experts.frozen import FrozenExperts
 from moe_plugin.experts.optimizers import replaces_parameters
 from moe_plugin.hosts.plain.blocks import MoEBlock, use_model_masks
 from moe_plugin.hosts.plain.kept_router import SwappedExperts, kept_experts, swap_experts
@@ -193,9 +194,11 @@ class _SaveTheirs:
         adapters have the names of this package, which `load_state_dict` accepts.
 
         Raises:
-            ValueError: If there are several ranks and a `Trainer` saves only on the first rank.
+            ValueError: If there are several ranks and a `Trainer` saves only on the first rank, or
+                if experts are frozen (`freeze_experts`).
         """
         model = cast(Any, self.model)
+        _refuse_frozen(model)
         ranks = max(swapped.moe.comm.size for _, swapped in _replaced(model))
         if "state_dict" in kwargs and ranks > 1:
             raise ValueError(
@@ -346,6 +349,7 @@ def restore_moe_blocks(model: nn.Module) -> None:
     weights stay frozen. Afterwards, `model` is an ordinary `transformers` model that can be used
     with `save_pretrained` and `generate`. After this call, every rank stores all experts.
     """
+    _refuse_frozen(model)
     for name, swapped in _replaced(model):
         if swapped.moe.routed_experts.experts.adapters is not None:
             raise ValueError(f"block {name!r} has adapters, which transformers' own block does not "
@@ -354,6 +358,15 @@ def restore_moe_blocks(model: nn.Module) -> None:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, swapped.restored())
     _allow_again(model)
+
+
+def _refuse_frozen(model: nn.Module) -> None:
+    """Raise a `ValueError` if experts are stored as codes, which the model's own blocks lack."""
+    for name, swapped in _replaced(model):
+        if isinstance(built := swapped.moe.routed_experts.experts, FrozenExperts):
+            raise ValueError(f"block {name!r} is frozen in the format {built.format}, which "
+                             "transformers' own block does not support. Use save_adapter(model, "
+                             "folder) for adapters, or moe_plugin.checkpoint.save for the model")
 
 
 def _allow_again(model: nn.Module) -> None:

@@ -10,8 +10,9 @@ are supported.
 
 from moe_plugin.hosts.plain.adapters.add import add_lora, merge_lora, unmerge_lora
 from moe_plugin.hosts.plain.adapters.files import save_adapter
+from moe_plugin.hosts.plain.adapters.frozen import freeze_experts
 from moe_plugin.hosts.plain.adapters.load import load_adapter
 from moe_plugin.hosts.plain.adapters.merge import merge_adapter
 
-__all__ = ["add_lora", "load_adapter", "merge_adapter", "merge_lora", "save_adapter",
-           "unmerge_lora"]
+__all__ = ["add_lora", "freeze_experts", "load_adapter", "merge_adapter", "merge_lora",
+           "save_adapter", "unmerge_lora"]

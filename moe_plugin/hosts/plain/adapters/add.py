@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from moe_plugin.config.experts import ROUNDED
 from moe_plugin.experts.ffn import FFNExperts
+from moe_plugin.experts.frozen import FrozenExperts, merge_frozen
 from moe_plugin.experts.lora import ADAPTER_AXIS, TARGETS, ExpertRanks, as_adapters
 from moe_plugin.hosts.plain.adapters.files import adapted_layers, save_adapter
 from moe_plugin.kernels.expert_ffn import LowRank
@@ -163,23 +164,39 @@ def _ranks(name: str, layer: MoELayer, rank: int, targets: Collection[str],
     return {TARGETS[target]: ranks for target, ranks in by_target.items() if any(ranks)}
 
 
-def merge_lora(model: nn.Module, keep: bool = False) -> None:
+def merge_lora(model: nn.Module, keep: bool = False, requantize: bool = False) -> None:
     """Merge the adapters into the experts' weights. This is a collective operation.
 
     Args:
         model: model whose experts have adapters.
         keep: True to keep the adapters, so that `unmerge_lora` can undo the merge. After the merge,
             the kept adapters have no effect. If False, the adapters are deleted, and the weights
-            and biases of the experts become trainable again.
+            and biases of the experts become trainable again. Frozen experts (`freeze_experts`)
+            stay frozen.
+        requantize: True to round the merged weights of frozen experts to their format again. This
+            changes the output of the model, and cannot be undone.
     Raises:
-        ValueError: If the model has no adapters, or if the adapters have been merged before.
+        ValueError: If the model has no adapters, if the adapters have been merged before, or if the
+            experts are frozen and `requantize` is False or `keep` is True.
     """
-    for name, layer in adapted_layers(model).items():
-        built = layer.experts
-        assert isinstance(built, FFNExperts) and built.adapters is not None
-        if built.adapters.merged is not None:
+    layers = adapted_layers(model)
+    for name, layer in layers.items():
+        ranks = layer.routed_experts.experts.adapters
+        assert ranks is not None
+        if ranks.merged is not None:
             raise ValueError(f"the adapters of layer {name!r} are already merged. Call "
                              "unmerge_lora(model) first")
+        if isinstance(layer.experts, FrozenExperts) and (keep or not requantize):
+            raise ValueError(f"layer {name!r} is frozen in the format {layer.experts.format}, so "
+                             "merged weights must be rounded again, which cannot be undone. Call "
+                             "merge_lora(model, requantize=True), or save_adapter(model, folder)")
+    for layer in layers.values():
+        built = layer.experts
+        assert isinstance(built, FFNExperts) and built.adapters is not None
+        if isinstance(built, FrozenExperts):
+            merge_frozen(built)
+            _without_adapters(built)
+            continue
         with torch.no_grad():
             merged = as_adapters(built.used_adapters())
             for w_LIO, low_LIO, factor_LO in _sums(built, merged):
@@ -187,10 +204,14 @@ def merge_lora(model: nn.Module, keep: bool = False) -> None:
                 w_LIO *= factor_LO
         built.adapters = replace(built.adapters, merged=merged)
         if not keep:
-            built.adapters = None
-            for adapter in ADAPTER_AXIS:
-                built.register_parameter(adapter, None)
+            _without_adapters(built)
             built.requires_grad_()
+
+
+def _without_adapters(built: FFNExperts) -> None:
+    built.adapters = None
+    for adapter in ADAPTER_AXIS:
+        built.register_parameter(adapter, None)
 
 
 def unmerge_lora(model: nn.Module) -> None:

@@ -1,0 +1,187 @@
+"""Formats of frozen weights: codes and values of other libraries, and the memory of products."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from moe_plugin import MoEBlock
+from moe_plugin.hosts.plain.adapters import add_lora, freeze_experts
+from moe_plugin.kernels import frozen as module
+from moe_plugin.kernels.frozen import (
+    FROZEN_FORMATS,
+    FrozenWeight,
+    column_squares,
+    frozen_matmul,
+    left_product,
+    quantized,
+)
+from moe_plugin.records import RowCounts
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def weight_of(parts: tuple[Tensor, ...], format: str) -> FrozenWeight:
+    return FrozenWeight(format, tuple(part[None] for part in parts), torch.float32)
+
+
+def matrix(outer: int, inner: int) -> Tensor:
+    g = torch.Generator().manual_seed(outer)
+    return torch.randn(outer, inner, generator=g) * torch.rand(outer, 1, generator=g)
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(96, 128), (33, 64), (300, 256)])
+def test_nf4_is_that_of_bitsandbytes(outer: int, inner: int,
+                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    # bitsandbytes would take the checkout's folder `kernels` for a package of that name
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    theirs = pytest.importorskip("bitsandbytes.functional")
+    w = matrix(outer, inner)
+    w[0, :64] = 0
+    codes, state = theirs.quantize_4bit(w, blocksize=64, quant_type="nf4")
+    parts = quantized(w, "nf4")
+    assert torch.equal(parts[0].flatten(), codes.flatten())
+    assert torch.equal(parts[1].view(torch.float32).flatten(), state.absmax)
+    assert torch.equal(weight_of(parts, "nf4").decoded(0, slice(0, outer)),
+                       theirs.dequantize_4bit(codes, state))
+    codes, state = theirs.quantize_4bit(w, blocksize=64, quant_type="nf4",
+                                        compress_statistics=True)
+    parts = quantized(w, "nf4_double")
+    numbers = parts[2].view(torch.float32)
+    assert torch.equal(parts[0].flatten(), codes.flatten())
+    assert torch.equal(numbers[:-1], state.state2.absmax) and numbers[-1] == state.offset
+    # its table of the CPU rounds few scales to the second nearest number
+    steps = parts[1].flatten().int() - state.absmax.int()
+    assert steps.abs().max() <= 1 and (steps != 0).float().mean() < 0.02
+    given = codes.view(outer, -1), state.absmax.view(outer, -1), parts[2]
+    assert torch.equal(weight_of(given, "nf4_double").decoded(0, slice(0, outer)),
+                       theirs.dequantize_4bit(codes, state))
+
+
+def test_mxfp4_is_that_of_transformers() -> None:
+    theirs = pytest.importorskip("transformers.integrations.mxfp4")
+    g = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (2, 24, 3, 16), dtype=torch.uint8, generator=g)
+    scales = torch.randint(1, 200, (2, 24, 3), dtype=torch.uint8, generator=g)
+    want = theirs.convert_moe_packed_tensors(blocks, scales)
+    weight = FrozenWeight("mxfp4", (blocks.flatten(2), scales), torch.bfloat16)
+    for expert in range(2):
+        got = weight.decoded(expert, slice(0, 24))
+        assert torch.equal(got.T.bfloat16(), want[expert])
+
+
+@pytest.mark.fast
+def test_mxfp4_codes_are_nearest_and_never_saturate() -> None:
+    w = matrix(40, 64)
+    codes, scales = quantized(w, "mxfp4")
+    for o, i in ((0, 0), (3, 7), (17, 33), (39, 63)):
+        scale = 2.0**(int(scales[o, i // 32]) - 127)
+        block = w[o, i // 32 * 32:i // 32 * 32 + 32].abs().max().item()
+        assert block <= 6 * scale and block > 3 * scale
+        code = int(codes[o, i // 2]) >> 4 * (i % 2) & 15
+        value = E2M1[code & 7] * scale * (-1 if code > 7 else 1)
+        assert abs(value - w[o, i]) <= min(abs(n * s * scale - w[o, i]) for n in E2M1
+                                           for s in (1, -1)) + 1e-7
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("inner", [128, 200])
+def test_fp8_and_int8_by_hand(inner: int) -> None:
+    w = matrix(150, inner)
+    got = weight_of(quantized(w, "fp8"), "fp8").decoded(0, slice(0, 150))
+    for o in (slice(0, 128), slice(128, 150)):
+        for i in (slice(0, 128), slice(128, inner)):
+            part = w[o, i]
+            scale = part.abs().max() / 448 if part.numel() else torch.ones(())
+            assert torch.equal(got[o, i], (part / scale).to(torch.float8_e4m3fn).float() * scale)
+    got = weight_of(quantized(w, "int8"), "int8").decoded(0, slice(0, 150))
+    scale = w.abs().amax(1, keepdim=True) / 127
+    assert torch.equal(got, (w / scale).round() * scale)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("format", FROZEN_FORMATS)
+def test_tiles_products_and_gradients(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that begin inside of a block, experts without rows, and a second derivative."""
+    monkeypatch.setattr(module, "TILE", 7 * 128)
+    w = torch.stack([matrix(150, 128), matrix(150, 128).flip(0), matrix(150, 128) * 3])
+    parts = [quantized(each, format) for each in w]
+    weight = FrozenWeight(format, tuple(map(torch.stack, zip(*parts, strict=True))),
+                          torch.float64)
+    assert weight.shape == (3, 128, 150) and not weight.is_meta
+    whole = torch.stack([weight.decoded(e, slice(0, 150)) for e in range(3)]).mT.double()
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(9, 128, dtype=torch.float64, generator=g).requires_grad_()
+    bias = torch.randn(3, 150, dtype=torch.float64, generator=g)
+    got = frozen_matmul(x, RowCounts([4, 0, 5]), weight, bias)
+    want = torch.cat([x[:4] @ whole[0] + bias[0], x[4:] @ whole[2] + bias[2]])
+    torch.testing.assert_close(got, want)
+    grads = [torch.autograd.grad(y.sin().sum(), x, create_graph=True)[0] for y in (got, want)]
+    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(*(torch.autograd.grad(one.square().sum(), x)[0] for one in grads))
+    torch.testing.assert_close(column_squares(weight, torch.float64), whole.square().sum(1))
+    a = torch.randn(3, 2, 128, dtype=torch.float64, generator=g)
+    torch.testing.assert_close(left_product(a, weight), a @ whole)
+    low = frozen_matmul(x.bfloat16(), RowCounts([4, 0, 5]), weight, None)
+    assert low.dtype == torch.bfloat16
+    low.sum().backward()
+    torch.testing.assert_close(x.grad, torch.cat([
+        torch.ones(4, 150).double() @ whole[0].bfloat16().double().T,
+        torch.ones(5, 150).double() @ whole[2].bfloat16().double().T]), rtol=0.03, atol=0.3)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operation returned, views of others left out."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self.most, self.known = 0, known
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for value in tree_leaves(made):
+            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() not in self.known:
+                self.most = max(self.most, value.numel())
+        return made
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("format", FROZEN_FORMATS)
+def test_no_decoded_copy_of_a_weight_exists(format: str, dora: bool,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    tile, rows = 4096, 8
+    monkeypatch.setattr(module, "TILE", tile)
+    block = MoEBlock(128, num_experts=4, expert_hidden_dim=256, expert_kind="gated_ffn")
+    freeze_experts(block, format)
+    add_lora(block, rank=2, use_dora=dora)
+    known = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    x = torch.randn(rows // 2, 128)
+    with Largest(known) as seen:
+        block(x).sum().backward()
+    # 2 rows a token; gate and up of a row are together in the adapter's product
+    assert tile <= seen.most <= max(tile, rows * 2 * 256) < 128 * 256
+
+
+@pytest.mark.fast
+def test_what_cannot_be_stored_is_refused() -> None:
+    for format, width, said in (("nf4", 72, "72 inputs, which are not a multiple of 64"),
+                                ("mxfp4", 40, "40 inputs, which are not a multiple of 32")):
+        block = MoEBlock(width, num_experts=2, expert_hidden_dim=64)
+        with pytest.raises(ValueError, match=f"format={format} cannot store w_in_LDF.*{said}.*"
+                           "Use the format .*fp8 or int8, or other widths"):
+            freeze_experts(block, format)
+        assert block.moe.experts.w_in_LDF.requires_grad  # nothing has changed
+        freeze_experts(block, "int8")
+        assert block(torch.randn(3, width)).isfinite().all()
+    block = MoEBlock(64, num_experts=2, expert_hidden_dim=64)
+    with torch.no_grad():
+        block.moe.experts.w_in_LDF[0, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match="infinity or NaN.*format nf4"):
+        freeze_experts(block)
