@@ -29,8 +29,10 @@ def run_options(name: str, data: str) -> dict[str, Option]:
     return {
         "data": Option(data, f"images to train on. {CIFAR} takes hours and needs its npm package",
                        choices=(data, CIFAR)),
+        "seeds": Option(3, "number of runs of each model", quick=1, least=1),
+        "epochs": Option(12, "number of epochs of a run", quick=1, least=1),
         "images": Option(0, "maximum number of images to train on and to validate with; 0 uses all",
-                         quick=100),
+                         quick=100, least=0),
         "runs": Option(f"runs/{name}", "folder of the runs, which the same command continues"),
         "fresh": Option(False, "remove the folder of the runs first")}
 
@@ -47,18 +49,6 @@ def folder_of_runs(args: argparse.Namespace) -> Path:
     place.mkdir(parents=True, exist_ok=True)
     write_example(args.data, place / "images", most=args.images)
     return place
-
-
-def check_counts(args: argparse.Namespace) -> None:
-    """Check the numbers of images, epochs and seeds.
-
-    Raises:
-        ValueError: if a number is out of bounds.
-    """
-    for name, least in (("images", 0), ("epochs", 1), ("seeds", 1)):
-        if (value := getattr(args, name)) < least:
-            raise ValueError(f"--{name} {value} is out of bounds: must be >= {least}. Leave out "
-                             f"--{name} for the default")
 
 
 def train_images(out: Path, *options: str) -> list[dict[str, Any]]:

@@ -119,8 +119,6 @@ def _section(found: dict[str, Any]) -> list[str]:
 
 
 OPTIONS = {
-    "seeds": Option(3, "number of runs of each row", quick=1),
-    "epochs": Option(12, "number of epochs of a run", quick=1),
     **images.run_options("ensembles", EXAMPLE),
     "jobs": Option(2, "number of runs at the same time"),
     "rows": Option((0, 3, 5), "numbers of the rows to train: " + "; ".join(
@@ -132,7 +130,6 @@ merge = images.merge
 
 
 def check(args: argparse.Namespace) -> None:
-    images.check_counts(args)
     if args.rows[0] != 0 or not all(0 <= i < len(ROWS) for i in args.rows):
         raise ValueError(f"--rows {args.rows} must start with 0, because the other rows are "
                          f"compared with this row. The other numbers must be at most "

@@ -18,7 +18,7 @@ from moe_plugin.planner.units import show_size, show_time
 from scripts.bench import kernels, layer, plots
 from scripts.bench.child import on_processes
 from scripts.bench.peers import peers
-from scripts.bench.problem import Problem, add_problem, problem_of
+from scripts.bench.problem import SIZES, Problem, problem_of
 from scripts.bench.report import columns, page
 from scripts.bench.study import Option, with_machine
 
@@ -47,8 +47,6 @@ TOO_LARGE_FOR_EINSUM = 1 << 31  # number of elements of the T x E x C mask
 GENERATED = 64  # number of tokens in a decoding batch
 MOST_MIB = 20.0  # the layer should need at most this memory in addition to its inputs
 SMALL = {"tokens": 64, "model_dim": 16, "hidden_dim": 32, "experts": 4, "top_k": 1}
-QUICK = {"tokens": 256, "model_dim": 64, "hidden_dim": 128}
-QUICK_ROUNDS = 3
 PROBLEMS = {
     "device": Option("cuda" if torch.cuda.is_available() else "cpu", "device to measure on",
                      choices=LAYERS),
@@ -97,22 +95,13 @@ class OneLayer:
     """
 
     TITLE = "One layer and its peers"
-
-    @staticmethod
-    def add_arguments(p: argparse.ArgumentParser) -> None:
-        add_problem(p)
-        p.add_argument("--peers", default="all",
-                       help="all, none, or names separated by commas from: "
-                            f"{', '.join(peers.names())} (default: all)")
+    OPTIONS = {**SIZES, "peers": Option("all", "all, none, or names separated by commas from: "
+                                               f"{', '.join(peers.names())}")}
 
     @staticmethod
     def measure(args: argparse.Namespace) -> dict[str, Any]:
-        problem, rounds = problem_of(args), args.rounds
-        if args.quick:  # reduces sizes that are larger than these
-            sizes = {name: min(most, getattr(problem, name)) for name, most in QUICK.items()}
-            problem, rounds = replace(problem, **sizes), min(QUICK_ROUNDS, rounds)
         names = {"all": peers.names(), "none": []}.get(args.peers, args.peers.split(","))
-        return layer.run(problem, names, rounds)
+        return layer.run(problem_of(args), names, args.rounds)
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
@@ -239,7 +228,7 @@ class OneProblemsOperations:
     """
 
     TITLE = "Operations of one layer"
-    add_arguments = staticmethod(add_problem)
+    OPTIONS = SIZES
 
     @staticmethod
     def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -260,7 +249,6 @@ class AllOperations(OneProblemsOperations):
 
     TITLE = "Each operation and its bound"
     OPTIONS = PROBLEMS
-    add_arguments = staticmethod(lambda p: None)
 
     @staticmethod
     def measure(args: argparse.Namespace) -> list[dict[str, Any]]:

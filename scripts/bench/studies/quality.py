@@ -273,20 +273,13 @@ PARTS = {"text": (measure_text, text_part), "vision": (measure_vision, vision_pa
          "ensembles": (measure_ensembles, ensembles_part)}
 OPTIONS = {
     "hosts": Option(HOSTS, "hosts that train on text", quick=("fairseq",), choices=HOSTS),
-    "steps": Option(600, "steps of a run on text", quick=20),
-    "seeds": Option(5, "number of seeds on text", quick=2),
-    "epochs": Option(4, "epochs of a run on digits", quick=1),
-    "ensemble-epochs": Option(3, "epochs of a run of ensembles", quick=1),
-    "image-seeds": Option(8, "number of seeds on digits", quick=2),
+    "steps": Option(600, "steps of a run on text", quick=20, least=1),
+    "seeds": Option(5, "number of seeds on text", quick=2, least=1),
+    "epochs": Option(4, "epochs of a run on digits", quick=1, least=1),
+    "ensemble-epochs": Option(3, "epochs of a run of ensembles", quick=1, least=1),
+    "image-seeds": Option(8, "number of seeds on digits", quick=2, least=1),
     "rates": Option((0.004, 0.008, 0.016), "learning rates to try on digits", quick=(0.01,)),
     "runs": Option("runs/quality", "folder of the runs, which the same command continues"),
     "fresh": Option(False, "remove the folder of the runs first"),
-    "jobs": Option(2, "number of runs at the same time, with one thread each"),
+    "jobs": Option(2, "number of runs at the same time, with one thread each", least=1),
 }
-
-
-def check(args: argparse.Namespace) -> None:
-    for name in ("steps", "seeds", "epochs", "ensemble-epochs", "image-seeds", "jobs"):
-        if (value := getattr(args, name.replace("-", "_"))) < 1:
-            raise ValueError(f"--{name} {value} is out of bounds: must be >= 1. Leave out "
-                             f"--{name} for the default")

@@ -183,13 +183,11 @@ def _part(found: dict[str, Any], part: str) -> list[str]:
 
 OPTIONS = {
     "rounds": Option(5, "number of timed rounds", quick=1),
-    "seeds": Option(3, "number of trainings per model", quick=1),
-    "epochs": Option(12, "number of epochs of a training run", quick=1),
     "presets": Option(("tiny", "swin_s"), "models to time", quick=("tiny",), choices=CLASSES),
     "batches": Option(BATCHES, "numbers of images per call", quick=(2,)),
     **images.run_options("vision", EXAMPLE),
 }
-check, merge = images.check_counts, images.merge
+merge = images.merge
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -208,7 +208,7 @@ def test_sides_train_in_turn_on_equal_data_and_settle_before_they_count() -> Non
 
 def test_bad_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "train", "--host", "megatron", "--steps", "0"]) == 2
-    assert "--steps 0 must be >= 1" in capsys.readouterr().err
+    assert "--steps 0 is out of bounds: must be >= 1" in capsys.readouterr().err
 
 
 def learned_alike(folder: Path, host: str, native: set[str]) -> None:
