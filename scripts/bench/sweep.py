@@ -3,8 +3,7 @@ compares several variants, which alternate in every round.
 
 A study that runs on emulated clusters describes its measurement with a `Sweep`. On every rank, a
 `Sweep` runs a function that builds the variants and measures them with `alternate`. The result of
-this
-function contains `seconds`: for each variant, the times of all timed rounds on this rank. The
+this function contains `seconds`: for each variant, the times of all timed rounds on this rank. The
 template of the study's page defines the columns of its tables (see `report`).
 """
 
@@ -16,11 +15,13 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from moe_plugin.comm import Comm
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.choice import LayoutChoice
@@ -87,6 +88,16 @@ def alternate(sides: Mapping[str, Callable[[], T]], rounds: int,
     return {name: results[warm_up:] for name, results in found.items()}
 
 
+def timed(comm: Comm, work: Callable[[], object]) -> float:
+    """Call `work`, which all ranks of `comm` start at the same time. Return its duration on this
+    rank in seconds.
+    """
+    comm.barrier()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
 def slowest(ranks: Ranks, name: str) -> list[float]:
     """For one variant, return the time of each round on the slowest rank."""
     return [max(step) for step in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
@@ -142,7 +153,4 @@ def timed_end(layer: MoELayer) -> float:
     """Measure the end of a step, in which replicas may be placed, and return the time in seconds.
      All ranks start at the same time.
     """
-    layer.comm.barrier()
-    start = time.perf_counter()
-    finish_step(layer)
-    return time.perf_counter() - start
+    return timed(layer.comm, partial(finish_step, layer))

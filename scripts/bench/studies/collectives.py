@@ -15,10 +15,10 @@ import math
 import os
 import statistics
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from moe_plugin.utils.messages import tracked
 from scripts.bench.child import call
 from scripts.bench.report import page
 from scripts.bench.study import Option
+from scripts.bench.sweep import alternate, timed
 from scripts.bench.train.run import TrainPlan, sides_on_emulated
 from scripts.bench.train.sides import TrainShape, write_text
 from scripts.emulate import EmulatedCluster
@@ -133,8 +134,9 @@ def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list
         for kind in KINDS:
             whole = torch.ones(max(size // 4 // comm.size, 1) * comm.size)
             x = whole.chunk(comm.size)[comm.rank].clone() if kind == "all_gather" else whole
-            plain = {type(each).__name__.lower(): _median(comm, each, kind, x, repeats)
-                     for each in (Gloo(), Ring())}
+            plain = {name: statistics.median(comm.agree_max(seconds)) for name, seconds in alternate({
+                type(each).__name__.lower(): partial(_timed, comm, getattr(each, kind), x)
+                for each in (Gloo(), Ring())}, repeats).items()}
             while auto.chosen(comm, kind, whole.nbytes) is None:
                 getattr(auto, kind)(comm, x)
             found = auto.measured(comm, kind, whole.nbytes)
@@ -157,19 +159,9 @@ def with_ratios(cell: dict[str, Any]) -> dict[str, Any]:
             "ratio": min(cell["gloo_s"], cell["ring_s"]) / cell["forest_s"]}
 
 
-def _median(comm: Comm, how: Collectives, kind: str, x: Tensor, repeats: int) -> float:
-    """Return the median time in seconds on the slowest rank. The first call of a collective is not
-    counted.
-    """
-    run: Callable[[Comm, Tensor], Tensor] = getattr(how, kind)
-    seconds = []
-    for _ in range(1 + repeats):
-        mine = x.clone()
-        comm.barrier()
-        begun = time.perf_counter()
-        run(comm, mine)
-        seconds.append(comm.agree_max([time.perf_counter() - begun])[0])
-    return statistics.median(seconds[1:])
+def _timed(comm: Comm, run: Callable[[Comm, Tensor], Tensor], x: Tensor) -> float:
+    mine = x.clone()  # an all-reduce changes its input
+    return timed(comm, lambda: run(comm, mine))
 
 
 def measure_network(network: Network, sizes: tuple[int, ...], repeats: int, delay_s: float = 5e-4,

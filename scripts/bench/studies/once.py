@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
@@ -28,6 +27,7 @@ from moe_plugin.planner.units import parse_grid
 from scripts.bench.report import columns, page
 from scripts.bench.study import Option
 from scripts.bench.sweep import Sweep, alternate, clean_step, medians
+from scripts.bench.toy import SleepingExpert
 from scripts.bench.train.results import HOSTS
 from scripts.bench.train.run import settings_on_emulated
 from scripts.bench.train.sides import Settings, parse_shapes, write_text
@@ -40,19 +40,6 @@ AUTO, TODAY = "auto", "rows, auto"
 IN_PIECES = {f"{send}, d=2": LayoutChoice(r=1, d=2, send=send) for send in SENDS[1:]}
 SLOWER = 4.0  # factor with which 32 ranks wait for the links and not for the emulating processors
 LONGEST_WARM_UP = 40  # number of calls in which a tuner can choose
-
-
-class IdentityExpert(nn.Module):
-    """An expert that returns its input unchanged. The expert has a parameter so that autograd runs
-    the backward pass of the exchange.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nothing = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x_ND: Tensor) -> Tensor:
-        return x_ND + self.nothing
 
 
 # -- the exchange alone
@@ -71,7 +58,7 @@ def make_layer(width: int, k: int, mode: str) -> MoELayer:
         "model_dim": width, "num_experts": EXPERTS, "router": {"top_k": k}, "losses": {},
         "comm": {"all_to_all": "linear"}, "parallel": {"mode": mode, "r": 1},
         **({"dispatch": {"send": "auto"}, "tuner": {"max_d": 2}} if mode == "auto" else {}),
-    }), TorchComm(), experts=lambda index: IdentityExpert())
+    }), TorchComm(), experts=lambda index: SleepingExpert())
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
