@@ -4,6 +4,7 @@ have a memory limit, or several ranks that form a gloo group.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import importlib
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,35 @@ def call_limited(limit: int | None, function: Callable[..., Any],
         peak = next(group / name for name in ("memory.max_usage_in_bytes", "memory.peak")
                     if (group / name).exists())
         return {"cgroup_peak_bytes": int(peak.read_text()), **result(done.stdout)}
+
+
+def compare_limited(limit: int | None, modes: Sequence[str], function: Callable[..., Any],
+                    args: argparse.Namespace, place: str,
+                    unlimited: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Call `function(args, mode, place)` for each mode in a separate process. The first mode is
+    measured without the limit, and must not fit into it. Return the results of `call_limited` with
+    the additional keys `mode` and `limit`.
+
+    Args:
+        limit: memory limit in bytes. None sets no limit.
+        unlimited: modes that are measured without the limit.
+
+    Raises:
+        ValueError: if the first mode fits into the limit, or if another mode does not.
+    """
+    rows = []
+    for mode in modes:
+        own = None if mode in (modes[0], *unlimited) else limit
+        seen = call_limited(own, function, args, mode, place)
+        if seen is None:
+            raise ValueError(f"{mode}: the process was killed under the memory limit. Use a larger "
+                             "--limit-mib")
+        rows.append({"mode": mode, "limit": own, **seen})
+        if len(rows) == 1 and limit is not None and call_limited(
+                limit, function, args, mode, place) is not None:
+            raise ValueError(f"the {mode} model fits into the memory limit. Use a smaller "
+                             "--limit-mib")
+    return rows
 
 
 if __name__ == "__main__":

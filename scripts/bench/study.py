@@ -27,6 +27,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,22 @@ class Option:
         if self.least is not None and value < self.least:
             raise ValueError(f"--{name} {short(value)} is out of bounds: must be >= {self.least}. "
                              f"Leave out --{name} for the default")
+
+
+def run_options(name: str) -> dict[str, Option]:
+    """Return the options of a study that continues earlier training runs, for `folder_of_runs`."""
+    return {"runs": Option(f"runs/{name}", "folder of the runs, which the same command continues"),
+            "fresh": Option(False, "remove the folder of the runs first")}
+
+
+def folder_of_runs(args: argparse.Namespace) -> Path:
+    """Return the folder for a study's runs. With `--fresh`, the first call removes earlier runs."""
+    place = Path(args.runs).resolve()
+    if args.fresh:
+        shutil.rmtree(place, ignore_errors=True)
+        args.fresh = False  # the other parts of this run use the same folder
+    place.mkdir(parents=True, exist_ok=True)
+    return place
 
 
 @dataclass(frozen=True)

@@ -134,16 +134,17 @@ def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list
         for kind in KINDS:
             whole = torch.ones(max(size // 4 // comm.size, 1) * comm.size)
             x = whole.chunk(comm.size)[comm.rank].clone() if kind == "all_gather" else whole
-            plain = {name: statistics.median(comm.agree_max(seconds)) for name, seconds in alternate({
-                type(each).__name__.lower(): partial(_timed, comm, getattr(each, kind), x)
-                for each in (Gloo(), Ring())}, repeats).items()}
+            seconds = alternate({type(each).__name__.lower(): partial(
+                _timed, comm, getattr(each, kind), x) for each in (Gloo(), Ring())}, repeats)
+            plain = {name: statistics.median(comm.agree_max(mine))
+                     for name, mine in seconds.items()}
             while auto.chosen(comm, kind, whole.nbytes) is None:
                 getattr(auto, kind)(comm, x)
             found = auto.measured(comm, kind, whole.nbytes)
             data = whole.nbytes / WIRE
             cells.append(with_ratios({
                 "network": network.name, "ranks": comm.size, "kind": kind, "bytes": whole.nbytes,
-                **{f"{name}_s": seconds for name, seconds in (*plain.items(), *found.items())},
+                **{f"{name}_s": median for name, median in (*plain.items(), *found.items())},
                 "chosen": auto.chosen(comm, kind, whole.nbytes).name,
                 "bound_s": sum(each.seconds(data) for each in bounds[kind]),
                 "ring_bound_s": len(bounds[kind]) * ring_bound_s(network, data)}))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shutil
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -27,10 +26,10 @@ from moe_plugin.hosts.timm.data import MNIST_PACKAGE, write_example
 from moe_plugin.hosts.timm.model import PRESETS, build
 from scripts.bench.images import spread, train_images
 from scripts.bench.paired import best_rates, compare, paired
-from scripts.bench.quickstart import HOSTS, quickstart, settings
+from scripts.bench.quickstart import HOSTS, command_of, data_of, settings, train
 from scripts.bench.report import columns, page
 from scripts.bench.studies.vision import flops_of
-from scripts.bench.study import Option
+from scripts.bench.study import Option, folder_of_runs, run_options
 
 log = logging.getLogger(__name__)
 TITLE = "Quality: held-out losses with and without experts"
@@ -65,15 +64,6 @@ ENSEMBLES = {
 }
 
 
-def _place(args: argparse.Namespace) -> Path:
-    place = Path(args.runs).resolve()
-    if args.fresh:
-        shutil.rmtree(place, ignore_errors=True)
-        args.fresh = False  # the other parts of this run use the same folder
-    place.mkdir(parents=True, exist_ok=True)
-    return place
-
-
 # -- text
 
 
@@ -96,12 +86,12 @@ def text_parameters(side: str) -> int:
     return SIZES["layers"] * (4 * width ** 2 + 2 * width * inner * copies + router)
 
 
-def command_of(host: str, side: str, s: dict[str, Any], data: Path, folder: Path) -> list[str]:
+def side_command(host: str, side: str, s: dict[str, Any], data: Path, folder: Path) -> list[str]:
     """Return the quick start's command for a training run. Either all layers of the model have
     experts, or none of them.
     """
     sizes = {**s, "hidden": s["hidden"] * INNER[side]}
-    command = quickstart().HOST_STEPS[host][1](sizes, data, folder, False)
+    command = command_of(host, sizes, data, folder)
     every = {"--moe-freq": "1", "--moe-layer-freq": "1", "--max-valid-steps": str(VALID_STEPS),
              "--eval-iters": str(VALID_STEPS)}
     command = [every.get(before, word) for before, word in pairwise(["", *command])]
@@ -121,16 +111,15 @@ def _without_experts(command: list[str]) -> Iterator[str]:
 
 def measure_text(args: argparse.Namespace) -> dict[str, Any]:
     """Return the result of `compare` for held-out losses in nats per byte, by "HOST MODEL"."""
-    place, steps = _place(args), args.steps
+    place, steps = folder_of_runs(args), args.steps
     info = build_corpus(place / "corpus", size=CORPUS_BYTES)
-    data = {host: quickstart().HOST_STEPS[host][0](place / "corpus") for host in args.hosts}
+    data = {host: data_of(host, place / "corpus") for host in args.hosts}
 
     def run(name: str, rate: float, seed: int) -> dict[str, Any]:
         host, side = name.split()
         s = {**settings(steps), **SIZES, "learning_rate": rate, "seed": seed + 1}
         folder = place / f"{host} {side} {steps} steps {rate:g} seed {seed}".replace(" ", "-")
-        command = command_of(host, side, s, data[host], folder)
-        found, _ = quickstart().train(quickstart().Run(host, folder, command, steps))
+        found = train(host, folder, side_command(host, side, s, data[host], folder), steps)
         log.info("%s, rate %g, seed %d: %.4f", name, rate, seed, found["valid_loss"])
         return {"valid_loss": found["valid_loss"]}
 
@@ -168,7 +157,7 @@ def _images(args: argparse.Namespace, rows: Mapping[str, Sequence[str]], results
     """Return the result of `compare` for the `results` of each run's last evaluation. `rows`
     contains the options of the training script for each model.
     """
-    place = _place(args)
+    place = folder_of_runs(args)
     for fold in range(FOLDS):
         write_example(EXAMPLE, place / f"fold {fold}", fold)
 
@@ -279,7 +268,6 @@ OPTIONS = {
     "ensemble-epochs": Option(3, "epochs of a run of ensembles", quick=1, least=1),
     "image-seeds": Option(8, "number of seeds on digits", quick=2, least=1),
     "rates": Option((0.004, 0.008, 0.016), "learning rates to try on digits", quick=(0.01,)),
-    "runs": Option("runs/quality", "folder of the runs, which the same command continues"),
-    "fresh": Option(False, "remove the folder of the runs first"),
+    **run_options("quality"),
     "jobs": Option(2, "number of runs at the same time, with one thread each", least=1),
 }

@@ -24,7 +24,7 @@ import torch
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
 from moe_plugin.utils.regular_files import write_regular
-from scripts.bench.child import AnonymousPeak, call_limited
+from scripts.bench.child import AnonymousPeak, compare_limited
 from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.toy import batches, loss_of, makers, through
@@ -137,29 +137,17 @@ def compare(part: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=args.scratch or Path.cwd()) as scratch:
         if part == "megatron":
             write_text(Path(scratch))
-
-        def run(mode: str, most: int | None) -> dict[str, Any] | None:
-            return call_limited(most, CHILDREN[part], args, mode, scratch)
-
-        rows = [{"mode": modes[0], "limit": None, **run(modes[0], None)}]
-        if limit is not None and run(modes[0], limit) is not None:
-            raise ValueError("the resident model fits into the memory limit. Use a smaller "
-                             "--limit-mib")
-        for mode in modes[1:]:
-            seen = run(mode, limit)
-            if seen is None:
-                raise ValueError(f"{mode}: the process was killed under the memory limit. Use a "
-                                 "larger --limit-mib")
-            if seen["losses"] != rows[0]["losses"]:
-                raise RuntimeError(f"{mode}: the losses differ from those of the resident model")
-            rows.append({"mode": mode, "limit": limit, "throttle_mb_s": 0.0, **seen})
+        rows = compare_limited(limit, modes, CHILDREN[part], args, scratch)
+    for row in rows:
+        if row["losses"] != rows[0]["losses"]:
+            raise RuntimeError(f"{row['mode']}: the losses differ from those of the resident model")
     sizes = ("layers", "hidden", "length", "micro_batches", "steps", "weights_mib")
     return {"limit": limit, "rows": rows, **{name: getattr(args, name) for name in sizes}}
 
 
 def cells(seen: dict[str, Any]) -> list[dict[str, Any]]:
     return [{
-        "stalled_s": None, **row, "disk": "full speed" if "throttle_mb_s" in row else "",
+        "stalled_s": None, **row, "disk": "" if row["mode"] == MODES[0] else "full speed",
         "limit": f"{row['limit'] / MIB:.0f}" if row["limit"] else "none",
         "copied": row["copied_bytes"] / seen["steps"] if "copied_bytes" in row else None}
         for row in seen["rows"]]
