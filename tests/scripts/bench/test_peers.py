@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from scripts.bench import layer
 from scripts.bench.child import on_processes
-from scripts.bench.peers import UnsupportedProblem, megatron, ours, packages, peers, transformers
+from scripts.bench.peers import UnsupportedProblem, megatron, ours, packages, peers
 from scripts.bench.problem import Problem, make_data
 from scripts.bench.studies import layers
 
@@ -161,7 +161,7 @@ def test_grouped_mm(gated: bool, top_k: int) -> None:
 def test_experts_of_transformers(implementation: str) -> None:
     pytest.importorskip("transformers")
     losses, (router, up, gate, down), (their_router, gate_up, their_down) = same_function(
-        transformers.builds[implementation], GATED)
+        packages.builds[implementation], GATED)
     assert len(losses) == 1
     for mine, theirs in ((router, their_router), (gate, gate_up[:, :20].transpose(1, 2)),
                          (up, gate_up[:, 20:].transpose(1, 2)), (down, their_down.transpose(1, 2))):
