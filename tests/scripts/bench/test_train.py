@@ -22,13 +22,13 @@ from scripts.bench.study import ROOT, read_numbers
 from scripts.bench.train.results import (
     PACKAGE,
     TrainReport,
+    comparison,
     merged,
     newest,
     reports,
     side_pages,
     sides_table,
     spread,
-    summary_table,
 )
 from scripts.bench.train.sides import (
     PIECES,
@@ -83,7 +83,7 @@ def test_tables_are_made_from_the_json_alone() -> None:
     made = [report(), report(place="2x2 emulated nodes"), report("fairseq")]
     again = reports(json.loads(json.dumps([one.as_dict() for one in made])))
     assert again == [TrainReport.from_dict(one.as_dict()) for one in made]
-    row = summary_table(again[:1]).splitlines()[-1]
+    row = comparison(again[:1])[0].splitlines()[-1]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells == ["few", SHAPES["few"].label(), "1.0", "11.5 ms", "23 ms", "2.00",
                      "1.90", "15 %", "5 ms", "4.60", "25% / 25%", "1e-04"]
