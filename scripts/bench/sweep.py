@@ -69,8 +69,8 @@ class Sweep:
         return rows
 
 
-def alternate(sides: Mapping[str, Callable[[], T]], rounds: int,
-              warm_up: int = 1) -> dict[str, list[T]]:
+def alternate(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 1,
+              rotate: bool = False) -> dict[str, list[T]]:
     """Run every variant once per round, so that background noise on the machine affects all
     variants equally.
 
@@ -78,13 +78,17 @@ def alternate(sides: Mapping[str, Callable[[], T]], rounds: int,
         sides: for each variant, a function that runs one step.
         rounds: number of rounds whose results are returned.
         warm_up: number of rounds before the rounds whose results are returned.
+        rotate: whether every round begins with another variant, so that each variant is first,
+            second and last equally often.
 
     Returns: For each variant, a list with one result per round.
     """
     found: dict[str, list[T]] = {name: [] for name in sides}
-    for _ in range(warm_up + rounds):
-        for name, step in sides.items():
-            found[name].append(step())
+    names = list(sides)
+    for number in range(warm_up + rounds):
+        turn = number % len(names) if rotate else 0
+        for name in (*names[turn:], *names[:turn]):
+            found[name].append(sides[name]())
     return {name: results[warm_up:] for name, results in found.items()}
 
 

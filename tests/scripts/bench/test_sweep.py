@@ -26,6 +26,9 @@ def test_sides_alternate_and_the_first_rounds_are_left_out() -> None:
     found = alternate({name: side(name) for name in "ab"}, rounds=2, warm_up=1)
     assert order == ["a", "b"] * 3
     assert found == {"a": [3, 5], "b": [4, 6]}
+    order.clear()
+    alternate({name: side(name) for name in "abc"}, rounds=3, warm_up=0, rotate=True)
+    assert "".join(order) == "abcbcacab"
 
 
 def test_times_are_those_of_the_slowest_rank_in_each_round() -> None:
