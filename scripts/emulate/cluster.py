@@ -14,8 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from moe_plugin.planner.forest.network import Network, shortest_paths
-from scripts.emulate.build import build_switch
-from scripts.emulate.namespaces import Node, make_node, why_not
+from scripts.emulate.namespaces import Node, build_switch, make_node, why_not
 from scripts.emulate.ranks import (
     RankEnd,
     RankProcess,

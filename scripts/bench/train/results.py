@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from scripts.bench.report import document, page, versions_in_words
-from scripts.bench.train.sides import OURS, PIECES, SHAPES, TrainShape
-from scripts.bench.train.steps import SideTimes
+from scripts.bench.train.sides import OURS, PIECES, SHAPES, SideTimes, TrainShape
 
 LOSS_DIGIT = 1e-5  # losses in the file of numbers are rounded to this
 HOSTS = {"megatron": "Megatron-core", "fairseq": "fairseq"}

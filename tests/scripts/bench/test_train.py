@@ -30,16 +30,17 @@ from scripts.bench.train.results import (
     sides_table,
     spread,
 )
+from scripts.bench.train.run import measure
 from scripts.bench.train.sides import (
     PIECES,
     SHAPES,
     Side,
+    SideTimes,
     TrainShape,
     batch,
     for_host,
     parse_shapes,
 )
-from scripts.bench.train.steps import SideTimes, measure
 
 TINY = "16x16x4x2x256"
 COMMAND = f"bench train --shapes {TINY} --steps 2 --warm-up 1"
