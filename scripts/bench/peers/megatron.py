@@ -20,13 +20,6 @@ from scripts.bench.peers import base
 from scripts.bench.problem import Data, Problem
 
 
-def why_not_engine(problem: Problem) -> str | None:
-    """Return the reason why `TEGroupedMLP` cannot run this problem, or None if it can run the
-    problem.
-    """
-    return None if problem.device == "cuda" else "Transformer Engine needs a GPU"
-
-
 @base.register_peer("megatron", "megatron.core")
 def sequential(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build Megatron-core's layer with SequentialMLP, which computes one matmul per expert, and the
@@ -35,7 +28,7 @@ def sequential(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     yield from _candidate(problem, data, "SequentialMLP")
 
 
-@base.register_peer("megatron_te", "megatron.core", "transformer_engine", refuses=why_not_engine)
+@base.register_peer("megatron_te", "megatron.core", "transformer_engine", gpu=True)
 def engine(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build Megatron-core's layer with moe_grouped_gemm and Transformer Engine's GroupedLinear."""
     yield from _candidate(problem, data, "TEGroupedMLP")

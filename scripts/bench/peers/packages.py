@@ -19,7 +19,6 @@ from scripts.bench.peers import base
 from scripts.bench.problem import Data, Problem
 
 PLAIN = "a plain router before its experts"
-GATED_ONLY = "its experts are gated; use --gated"
 
 
 # -- torch's grouped GEMM
@@ -65,11 +64,7 @@ def grouped_mm(problem: Problem, data: Data) -> Iterator[base.Candidate]:
 # -- ScatterMoE (`scattermoe.mlp`)
 
 
-def why_not_scattermoe(problem: Problem) -> str | None:
-    return None if problem.device == "cuda" else "ScatterMoE needs a GPU"
-
-
-@base.register_peer("scattermoe", "scattermoe", refuses=why_not_scattermoe, alone=True)
+@base.register_peer("scattermoe", "scattermoe", alone=True, gpu=True)
 def scattermoe(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build ScatterMoE's experts with a plain top-k router. Needs a GPU.
 
@@ -94,16 +89,12 @@ def scattermoe(problem: Problem, data: Data) -> Iterator[base.Candidate]:
 
 
 def why_not_sonicmoe(problem: Problem) -> str | None:
-    if problem.device != "cuda":
-        return "SonicMoE needs a GPU"
-    if torch.cuda.get_device_capability()[0] < 9:
-        return "SonicMoE needs compute capability 9.0"
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"SonicMoE supports only 16-bit values, not {problem.dtype}"
-    return None if problem.gated else "SonicMoE 0.1.2 has gated experts only"
+    old = torch.cuda.get_device_capability()[0] < 9
+    return "SonicMoE needs compute capability 9.0" if old else None
 
 
-@base.register_peer("sonicmoe", "sonicmoe", refuses=why_not_sonicmoe, alone=True)
+@base.register_peer("sonicmoe", "sonicmoe", refuses=why_not_sonicmoe, alone=True, gpu=True,
+                    gated=True, dtypes=("bfloat16", "float16"))
 def sonicmoe(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build SonicMoE's experts with a plain top-k router. SonicMoE requires a Hopper GPU or a newer
     GPU.
@@ -139,13 +130,7 @@ def sonicmoe(problem: Problem, data: Data) -> Iterator[base.Candidate]:
 # -- OLMo-core, written for ai2-olmo-core 3.0.0
 
 
-def why_not_olmo_core(problem: Problem) -> str | None:
-    if problem.device != "cuda":
-        return "OLMo-core gathers and scatters rows by Triton kernels, which need a GPU"
-    return None if problem.gated else GATED_ONLY
-
-
-@base.register_peer("olmo_core", "olmo_core", refuses=why_not_olmo_core, alone=True)
+@base.register_peer("olmo_core", "olmo_core", alone=True, gpu=True, gated=True)
 def olmo_core(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build OLMo-core's DroplessMoE layer, which has never been run on a GPU in this benchmark."""
     from olmo_core.config import DType
@@ -179,14 +164,7 @@ def load_olmo_core(layer: Any, data: Data) -> None:
 # -- torchtitan
 
 
-def why_not_torchtitan(problem: Problem) -> str | None:
-    if not problem.gated:
-        return GATED_ONLY
-    return None if problem.dtype == "bfloat16" else (
-        f"its experts compute in bfloat16, not {problem.dtype}")
-
-
-@base.register_peer("torchtitan", "torchtitan", refuses=why_not_torchtitan, alone=True)
+@base.register_peer("torchtitan", "torchtitan", alone=True, gated=True, dtypes=("bfloat16",))
 def torchtitan(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build `torchtitan.models.common.moe.MoE`: sorted rows, grouped_mm and scatter_add."""
     from torchtitan.models.common import config_utils
@@ -282,8 +260,6 @@ COPIES = 4 << 30  # maximum number of bytes of weights that `batched_mm` may cop
 
 
 def _why_not_mixtral(problem: Problem, implementation: str) -> str | None:
-    if not problem.gated:
-        return "Mixtral's experts are gated; use --gated"
     if base.expert_group().size > 1 and base.not_installed(
             "transformers.distributed.expert_parallel"):
         return "this transformers has no expert parallelism"
@@ -329,7 +305,7 @@ def _over(group: Comm, experts: nn.Module, device: str) -> Callable[..., Tensor]
 
 
 def _register_mixtral(implementation: str) -> base.Build:
-    @base.register_peer(f"transformers_{implementation}", "transformers",
+    @base.register_peer(f"transformers_{implementation}", "transformers", gated=True,
                         refuses=partial(_why_not_mixtral, implementation=implementation))
     def build(problem: Problem, data: Data) -> Iterator[base.Candidate]:
         """Build MixtralExperts with one of the implementations in `transformers`."""
