@@ -28,6 +28,7 @@ from moe_plugin.hosts.timm.model import PRESETS, SwinMoE, build
 from moe_plugin.kernels.choices import running_count
 from moe_plugin.planner.choice import LayoutChoice
 from scripts.bench import headline_models as models
+from scripts.bench import headline_ratios as measured_ratios
 from scripts.bench import layer
 from scripts.bench.measure import interleaved
 from scripts.bench.peers.fairseq_branch import BranchMoE
@@ -85,7 +86,7 @@ def plain(row: Mapping[str, Any], stated: Mapping[str, Any],
         (name, *given), source = measured["numbers"], measured.get("page", "")
         of = read_numbers(NUMBERS / f"{source}.json") if source else here
         found |= {"what": measured["what"], "page": source, "measured": _range(
-            getattr(models, name)(of, *given))} if of else {"what": "`--measure`"}
+            getattr(measured_ratios, name)(of, *given))} if of else {"what": "`--measure`"}
     return checked(found)
 
 
