@@ -23,6 +23,13 @@ DISPATCHERS = ("alltoall", "allgather")
 SEED, VOCABULARY = 1234, 384  # the vocabulary is that of bytes, padded as in Megatron
 
 
+def import_host() -> None:
+    from moe_plugin.hosts.megatron.compat import cpu
+
+    cpu.enable(force=True)
+    from moe_plugin.hosts.megatron import spec  # noqa: F401
+
+
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
           ours: Mapping[str, Settings], others: bool, evaluate: bool = False) -> list[Side]:
     """Build all models with the same weights in Megatron's groups. See `run.sides_of`."""
@@ -102,10 +109,9 @@ def start(ranks: int) -> None:
     """Prepare this process before the first model is built."""
     from megatron.core import parallel_state
 
-    from moe_plugin.hosts.megatron.compat import cpu
     from moe_plugin.hosts.megatron.compat.settings import mend_config_warning
 
-    cpu.enable(force=True)
+    import_host()
     mend_config_warning()
     if not parallel_state.model_parallel_is_initialized():  # an earlier shape may have done so
         parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)

@@ -5,11 +5,12 @@ The models alternate after every step.
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,16 +94,12 @@ def sides_of(host: str, shape: TrainShape, text: Tensor, ours: Mapping[str, Sett
     # functions belongs to a layer.
     torch.compiler.set_stance("force_eager")
     comm = TorchComm()
-    return _builder(host)(shape, text, comm.rank, comm.size, ours, others, evaluate)
+    return _host(host).build(shape, text, comm.rank, comm.size, ours, others, evaluate)
 
 
-def _builder(host: str) -> Callable[..., list[Side]]:
+def _host(host: str) -> Any:
     # imported here, because each module imports its host
-    if host == "megatron":
-        from scripts.bench.train import megatron as module
-    else:
-        from scripts.bench.train import fairseq as module
-    return module.build
+    return importlib.import_module(f"scripts.bench.train.{host}")
 
 
 def on_this_machine(plans: Sequence[TrainPlan], ranks: int) -> list[TrainReport]:
@@ -157,18 +154,7 @@ def forked_hosts(hosts: Iterable[str]) -> None:
     again.
     """
     for host in hosts:
-        _builder(host)
-        _import_host(host)
-
-
-def _import_host(host: str) -> None:
-    if host == "megatron":
-        from moe_plugin.hosts.megatron.compat import cpu
-
-        cpu.enable(force=True)
-        from moe_plugin.hosts.megatron import spec  # noqa: F401
-    else:
-        from moe_plugin.hosts.fairseq import registered  # noqa: F401
+        _host(host).import_host()
 
 
 def _reports(plans: Sequence[TrainPlan], place: str, ranks: int,
@@ -218,18 +204,16 @@ class _Run:
         self.inside += time.perf_counter() - self.begun
 
     def warm_up(self, steps: int) -> None:
-        self._run(steps)
+        for _ in range(steps):
+            self._step()
         while not self.side.settled() and len(self.losses) < LONGEST_WARM_UP:
             self._step()
         if len(self.losses) > steps:
             self._restart()
-            self._run(steps)
+            for _ in range(steps):
+                self._step()
         self.start.clear()
         self.weights.clear()
-
-    def _run(self, steps: int) -> None:
-        for _ in range(steps):
-            self._step()
 
     def _restart(self) -> None:
         for optimizer, (weights, state) in zip(self.side.optimizers, self.start, strict=True):
