@@ -48,6 +48,7 @@ class Sweep:
         row: function that computes a cell's table values from the cell and the results of all
             ranks.
         timeout_s: time in seconds after which the ranks of a cell are stopped.
+        group_timeout_s: timeout of collectives in seconds.
     """
 
     axes: Callable[[Namespace], Mapping[str, Sequence[Any]]]
@@ -55,6 +56,7 @@ class Sweep:
     rank: Callable[[Namespace], Any]
     row: Callable[[Namespace, Ranks], dict[str, Any]]
     timeout_s: float = 600.0
+    group_timeout_s: float = 60.0
 
     def measure(self, args: Namespace) -> list[dict[str, Any]]:
         """Measure all cells. Return the values of each cell together with its position on the axes.
@@ -64,7 +66,8 @@ class Sweep:
             cell = dict(zip(axes, values, strict=True))
             at = Namespace(**{**vars(args), **cell})
             with self.cluster(at) as cluster:
-                ranks = cluster.run(self.rank, at, timeout_s=self.timeout_s)
+                ranks = cluster.run(self.rank, at, timeout_s=self.timeout_s,
+                                    group_timeout_s=self.group_timeout_s)
             rows.append({**cell, **self.row(at, ranks)})
         return rows
 

@@ -48,10 +48,9 @@ GENERATED = 64  # number of tokens in a decoding batch
 MOST_MIB = 20.0  # the layer should need at most this memory in addition to its inputs
 SMALL = {"tokens": 64, "model_dim": 16, "hidden_dim": 32, "experts": 4, "top_k": 1}
 PROBLEMS = {
-    "device": Option("cuda" if torch.cuda.is_available() else "cpu", "device to measure on",
-                     choices=LAYERS),
-    "threads": Option(2, "number of CPU threads"),
-    "rounds": Option(25, "number of timed rounds", quick=1),
+    "device": SIZES["device"],
+    "threads": Option(2, "number of CPU threads", least=1),
+    "rounds": Option(25, "number of timed rounds", quick=1, least=1),
 }
 ATTEMPTS = {"attempts": Option(3, "maximum number of attempts if a measurement is noisy", quick=1)}
 
