@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
@@ -77,27 +76,20 @@ def on_processes(ranks: int, measure: Callable[..., Any], *args: Any, threads: i
         threads: number of torch threads in each process.
     """
     with tempfile.TemporaryDirectory() as folder:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = int(probe.getsockname()[1])
-        result = os.path.join(folder, "result")
-        torch.multiprocessing.spawn(_spawned, (ranks, port, result, measure, args, threads),
+        torch.multiprocessing.spawn(_spawned, (ranks, folder, measure, args, threads),
                                     nprocs=ranks)
-        return pickle.loads(Path(result).read_bytes())
+        return pickle.loads(Path(folder, "result").read_bytes())
 
 
-def _spawned(rank: int, ranks: int, port: int, result: str, measure: Callable[..., Any],
+def _spawned(rank: int, ranks: int, folder: str, measure: Callable[..., Any],
              args: tuple[Any, ...], threads: int) -> None:
     torch.set_num_threads(threads)
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", port, ranks, is_master=True, wait_for_workers=False)
-    else:
-        store = dist.TCPStore("127.0.0.1", port, ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
+                            world_size=ranks)
     with hidden([*FAIRSEQ, *MEGATRON]):
         found = measure(*args)
     if rank == 0:
-        Path(result).write_bytes(pickle.dumps(found))
+        Path(folder, "result").write_bytes(pickle.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
