@@ -98,31 +98,18 @@ class Problem:
         """Number of weights of all experts."""
         return self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
 
-    @property
-    def flops(self) -> int:
-        """FLOPs of the experts in the forward and backward pass: 3 passes * 2 * rows * D * F per
-        matrix.
-        """
-        return 3 * 2 * self.rows * self.weights // self.experts
+    def work(self, forward_only: bool = False) -> tuple[float, float]:
+        """Return (FLOPs of the experts, minimum memory traffic in bytes) of the forward and
+        backward pass, or of the forward pass alone.
 
-    @property
-    def bytes(self) -> int:
-        """Minimum memory traffic of the forward and backward pass, in bytes.
-
-        Weights are read twice, and their gradients are written once. The bytes of x, y and both
-        gradients are counted once.
+        Both passes together have three times the FLOPs of the forward pass, which are 2 * rows *
+        D * F per matrix. Weights are read once per pass, and their gradients are written once. The
+        bytes of x, y and both gradients are counted once.
         """
-        elements = 3 * self.weights + 5 * self.tokens * self.model_dim
-        return elements * self.torch_dtype.itemsize
-
-    def work(self, forward_only: bool) -> tuple[float, float]:
-        """Return (FLOPs, minimum bytes) of the forward and backward pass, or of the forward pass
-        alone.
-        """
-        if not forward_only:
-            return self.flops, self.bytes
-        elements = self.weights + 2 * self.tokens * self.model_dim
-        return self.flops / 3, elements * self.torch_dtype.itemsize
+        passes = 1 if forward_only else 3
+        elements = passes * self.weights + (2 if forward_only else 5) * self.tokens * self.model_dim
+        return (passes * 2 * self.rows * self.weights / self.experts,
+                elements * self.torch_dtype.itemsize)
 
     @property
     def least_memory(self) -> int:

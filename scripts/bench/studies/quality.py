@@ -67,23 +67,16 @@ ENSEMBLES = {
 # -- text
 
 
-def text_flops(side: str) -> int:
-    """Return the FLOPs of a token's matmuls, forward. Attention is counted over the whole sample.
+def text_sizes(side: str) -> tuple[int, int]:
+    """Return the FLOPs of a token's matmuls in the forward pass, and the number of parameters in
+    all matrices except the embeddings. Attention is counted over the whole sample.
     """
     width, inner = SIZES["width"], SIZES["hidden"]
-    visited = SIZES["top_k"] if side == "moe" else INNER[side]
-    attention = 4 * width ** 2 + 2 * SIZES["length"] * width
-    router = SIZES["experts"] * width * (side == "moe")
-    layer = attention + 2 * width * inner * visited + router
-    return 2 * (SIZES["layers"] * layer + width * BYTES)
-
-
-def text_parameters(side: str) -> int:
-    """Return the number of parameters in all matrices except the embeddings."""
-    width, inner = SIZES["width"], SIZES["hidden"]
-    copies = SIZES["experts"] if side == "moe" else INNER[side]
-    router = SIZES["experts"] * width * (side == "moe")
-    return SIZES["layers"] * (4 * width ** 2 + 2 * width * inner * copies + router)
+    visited, stored = (SIZES["top_k"], SIZES["experts"]) if side == "moe" else [INNER[side]] * 2
+    shared = 4 * width ** 2 + SIZES["experts"] * width * (side == "moe")  # attention and router
+    layer = shared + 2 * SIZES["length"] * width + 2 * width * inner * visited
+    return (2 * (SIZES["layers"] * layer + width * BYTES),
+            SIZES["layers"] * (shared + 2 * width * inner * stored))
 
 
 def side_command(host: str, side: str, s: dict[str, Any], data: Path, folder: Path) -> list[str]:
@@ -214,8 +207,8 @@ def text_part(found: dict[str, Any]) -> list[str]:
         held_out=VALID_STEPS * s["batch"] * s["length"],
         models=columns(rows, {
             "host": "{0[0]}", "model": lambda row: SIDES[row[1]],
-            "FLOPs": lambda row: f"{text_flops(row[1]):,}",
-            "parameters of layers": lambda row: f"{text_parameters(row[1]):,}",
+            "FLOPs": lambda row: f"{text_sizes(row[1])[0]:,}",
+            "parameters of layers": lambda row: f"{text_sizes(row[1])[1]:,}",
             "learning rate": lambda row: rate_of(found, " ".join(row)),
             "held-out loss, nats per byte": lambda row: spread(
                 values(found, " ".join(row), "valid_loss"), digits=3)}),
