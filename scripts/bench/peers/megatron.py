@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from scripts.bench.peers import base
 from scripts.bench.problem import Data, Problem
@@ -132,20 +132,10 @@ def load(layer: Any, data: Data) -> None:
     """
     base.copy(layer.router.weight, data.router_ED)
     first_LDF = torch.cat([w for w in (data.w_gate_LDF, data.w_in_LDF) if w is not None], 2)
-    _LOADERS[type(layer.experts).__name__](layer.experts, first_LDF, data.w_out_LFD)
-
-
-def _load_sequential(experts: Any, first_LDF: Tensor, second_LFD: Tensor) -> None:
-    for expert, module in enumerate(experts.local_experts):
-        base.copy(module.linear_fc1.weight, first_LDF[expert].t())
-        base.copy(module.linear_fc2.weight, second_LFD[expert].t())
-
-
-def _load_engine(experts: Any, first_LDF: Tensor, second_LFD: Tensor) -> None:
-    for linear, w in ((experts.linear_fc1, first_LDF), (experts.linear_fc2, second_LFD)):
-        named = dict[str, nn.Parameter](linear.named_parameters())
-        for expert in range(len(w)):
-            base.copy(named[f"weight{expert}"], w[expert].t())
-
-
-_LOADERS = {"SequentialMLP": _load_sequential, "TEGroupedMLP": _load_engine}
+    for name, w_LIO in (("linear_fc1", first_LDF), ("linear_fc2", data.w_out_LFD)):
+        for expert, w_IO in enumerate(w_LIO):
+            if (grouped := getattr(layer.experts, name, None)) is not None:
+                weight = getattr(grouped, f"weight{expert}")  # of Transformer Engine
+            else:
+                weight = getattr(layer.experts.local_experts[expert], name).weight
+            base.copy(weight, w_IO.t())

@@ -95,24 +95,17 @@ EXCHANGE = Sweep(
         "seconds": medians(ranks), "rows": ranks[0]["rows"], "layout": ranks[0]["layout"]})
 
 
-def formula(grid: str, k: int) -> tuple[float, float]:
-    """Return the number of rows sent between nodes by `ranks` and `nodes`, divided by the number of
-    rows sent by `rows`.
+def computed(grid: str, cell: dict[str, Any]) -> dict[str, Any]:
+    """Return numbers that are computed from the sizes of a cell, divided by those of `rows`.
+
+    `formula` contains the numbers of rows sent between nodes by `ranks` and `nodes`. `floor` is the
+    minimum number of bytes that must be sent between nodes, including (token, expert) pairs.
     """
     nodes, per_node = parse_grid(grid)
-    rows = rows_of_token(Cluster(nodes=nodes, ranks_per_node=per_node), k)
-    return rows.ranks / k, rows.nodes / k
-
-
-def floor(grid: str, cell: dict[str, Any]) -> float:
-    """Return the minimum number of bytes that must be sent between nodes, including (token, expert)
-    pairs, divided by the number of bytes sent by `rows`.
-    """
-    nodes, per_node = parse_grid(grid)
-    cluster = Cluster(nodes=nodes, ranks_per_node=per_node)
-    rows, *once = (bytes_of_token(cluster, send, cell["k"], 4 * cell["width"]).between
-                   for send in SENDS)
-    return min(once) / rows
+    cluster, k = Cluster(nodes=nodes, ranks_per_node=per_node), cell["k"]
+    sent = rows_of_token(cluster, k)
+    rows, *once = (bytes_of_token(cluster, send, k, 4 * cell["width"]).between for send in SENDS)
+    return {"formula": (sent.ranks / k, sent.nodes / k), "floor": min(once) / rows}
 
 
 def measure_exchange(grid: str, args: argparse.Namespace, slower: float = 1.0) -> dict[str, Any]:
@@ -134,7 +127,7 @@ def exchange_part(found: dict[str, Any]) -> list[str]:
     grid = found["grid"]
     fixed = [name for name in found["cells"][0]["seconds"] if name != AUTO]
     whole = set(fixed) >= set(IN_PIECES)  # older numbers were measured only with d = 1
-    rows = [{**cell, "formula": formula(grid, cell["k"]), "floor": floor(grid, cell),
+    rows = [{**cell, **computed(grid, cell),
              "best_s": min(cell["seconds"][name] for name in fixed)} for cell in found["cells"]]
     table = columns(rows, {
         "width": "{width}", "k": "{k}",

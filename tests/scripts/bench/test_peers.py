@@ -250,7 +250,7 @@ def test_a_layer_over_two_ranks() -> None:
         n for n in names if n != "grouped_mm")]
     assert "one rank only" in found["refused"]["grouped_mm"]
     assert "2 ranks, each 1 thread" in layer.parts(found)[0]
-    loads = [layer.own_loads(GATED, make_data(GATED), rank, 2) for rank in (0, 1)]
+    loads = [layer.loads(GATED, make_data(GATED), rank, 2) for rank in (0, 1)]
     assert sum(map(sum, loads)) == 2 * GATED.rows and list(map(len, loads)) == [2, 2]
 
 
