@@ -133,8 +133,8 @@ def draw(found: Sequence[dict[str, Any]], path: str) -> None:
 def _panel(axis: Any, report: results.TrainReport) -> None:
     native, ours = report.best("native"), report.side(sides.OURS)
     for side, name, color in ((native, NATIVE[report.host], OTHERS), (ours, "moe-plugin", OURS)):
-        seconds, losses = curve(side)
-        means, lows, highs = zip(*smoothed(losses), strict=True)
+        seconds = list(accumulate(side.seconds))  # since the start of the first timed step
+        means, lows, highs = zip(*smoothed(side.losses[-len(seconds):]), strict=True)
         axis.plot(seconds, means, color=color, label=name)
         axis.fill_between(seconds, lows, highs, color=color, alpha=0.2, linewidth=0)
     shape = report.shape
@@ -145,13 +145,6 @@ def _panel(axis: Any, report: results.TrainReport) -> None:
     low, high = axis.get_ylim()
     axis.set_ylim(low, high + 0.25 * (high - low))  # leaves space for the legend
     axis.legend(frameon=False, fontsize="small", loc="upper right")
-
-
-def curve(side: results.SideTimes) -> tuple[list[float], list[float]]:
-    """For each timed step, return its loss, and the time in seconds since the start of the first
-    timed step.
-    """
-    return list(accumulate(side.seconds)), list(side.losses[-len(side.seconds):])
 
 
 def smoothed(losses: Sequence[float]) -> list[tuple[float, float, float]]:

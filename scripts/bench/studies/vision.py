@@ -141,6 +141,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         name: {side: [] for side in SIDES} for name in ("accuracy", "images_per_s")}
     place = images.folder_of_images(args)
     sizes = images.CIFAR_OPTIONS if args.data == CIFAR else []
+    sizes = [*sizes, *["--log-every", "1"] * args.quick]  # a short run has few steps
     for seed in range(1, args.seeds + 1):  # both models at the same time, for equal conditions
         logs = images.train_each(len(SIDES), {side: (
             place / f"{side} {seed}", "--data", str(place / "images"), "--epochs", str(args.epochs),

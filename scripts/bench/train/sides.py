@@ -156,16 +156,15 @@ def tuners_settled(layers: Sequence[MoELayer]) -> Callable[[], bool]:
     """Return a function that returns whether the tuners of all layers have finished their trials.
     The returned value is the same on all ranks.
     """
-    return lambda: not any(_exploring(layer) for layer in layers)
+    def exploring(layer: MoELayer) -> bool:
+        routed = layer.routed_experts
+        if routed.tuner is not None and routed.tuner.exploring:
+            return True
+        exchanges = layer.comm.size > 1 and routed.current.r > 0
+        return exchanges and routed.current.algorithm == "auto" and ExchangeTuner.of(
+            layer.comm).exploring
 
-
-def _exploring(layer: MoELayer) -> bool:
-    routed = layer.routed_experts
-    if routed.tuner is not None and routed.tuner.exploring:
-        return True
-    exchanges = layer.comm.size > 1 and routed.current.r > 0
-    return exchanges and routed.current.algorithm == "auto" and ExchangeTuner.of(
-        layer.comm).exploring
+    return lambda: not any(map(exploring, layers))
 
 
 def take_choices(layer: MoELayer, choose: Chooser) -> None:
