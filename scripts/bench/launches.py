@@ -25,7 +25,7 @@ from moe_plugin.kernels.gpu.tilings import Chip
 from moe_plugin.kernels.registry import Op
 from moe_plugin.kernels.weight_grads import WEIGHTS
 from moe_plugin.layer import MoELayer
-from scripts.bench.problem import Problem
+from scripts.bench.problem import Problem, layer_settings
 
 META = torch.device("meta")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -196,11 +196,7 @@ def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) ->
         adds: whether weight gradients are accumulated in a float32 `main_grad`.
         sections: settings that override the benchmark's layer settings, by section.
     """
-    p = problem
-    experts = {"hidden_dim": p.hidden_dim, "compute": "kernels", "bias": False,
-               **({"kind": "gated_ffn", "activation": "silu"} if p.gated else {})}
-    tree = {"model_dim": p.model_dim, "num_experts": p.experts, "router": {"top_k": p.top_k},
-            "experts": experts}
+    p, tree = problem, layer_settings(problem, "kernels")
     for name, values in sections.items():
         tree[name] = {**tree.get(name, {}), **values}
     layer = MoELayer(from_dict(tree), LocalComm(), dtype=p.torch_dtype, device=META).to(META)

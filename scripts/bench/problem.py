@@ -186,6 +186,16 @@ def make_data(problem: Problem) -> Data:
                 draw(p.tokens, p.model_dim), draw(p.tokens, p.model_dim))
 
 
+def layer_settings(problem: Problem, compute: str) -> dict[str, Any]:
+    """Return the settings of our layer for a problem, with `experts.compute` set to `compute`."""
+    gate = {"kind": "gated_ffn", "activation": "silu"} if problem.gated else {}
+    return {
+        "model_dim": problem.model_dim, "num_experts": problem.experts,
+        "router": {"top_k": problem.top_k},
+        # no bias, because the peers have none
+        "experts": {"hidden_dim": problem.hidden_dim, "compute": compute, "bias": False, **gate}}
+
+
 # -- options of a command
 
 # the options that specify a `Problem` and its measurement, for `problem_of`

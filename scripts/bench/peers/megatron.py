@@ -43,7 +43,8 @@ def _candidate(problem: Problem, data: Data, experts: str) -> Iterator[base.Cand
         if type(layer.experts).__name__ != experts:
             raise base.UnsupportedProblem(
                 f"this Megatron-core builds {type(layer.experts).__name__}, not {experts}")
-        load(layer, data.local(group.rank, group.size))
+        own = data.local(group.rank, group.size)
+        load(layer, own.router_ED, own.w_gate_LDF, own.w_in_LDF, own.w_out_LFD)
 
         def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
             return layer(x[:, None, :])[0][:, 0, :], []
@@ -126,13 +127,14 @@ def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) 
     return layer
 
 
-def load(layer: Any, data: Data) -> None:
+def load(layer: Any, router_ED: Tensor, w_gate_LDF: Tensor | None, w_in_LDF: Tensor,
+         w_out_LFD: Tensor) -> None:
     """Copy the weights into a Megatron layer. Both of Megatron's implementations of the experts are
     supported. For gated experts, the first half of the matrix is the gate.
     """
-    base.copy(layer.router.weight, data.router_ED)
-    first_LDF = torch.cat([w for w in (data.w_gate_LDF, data.w_in_LDF) if w is not None], 2)
-    for name, w_LIO in (("linear_fc1", first_LDF), ("linear_fc2", data.w_out_LFD)):
+    base.copy(layer.router.weight, router_ED)
+    first_LDF = torch.cat([w for w in (w_gate_LDF, w_in_LDF) if w is not None], 2)
+    for name, w_LIO in (("linear_fc1", first_LDF), ("linear_fc2", w_out_LFD)):
         for expert, w_IO in enumerate(w_LIO):
             if (grouped := getattr(layer.experts, name, None)) is not None:
                 weight = getattr(grouped, f"weight{expert}")  # of Transformer Engine

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -288,3 +289,56 @@ class Scaling:
             for one in found])
 
     PLOTS = {"scaling.svg": plots.scaling_plot}
+
+
+# lines that Triton's bindings print at the end of a process that failed
+LEAKS = re.compile(r"nanobind: |See https://nanobind\.| - (leaked |\.\.\. skipped)")
+
+
+def _on_gpu(part: str, number: int, args: argparse.Namespace) -> dict[str, Any]:
+    every = problems(args)
+    problem = every[min(number, len(every) - 1)]
+    if part == "peers":
+        return quietest(problem, args)
+    return (layer.run(problem, [], args.rounds) if part == "layer" else
+            kernels.run(problem, args.rounds))
+
+
+def _steps(args: argparse.Namespace) -> list[dict[str, str]]:
+    """Return the results of the script's steps, with the last lines of output of failed ones."""
+    logs = Path(args.out or ".") / "gpu_logs"
+    told = logs / "steps.txt"
+    lines = told.read_text("utf-8").splitlines() if told.exists() else []
+    return [{"said": line, "end": "" if line.endswith(": passed") else _end(
+        logs / f"{line.partition(':')[0]}.log")} for line in sorted(lines)]
+
+
+def _end(path: Path) -> str:
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    lines = [line for line in lines if not LEAKS.match(line)]
+    return "\n".join(line[:200].replace("`", "'") for line in lines[-12:])
+
+
+def _write_steps(found: list[dict[str, str]]) -> Iterator[str]:
+    yield "The script runs each step in a separate process with a time limit, and logs the result:"
+    yield "\n".join(["```text", *(one["said"] for one in found), "```"])
+    for one in found:
+        if one["end"]:
+            yield f"This is the end of the output of the step \"{one['said']}\":"
+            yield f"```text\n{one['end']}\n```"
+
+
+class OneGPU:
+    """Measure operations, and layers alone and with every installed peer, on one GPU. The script
+    `scripts/bench_gpu.sh` measures each part in its own process.
+    """
+
+    TITLE, MADE_BY, OPTIONS = "One GPU", "bash scripts/bench_gpu.sh", AllLayers.OPTIONS
+    PARTS = {
+        **{f"{part}_{n}": (partial(_on_gpu, part, n), write) for part, write in (
+            ("layer", OneLayer.body), ("peers", OneLayer.body),
+            ("operations", OneProblemsOperations.body)) for n in range(3)},
+        "steps": (_steps, _write_steps)}

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scripts.bench.peers.base import copy
+from scripts.bench.peers.megatron import load
 from scripts.bench.train import sides
 from scripts.bench.train.sides import Settings, Side, TrainShape
 
@@ -96,13 +97,8 @@ def _is_native(module: nn.Module) -> bool:
 
 
 def _copy_experts(layer: Any, native: Any) -> None:
-    copy(native.router.weight, layer.router.weight_ED)
-    gate_LDF = getattr(layer.experts, "w_gate_LDF", None)
-    for number, module in enumerate(native.experts.local_experts):
-        halves = [w_LDF[number].t() for w_LDF in (gate_LDF, layer.experts.w_in_LDF)
-                  if w_LDF is not None]
-        copy(module.linear_fc1.weight, torch.cat(halves))
-        copy(module.linear_fc2.weight, layer.experts.w_out_LFD[number].t())
+    load(native, layer.router.weight_ED, getattr(layer.experts, "w_gate_LDF", None),
+         layer.experts.w_in_LDF, layer.experts.w_out_LFD)
 
 
 def start(ranks: int) -> None:

@@ -216,7 +216,7 @@ def test_weights_of_transformer_engine() -> None:
                 self.add_module(name, linear)
 
     made = SimpleNamespace(router=nn.Linear(6, 3, bias=False), experts=TEGroupedMLP())
-    megatron.load(made, data)
+    megatron.load(made, data.router_ED, data.w_gate_LDF, data.w_in_LDF, data.w_out_LFD)
     x = data.x_TD[:2]
     gate, up = (x @ made.experts.linear_fc1.weight2.t()).chunk(2, 1)
     torch.testing.assert_close(gate, x @ data.w_gate_LDF[2])
