@@ -18,7 +18,7 @@ from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.spill import POLICIES as ALL_POLICIES
-from scripts.bench.child import reset_peak, status_bytes
+from scripts.bench.measure import MIB, peak_extra_mib
 from scripts.bench.report import columns, page
 from scripts.bench.study import ROOT, Option
 from scripts.bench.sweep import Ranks, Sweep, alternate, clean_step, slowest, timed_end
@@ -111,12 +111,9 @@ def run_memory(policy: str, steps: int = 5) -> float:
     """
     layer = make_layer()
     step(layer, make_tokens(layer.comm.rank, 0, "even"), policy)
-    inputs = [make_tokens(layer.comm.rank, number, HOT) for number in range(steps)]
-    reset_peak()
-    before = status_bytes("VmRSS")
-    for x_TD in inputs:
-        step(layer, x_TD, policy)
-    return status_bytes("VmHWM") - before
+    inputs = iter([make_tokens(layer.comm.rank, number, HOT) for number in range(steps)])
+    return MIB * peak_extra_mib(lambda: step(layer, next(inputs), policy), torch.device("cpu"),
+                                steps)
 
 
 def summary(ranks: Ranks) -> dict[str, dict[str, float]]:

@@ -66,7 +66,7 @@ def test_a_rate_that_was_lucky_once_is_not_taken() -> None:
 def test_sides_differ_in_experts_and_inner_width_alone(host: str) -> None:
     s = {**settings(20), **quality.SIZES}
     moe, active, total = (
-        quality.command_of(host, side, s, Path("data"), Path("run"))
+        quality.side_command(host, side, s, Path("data"), Path("run"))
         for side in quality.INNER)
     inner = "--decoder-ffn-embed-dim" if host == "fairseq" else "--ffn-hidden-size"
     assert [side[side.index(inner) + 1] for side in (moe, active, total)] == ["128", "256", "1024"]
