@@ -220,12 +220,14 @@ def _norms(question: Question, steps: Sequence[RankStep], unclipped: Mapping[int
     experts = question.model.experts
     squares = {name: _squares(name, w.numel(), steps, unclipped)
                for name, w in question.weights.items()}
-    if not all(squared.agree(tolerance) for squared in squares.values()):
+    if not all(_agree(squares_Rn, tolerance) for squares_Rn in squares.values()):
         return
-    total = {kind: sum(float(s.mean()) for n, s in squares.items() if (n in experts) is kind)
-             for kind in (True, False)}
+    # each element is counted once, even if several ranks store it
+    total = {kind: sum(float(squares_Rn.nanmean(0).nansum()) for name, squares_Rn in squares.items()
+                       if (name in experts) is kind) for kind in (True, False)}
     right = math.sqrt(total[True] + total[False])
-    own = [sum(float(squares[n].of_rank[step.rank]) for n in experts) for step in steps]
+    own = [sum(float(squares[name][place].nansum()) for name in experts)
+           for place in range(len(steps))]
     for step in steps:
         norm = math.nan if step.norm is None else step.norm
         readings = counted(norm, total[True], total[False], own, step.rank, question.case,
@@ -234,43 +236,23 @@ def _norms(question: Question, steps: Sequence[RankStep], unclipped: Mapping[int
                           abs(norm / right - 1))
 
 
-@dataclass(frozen=True)
-class _Squares:
-    """The squared gradient elements of a parameter, combined over all ranks that store them, and
-    the sum of squares on each rank.
-    """
-
-    sum_n: Tensor
-    largest_n: Tensor
-    holders_n: Tensor
-    of_rank: dict[int, Tensor]
-
-    def agree(self, tolerance: float) -> bool:
-        """Return whether all ranks that store an element have the same value."""
-        mean_n = self.sum_n / self.holders_n.clamp(min=1)
-        apart_n = (self.largest_n - mean_n).clamp(min=0)
-        return float(apart_n.sum()) <= 4 * tolerance * float(mean_n.sum())
-
-    def mean(self) -> Tensor:
-        """Return the squared norm of the gradient. Each element is counted once, even if several
-        ranks store it.
-        """
-        return (self.sum_n / self.holders_n.clamp(min=1)).sum()
-
-
 def _squares(name: str, size: int, steps: Sequence[RankStep], unclipped: Mapping[int, float]
-             ) -> _Squares:
-    sum_n, largest_n, holders_n = torch.zeros(3, size, dtype=torch.float64)
-    of_rank = {step.rank: torch.zeros((), dtype=torch.float64) for step in steps}
-    for step in steps:
+             ) -> Tensor:
+    """Return the squared gradient elements of a parameter on each rank, [ranks, n]. Elements that a
+    rank does not store are NaN, and elements without a gradient are 0.
+    """
+    squares_Rn = torch.full((len(steps), size), math.nan, dtype=torch.float64)
+    for squares_n, step in zip(squares_Rn, steps, strict=True):
         for where, g in step.grads.get(name, []):
-            holders_n[where] += 1
-            if g is not None:
-                squared = (g / unclipped[step.rank]).square()
-                sum_n[where] += squared
-                largest_n[where] = torch.maximum(largest_n[where], squared)
-                of_rank[step.rank] += squared.sum()
-    return _Squares(sum_n, largest_n, holders_n, of_rank)
+            squares_n[where] = 0.0 if g is None else (g / unclipped[step.rank]).square()
+    return squares_Rn
+
+
+def _agree(squares_Rn: Tensor, tolerance: float) -> bool:
+    """Return whether all ranks that store an element have the same value."""
+    mean_n = squares_Rn.nanmean(0).nan_to_num()
+    apart_n = (squares_Rn.nan_to_num().amax(0) - mean_n).clamp(min=0)
+    return float(apart_n.sum()) <= 4 * tolerance * float(mean_n.sum())
 
 
 def counted(norm: float, experts: float, dense: float, own: Sequence[float], rank: int, case: Case,

@@ -83,20 +83,17 @@ class TinyModel:
     rows: int = 8
     experts: frozenset[str] = frozenset({"gate", "up", "down"})
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the unsharded tensors by name."""
-        d, f, e = self.width, self.hidden, self.num_experts
-        return {"inp": (d, d), "router": (e, d), "gate": (e, f, d), "up": (e, f, d),
-                "down": (e, d, f), "out": (d, d)}
-
     def weights(self, skewed: bool) -> dict[str, Tensor]:
         """Return random weights.
 
         Feature 0 of every token is 2, so a large router weight for this feature skews the load.
         """
         generator = torch.Generator().manual_seed(SEED)
+        d, f, e = self.width, self.hidden, self.num_experts
+        shapes = {"inp": (d, d), "router": (e, d), "gate": (e, f, d), "up": (e, f, d),
+                  "down": (e, d, f), "out": (d, d)}
         w = {name: 0.4 * torch.randn(shape, generator=generator, dtype=torch.float64)
-             for name, shape in self.shapes().items()}
+             for name, shape in shapes.items()}
         w["inp"] += torch.eye(self.width, dtype=torch.float64)
         w["inp"][0] = torch.eye(self.width, dtype=torch.float64)[0]
         w["router"] *= 2

@@ -4,19 +4,19 @@ have a memory limit, or several ranks that form a gloo group.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import importlib
 import json
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,27 +76,20 @@ def on_processes(ranks: int, measure: Callable[..., Any], *args: Any, threads: i
         threads: number of torch threads in each process.
     """
     with tempfile.TemporaryDirectory() as folder:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = int(probe.getsockname()[1])
-        result = os.path.join(folder, "result")
-        torch.multiprocessing.spawn(_spawned, (ranks, port, result, measure, args, threads),
+        torch.multiprocessing.spawn(_spawned, (ranks, folder, measure, args, threads),
                                     nprocs=ranks)
-        return pickle.loads(Path(result).read_bytes())
+        return pickle.loads(Path(folder, "result").read_bytes())
 
 
-def _spawned(rank: int, ranks: int, port: int, result: str, measure: Callable[..., Any],
+def _spawned(rank: int, ranks: int, folder: str, measure: Callable[..., Any],
              args: tuple[Any, ...], threads: int) -> None:
     torch.set_num_threads(threads)
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", port, ranks, is_master=True, wait_for_workers=False)
-    else:
-        store = dist.TCPStore("127.0.0.1", port, ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank,
+                            world_size=ranks)
     with hidden([*FAIRSEQ, *MEGATRON]):
         found = measure(*args)
     if rank == 0:
-        Path(result).write_bytes(pickle.dumps(found))
+        Path(folder, "result").write_bytes(pickle.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -196,6 +189,35 @@ def call_limited(limit: int | None, function: Callable[..., Any],
         peak = next(group / name for name in ("memory.max_usage_in_bytes", "memory.peak")
                     if (group / name).exists())
         return {"cgroup_peak_bytes": int(peak.read_text()), **result(done.stdout)}
+
+
+def compare_limited(limit: int | None, modes: Sequence[str], function: Callable[..., Any],
+                    args: argparse.Namespace, place: str,
+                    unlimited: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Call `function(args, mode, place)` for each mode in a separate process. The first mode is
+    measured without the limit, and must not fit into it. Return the results of `call_limited` with
+    the additional keys `mode` and `limit`.
+
+    Args:
+        limit: memory limit in bytes. None sets no limit.
+        unlimited: modes that are measured without the limit.
+
+    Raises:
+        ValueError: if the first mode fits into the limit, or if another mode does not.
+    """
+    rows = []
+    for mode in modes:
+        own = None if mode in (modes[0], *unlimited) else limit
+        seen = call_limited(own, function, args, mode, place)
+        if seen is None:
+            raise ValueError(f"{mode}: the process was killed under the memory limit. Use a larger "
+                             "--limit-mib")
+        rows.append({"mode": mode, "limit": own, **seen})
+        if len(rows) == 1 and limit is not None and call_limited(
+                limit, function, args, mode, place) is not None:
+            raise ValueError(f"the {mode} model fits into the memory limit. Use a smaller "
+                             "--limit-mib")
+    return rows
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
 from moe_plugin.planner.all_to_all_cost import predict
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Link, load_cluster, load_device
-from moe_plugin.planner.events import ParmShape, Task
+from moe_plugin.planner.events import ParmShape
 from moe_plugin.planner.forest import plan
 from moe_plugin.planner.forest.baselines import baselines
 from moe_plugin.planner.forest.presets import preset
@@ -33,8 +32,6 @@ from moe_plugin.planner.plan_cost import dense_layer_s, time_of
 from moe_plugin.planner.prefill import CUTS, Kernel, PrefillLoad, choices
 from moe_plugin.planner.vote_assignments import mols, repetition
 from scripts.bench.study import ROOT
-from scripts.bench.train.results import median_ms, newest, reports
-from scripts.bench.train.sides import OURS, PIECES
 
 CONFIGS = ROOT / "configs"
 PEERS, PEER_DELAY_S = 4, 0.01  # of ATOM's comparison with a pipeline
@@ -165,54 +162,29 @@ def trees(boxes: int = 2) -> float:
                for ring in baselines(network, kind) if ring.name == "ring")
 
 
-def schedule_tasks(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False,
-                   pieces: int = 1) -> list[Task]:
-    """Return the tasks that simulate the exchanges of one forward pass.
+def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False) -> float:
+    """Predict the time in seconds of a forward pass's exchanges with a closed formula.
 
     Args:
-        schedule: name of the schedule, one of `SCHEDULES`.
+        schedule: "baseline", "s1" or "s2".
         overlap: whether the all-gather of schedule `s2` overlaps with the second all-to-all.
-        pieces: number of pieces into which overlapping exchanges are split. Defaults to 1.
     """
     world, mp, esp = GroupShape(cluster.ranks), GroupShape(shape.replicas), GroupShape(shape.shards)
+    volume = shape.bytes_rows * shape.shards
     if schedule == "baseline":
-        volume = shape.bytes_rows * shape.shards
         parallel = GroupShape(max(1, cluster.ranks // shape.shards), shape.shards)
-        return [
-            Task("esp gather", "network",
-                 all_gather_s(cluster, esp, shape.bytes_in) if shape.shards > 1 else 0.0),
-            Task("out", "network", all_to_all_s(cluster, parallel, "linear", volume),
-                 ("esp gather",)),
-            Task("esp reduce", "network", all_reduce_s(cluster, esp, volume), ("out",)),
-            Task("back", "network", all_to_all_s(cluster, parallel, "linear", volume),
-                 ("esp reduce",))
-        ]
-    volume = shape.bytes_rows * shape.shards / shape.replicas
-    out = Task("out", "network", all_to_all_s(cluster, world, "linear", volume))
+        gather = all_gather_s(cluster, esp, shape.bytes_in) if shape.shards > 1 else 0.0
+        return gather + all_reduce_s(cluster, esp, volume) + 2 * all_to_all_s(
+            cluster, parallel, "linear", volume)
+    send = all_to_all_s(cluster, world, "linear", volume / shape.replicas)
     gathered = shape.bytes_in if schedule == "s1" else shape.bytes_rows
-    pieces = pieces if schedule == "s2" and overlap else 1
     gather = all_gather_s(cluster, mp, gathered / shape.replicas) if shape.replicas > 1 else 0.0
-    tasks = [out]
-    for i in range(pieces):
-        tasks.append(Task(f"back{i}", "network", out.seconds / pieces, ("out",)))
-        tasks.append(
-            Task(f"gather{i}", "inside" if pieces > 1 else "network", gather / pieces,
-                 (f"back{i}",)))
-    return tasks
+    return send + (max(send, gather) if schedule == "s2" and overlap else send + gather)
 
 
-def schedule_s(shape: ParmShape, cluster: Cluster, schedule: str, overlap: bool = False) -> float:
-    """Predict the time in seconds of a forward pass's exchanges with a closed formula."""
-    times = {t.name: t.seconds for t in schedule_tasks(shape, cluster, schedule)}
-    if schedule == "s2" and overlap:
-        return times["out"] + max(times["back0"], times["gather0"])
-    return sum(times.values())
-
-
-@cache
-def shared_tokens() -> Range:
+def shared_tokens(which: int) -> float:
     """Return the exchange time of the plain schedule divided by the time of the faster Parm
-    schedule, as a range over 1,296 layer shapes.
+    schedule: the smallest (`which=0`) or largest (`which=1`) value over 1,296 layer shapes.
     """
     gains = []
     for batch, length, width, k, f, replicas, shards in itertools.product(
@@ -222,7 +194,7 @@ def shared_tokens() -> Range:
                           replicas=replicas, shards=shards)
         plain, *split = (schedule_s(shape, PCIE, name, True) for name in ("baseline", "s1", "s2"))
         gains.append(plain / min(split))
-    return spread(gains)
+    return spread(gains)[which]
 
 
 def prefill(gpus: int, width: int, inner: int, experts: int, k: int, layers: int,
@@ -352,11 +324,6 @@ def pipeline_moe_ends(first: int, last: int) -> Range:
     return found[first][0], found[last][1]
 
 
-def shared_tokens_end(which: int) -> float:
-    """Return the smallest (`which=0`) or largest (`which=1`) speedup of Parm."""
-    return shared_tokens()[which]
-
-
 def stated() -> dict[str, Any]:
     """Return the values that are inserted into the texts of `pages/headlines.yaml`."""
     split, whole, _ = pipeline_moe()
@@ -364,102 +331,3 @@ def stated() -> dict[str, Any]:
             "masks": whole_model(8, MASK_BYTES), "split": split, "whole": whole,
             "two_sequences": token_slices((2,))[0], "spoiled": 100 * spoiled_files(),
             "near": near_links()}
-
-
-# -- ratios of committed measurements; every function receives the data of one benchmark page
-
-
-def ratios(found: Any, text: str) -> list[float]:
-    """Return values of a benchmark page, or ratios of such values.
-
-    Args:
-        found: the data of a benchmark page.
-        text: a path of keys, such as "rows.*.factor", or two paths, such as "plain / parm.s?". A
-            pattern selects all matching keys of a dict. The pattern `*` also selects all items of a
-            list. Items without a matching key are skipped.
-    """
-    top, *bottom = (_at(found, path) for path in text.split(" / "))
-    if not bottom:
-        return top
-    top = top * len(bottom[0]) if len(top) == 1 else top
-    return [a / b for a, b in zip(top, bottom[0], strict=True)]
-
-
-def _at(found: Any, path: str) -> list[Any]:
-    values = [found]
-    for pattern in path.split("."):
-        parts: list[Any] = []
-        for value in values:
-            if isinstance(value, list):
-                parts += value if pattern == "*" else []
-            elif isinstance(value, dict):
-                parts += [one for key, one in value.items() if fnmatchcase(key, pattern)]
-        values = parts
-    return values
-
-
-def faster_policy(found: Any) -> float:
-    """Return the time of the faster uniform policy (recompute everything or swap everything)
-    divided by the time of the plan.
-    """
-    seconds = found["seconds"]
-    return min(seconds["recompute"], seconds["swap"]) / seconds["auto"]
-
-
-def steps(found: Any, of: dict[str, str]) -> list[float]:
-    """For each model shape, return the median step time of the model `over` divided by that of the
-    model `under`.
-    """
-    return [median_ms(cell.side(of["over"])) / median_ms(cell.side(of["under"]))
-            for cell in newest(reports(found)) if cell.host == of["host"]
-            and cell.place.startswith(of["place"]) and of.get("shape", "") in cell.shape.name]
-
-
-def pieces(found: Any, *kinds: str) -> list[float]:
-    """Return the time with one piece divided by the time with the best number of pieces."""
-    totals = [cell[way]["total"] for kind in kinds for cell in found["cells"][kind]
-              for way in ("forward", "backward")]
-    return [total["d=1"] / min(total.values()) for total in totals]
-
-
-def by_load(found: Any) -> list[float]:
-    """Return the time of complete evaluations with one piece, divided by their time when the number
-    of pieces depends on the load.
-    """
-    return [median_ms(cell.side(OURS)) / median_ms(cell.side(PIECES))
-            for cell in newest(reports(found), evaluate=True)]
-
-
-def hierarchical(found: Any) -> list[float]:
-    """For each grid and size, return the time of the linear all-to-all divided by the time of the
-    2DH all-to-all.
-    """
-    times: dict[Any, dict[str, float]] = {}
-    for number, rows in enumerate((found["rows"], found["rows_with_message_cost"])):
-        for row in rows:
-            key = number, row["nodes"], row["ranks_per_node"], row["bytes"]
-            times.setdefault(key, {})[row["algorithm"]] = row["median_ms"]
-    return [cell["linear"] / cell["2dh"] for cell in times.values() if "2dh" in cell]
-
-
-def einsum(found: Any) -> list[float]:
-    """For each layer, return the time of the one-hot (einsum) implementation divided by the time of
-    our layer.
-    """
-    return [peer["median_ms"] / cell["median_ms"] for cell in found["one_rank"]
-            for peer in cell["peers"] if peer["name"] == "einsum"]
-
-
-def tokens_s(found: Any, over: str, under: str) -> float:
-    """Return the tokens per second of the mode `over` divided by the tokens per second of the mode
-    `under`.
-    """
-    rate = {row["mode"]: row["tokens_s"] for row in found["rows"]}
-    return rate[over] / rate[under]
-
-
-def top1_change(found: Any) -> float:
-    """Return the relative change of the top-1 error that CMCL causes."""
-    alone, ours = (statistics.mean(run["top1_error"] for run in found["results"][name])
-                   for name in ("independent (k = 5)", "CMCL, features shared"))
-    return ours / alone - 1

@@ -5,23 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from moe_plugin.hosts.timm.data import write_example
-from scripts.bench.study import ROOT, Option
+from scripts.bench.study import ROOT, Option, folder_of_runs, run_options
 
 CIFAR = "cifar10"
 CIFAR_OPTIONS = ["--preset", "cifar", "--flips", "--batch-size", "128"]
 
 
-def run_options(name: str, data: str) -> dict[str, Option]:
-    """Return the options of a study that trains on images. `folder_of_runs` reads these options.
+def image_options(name: str, data: str) -> dict[str, Option]:
+    """Return the options of a study that trains on images. `folder_of_images` reads these options.
 
     Args:
         data: name of the default data set of digit images.
@@ -29,36 +29,23 @@ def run_options(name: str, data: str) -> dict[str, Option]:
     return {
         "data": Option(data, f"images to train on. {CIFAR} takes hours and needs its npm package",
                        choices=(data, CIFAR)),
+        "seeds": Option(3, "number of runs of each model", quick=1, least=1),
+        "epochs": Option(12, "number of epochs of a run", quick=1, least=1),
         "images": Option(0, "maximum number of images to train on and to validate with; 0 uses all",
-                         quick=100),
-        "runs": Option(f"runs/{name}", "folder of the runs, which the same command continues"),
-        "fresh": Option(False, "remove the folder of the runs first")}
+                         quick=100, least=0),
+        **run_options(name)}
 
 
-def folder_of_runs(args: argparse.Namespace) -> Path:
+def folder_of_images(args: argparse.Namespace) -> Path:
     """Return the folder for a study's runs. The images are written to its subfolder `images`.
 
     Raises:
         ValueError: if the package that provides the images is not installed.
     """
-    place = Path(args.runs) / f"{args.data} {args.images or 'all'}, {args.epochs} epochs"
-    if args.fresh:
-        shutil.rmtree(place, ignore_errors=True)
-    place.mkdir(parents=True, exist_ok=True)
+    place = folder_of_runs(args) / f"{args.data} {args.images or 'all'}, {args.epochs} epochs"
+    place.mkdir(exist_ok=True)
     write_example(args.data, place / "images", most=args.images)
     return place
-
-
-def check_counts(args: argparse.Namespace) -> None:
-    """Check the numbers of images, epochs and seeds.
-
-    Raises:
-        ValueError: if a number is out of bounds.
-    """
-    for name, least in (("images", 0), ("epochs", 1), ("seeds", 1)):
-        if (value := getattr(args, name)) < least:
-            raise ValueError(f"--{name} {value} is out of bounds: must be >= {least}. Leave out "
-                             f"--{name} for the default")
 
 
 def train_images(out: Path, *options: str) -> list[dict[str, Any]]:
@@ -71,6 +58,15 @@ def train_images(out: Path, *options: str) -> list[dict[str, Any]]:
         env={**os.environ, "OMP_NUM_THREADS": "1",
              "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
     return [json.loads(line) for line in (out / "log.jsonl").read_text("utf-8").splitlines()]
+
+
+def train_each(jobs: int, runs: Mapping[Any, Sequence[Any]]) -> dict[Any, list[dict[str, Any]]]:
+    """Call `train_images` with the arguments of each run, and return the records by run. At the
+    same time, `jobs` runs are trained.
+    """
+    with ThreadPoolExecutor(jobs) as pool:
+        waiting = {key: pool.submit(train_images, *given) for key, given in runs.items()}
+        return {key: records.result() for key, records in waiting.items()}
 
 
 def spread(values: Sequence[float], factor: float = 1.0, unit: str = "",

@@ -7,7 +7,8 @@ Tensors are on torch's `meta` device, which the layer treats as a GPU. Nothing i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
@@ -23,7 +25,7 @@ from moe_plugin.kernels.gpu.tilings import Chip
 from moe_plugin.kernels.registry import Op
 from moe_plugin.kernels.weight_grads import WEIGHTS
 from moe_plugin.layer import MoELayer
-from scripts.bench.problem import Problem
+from scripts.bench.problem import Problem, layer_settings
 
 META = torch.device("meta")
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -134,18 +136,9 @@ class _Operations(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         if func.namespace == "aten" and not func.is_view and "empty" not in name:
-            self.seen.append((name, _bytes(_tensors((args, kwargs, made)))))
+            self.seen.append((name, _bytes(x for x in tree_leaves((args, kwargs, made))
+                                           if isinstance(x, Tensor))))
         return made
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(tuple(value.values()))
-    elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from _tensors(one)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -173,9 +166,7 @@ def _call(kernel: Any, grid: Any, args: tuple[Any, ...], given: dict[str, Any]) 
     options = tuple((name, given[name]) for name in OPTIONS if name in given)
     launch = Launch(kernel.fn.__module__.rpartition(".")[2], kernel.fn.__name__, tuple(types),
                     tuple(constants), tuple(aligned), options)
-    programs = 1
-    for size in grid if isinstance(grid, tuple) else (grid,):
-        programs *= size
+    programs = math.prod(grid) if isinstance(grid, tuple) else grid
     numbers = {name: value for name, value in bound.items() if type(value) is int}
     return Call(launch, {name: tuple(t.shape) for name, t in tensors.items()}, numbers,
                 _bytes(tensors.values()), programs)
@@ -205,11 +196,7 @@ def step(problem: Problem, adds: bool = False, **sections: Mapping[str, Any]) ->
         adds: whether weight gradients are accumulated in a float32 `main_grad`.
         sections: settings that override the benchmark's layer settings, by section.
     """
-    p = problem
-    experts = {"hidden_dim": p.hidden_dim, "compute": "kernels", "bias": False,
-               **({"kind": "gated_ffn", "activation": "silu"} if p.gated else {})}
-    tree = {"model_dim": p.model_dim, "num_experts": p.experts, "router": {"top_k": p.top_k},
-            "experts": experts}
+    p, tree = problem, layer_settings(problem, "kernels")
     for name, values in sections.items():
         tree[name] = {**tree.get(name, {}), **values}
     layer = MoELayer(from_dict(tree), LocalComm(), dtype=p.torch_dtype, device=META).to(META)

@@ -155,7 +155,7 @@ def run(problem: Problem, names: Sequence[str], rounds: int = 15, *,
         _warm_up(problem, data)
         memory = {name: measure.peak_extra_mib(fn, device) for name, fn in steps.items()}
         group = expert_group()
-        bound = GemmBound(problem, data.local(group.rank, group.size), own_loads(
+        bound = GemmBound(problem, data.local(group.rank, group.size), loads(
             problem, data, group.rank, group.size), forward_only)
         # Ranks may measure different times but must run the same candidates in every round, so
         # slow candidates are skipped only on one rank.
@@ -224,19 +224,14 @@ class GemmBound:
             torch.mm(x.t(), grad, out=grad_w)
 
 
-def own_loads(problem: Problem, data: Data, rank: int, ranks: int) -> list[int]:
-    """Return the number of rows for each of a rank's experts, assuming that all ranks have the same
-    tokens.
+def loads(problem: Problem, data: Data, rank: int = 0, ranks: int = 1) -> list[int]:
+    """Return the number of rows that the router sends to each of a rank's experts, assuming that
+    all ranks have the same tokens.
     """
-    own = problem.experts // ranks
-    return [ranks * rows for rows in loads(problem, data)[rank * own:(rank + 1) * own]]
-
-
-def loads(problem: Problem, data: Data) -> list[int]:
-    """Return the number of rows that the router sends to each expert."""
     ids_TK = torch.topk(data.x_TD.float() @ data.router_ED.float().t(), problem.top_k,
                         dim=1).indices
-    return torch.bincount(ids_TK.reshape(-1).cpu(), minlength=problem.experts).tolist()
+    rows_E = torch.bincount(ids_TK.reshape(-1).cpu(), minlength=problem.experts)
+    return (ranks * rows_E.chunk(ranks)[rank]).tolist()
 
 
 def _warm_up(problem: Problem, data: Data) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import gc
 import math
@@ -16,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from torch import Tensor
 
+from moe_plugin.memory.passes import give_back_free_memory
 from moe_plugin.utils.machine import device_name
 from moe_plugin.utils.messages import tracked
 from scripts.bench.child import reset_peak, status_bytes
@@ -107,23 +107,14 @@ def peak_extra_mib(fn: Callable[[], object], device: torch.device, calls: int = 
         for _ in range(calls):
             fn()
         return (torch.cuda.max_memory_allocated() - before) / MIB
-    _trim()
+    # no candidate may reuse memory freed by an earlier candidate, which would not be counted
+    give_back_free_memory()
     if not reset_peak():
         return None
     before = status_bytes("VmRSS")
     for _ in range(calls):
         fn()
     return max(0.0, (status_bytes("VmHWM") - before) / MIB)
-
-
-def _trim() -> None:
-    """Return freed heap memory to the operating system, so that no candidate can reuse memory freed
-    by an earlier candidate, which would not be counted.
-    """
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except (OSError, AttributeError):
-        return
 
 
 def training_step(forward: Callable[[Tensor], tuple[Tensor, list[Tensor]]],

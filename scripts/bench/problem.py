@@ -15,8 +15,10 @@ from torch import Tensor
 from moe_plugin.planner.units import show_size
 from moe_plugin.utils.machine import memory_bytes
 from moe_plugin.utils.messages import short
+from scripts.bench.study import Option
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MOST_THREADS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,31 +98,18 @@ class Problem:
         """Number of weights of all experts."""
         return self.experts * self.model_dim * self.hidden_dim * (3 if self.gated else 2)
 
-    @property
-    def flops(self) -> int:
-        """FLOPs of the experts in the forward and backward pass: 3 passes * 2 * rows * D * F per
-        matrix.
-        """
-        return 3 * 2 * self.rows * self.weights // self.experts
+    def work(self, forward_only: bool = False) -> tuple[float, float]:
+        """Return (FLOPs of the experts, minimum memory traffic in bytes) of the forward and
+        backward pass, or of the forward pass alone.
 
-    @property
-    def bytes(self) -> int:
-        """Minimum memory traffic of the forward and backward pass, in bytes.
-
-        Weights are read twice, and their gradients are written once. The bytes of x, y and both
-        gradients are counted once.
+        Both passes together have three times the FLOPs of the forward pass, which are 2 * rows *
+        D * F per matrix. Weights are read once per pass, and their gradients are written once. The
+        bytes of x, y and both gradients are counted once.
         """
-        elements = 3 * self.weights + 5 * self.tokens * self.model_dim
-        return elements * self.torch_dtype.itemsize
-
-    def work(self, forward_only: bool) -> tuple[float, float]:
-        """Return (FLOPs, minimum bytes) of the forward and backward pass, or of the forward pass
-        alone.
-        """
-        if not forward_only:
-            return self.flops, self.bytes
-        elements = self.weights + 2 * self.tokens * self.model_dim
-        return self.flops / 3, elements * self.torch_dtype.itemsize
+        passes = 1 if forward_only else 3
+        elements = passes * self.weights + (2 if forward_only else 5) * self.tokens * self.model_dim
+        return (passes * 2 * self.rows * self.weights / self.experts,
+                elements * self.torch_dtype.itemsize)
 
     @property
     def least_memory(self) -> int:
@@ -197,30 +186,33 @@ def make_data(problem: Problem) -> Data:
                 draw(p.tokens, p.model_dim), draw(p.tokens, p.model_dim))
 
 
+def layer_settings(problem: Problem, compute: str) -> dict[str, Any]:
+    """Return the settings of our layer for a problem, with `experts.compute` set to `compute`."""
+    gate = {"kind": "gated_ffn", "activation": "silu"} if problem.gated else {}
+    return {
+        "model_dim": problem.model_dim, "num_experts": problem.experts,
+        "router": {"top_k": problem.top_k},
+        # no bias, because the peers have none
+        "experts": {"hidden_dim": problem.hidden_dim, "compute": compute, "bias": False, **gate}}
+
+
 # -- options of a command
 
-
-def add_problem(p: argparse.ArgumentParser) -> None:
-    """Add the options that specify a `Problem` and its measurement. `problem_of` reads these
-    options.
-    """
-    for name, default, text in (("tokens", 4096, "number of tokens"),
-                                ("model-dim", 512, "width of a token"),
-                                ("hidden-dim", 2048, "inner width of an expert"),
-                                ("experts", 8, "number of experts"),
-                                ("top-k", 2, "number of experts per token")):
-        p.add_argument(f"--{name}", type=int, default=default,
-                       help=f"{text} (default: %(default)s)")
-    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    p.add_argument("--gated", action="store_true",
-                   help="use gated experts (SwiGLU) instead of two linear maps")
-    p.add_argument("--device", default=None, choices=("cpu", "cuda"),
-                   help="device to measure on (default: cuda if torch sees a GPU)")
-    p.add_argument("--threads", type=int, default=None,
-                   help="number of CPU threads (default: torch's number)")
-    p.add_argument("--rounds", type=int, default=15,
-                   help="number of timed rounds, in which each candidate runs once (default: "
-                        "%(default)s)")
+# the options that specify a `Problem` and its measurement, for `problem_of`
+SIZES = {
+    "tokens": Option(4096, "number of tokens", quick=256),
+    "model-dim": Option(512, "width of a token", quick=64),
+    "hidden-dim": Option(2048, "inner width of an expert", quick=128),
+    "experts": Option(8, "number of experts"),
+    "top-k": Option(2, "number of experts per token"),
+    "dtype": Option("float32", "dtype of weights and tokens", choices=tuple(DTYPES)),
+    "gated": Option(False, "use gated experts (SwiGLU) instead of two linear maps"),
+    "device": Option("cuda" if torch.cuda.is_available() else "cpu", "device to measure on",
+                     choices=("cpu", "cuda")),
+    "threads": Option(torch.get_num_threads(), "number of CPU threads", least=1),
+    "rounds": Option(15, "number of timed rounds, in which each candidate runs once", quick=3,
+                     least=1),
+}
 
 
 def problem_of(args: argparse.Namespace) -> Problem:
@@ -229,17 +221,10 @@ def problem_of(args: argparse.Namespace) -> Problem:
     Raises:
         ValueError: if a number is out of bounds, or if the device cannot run the problem.
     """
-    if args.threads is not None:
-        if not 1 <= args.threads <= 4096:
-            raise ValueError(f"threads={short(args.threads)} is out of bounds: must be from 1 to "
-                             "4096. Leave out --threads for torch's number")
-        torch.set_num_threads(args.threads)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if args.rounds < 1:
-        raise ValueError(f"rounds={short(args.rounds)} is out of bounds: must be >= 1. Use, for "
-                         "example, 15")
-    problem = Problem(tokens=args.tokens, model_dim=args.model_dim, hidden_dim=args.hidden_dim,
-                      experts=args.experts, top_k=args.top_k, dtype=args.dtype, gated=args.gated,
-                      device=device)
+    if args.threads > MOST_THREADS:
+        raise ValueError(f"--threads {short(args.threads)} is out of bounds: must be <= "
+                         f"{MOST_THREADS}. Leave out --threads for torch's number")
+    torch.set_num_threads(args.threads)
+    problem = Problem.of({"seed": Problem.seed, **vars(args)})
     problem.check_device()
     return problem

@@ -11,8 +11,8 @@ it is measured. With `--resume`, parts that already exist are not measured again
 
 The module of a study may also define:
 
-* `OPTIONS`: its options by name, or `add_arguments(parser)` for other kinds of options, and
-  `check(args)` to validate them;
+* `OPTIONS`: its options by name, `add_arguments(parser)` for other kinds of options, and
+  `check(args)` to validate several options together;
 * `MADE_BY`: the command that writes the page, if it differs from `moe-plugin bench NAME`;
 * `PLOTS`: for each file name, a function of (numbers, path) that draws this plot;
 * `pages(found)`: further pages by file name;
@@ -27,6 +27,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,12 +55,16 @@ class Option:
         quick: default value with `--quick`. None (default) means that `--quick` does not change the
             default.
         choices: allowed values. None (default) allows all values.
+        least: smallest allowed value. None (default) means that there is no smallest value.
+        required: whether the option must be given. If so, the default determines only the type.
     """
 
     default: Any
     help: str
     quick: Any = None
     choices: Sequence[Any] | None = None
+    least: float | None = None
+    required: bool = False
 
     def add(self, parser: argparse.ArgumentParser, name: str) -> None:
         """Add the option `--name` to a parser. The value of the option is None until `Study.fill`
@@ -71,9 +76,36 @@ class Option:
             parser.add_argument(f"--{name}", action="store_true", default=None, help=self.help)
             return
         shown = " ".join(map(str, self.default)) if several else self.default
+        default = "" if self.required else f" (default: {shown})"
         parser.add_argument(
             f"--{name}", type=kind, nargs="+" if several else None, choices=self.choices,
-            help=f"{self.help} (default: {shown})".replace("%", "%%"))
+            required=self.required, help=f"{self.help}{default}".replace("%", "%%"))
+
+    def check(self, name: str, value: Any) -> None:
+        """Check the value of the option `--name`.
+
+        Raises:
+            ValueError: if the value is smaller than `least`.
+        """
+        if self.least is not None and value < self.least:
+            raise ValueError(f"--{name} {short(value)} is out of bounds: must be >= {self.least}. "
+                             f"Leave out --{name} for the default")
+
+
+def run_options(name: str) -> dict[str, Option]:
+    """Return the options of a study that continues earlier training runs, for `folder_of_runs`."""
+    return {"runs": Option(f"runs/{name}", "folder of the runs, which the same command continues"),
+            "fresh": Option(False, "remove the folder of the runs first")}
+
+
+def folder_of_runs(args: argparse.Namespace) -> Path:
+    """Return the folder for a study's runs. With `--fresh`, the first call removes earlier runs."""
+    place = Path(args.runs).resolve()
+    if args.fresh:
+        shutil.rmtree(place, ignore_errors=True)
+        args.fresh = False  # the other parts of this run use the same folder
+    place.mkdir(parents=True, exist_ok=True)
+    return place
 
 
 @dataclass(frozen=True)
@@ -148,11 +180,14 @@ class Study:
             code.add_arguments(parser)
 
     def fill(self, args: argparse.Namespace) -> argparse.Namespace:
-        """Set all options that were not given to their defaults."""
+        """Set all options that were not given to their defaults, and check the values of all
+        options.
+        """
         for name, option in self.options.items():
             if getattr(args, name.replace("-", "_")) is None:
                 quick = args.quick and option.quick is not None
                 setattr(args, name.replace("-", "_"), option.quick if quick else option.default)
+            option.check(name, getattr(args, name.replace("-", "_")))
         return args
 
     def measure(self, args: argparse.Namespace) -> Any:

@@ -3,8 +3,7 @@ compares several variants, which alternate in every round.
 
 A study that runs on emulated clusters describes its measurement with a `Sweep`. On every rank, a
 `Sweep` runs a function that builds the variants and measures them with `alternate`. The result of
-this
-function contains `seconds`: for each variant, the times of all timed rounds on this rank. The
+this function contains `seconds`: for each variant, the times of all timed rounds on this rank. The
 template of the study's page defines the columns of its tables (see `report`).
 """
 
@@ -16,11 +15,13 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from moe_plugin.comm import Comm
 from moe_plugin.layer import MoELayer
 from moe_plugin.output import LayerStats
 from moe_plugin.planner.choice import LayoutChoice
@@ -47,6 +48,7 @@ class Sweep:
         row: function that computes a cell's table values from the cell and the results of all
             ranks.
         timeout_s: time in seconds after which the ranks of a cell are stopped.
+        group_timeout_s: timeout of collectives in seconds.
     """
 
     axes: Callable[[Namespace], Mapping[str, Sequence[Any]]]
@@ -54,6 +56,7 @@ class Sweep:
     rank: Callable[[Namespace], Any]
     row: Callable[[Namespace, Ranks], dict[str, Any]]
     timeout_s: float = 600.0
+    group_timeout_s: float = 60.0
 
     def measure(self, args: Namespace) -> list[dict[str, Any]]:
         """Measure all cells. Return the values of each cell together with its position on the axes.
@@ -63,13 +66,14 @@ class Sweep:
             cell = dict(zip(axes, values, strict=True))
             at = Namespace(**{**vars(args), **cell})
             with self.cluster(at) as cluster:
-                ranks = cluster.run(self.rank, at, timeout_s=self.timeout_s)
+                ranks = cluster.run(self.rank, at, timeout_s=self.timeout_s,
+                                    group_timeout_s=self.group_timeout_s)
             rows.append({**cell, **self.row(at, ranks)})
         return rows
 
 
-def alternate(sides: Mapping[str, Callable[[], T]], rounds: int,
-              warm_up: int = 1) -> dict[str, list[T]]:
+def alternate(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int = 1,
+              rotate: bool = False) -> dict[str, list[T]]:
     """Run every variant once per round, so that background noise on the machine affects all
     variants equally.
 
@@ -77,14 +81,28 @@ def alternate(sides: Mapping[str, Callable[[], T]], rounds: int,
         sides: for each variant, a function that runs one step.
         rounds: number of rounds whose results are returned.
         warm_up: number of rounds before the rounds whose results are returned.
+        rotate: whether every round begins with another variant, so that each variant is first,
+            second and last equally often.
 
     Returns: For each variant, a list with one result per round.
     """
     found: dict[str, list[T]] = {name: [] for name in sides}
-    for _ in range(warm_up + rounds):
-        for name, step in sides.items():
-            found[name].append(step())
+    names = list(sides)
+    for number in range(warm_up + rounds):
+        turn = number % len(names) if rotate else 0
+        for name in (*names[turn:], *names[:turn]):
+            found[name].append(sides[name]())
     return {name: results[warm_up:] for name, results in found.items()}
+
+
+def timed(comm: Comm, work: Callable[[], object]) -> float:
+    """Call `work`, which all ranks of `comm` start at the same time. Return its duration on this
+    rank in seconds.
+    """
+    comm.barrier()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def slowest(ranks: Ranks, name: str) -> list[float]:
@@ -142,7 +160,4 @@ def timed_end(layer: MoELayer) -> float:
     """Measure the end of a step, in which replicas may be placed, and return the time in seconds.
      All ranks start at the same time.
     """
-    layer.comm.barrier()
-    start = time.perf_counter()
-    finish_step(layer)
-    return time.perf_counter() - start
+    return timed(layer.comm, partial(finish_step, layer))

@@ -4,6 +4,7 @@ of attention and experts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -46,6 +47,41 @@ class ToyBlock(nn.Module):
         out = self.moe(F.layer_norm(x_BSD, x_BSD.shape[-1:]))
         x_BSD = x_BSD + out.output
         return (x_BSD, weighted_loss(out.losses, self.moe.config.losses)) if self.weighs else x_BSD
+
+
+class Sleep(torch.autograd.Function):
+    """An autograd function that returns a copy of its input after a delay, which represents the
+    time of a computation.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.seconds = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return grad.clone(), None, None
+
+
+class SleepingExpert(nn.Module):
+    """An expert that returns its input without computing matmuls. The expert has a parameter so
+    that autograd runs the backward pass of the exchange.
+
+    Args:
+        row_s: seconds for which the forward pass sleeps per row. The backward pass sleeps twice as
+            long. Defaults to 0.
+    """
+
+    def __init__(self, row_s: float = 0.0) -> None:
+        super().__init__()
+        self.row_s, self.scale = row_s, nn.Parameter(torch.ones(()))
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        seconds = self.row_s * len(x_ND)
+        return Sleep.apply(x_ND * self.scale, seconds, 2 * seconds)
 
 
 def _block(settings: dict[str, Any], heads: int) -> ToyBlock:

@@ -14,8 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from moe_plugin.planner.forest.network import Network, shortest_paths
-from scripts.emulate.build import build_switch
-from scripts.emulate.namespaces import Node, make_node, why_not
+from scripts.emulate.namespaces import Node, build_switch, make_node, why_not
 from scripts.emulate.ranks import (
     RankEnd,
     RankProcess,
@@ -66,6 +65,8 @@ class EmulatedCluster:
         delay_s: latency of a link in one direction, in seconds.
         message_s: additional time per message that a node's network card needs, in seconds.
         mtu: maximum transmission unit of the links, in bytes.
+        network: network over which frames between nodes are routed, see `set_network`. Optional.
+            Defaults to one switch.
 
     Raises:
         ValueError: if a value is out of bounds, or if this machine cannot run an emulated cluster.
@@ -73,7 +74,8 @@ class EmulatedCluster:
     """
 
     def __init__(self, nodes: int, ranks_per_node: int, rate_bit_s: float = 200e6,
-                 delay_s: float = 1e-3, message_s: float = 0.0, mtu: int = 1500) -> None:
+                 delay_s: float = 1e-3, message_s: float = 0.0, mtu: int = 1500,
+                 network: Network | None = None) -> None:
         if not 1 <= nodes <= MAX_NODES or not 1 <= ranks_per_node <= MAX_PER_NODE:
             raise ValueError(
                 f"emulated cluster {nodes}x{ranks_per_node} is out of bounds. Use 1 to {MAX_NODES} "
@@ -85,7 +87,7 @@ class EmulatedCluster:
                 f"cost {message_s} must be >= 0. For example, use rate 200mbit and delay 1ms")
         self.nodes_wanted, self.ranks_per_node = nodes, ranks_per_node
         self.rate_bit_s, self.delay_s = rate_bit_s, delay_s
-        self.message_s, self.mtu = message_s, mtu
+        self.message_s, self.mtu, self.network = message_s, mtu, network
         self.nodes: list[Node] = []
         self.running: list[RankProcess] = []
         self.commands: list[subprocess.Popen] = []
@@ -103,6 +105,8 @@ class EmulatedCluster:
             raise ValueError(reason)
         try:
             self._start_switch(build_switch())
+            if self.network is not None:
+                self.set_network(self.network)
         except BaseException:
             self.__exit__()
             raise

@@ -50,7 +50,12 @@ def start_torchrun(cluster: EmulatedCluster, program: Sequence[str], max_restart
             str(cluster.ranks_per_node), "--max-restarts",
             str(max_restarts), *rendezvous, *program
         ]
-        started.append(cluster.command(node.index, argv, env=_environment(), **popen))
+        # torchrun's c10d rendezvous uses one store for all restarts. New ranks find the addresses
+        # of dead ranks in this store and fail to connect (torch 2.13, gloo; pytorch/pytorch
+        # 135712). With this variable each start uses a separate store.
+        env = {**_quiet(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+               "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        started.append(cluster.command(node.index, argv, env=env, **popen))
     return started
 
 
@@ -85,14 +90,6 @@ def wait(started: Sequence[subprocess.Popen], grace_s: float = GRACE_S) -> int:
             return failed[0]
         time.sleep(0.1)
     return next((process.returncode for process in started if process.returncode), 0)
-
-
-def _environment() -> dict[str, str]:
-    # torchrun's c10d rendezvous uses one store for all restarts. New ranks find the addresses of
-    # dead ranks in this store and fail to connect (torch 2.13, gloo; pytorch/pytorch 135712). With
-    # this variable each start uses a separate store.
-    return {**_quiet(), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def _quiet() -> dict[str, str]:

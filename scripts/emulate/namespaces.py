@@ -1,19 +1,26 @@
-"""Linux namespaces without names or files. A namespace is removed when its last file descriptor is
-closed and its last process has ended.
+"""Linux namespaces without names or files, and the switch that connects them.
+
+A namespace is removed when its last file descriptor is closed and its last process has ended. The
+switch is compiled on first use, and the compiled program is stored in the user's cache.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_plugin.utils.machine import call_libc
-from scripts.emulate.build import compiler
+from moe_plugin.utils.machine import call_libc, user_cache
 
+SOURCE = Path(__file__).with_name("switch.c")
+COMPILERS = ("cc", "gcc", "clang")
 _NEWUTS, _NEWNET = 0x04000000, 0x40000000
 _SYSCTL = {
     # an exchange after a pause must not start with a small window or an earlier run's losses
@@ -106,3 +113,40 @@ def why_not() -> str | None:
                 f"({error.strerror or error}); run as root, or in a user namespace: unshare --user "
                 "--map-root-user --net COMMAND")
     return None
+
+
+# -- the switch
+
+
+def compiler() -> str | None:
+    """Return the path of a C compiler, or None if no compiler is installed."""
+    return next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+def build_switch(cache: Path | None = None) -> Path:
+    """Return the path of the compiled switch. The switch is compiled first if necessary.
+
+    The file name contains a hash of the source code, so that changed source code is compiled again.
+
+    Raises:
+        ValueError: if there is no C compiler, or the compiler fails. The error message contains the
+            compiler's output.
+    """
+    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    target = user_cache("the emulated cluster's switch cannot be compiled there",
+                        cache) / f"switch-{digest}"
+    if target.exists():
+        return target
+    cc = compiler()
+    if cc is None:
+        raise ValueError(
+            f"The emulated cluster's switch needs a C compiler ({', '.join(COMPILERS)}), and none "
+            "is installed. On Debian or Ubuntu, run sudo apt-get install gcc")
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / "switch"
+        done = subprocess.run([cc, "-O2", "-o", str(made), str(SOURCE)], capture_output=True,
+                              text=True, check=False)
+        if done.returncode:
+            raise ValueError(f"{cc} could not compile {SOURCE}: {done.stderr.strip()}")
+        os.replace(made, target)  # atomic, because two processes may compile at the same time
+    return target

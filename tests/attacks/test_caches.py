@@ -12,7 +12,7 @@ import pytest
 
 from moe_plugin.kernels.cpu.native import build
 from moe_plugin.utils import machine, messages
-from scripts.emulate.build import build_switch, compiler
+from scripts.emulate.namespaces import build_switch, compiler
 
 pytestmark = pytest.mark.fast
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")

@@ -118,9 +118,9 @@ STABLE = {
 ELSEWHERE = {
     ("moe_plugin/checkpoint/formats/megatron/source.py", "megatron.core.safe_globals.SAFE_GLOBALS"):
         "the format reads without Megatron, and takes its list of classes where it is installed",
-    ("scripts/bench/peers/transformers.py",
+    ("scripts/bench/peers/packages.py",
      "transformers.models.mixtral.modeling_mixtral.MixtralExperts"): "it is what is measured",
-    ("scripts/bench/peers/transformers.py", "transformers.distributed.expert_parallel.AllToAllEP"):
+    ("scripts/bench/peers/packages.py", "transformers.distributed.expert_parallel.AllToAllEP"):
         "it is what is measured",
 }
 VERSION = re.compile(r"(?<![\d.])0\.1[2-9](?:\.\d)?(?![\d%])")

@@ -81,8 +81,8 @@ def _named_by_headlines() -> Iterator[Node]:
     """Functions that the data of the page of headlines names."""
     rows = (ROOT / SCRIPTS / "bench" / "pages" / "headlines.yaml").read_text("utf-8")
     names = set(re.findall(r"\w+", rows))
-    module = f"{SCRIPTS}.bench.headline_models"
-    yield from (node for node in graph().nodes if node.module == module and node.name in names)
+    modules = [f"{SCRIPTS}.bench.headline_{what}" for what in ("models", "ratios")]
+    yield from (node for node in graph().nodes if node.module in modules and node.name in names)
 
 
 @cache

@@ -29,7 +29,7 @@ from moe_plugin.planner.units import (
     parse_time,
     record,
 )
-from scripts.bench.all_to_all import wire_floor_s
+from scripts.bench.studies.all_to_all import wire_floor_s
 
 CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"
 MIB = 1 << 20

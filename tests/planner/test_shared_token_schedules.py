@@ -9,10 +9,10 @@ import pytest
 
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Link
-from moe_plugin.planner.events import ParmShape, simulate
+from moe_plugin.planner.events import ParmShape
 from moe_plugin.planner.layer_cost import LayerShape, layer_cost
 from moe_plugin.planner.once import GroupShape, all_reduce_s, all_to_all_s
-from scripts.bench.headline_models import schedule_s, schedule_tasks
+from scripts.bench.headline_models import schedule_s
 from tests.planner.problems import A100, cluster
 
 pytestmark = pytest.mark.fast
@@ -30,26 +30,12 @@ def sweep() -> list[ParmShape]:
     ]
 
 
-def choose_schedule(shape: ParmShape, cluster: Cluster, overlap: bool) -> str:
-    """The faster one by the published closed form; if equal s1."""
-    return min(("s1", "s2"), key=lambda name: schedule_s(shape, cluster, name, overlap))
-
-
-def simulated_s(shape: ParmShape, schedule: str, overlap: bool) -> float:
-    """Seconds of the event timeline, with S2's gather in 16 steps behind the all-to-all."""
-    return simulate(schedule_tasks(shape, PARM, schedule, overlap, 16)).seconds
-
-
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_choice_is_the_simulated_best(overlap: bool) -> None:
+def test_either_schedule_is_faster_only_with_overlap(overlap: bool) -> None:
     shapes = sweep()
     assert len(shapes) == 1296
-    times = [{s: simulated_s(shape, s, overlap) for s in ("s1", "s2")} for shape in shapes]
-    right = sum(
-        times[i][choose_schedule(shape, PARM, overlap)] <= min(times[i].values()) * (1 + 1e-9)
-        for i, shape in enumerate(shapes))
-    assert right >= 0.95 * len(shapes)
-    chosen = {choose_schedule(shape, PARM, overlap) for shape in shapes}
+    chosen = {min(("s1", "s2"), key=lambda name: schedule_s(shape, PARM, name, overlap))
+              for shape in shapes}
     # k f > 1 everywhere: without overlap S2 gathers more
     assert chosen == ({"s1", "s2"} if overlap else {"s1"})
 

@@ -243,7 +243,7 @@ def measure_rows(args: argparse.Namespace, plan: Plan, command: str
         raise ValueError(f"--sizes {short(args.sizes)} must be between 1 and the {memory} bytes of "
                          "this machine's memory, e.g. 64KiB,1MiB")
     if args.emulate:
-        return laboratory("bench.all_to_all").emulated(args, plan)
+        return laboratory("bench.studies.all_to_all").emulated(args, plan)
     refuse_links(args)
     return _own_ranks(plan, command)
 

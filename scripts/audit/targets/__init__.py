@@ -37,9 +37,8 @@ class Framework:
 _MEGATRON = ("megatron-core", ("megatron.core",), (
     "megatron.core.distributed", "megatron.core.optimizer",
     "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.pipeline_parallel.schedules"))
-_MIXTRAL = "transformers.models.mixtral.modeling_mixtral"
 _TRANSFORMERS = ("transformers", ("transformers",), (
-    _MIXTRAL, "transformers.trainer",
+    "transformers.models.mixtral.modeling_mixtral", "transformers.trainer",
     "transformers.distributed", "torch.distributed.fsdp", "torch.distributed.tensor"))
 TARGETS = {
     "plain": Framework("scripts.audit.targets.plain:Plain", "moe-plugin"),
@@ -56,12 +55,6 @@ TARGETS = {
         "scripts.audit.targets.megatron:MegatronPerToken", *_MEGATRON),
     "deepspeed": Framework("scripts.audit.targets.deepspeed:DeepSpeed", "deepspeed",
                            ("deepspeed",), ("deepspeed.moe.layer",)),
-    "deepspeed-autoep": Framework(
-        "scripts.audit.targets.deepspeed:AutoEP", "deepspeed",
-        ("deepspeed", "transformers"), ("deepspeed.moe.layer", _MIXTRAL)),
-    "torchtitan": Framework(
-        "scripts.audit.targets.torchtitan:TorchTitan", "torchtitan",
-        ("torchtitan", "spmd_types", "tyro"), ("torch.distributed.fsdp",)),
 }
 
 

@@ -1,6 +1,4 @@
-"""Audit targets for DeepSpeed's MoE layer, and for AutoEP in a Mixtral model. Both targets run
-without ZeRO.
-"""
+"""The audit target for DeepSpeed's MoE layer, without ZeRO."""
 
 from __future__ import annotations
 
@@ -15,10 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scripts.audit.contract import Batch, HeldPart, Parts
-from scripts.audit.mixtral import DOWN, EXPERTS, GATE_UP, MIXTRAL, ROUTER
 from scripts.audit.reference import TINY
 from scripts.audit.targets.plain import TinyNetwork
-from scripts.audit.targets.transformers import mixtral_config, recompute
 
 
 def join_ranks() -> None:
@@ -56,9 +52,9 @@ class GradientsKept(torch.optim.SGD):
             for p in group["params"]:
                 self.kept[id(p)] = None if p.grad is None else p.grad.clone()
 
-    def part(self, tensor: Tensor, where: Any = (), here: Any = ()) -> HeldPart:
+    def part(self, tensor: Tensor, where: Any = ()) -> HeldPart:
         """Return a slice of a parameter as a `HeldPart` with the gradient of the last step."""
-        return HeldPart(tensor, where, here, grad=lambda: self.kept.get(id(tensor)))
+        return HeldPart(tensor, where, grad=lambda: self.kept.get(id(tensor)))
 
 
 class Engine:
@@ -69,7 +65,7 @@ class Engine:
         norm: the gradient norm used for clipping in the last step.
     """
 
-    def __init__(self, network: nn.Module, **config: Any) -> None:
+    def __init__(self, network: nn.Module) -> None:
         import deepspeed
         from deepspeed.runtime import engine
 
@@ -83,8 +79,7 @@ class Engine:
         self.norm = 0.0
         self.engine, *_ = deepspeed.initialize(
             model=network, optimizer=GradientsKept,
-            config={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1,
-                    **config})
+            config={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1})
         self.optimizer: GradientsKept = self.engine.optimizer
 
     def step(self, batch: Batch, losses: Iterator[Tensor]) -> dict[str, float]:
@@ -146,43 +141,3 @@ class DeepSpeed:
         """Run the training step. The loss is the mean squared error of each micro-batch."""
         return self.engine.step(batch, (F.mse_loss(self.engine.engine(x, batch.recompute), y)
                                         for x, y in batch.micro_batches))
-
-
-class AutoEP:
-    """The audit target for AutoEP, which shards the experts of a `transformers` Mixtral model."""
-
-    supports = ("accumulation", "clipping", "recompute")
-    model = MIXTRAL
-
-    def build(self, ranks: int, ep: int) -> Parts:
-        """Build the model. The parameters w1, w3 and w2 are the gate, up and down matrices of this
-        rank's experts.
-        """
-        import transformers
-        from deepspeed.module_inject.auto_ep_presets import base
-
-        # DeepSpeed's recorder of router logits is not used here and fails with transformers 5.24,
-        # because `get` of the registry no longer accepts a default
-        base._retarget_transformers_output_recorders_for_modules = lambda **_: 0
-        self.network = transformers.MixtralForCausalLM(mixtral_config()).train()
-        self.engine = Engine(self.network, expert_parallel={
-            "enabled": True, "autoep_size": ep, "preset_model": "mixtral",
-            "use_grouped_mm": False})
-        part = self.engine.optimizer.part
-        layer, count = self.network.get_submodule(EXPERTS), MIXTRAL.num_experts // ep
-        first = dist.get_rank() % ep * count
-        mine = slice(first, first + count)
-        return {
-            **{name: part(weight) for name, weight in self.network.named_parameters()
-               if not name.startswith(EXPERTS)},
-            ROUTER: part(layer.router.gate.weight),
-            GATE_UP: [part(layer.experts.w1, (mine, slice(0, MIXTRAL.hidden))),
-                      part(layer.experts.w3, (mine, slice(MIXTRAL.hidden, None)))],
-            DOWN: part(layer.experts.w2, mine)}
-
-    def step(self, batch: Batch) -> dict[str, float]:
-        """Run the training step. The loss is the mean cross-entropy of each micro-batch."""
-        recompute(self.network, batch.recompute)
-        return self.engine.step(batch, (
-            self.engine.engine(x, labels=x, shift_labels=y.contiguous()).loss
-            for x, y in batch.micro_batches))

@@ -5,9 +5,8 @@ Importing this package registers every peer in `peers`. The framework of a peer 
 when the peer is built.
 """
 
-from scripts.bench.peers import deepspeed, local, megatron, packages, transformers
+from scripts.bench.peers import local, megatron, packages
 from scripts.bench.peers.base import Candidate, UnsupportedProblem, peers
 from scripts.bench.peers.local import ours
 
-__all__ = ["Candidate", "UnsupportedProblem", "deepspeed", "local", "megatron", "ours", "packages",
-           "peers", "transformers"]
+__all__ = ["Candidate", "UnsupportedProblem", "local", "megatron", "ours", "packages", "peers"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm import Comm, LocalComm, TorchComm
 from moe_plugin.utils.registry import Registry
-from scripts.bench.problem import Data, Problem
+from scripts.bench.problem import DTYPES, Data, Problem
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def not_installed(*modules: str) -> str | None:
 
 def register_peer(
     name: str, *modules: str, refuses: Callable[[Problem], str | None] = lambda problem: None,
-    alone: bool = False,
+    alone: bool = False, gpu: bool = False, gated: bool = False,
+    dtypes: Sequence[str] = tuple(DTYPES),
 ) -> Callable[[Callable[[Problem, Data], Iterator[Candidate]]], Build]:
     """Return a decorator that registers a generator function as a peer. The generator function
     yields one candidate.
@@ -75,13 +76,26 @@ def register_peer(
             the peer can run it. If a peer refuses a problem, building the peer raises
             `UnsupportedProblem`.
         alone: whether the peer supports only one rank.
+        gpu: whether the peer needs a GPU.
+        gated: whether the peer supports only gated experts.
+        dtypes: dtypes that the peer supports.
     """
+    def why_not(problem: Problem) -> str | None:
+        if alone and expert_group().size > 1:
+            return "compared on one rank only"
+        if gpu and problem.device != "cuda":
+            return f"{name} needs a GPU"
+        if gated and not problem.gated:
+            return "its experts are gated; use --gated"
+        if problem.dtype not in dtypes:
+            return f"{name} supports only {' and '.join(dtypes)}, not {problem.dtype}"
+        return refuses(problem)
+
     def add(make: Callable[[Problem, Data], Iterator[Candidate]]) -> Build:
         @contextlib.contextmanager
         @functools.wraps(make)
         def build(problem: Problem, data: Data) -> Iterator[Candidate]:
-            reason = "compared on one rank only" if alone and expert_group().size > 1 else None
-            if (reason := reason or refuses(problem)) is not None:
+            if (reason := why_not(problem)) is not None:
                 raise UnsupportedProblem(reason)
             yield from make(problem, data)
 

@@ -16,20 +16,12 @@ from moe_plugin.config import from_dict
 from moe_plugin.layer import MoELayer
 from scripts.bench.peers.base import Candidate, activation, copy, expert_group, peers, route
 from scripts.bench.peers.fairseq_branch import exchange
-from scripts.bench.problem import Data, Problem
+from scripts.bench.problem import Data, Problem, layer_settings
 
 
 def ours(problem: Problem, data: Data, compute: str = "auto") -> Candidate:
     """Return a `MoELayer` with this package's default settings, on the ranks of `expert_group`."""
-    kind = {"kind": "gated_ffn", "activation": "silu"} if problem.gated else {}
-    config = from_dict({
-        "model_dim": problem.model_dim,
-        "num_experts": problem.experts,
-        "router": {"top_k": problem.top_k},
-        # no bias, because the peers have none
-        "experts": {"hidden_dim": problem.hidden_dim, "compute": compute, "bias": False, **kind}
-    })
-    group = expert_group()
+    config, group = from_dict(layer_settings(problem, compute)), expert_group()
     layer = MoELayer(config, group, dtype=problem.torch_dtype, device=problem.device)
     weights = data.local(group.rank, group.size).weights()
     copy(layer.router.weight_ED, weights.pop("router_ED"))

@@ -14,17 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from scripts.bench.peers import base
 from scripts.bench.problem import Data, Problem
-
-
-def why_not_engine(problem: Problem) -> str | None:
-    """Return the reason why `TEGroupedMLP` cannot run this problem, or None if it can run the
-    problem.
-    """
-    return None if problem.device == "cuda" else "Transformer Engine needs a GPU"
 
 
 @base.register_peer("megatron", "megatron.core")
@@ -35,7 +28,7 @@ def sequential(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     yield from _candidate(problem, data, "SequentialMLP")
 
 
-@base.register_peer("megatron_te", "megatron.core", "transformer_engine", refuses=why_not_engine)
+@base.register_peer("megatron_te", "megatron.core", "transformer_engine", gpu=True)
 def engine(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build Megatron-core's layer with moe_grouped_gemm and Transformer Engine's GroupedLinear."""
     yield from _candidate(problem, data, "TEGroupedMLP")
@@ -50,7 +43,8 @@ def _candidate(problem: Problem, data: Data, experts: str) -> Iterator[base.Cand
         if type(layer.experts).__name__ != experts:
             raise base.UnsupportedProblem(
                 f"this Megatron-core builds {type(layer.experts).__name__}, not {experts}")
-        load(layer, data.local(group.rank, group.size))
+        own = data.local(group.rank, group.size)
+        load(layer, own.router_ED, own.w_gate_LDF, own.w_in_LDF, own.w_out_LFD)
 
         def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
             return layer(x[:, None, :])[0][:, 0, :], []
@@ -133,26 +127,17 @@ def native_layer(config: Any, with_engine: bool = False, grouped: bool = False) 
     return layer
 
 
-def load(layer: Any, data: Data) -> None:
+def load(layer: Any, router_ED: Tensor, w_gate_LDF: Tensor | None, w_in_LDF: Tensor,
+         w_out_LFD: Tensor) -> None:
     """Copy the weights into a Megatron layer. Both of Megatron's implementations of the experts are
     supported. For gated experts, the first half of the matrix is the gate.
     """
-    base.copy(layer.router.weight, data.router_ED)
-    first_LDF = torch.cat([w for w in (data.w_gate_LDF, data.w_in_LDF) if w is not None], 2)
-    _LOADERS[type(layer.experts).__name__](layer.experts, first_LDF, data.w_out_LFD)
-
-
-def _load_sequential(experts: Any, first_LDF: Tensor, second_LFD: Tensor) -> None:
-    for expert, module in enumerate(experts.local_experts):
-        base.copy(module.linear_fc1.weight, first_LDF[expert].t())
-        base.copy(module.linear_fc2.weight, second_LFD[expert].t())
-
-
-def _load_engine(experts: Any, first_LDF: Tensor, second_LFD: Tensor) -> None:
-    for linear, w in ((experts.linear_fc1, first_LDF), (experts.linear_fc2, second_LFD)):
-        named = dict[str, nn.Parameter](linear.named_parameters())
-        for expert in range(len(w)):
-            base.copy(named[f"weight{expert}"], w[expert].t())
-
-
-_LOADERS = {"SequentialMLP": _load_sequential, "TEGroupedMLP": _load_engine}
+    base.copy(layer.router.weight, router_ED)
+    first_LDF = torch.cat([w for w in (w_gate_LDF, w_in_LDF) if w is not None], 2)
+    for name, w_LIO in (("linear_fc1", first_LDF), ("linear_fc2", w_out_LFD)):
+        for expert, w_IO in enumerate(w_LIO):
+            if (grouped := getattr(layer.experts, name, None)) is not None:
+                weight = getattr(grouped, f"weight{expert}")  # of Transformer Engine
+            else:
+                weight = getattr(layer.experts.local_experts[expert], name).weight
+            base.copy(weight, w_IO.t())

@@ -1,22 +1,24 @@
-"""Layers that run on one rank: torch's grouped GEMM, and the layers of four packages, each behind
-the same kind of router.
+"""Torch's grouped GEMM, and the layers of six packages. Most of these layers have the same kind of
+router.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_plugin.comm import Comm
 from moe_plugin.kernels.expert_ffn import grouped_refusal, strategies
+from moe_plugin.planner.units import show_size
 from scripts.bench.peers import base
 from scripts.bench.problem import Data, Problem
 
 PLAIN = "a plain router before its experts"
-GATED_ONLY = "its experts are gated; use --gated"
 
 
 # -- torch's grouped GEMM
@@ -62,11 +64,7 @@ def grouped_mm(problem: Problem, data: Data) -> Iterator[base.Candidate]:
 # -- ScatterMoE (`scattermoe.mlp`)
 
 
-def why_not_scattermoe(problem: Problem) -> str | None:
-    return None if problem.device == "cuda" else "ScatterMoE needs a GPU"
-
-
-@base.register_peer("scattermoe", "scattermoe", refuses=why_not_scattermoe, alone=True)
+@base.register_peer("scattermoe", "scattermoe", alone=True, gpu=True)
 def scattermoe(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build ScatterMoE's experts with a plain top-k router. Needs a GPU.
 
@@ -91,16 +89,12 @@ def scattermoe(problem: Problem, data: Data) -> Iterator[base.Candidate]:
 
 
 def why_not_sonicmoe(problem: Problem) -> str | None:
-    if problem.device != "cuda":
-        return "SonicMoE needs a GPU"
-    if torch.cuda.get_device_capability()[0] < 9:
-        return "SonicMoE needs compute capability 9.0"
-    if problem.dtype not in ("bfloat16", "float16"):
-        return f"SonicMoE supports only 16-bit values, not {problem.dtype}"
-    return None if problem.gated else "SonicMoE 0.1.2 has gated experts only"
+    old = torch.cuda.get_device_capability()[0] < 9
+    return "SonicMoE needs compute capability 9.0" if old else None
 
 
-@base.register_peer("sonicmoe", "sonicmoe", refuses=why_not_sonicmoe, alone=True)
+@base.register_peer("sonicmoe", "sonicmoe", refuses=why_not_sonicmoe, alone=True, gpu=True,
+                    gated=True, dtypes=("bfloat16", "float16"))
 def sonicmoe(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build SonicMoE's experts with a plain top-k router. SonicMoE requires a Hopper GPU or a newer
     GPU.
@@ -136,13 +130,7 @@ def sonicmoe(problem: Problem, data: Data) -> Iterator[base.Candidate]:
 # -- OLMo-core, written for ai2-olmo-core 3.0.0
 
 
-def why_not_olmo_core(problem: Problem) -> str | None:
-    if problem.device != "cuda":
-        return "OLMo-core gathers and scatters rows by Triton kernels, which need a GPU"
-    return None if problem.gated else GATED_ONLY
-
-
-@base.register_peer("olmo_core", "olmo_core", refuses=why_not_olmo_core, alone=True)
+@base.register_peer("olmo_core", "olmo_core", alone=True, gpu=True, gated=True)
 def olmo_core(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build OLMo-core's DroplessMoE layer, which has never been run on a GPU in this benchmark."""
     from olmo_core.config import DType
@@ -176,14 +164,7 @@ def load_olmo_core(layer: Any, data: Data) -> None:
 # -- torchtitan
 
 
-def why_not_torchtitan(problem: Problem) -> str | None:
-    if not problem.gated:
-        return GATED_ONLY
-    return None if problem.dtype == "bfloat16" else (
-        f"its experts compute in bfloat16, not {problem.dtype}")
-
-
-@base.register_peer("torchtitan", "torchtitan", refuses=why_not_torchtitan, alone=True)
+@base.register_peer("torchtitan", "torchtitan", alone=True, gated=True, dtypes=("bfloat16",))
 def torchtitan(problem: Problem, data: Data) -> Iterator[base.Candidate]:
     """Build `torchtitan.models.common.moe.MoE`: sorted rows, grouped_mm and scatter_add."""
     from torchtitan.models.common import config_utils
@@ -218,3 +199,119 @@ def torchtitan(problem: Problem, data: Data) -> Iterator[base.Candidate]:
 
     yield base.Candidate(forward, list(layer.parameters()),
                          "with the balance loss of the other peers")
+
+
+# -- DeepSpeed's MoE layer
+
+
+class _Expert(nn.Module):
+    """One feed-forward expert. DeepSpeed's MoE layer requires a separate module for each expert."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__()
+        shape = (problem.model_dim, problem.hidden_dim)
+        self.w_in_DF = nn.Parameter(torch.empty(shape))
+        self.w_gate_DF = nn.Parameter(torch.empty(shape)) if problem.gated else None
+        self.w_out_FD = nn.Parameter(torch.empty(shape[::-1]))
+        self.act = base.activation(problem)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = x @ self.w_in_DF
+        inner = self.act(inner) if self.w_gate_DF is None else self.act(x @ self.w_gate_DF) * inner
+        return inner @ self.w_out_FD
+
+
+@base.register_peer("deepspeed", "deepspeed")
+def deepspeed(problem: Problem, data: Data) -> Iterator[base.Candidate]:
+    """Build DeepSpeed's MoE layer, which uses one-hot dispatch by einsum. Each expert has enough
+    slots for the largest load, so DeepSpeed drops no tokens.
+    """
+    with base.one_rank(problem.device):
+        import deepspeed
+        from deepspeed.moe.layer import MoE
+
+        group = base.expert_group()
+        own = data.local(group.rank, group.size)
+        deepspeed.init_distributed(dist_backend="nccl" if problem.device == "cuda" else "gloo",
+                                   verbose=False)
+        layer = MoE(problem.model_dim, _Expert(problem), problem.experts, ep_size=group.size,
+                    k=problem.top_k, drop_tokens=False, use_rts=False,
+                    top2_2nd_expert_sampling=False)
+        layer.set_deepspeed_parallelism()
+        layer.to(problem.device, problem.torch_dtype)
+        base.copy(layer.deepspeed_moe.gate.wg.weight, data.router_ED)
+        for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
+            base.copy(expert.w_in_DF, own.w_in_LDF[number])
+            base.copy(expert.w_out_FD, own.w_out_LFD[number])
+            if own.w_gate_LDF is not None:
+                base.copy(expert.w_gate_DF, own.w_gate_LDF[number])
+
+        def forward(x: Tensor) -> tuple[Tensor, list[Tensor]]:
+            y, loss, _ = layer(x)
+            return y, [loss]
+
+        yield base.Candidate(forward, list(layer.parameters()),
+                             "drop_tokens off: every expert padded to the largest load")
+
+
+# -- the experts of Mixtral in transformers, by their implementation
+
+COPIES = 4 << 30  # maximum number of bytes of weights that `batched_mm` may copy
+
+
+def _why_not_mixtral(problem: Problem, implementation: str) -> str | None:
+    if base.expert_group().size > 1 and base.not_installed(
+            "transformers.distributed.expert_parallel"):
+        return "this transformers has no expert parallelism"
+    copied = (3 * problem.rows * problem.model_dim * problem.hidden_dim
+              * problem.torch_dtype.itemsize)
+    if implementation == "batched_mm" and copied > COPIES:
+        return f"it would copy {show_size(copied)} of weights"
+    return None
+
+
+def _mixtral(problem: Problem, data: Data, implementation: str) -> Iterator[base.Candidate]:
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    group = base.expert_group()
+    data = data.local(group.rank, group.size)
+    config = MixtralConfig(
+        hidden_size=problem.model_dim, intermediate_size=problem.hidden_dim, hidden_act="silu",
+        num_local_experts=problem.experts // group.size, num_experts_per_tok=problem.top_k)
+    config._experts_implementation = implementation  # `from_pretrained` sets this attribute
+    experts = MixtralExperts(config).to(problem.device, problem.torch_dtype)
+    assert data.w_gate_LDF is not None
+    base.copy(experts.gate_up_proj, torch.cat([data.w_gate_LDF, data.w_in_LDF], 2).transpose(1, 2))
+    base.copy(experts.down_proj, data.w_out_LFD.transpose(1, 2))
+    compute = _over(group, experts, problem.device)
+    yield base.behind_router(
+        lambda x, ids_TK, weights_TK: compute(x, ids_TK, weights_TK.to(x.dtype)), problem,
+        data.router_ED, experts.parameters(), "MixtralExperts behind a plain float32 router")
+
+
+def _over(group: Comm, experts: nn.Module, device: str) -> Callable[..., Tensor]:
+    """Wrap the experts in an exchange over several ranks that uses the all-to-alls of
+    `transformers`.
+    """
+    if group.size == 1:
+        return experts
+    from torch.distributed import init_device_mesh
+    from transformers.distributed.expert_parallel import AllToAllEP
+
+    mesh = init_device_mesh(device, (group.size, 1), mesh_dim_names=("experts", "batch"))
+    exchanged: Callable[..., Tensor] = AllToAllEP(experts, mesh["experts"], mesh["batch"])
+    return exchanged
+
+
+def _register_mixtral(implementation: str) -> base.Build:
+    @base.register_peer(f"transformers_{implementation}", "transformers", gated=True,
+                        refuses=partial(_why_not_mixtral, implementation=implementation))
+    def build(problem: Problem, data: Data) -> Iterator[base.Candidate]:
+        """Build MixtralExperts with one of the implementations in `transformers`."""
+        yield from _mixtral(problem, data, implementation)
+
+    return build
+
+
+builds = {way: _register_mixtral(way) for way in ("grouped_mm", "batched_mm", "eager")}

@@ -26,7 +26,7 @@ STUDIES = {study.name: study for study in (
           stem="kernels", module="layers.AllOperations"),
     Study("scaling", "time and memory of our layer by tokens, experts and experts per token",
           module="layers.Scaling"),
-    Study("gpu", "layers and operations on one GPU, on one page", module="one_gpu"),
+    Study("gpu", "layers and operations on one GPU, on one page", module="layers.OneGPU"),
     Study("gpu-predicted", "the layers on a GPU: launches, bytes, occupancy, bound (computed)",
           ("triton",)),
     Study("activations", "steps that keep, recompute, swap or choose: time and memory"),

@@ -27,8 +27,8 @@ from moe_plugin.planner import Cluster, dump_cluster, load_cluster, predict, pre
 from moe_plugin.planner.fit import Fit, fit
 from moe_plugin.planner.units import show_size, show_time
 from moe_plugin.utils.regular_files import write_regular
-from scripts.bench.all_to_all import as_dicts, measure_emulated, parts, plot
 from scripts.bench.report import page
+from scripts.bench.studies.all_to_all import as_dicts, measure_emulated, parts, plot
 from scripts.bench.study import ROOT, Option
 from scripts.emulate import EmulatedCluster
 

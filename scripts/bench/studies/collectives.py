@@ -15,10 +15,10 @@ import math
 import os
 import statistics
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,10 @@ from moe_plugin.comm.forest import Forest, plan_few
 from moe_plugin.planner.forest.network import Network, shortest_paths
 from moe_plugin.tuning.collectives import AutoCollectives, Choices
 from moe_plugin.tuning.exchange_tuner import RULES
-from moe_plugin.utils.messages import tracked
 from scripts.bench.child import call
 from scripts.bench.report import page
 from scripts.bench.study import Option
+from scripts.bench.sweep import Sweep, alternate, timed
 from scripts.bench.train.run import TrainPlan, sides_on_emulated
 from scripts.bench.train.sides import TrainShape, write_text
 from scripts.emulate import EmulatedCluster
@@ -113,13 +113,13 @@ def ring_bound_s(network: Network, size: float) -> float:
     return (len(ranks) - 1) * float(slowest) * size / len(ranks) / 1e9
 
 
-def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
+def measure_rank(at: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure each collective with each message size. Every rank must call this function. The
     returned times are medians on the slowest rank in seconds: torch's own collective (`gloo_s`), a
     ring, both options of `auto`, and the times computed from the bandwidths of the links
     (`bound_s`, `ring_bound_s`). See `with_ratios`.
     """
-    comm = TorchComm()
+    network, repeats, comm = network_of(at), at.repeats, TorchComm()
     comm.prepare()
     rules = replace(RULES, allowance=math.inf, contest=replace(
         RULES.contest, least=repeats, most=max(repeats, RULES.contest.most), behind=math.inf))
@@ -129,19 +129,21 @@ def measure_rank(network: Network, sizes: tuple[int, ...], repeats: int) -> list
     bounds = {"all_gather": (trees.gather,), "reduce_scatter": (trees.reduce,),
               "all_reduce": (trees.reduce, trees.gather)}
     cells = []
-    for size in sizes:
+    for size in at.sizes:
         for kind in KINDS:
             whole = torch.ones(max(size // 4 // comm.size, 1) * comm.size)
             x = whole.chunk(comm.size)[comm.rank].clone() if kind == "all_gather" else whole
-            plain = {type(each).__name__.lower(): _median(comm, each, kind, x, repeats)
-                     for each in (Gloo(), Ring())}
+            seconds = alternate({type(each).__name__.lower(): partial(
+                _timed, comm, getattr(each, kind), x) for each in (Gloo(), Ring())}, repeats)
+            plain = {name: statistics.median(comm.agree_max(mine))
+                     for name, mine in seconds.items()}
             while auto.chosen(comm, kind, whole.nbytes) is None:
                 getattr(auto, kind)(comm, x)
             found = auto.measured(comm, kind, whole.nbytes)
             data = whole.nbytes / WIRE
             cells.append(with_ratios({
                 "network": network.name, "ranks": comm.size, "kind": kind, "bytes": whole.nbytes,
-                **{f"{name}_s": seconds for name, seconds in (*plain.items(), *found.items())},
+                **{f"{name}_s": median for name, median in (*plain.items(), *found.items())},
                 "chosen": auto.chosen(comm, kind, whole.nbytes).name,
                 "bound_s": sum(each.seconds(data) for each in bounds[kind]),
                 "ring_bound_s": len(bounds[kind]) * ring_bound_s(network, data)}))
@@ -157,29 +159,9 @@ def with_ratios(cell: dict[str, Any]) -> dict[str, Any]:
             "ratio": min(cell["gloo_s"], cell["ring_s"]) / cell["forest_s"]}
 
 
-def _median(comm: Comm, how: Collectives, kind: str, x: Tensor, repeats: int) -> float:
-    """Return the median time in seconds on the slowest rank. The first call of a collective is not
-    counted.
-    """
-    run: Callable[[Comm, Tensor], Tensor] = getattr(how, kind)
-    seconds = []
-    for _ in range(1 + repeats):
-        mine = x.clone()
-        comm.barrier()
-        begun = time.perf_counter()
-        run(comm, mine)
-        seconds.append(comm.agree_max([time.perf_counter() - begun])[0])
-    return statistics.median(seconds[1:])
-
-
-def measure_network(network: Network, sizes: tuple[int, ...], repeats: int, delay_s: float = 5e-4,
-            timeout_s: float = 1800.0) -> list[dict[str, Any]]:
-    """Measure an emulated network with one rank per node. Needs root (`EmulatedCluster`)."""
-    with EmulatedCluster(len(network.ranks), 1, 1e9, delay_s) as cluster:
-        cluster.set_network(network)
-        ranks = cluster.run(measure_rank, network, sizes, repeats, timeout_s=timeout_s,
-                            group_timeout_s=timeout_s)
-    return ranks[0]
+def _timed(comm: Comm, run: Callable[[Comm, Tensor], Tensor], x: Tensor) -> float:
+    mine = x.clone()  # an all-reduce changes its input
+    return timed(comm, lambda: run(comm, mine))
 
 
 def train(host: str, steps: int) -> dict[str, Any]:
@@ -191,8 +173,7 @@ def train(host: str, steps: int) -> dict[str, Any]:
     """
     network = SHAPES["ring"](HOST_NODES, HOST_RATE)
     with (tempfile.TemporaryDirectory() as folder,
-          EmulatedCluster(HOST_NODES, 1, 1e9, 2e-4) as cluster):
-        cluster.set_network(network)
+          EmulatedCluster(HOST_NODES, 1, 1e9, 2e-4, network=network) as cluster):
         file = Path(folder) / "network.yaml"
         file.write_text(yaml.safe_dump(network.to_dict()), encoding="utf-8")
         trees = {"comm.collectives": "forest", "comm.network": str(file)}
@@ -241,9 +222,17 @@ OPTIONS = {
 }
 
 
+def network_of(at: argparse.Namespace) -> Network:
+    return SHAPES[at.network](NODES, RATE)
+
+
+SWEEP = Sweep(
+    axes=lambda args: {"network": args.networks}, rank=measure_rank,
+    cluster=lambda at: EmulatedCluster(NODES, 1, 1e9, 5e-4, network=network_of(at)),
+    row=lambda at, ranks: {"cells": ranks[0]}, timeout_s=1800, group_timeout_s=1800)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    cells: list[dict[str, Any]] = []
-    for name in tracked(args.networks, "bench collectives", "network"):
-        cells += measure_network(SHAPES[name](NODES, RATE), tuple(args.sizes), args.repeats)
-    return {"cells": cells, "hosts": [call(train, host, args.steps) for host in args.hosts],
+    return {"cells": [cell for network in SWEEP.measure(args) for cell in network["cells"]],
+            "hosts": [call(train, host, args.steps) for host in args.hosts],
             "cpus": os.cpu_count()}

@@ -14,11 +14,8 @@ again.
 from __future__ import annotations
 
 import argparse
-import logging
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from scripts.bench import images
@@ -26,7 +23,6 @@ from scripts.bench.images import CIFAR, spread
 from scripts.bench.report import bullets, columns, page
 from scripts.bench.study import Option
 
-log = logging.getLogger(__name__)
 TITLE = "Ensembles: confident multiple choice learning on images"
 EXAMPLE, MEMBERS = "noisy-digits", 5
 COMMON = ["--lr", "3e-3", "--clip", "20", "--ensemble-heads", str(MEMBERS), "--ensemble-from",
@@ -47,15 +43,6 @@ ROWS = {
 }
 ERRORS = {"top1_error": "top-1 error, %", "oracle_error": "oracle error, %",
           "member_error": "error of a member, %"}
-
-
-def train(folder: Path, data: str, row: str, seed: int, epochs: int) -> dict[str, Any]:
-    """Return the last evaluation of a run."""
-    found = images.train_images(
-        folder / f"{list(ROWS).index(row)} {seed}", "--data", str(folder / "images"), "--epochs",
-        str(epochs), "--seed", str(seed), *COMMON, *SIZES[data], *ROWS[row])[-1]
-    log.info("%s, seed %s: %s", row, seed, {name: found[name] for name in ERRORS})
-    return {name: found[name] for name in (*ERRORS, "valid_loss", "confidence", "epoch")}
 
 
 def sure(results: Sequence[dict[str, Any]], kind: str) -> str:
@@ -119,20 +106,15 @@ def _section(found: dict[str, Any]) -> list[str]:
 
 
 OPTIONS = {
-    "seeds": Option(3, "number of runs of each row", quick=1),
-    "epochs": Option(12, "number of epochs of a run", quick=1),
-    **images.run_options("ensembles", EXAMPLE),
+    **images.image_options("ensembles", EXAMPLE),
     "jobs": Option(2, "number of runs at the same time"),
     "rows": Option((0, 3, 5), "numbers of the rows to train: " + "; ".join(
         f"{i} {row}" for i, row in enumerate(ROWS))),
 }
-
-
 merge = images.merge
 
 
 def check(args: argparse.Namespace) -> None:
-    images.check_counts(args)
     if args.rows[0] != 0 or not all(0 <= i < len(ROWS) for i in args.rows):
         raise ValueError(f"--rows {args.rows} must start with 0, because the other rows are "
                          f"compared with this row. The other numbers must be at most "
@@ -140,10 +122,12 @@ def check(args: argparse.Namespace) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    place, seeds = images.folder_of_runs(args), range(1, args.seeds + 1)
-    rows = [list(ROWS)[i] for i in args.rows]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        waiting = {(row, seed): pool.submit(train, place, args.data, row, seed, args.epochs)
-                   for seed in seeds for row in rows}
-        results = {row: [waiting[row, seed].result() for seed in seeds] for row in rows}
+    place, seeds = images.folder_of_images(args), range(1, args.seeds + 1)
+    logs = images.train_each(args.jobs, {(i, seed): (
+        place / f"{i} {seed}", "--data", str(place / "images"), "--epochs", str(args.epochs),
+        "--seed", str(seed), *COMMON, *SIZES[args.data], *list(ROWS.values())[i])
+        for seed in seeds for i in args.rows})
+    kept = (*ERRORS, "valid_loss", "confidence", "epoch")  # of the last evaluation
+    results = {list(ROWS)[i]: [{name: logs[i, seed][-1][name] for name in kept} for seed in seeds]
+               for i in args.rows}
     return {"data": args.data, "images": args.images, "epochs": args.epochs, "results": results}

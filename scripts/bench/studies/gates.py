@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 
 from moe_plugin.utils.regular_files import make_folder, write_regular
-from scripts.bench.quickstart import HOSTS, begin, quickstart, settings
+from scripts.bench.quickstart import HOSTS, begin, command_of, data_of, settings, train
 from scripts.bench.report import page
-from scripts.bench.study import Option
+from scripts.bench.study import Option, run_options
 
 log = logging.getLogger(__name__)
 TITLE = "Training with every router"
@@ -126,22 +126,19 @@ def run(name: str, host: str, s: dict[str, Any], data: Path, corpus: Path,
     record, for the worst layer.
     """
     extra = ["--moe-config", str(settings_file(name, host, corpus, folder))]
+    command = command_of(host, s, data, folder)
     if host == "fairseq":
-        command = quickstart().fairseq_command(s, data, folder, False)
         i = command.index("--moe-capacity-factor")
         del command[i : i + 2]  # the flag would override the settings file
         command += [*extra, "--moe-gate-loss-wt", "1", "--moe-gate-loss-combine-method", "sum"]
     else:
-        command = [
-            *quickstart().megatron_command(s, data, folder, False), *extra, "--moe-aux-loss-coeff",
-            "0", "--moe-router-topk",
-            str(GATES[name].top_k)
-        ]
+        command += [*extra, "--moe-aux-loss-coeff", "0", "--moe-router-topk",
+                    str(GATES[name].top_k)]
         if name == "sigmoid_bias":
             command += ["--moe-router-score-function", "sigmoid"]
         if GATES[name].top_k == 1:
             command += ["--moe-router-pre-softmax"]  # Megatron requires this flag for k = 1
-    result, _ = quickstart().train(quickstart().Run(host, folder, command, s["steps"]))
+    result = train(host, folder, command, s["steps"])
     last = last_records(folder)
     return {
         "gate": name, "host": host,
@@ -177,8 +174,7 @@ OPTIONS = {
     "steps": Option(100, "number of steps of each run", quick=20),
     "gates": Option(tuple(GATES), "routers to train", quick=("topk",), choices=GATES),
     "hosts": Option(HOSTS, "hosts that train", choices=HOSTS),
-    "runs": Option("runs/gates", "folder of the corpus and the runs"),
-    "fresh": Option(False, "discard earlier runs"),
+    **run_options("gates"),
 }
 
 
@@ -186,7 +182,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     place, corpus, about = begin(args)
     rows = []
     for host in args.hosts:
-        data = quickstart().HOST_STEPS[host][0](corpus)
+        data = data_of(host, corpus)
         for name in args.gates:
             rows.append(run(name, host, settings(args.steps), data, corpus,
                             place / f"{name}-{host}"))

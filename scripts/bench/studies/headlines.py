@@ -9,9 +9,9 @@ Linux, root and timm.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from moe_plugin.hosts.timm.model import PRESETS, SwinMoE, build
 from moe_plugin.kernels.choices import running_count
 from moe_plugin.planner.choice import LayoutChoice
 from scripts.bench import headline_models as models
+from scripts.bench import headline_ratios as measured_ratios
 from scripts.bench import layer
 from scripts.bench.measure import interleaved
 from scripts.bench.peers.fairseq_branch import BranchMoE
@@ -35,7 +36,7 @@ from scripts.bench.problem import Problem
 from scripts.bench.report import PAGES, bullets, filled, page
 from scripts.bench.studies.vision import forward_of, step_of
 from scripts.bench.study import DATA, ROOT, Option, check_needs, read_numbers, with_machine
-from scripts.bench.sweep import alternate, one_step, slowest
+from scripts.bench.sweep import alternate, one_step, slowest, timed
 from scripts.emulate import EmulatedCluster
 
 TITLE = "Published results, predicted and measured"
@@ -85,7 +86,7 @@ def plain(row: Mapping[str, Any], stated: Mapping[str, Any],
         (name, *given), source = measured["numbers"], measured.get("page", "")
         of = read_numbers(NUMBERS / f"{source}.json") if source else here
         found |= {"what": measured["what"], "page": source, "measured": _range(
-            getattr(models, name)(of, *given))} if of else {"what": "`--measure`"}
+            getattr(measured_ratios, name)(of, *given))} if of else {"what": "`--measure`"}
     return checked(found)
 
 
@@ -255,17 +256,14 @@ def ppmoe_rank(rounds: int) -> dict[str, Any]:
     torch.manual_seed(1 + comm.rank // 2)  # each node computes different tokens
     x_TD = torch.randn(512, 256)
 
-    def step(last: Callable[[Tensor], Tensor]) -> float:
-        comm.barrier()
-        start = time.perf_counter()
+    def step(last: Callable[[Tensor], Tensor]) -> None:
         blocks(x_TD.clone().requires_grad_(), last).square().mean().backward()
-        return time.perf_counter() - start
 
-    return {"seconds": alternate({
-        "dense": lambda: step(blocks.feed_forward),
-        "inside": lambda: step(lambda x_TD: inside(x_TD).output),
-        "across": lambda: step(lambda x_TD: gather(across(split(x_TD, node)).output, node)),
-    }, rounds)}
+    last_layers: dict[str, Callable[[Tensor], Tensor]] = {
+        "dense": blocks.feed_forward, "inside": lambda x_TD: inside(x_TD).output,
+        "across": lambda x_TD: gather(across(split(x_TD, node)).output, node)}
+    return {"seconds": alternate({name: partial(timed, comm, partial(step, last))
+                                  for name, last in last_layers.items()}, rounds)}
 
 
 class TensorParallelBlocks(nn.Module):

@@ -25,8 +25,9 @@ from scripts.bench import layer
 from scripts.bench.child import on_processes
 from scripts.bench.measure import training_step, versions
 from scripts.bench.peers import Candidate
-from scripts.bench.problem import Data, Problem, add_problem, make_data, problem_of
+from scripts.bench.problem import SIZES, Data, Problem, make_data, problem_of
 from scripts.bench.report import columns, load_in_words, page
+from scripts.bench.study import Option
 from scripts.bench.sweep import alternate
 
 TITLE = "Host cost of a layer"
@@ -159,16 +160,17 @@ def _processor_us(calls: Sequence[Callable[[], object]], repeats: int) -> list[f
     return found
 
 
-def add_arguments(p: argparse.ArgumentParser) -> None:
-    add_problem(p)
-    p.set_defaults(tokens=16, model_dim=32, hidden_dim=64, threads=1, rounds=40)
-    p.add_argument("--ranks", type=int, nargs="+", default=(1, 2),
-                   help="numbers of expert-parallel ranks (default: 1 2)")
+OPTIONS = {
+    **SIZES, **{name: replace(SIZES[name], default=default, quick=None) for name, default in (
+        ("tokens", TINY.tokens), ("model-dim", TINY.model_dim), ("hidden-dim", TINY.hidden_dim),
+        ("threads", 1))},
+    "rounds": replace(SIZES["rounds"], default=40),
+    "ranks": Option((1, 2), "numbers of expert-parallel ranks")}
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    problem, rounds = problem_of(args), 3 if args.quick else args.rounds
-    return [run(replace(problem, gated=gated), ranks, rounds)
+    problem = problem_of(args)
+    return [run(replace(problem, gated=gated), ranks, args.rounds)
             for gated in sorted({problem.gated, True}) for ranks in args.ranks]
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from moe_plugin.planner.units import show_size, show_time
 from scripts.bench import kernels, layer, plots
 from scripts.bench.child import on_processes
 from scripts.bench.peers import peers
-from scripts.bench.problem import Problem, add_problem, problem_of
+from scripts.bench.problem import SIZES, Problem, problem_of
 from scripts.bench.report import columns, page
 from scripts.bench.study import Option, with_machine
 
@@ -47,13 +48,10 @@ TOO_LARGE_FOR_EINSUM = 1 << 31  # number of elements of the T x E x C mask
 GENERATED = 64  # number of tokens in a decoding batch
 MOST_MIB = 20.0  # the layer should need at most this memory in addition to its inputs
 SMALL = {"tokens": 64, "model_dim": 16, "hidden_dim": 32, "experts": 4, "top_k": 1}
-QUICK = {"tokens": 256, "model_dim": 64, "hidden_dim": 128}
-QUICK_ROUNDS = 3
 PROBLEMS = {
-    "device": Option("cuda" if torch.cuda.is_available() else "cpu", "device to measure on",
-                     choices=LAYERS),
-    "threads": Option(2, "number of CPU threads"),
-    "rounds": Option(25, "number of timed rounds", quick=1),
+    "device": SIZES["device"],
+    "threads": Option(2, "number of CPU threads", least=1),
+    "rounds": Option(25, "number of timed rounds", quick=1, least=1),
 }
 ATTEMPTS = {"attempts": Option(3, "maximum number of attempts if a measurement is noisy", quick=1)}
 
@@ -97,22 +95,13 @@ class OneLayer:
     """
 
     TITLE = "One layer and its peers"
-
-    @staticmethod
-    def add_arguments(p: argparse.ArgumentParser) -> None:
-        add_problem(p)
-        p.add_argument("--peers", default="all",
-                       help="all, none, or names separated by commas from: "
-                            f"{', '.join(peers.names())} (default: all)")
+    OPTIONS = {**SIZES, "peers": Option("all", "all, none, or names separated by commas from: "
+                                               f"{', '.join(peers.names())}")}
 
     @staticmethod
     def measure(args: argparse.Namespace) -> dict[str, Any]:
-        problem, rounds = problem_of(args), args.rounds
-        if args.quick:  # reduces sizes that are larger than these
-            sizes = {name: min(most, getattr(problem, name)) for name, most in QUICK.items()}
-            problem, rounds = replace(problem, **sizes), min(QUICK_ROUNDS, rounds)
         names = {"all": peers.names(), "none": []}.get(args.peers, args.peers.split(","))
-        return layer.run(problem, names, rounds)
+        return layer.run(problem_of(args), names, args.rounds)
 
     @staticmethod
     def body(found: dict[str, Any]) -> list[str]:
@@ -239,7 +228,7 @@ class OneProblemsOperations:
     """
 
     TITLE = "Operations of one layer"
-    add_arguments = staticmethod(add_problem)
+    OPTIONS = SIZES
 
     @staticmethod
     def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -260,7 +249,6 @@ class AllOperations(OneProblemsOperations):
 
     TITLE = "Each operation and its bound"
     OPTIONS = PROBLEMS
-    add_arguments = staticmethod(lambda p: None)
 
     @staticmethod
     def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -301,3 +289,56 @@ class Scaling:
             for one in found])
 
     PLOTS = {"scaling.svg": plots.scaling_plot}
+
+
+# lines that Triton's bindings print at the end of a process that failed
+LEAKS = re.compile(r"nanobind: |See https://nanobind\.| - (leaked |\.\.\. skipped)")
+
+
+def _on_gpu(part: str, number: int, args: argparse.Namespace) -> dict[str, Any]:
+    every = problems(args)
+    problem = every[min(number, len(every) - 1)]
+    if part == "peers":
+        return quietest(problem, args)
+    return (layer.run(problem, [], args.rounds) if part == "layer" else
+            kernels.run(problem, args.rounds))
+
+
+def _steps(args: argparse.Namespace) -> list[dict[str, str]]:
+    """Return the results of the script's steps, with the last lines of output of failed ones."""
+    logs = Path(args.out or ".") / "gpu_logs"
+    told = logs / "steps.txt"
+    lines = told.read_text("utf-8").splitlines() if told.exists() else []
+    return [{"said": line, "end": "" if line.endswith(": passed") else _end(
+        logs / f"{line.partition(':')[0]}.log")} for line in sorted(lines)]
+
+
+def _end(path: Path) -> str:
+    try:
+        lines = path.read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    lines = [line for line in lines if not LEAKS.match(line)]
+    return "\n".join(line[:200].replace("`", "'") for line in lines[-12:])
+
+
+def _write_steps(found: list[dict[str, str]]) -> Iterator[str]:
+    yield "The script runs each step in a separate process with a time limit, and logs the result:"
+    yield "\n".join(["```text", *(one["said"] for one in found), "```"])
+    for one in found:
+        if one["end"]:
+            yield f"This is the end of the output of the step \"{one['said']}\":"
+            yield f"```text\n{one['end']}\n```"
+
+
+class OneGPU:
+    """Measure operations, and layers alone and with every installed peer, on one GPU. The script
+    `scripts/bench_gpu.sh` measures each part in its own process.
+    """
+
+    TITLE, MADE_BY, OPTIONS = "One GPU", "bash scripts/bench_gpu.sh", AllLayers.OPTIONS
+    PARTS = {
+        **{f"{part}_{n}": (partial(_on_gpu, part, n), write) for part, write in (
+            ("layer", OneLayer.body), ("peers", OneLayer.body),
+            ("operations", OneProblemsOperations.body)) for n in range(3)},
+        "steps": (_steps, _write_steps)}

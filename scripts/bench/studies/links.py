@@ -121,8 +121,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             network, costs = SHAPES[name](args.nodes, args.rate), Path(folder) / f"{name}.json"
             beta_WW = costs_of(network, args.own)
             costs.write_text(json.dumps(beta_WW.tolist()), encoding="utf-8")
-            with EmulatedCluster(args.nodes, 1, rate_bit_s=args.rate) as cluster:
-                cluster.set_network(network)
+            with EmulatedCluster(args.nodes, 1, network=network) as cluster:
                 layers.append(measure_layer(name, args, costs, cluster, beta_WW))
                 steps += [measure_steps(host, name, args, costs, cluster, text)
                           for host in args.hosts]

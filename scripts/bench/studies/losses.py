@@ -35,6 +35,7 @@ from torch import Tensor
 from moe_plugin.planner.units import parse_grid
 from scripts.bench.child import on_processes
 from scripts.bench.report import page
+from scripts.bench.study import Option
 from scripts.bench.train import run as runs
 from scripts.bench.train import sides
 from scripts.bench.train.results import HOSTS
@@ -93,22 +94,14 @@ class Tracer:
         return ids_TK
 
 
-def add_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--host", required=True, choices=("megatron", "fairseq"),
-                   help="the framework to train in")
-    p.add_argument("--shapes", default="all", metavar="LIST",
-                   help=f"shapes as in `bench train`: all, or names ({', '.join(sides.SHAPES)})")
-    p.add_argument("--emulate", metavar="NxP",
-                   help="nodes x ranks per node of an emulated cluster (default: two processes of "
-                        "this machine)")
-    p.add_argument("--steps", type=int, default=25,
-                   help="number of steps of each model (default: %(default)s)")
-
-
-def check(args: argparse.Namespace) -> None:
-    args.steps = 2 if args.quick else args.steps
-    if args.steps < 1:
-        raise ValueError(f"--steps {args.steps} must be >= 1. Use, for example, 25")
+OPTIONS = {
+    "host": Option("megatron", "the framework to train in", choices=tuple(HOSTS), required=True),
+    "shapes": Option("all", "shapes as in `bench train`: all, or names "
+                            f"({', '.join(sides.SHAPES)})"),
+    "emulate": Option("", "nodes x ranks per node of an emulated cluster, such as 2x2; without "
+                          "this option, two processes of this machine"),
+    "steps": Option(25, "number of steps of each model", quick=2, least=1),
+}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,6 @@ space, and takes about 3 minutes.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ from moe_plugin import MoELayer
 from moe_plugin.comm.placement import HostContext
 from moe_plugin.memory.experts.stored import StoredExperts
 from moe_plugin.routing.pregate import link
-from scripts.bench.child import AnonymousPeak, call_limited
+from scripts.bench.child import AnonymousPeak, compare_limited
 from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.toy import ToyBlock
@@ -73,26 +72,15 @@ def write_experts(path: Path, args: argparse.Namespace) -> int:
     """Write the experts of all layers to a safetensors file, and return the number of bytes
     written.
     """
+    from safetensors.torch import save_file
+
     shapes = {"w_in_LDF": (WIDTH, args.hidden), "w_out_LFD": (args.hidden, WIDTH)}
-    header: dict[str, Any] = {}
-    end = 0
-    for layer in range(args.layers):
-        for name, shape in shapes.items():
-            size = 4 * args.experts * shape[0] * shape[1]
-            header[f"layers.{layer:03d}.experts.{name}"] = {
-                "dtype": "F32", "shape": [args.experts, *shape], "data_offsets": [end, end + size]}
-            end += size
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
     random = torch.Generator().manual_seed(7)
-    with open(path, "wb") as stream:
-        stream.write(len(head).to_bytes(8, "little") + head)
-        for entry in header.values():
-            scale = entry["shape"][1] ** -0.5
-            for _ in range(args.experts):
-                x = torch.randn(entry["shape"][1:], generator=random) * scale
-                stream.write(x.numpy().tobytes())
-    return end
+    experts = {f"layers.{layer:03d}.experts.{name}": torch.randn(
+        args.experts, *shape, generator=random).mul_(shape[0] ** -0.5)
+        for layer in range(args.layers) for name, shape in shapes.items()}
+    save_file(experts, path)
+    return sum(value.nbytes for value in experts.values())
 
 
 def load_experts(model: WritingModel, path: str) -> None:
@@ -124,7 +112,7 @@ def child(args: argparse.Namespace, mode: str, file: str) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
         text.append(ids_BS)
     seen: dict[str, Any] = {
-        "mode": mode, "tokens_s": args.batch * args.tokens / sum(seconds[1:]),
+        "tokens_s": args.batch * args.tokens / sum(seconds[1:]),
         "text": torch.cat(text, 1).tolist(), "anonymous_bytes": peak.bytes, "seconds": seconds[1:]}
     if mode != MODES[0]:
         seen["counters"] = {name: value - counted[name] for name, value in counts(model).items()}
@@ -148,23 +136,11 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run all modes, and check that all modes except the pre-gated model generate the same text."""
     limit, file = args.limit_mib * MIB or None, folder / "experts.safetensors"
     size = write_experts(file, args)
-
-    def run(mode: str, most: int | None) -> dict[str, Any] | None:
-        return call_limited(most, child, args, mode, str(file))
-
-    rows = [{**run(MODES[0], None), "limit": None}]
-    if limit is not None and run(MODES[0], limit) is not None:
-        raise ValueError("the resident model fits into the memory limit. Use a smaller --limit-mib")
-    for mode in MODES[1:]:
-        # prefetching all experts needs memory for two whole layers, which is more than the limit
-        own = None if mode == MODES[2] else limit
-        seen = run(mode, own)
-        if seen is None:
-            raise ValueError(f"{mode}: the process was killed under the memory limit. Use a larger "
-                             "--limit-mib")
-        if mode != MODES[3] and seen["text"] != rows[0]["text"]:
-            raise ValueError(f"{mode}: the tokens differ from those of the resident model")
-        rows.append({**seen, "limit": own})
+    # prefetching all experts needs memory for two whole layers, which is more than the limit
+    rows = compare_limited(limit, MODES, child, args, str(file), unlimited=MODES[2:3])
+    for row in rows[:3]:
+        if row["text"] != rows[0]["text"]:
+            raise ValueError(f"{row['mode']}: the tokens differ from those of the resident model")
     return {"limit": limit, "experts_bytes": size, "rows": rows, **{
         name: getattr(args, name) for name in ("layers", "experts", "hidden", "shared", "batch",
                                                "prompt", "tokens", "throttle")}}

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
@@ -28,6 +27,7 @@ from moe_plugin.planner.units import parse_grid
 from scripts.bench.report import columns, page
 from scripts.bench.study import Option
 from scripts.bench.sweep import Sweep, alternate, clean_step, medians
+from scripts.bench.toy import SleepingExpert
 from scripts.bench.train.results import HOSTS
 from scripts.bench.train.run import settings_on_emulated
 from scripts.bench.train.sides import Settings, parse_shapes, write_text
@@ -40,19 +40,6 @@ AUTO, TODAY = "auto", "rows, auto"
 IN_PIECES = {f"{send}, d=2": LayoutChoice(r=1, d=2, send=send) for send in SENDS[1:]}
 SLOWER = 4.0  # factor with which 32 ranks wait for the links and not for the emulating processors
 LONGEST_WARM_UP = 40  # number of calls in which a tuner can choose
-
-
-class IdentityExpert(nn.Module):
-    """An expert that returns its input unchanged. The expert has a parameter so that autograd runs
-    the backward pass of the exchange.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nothing = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x_ND: Tensor) -> Tensor:
-        return x_ND + self.nothing
 
 
 # -- the exchange alone
@@ -71,7 +58,7 @@ def make_layer(width: int, k: int, mode: str) -> MoELayer:
         "model_dim": width, "num_experts": EXPERTS, "router": {"top_k": k}, "losses": {},
         "comm": {"all_to_all": "linear"}, "parallel": {"mode": mode, "r": 1},
         **({"dispatch": {"send": "auto"}, "tuner": {"max_d": 2}} if mode == "auto" else {}),
-    }), TorchComm(), experts=lambda index: IdentityExpert())
+    }), TorchComm(), experts=lambda index: SleepingExpert())
 
 
 def run_rank(at: argparse.Namespace) -> dict[str, Any]:
@@ -108,24 +95,17 @@ EXCHANGE = Sweep(
         "seconds": medians(ranks), "rows": ranks[0]["rows"], "layout": ranks[0]["layout"]})
 
 
-def formula(grid: str, k: int) -> tuple[float, float]:
-    """Return the number of rows sent between nodes by `ranks` and `nodes`, divided by the number of
-    rows sent by `rows`.
+def computed(grid: str, cell: dict[str, Any]) -> dict[str, Any]:
+    """Return numbers that are computed from the sizes of a cell, divided by those of `rows`.
+
+    `formula` contains the numbers of rows sent between nodes by `ranks` and `nodes`. `floor` is the
+    minimum number of bytes that must be sent between nodes, including (token, expert) pairs.
     """
     nodes, per_node = parse_grid(grid)
-    rows = rows_of_token(Cluster(nodes=nodes, ranks_per_node=per_node), k)
-    return rows.ranks / k, rows.nodes / k
-
-
-def floor(grid: str, cell: dict[str, Any]) -> float:
-    """Return the minimum number of bytes that must be sent between nodes, including (token, expert)
-    pairs, divided by the number of bytes sent by `rows`.
-    """
-    nodes, per_node = parse_grid(grid)
-    cluster = Cluster(nodes=nodes, ranks_per_node=per_node)
-    rows, *once = (bytes_of_token(cluster, send, cell["k"], 4 * cell["width"]).between
-                   for send in SENDS)
-    return min(once) / rows
+    cluster, k = Cluster(nodes=nodes, ranks_per_node=per_node), cell["k"]
+    sent = rows_of_token(cluster, k)
+    rows, *once = (bytes_of_token(cluster, send, k, 4 * cell["width"]).between for send in SENDS)
+    return {"formula": (sent.ranks / k, sent.nodes / k), "floor": min(once) / rows}
 
 
 def measure_exchange(grid: str, args: argparse.Namespace, slower: float = 1.0) -> dict[str, Any]:
@@ -147,7 +127,7 @@ def exchange_part(found: dict[str, Any]) -> list[str]:
     grid = found["grid"]
     fixed = [name for name in found["cells"][0]["seconds"] if name != AUTO]
     whole = set(fixed) >= set(IN_PIECES)  # older numbers were measured only with d = 1
-    rows = [{**cell, "formula": formula(grid, cell["k"]), "floor": floor(grid, cell),
+    rows = [{**cell, **computed(grid, cell),
              "best_s": min(cell["seconds"][name] for name in fixed)} for cell in found["cells"]]
     table = columns(rows, {
         "width": "{width}", "k": "{k}",

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.comm.functional import gather
@@ -31,7 +30,8 @@ from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.records import ExpertRows
 from scripts.bench.report import columns, page
 from scripts.bench.study import Option
-from scripts.bench.sweep import Ranks, Sweep, alternate, medians
+from scripts.bench.sweep import Ranks, Sweep, alternate, medians, timed
+from scripts.bench.toy import SleepingExpert
 from scripts.emulate import EmulatedCluster
 
 TITLE = "Overlap on emulated nodes"
@@ -71,29 +71,6 @@ KINDS = {
     "s2": Kind("Parm's S2 with two replicas, matmuls that only wait", nodes=4, experts=8,
                waits=True, cuts=("rows",), replicas=2),
 }
-
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        time.sleep(ROW_S * x.shape[0])
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        time.sleep(2 * ROW_S * grad.shape[0])
-        return grad.clone()
-
-
-class WaitingExpert(nn.Module):
-    """An expert that sleeps for `ROW_S` seconds per row instead of computing matmuls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x_ND: Tensor) -> Tensor:
-        return _Wait.apply(x_ND * self.scale)
 
 
 def layouts(degrees: Iterable[int], cuts: Iterable[str]) -> dict[str, LayoutChoice]:
@@ -159,32 +136,26 @@ def run_rank(at: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     kind, choices = KINDS[at.kind], layouts(at.degrees, KINDS[at.kind].cuts)
     layer = MoELayer(from_dict(settings(kind)), TorchComm(),
-                     experts=(lambda index: WaitingExpert()) if kind.waits else None)
+                     experts=(lambda index: SleepingExpert(ROW_S)) if kind.waits else None)
     torch.manual_seed(1 + layer.comm.rank // kind.replicas)
     x_TD = torch.randn(at.tokens, WIDTH, requires_grad=True)
     grad_TD, alone = torch.randn_like(x_TD), Alone(layer, x_TD)
     latest: dict[str, Tensor] = {}
 
-    def timed(work: Callable[[], Any]) -> float:
-        layer.comm.barrier()
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
-
     def forward(choice: LayoutChoice) -> None:
         latest["y_TD"] = layer(x_TD, choice=choice).output
 
     def backward(work: Callable[[], Any]) -> float:
-        seconds = timed(work)
+        seconds = timed(layer.comm, work)
         layer.zero_grad(set_to_none=True)
         x_TD.grad = None  # otherwise the next choice would add to this gradient
         return seconds
 
-    sides = {"exchange": partial(timed, alone.exchange),
-             "products forward": partial(timed, alone.products),
+    sides = {"exchange": partial(timed, layer.comm, alone.exchange),
+             "products forward": partial(timed, layer.comm, alone.products),
              "products backward": partial(backward, alone.products_backward)}
     for name, choice in choices.items():
-        sides |= {f"{name} forward": partial(timed, partial(forward, choice)),
+        sides |= {f"{name} forward": partial(timed, layer.comm, partial(forward, choice)),
                   f"{name} backward": partial(
                       backward, lambda: latest.pop("y_TD").backward(grad_TD))}
     return {"seconds": alternate(sides, at.rounds), "names": list(choices)}

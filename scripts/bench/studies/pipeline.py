@@ -209,8 +209,7 @@ def row(part: str, rate_mbit_s: float, rounds: int) -> dict[str, Any]:
     names = ["1f1b", *slices] if slices else list(MODES)
     settings = {name: {"schedule": "terapipe", "slices": ",".join(map(str, slices[name]))}
                 if name in slices else OWN.get(name) for name in names}
-    with EmulatedCluster(STAGES, 1) as cluster:
-        cluster.set_network(chain(STAGES, 1e6 * rate_mbit_s))
+    with EmulatedCluster(STAGES, 1, network=chain(STAGES, 1e6 * rate_mbit_s)) as cluster:
         ranks = cluster.run(measure_stages, part, settings, rounds, timeout_s=600,
                             group_timeout_s=300)
     whole_s, small_s = ranks[0]["send_s"]

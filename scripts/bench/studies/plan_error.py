@@ -34,8 +34,8 @@ from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.train import sides
 from scripts.bench.train.run import forked_hosts, sides_of
+from scripts.bench.train.run import measure as measure_steps
 from scripts.bench.train.sides import SHAPES, Settings, TrainShape
-from scripts.bench.train.steps import measure as measure_steps
 from scripts.emulate import EmulatedCluster
 
 log = logging.getLogger(__name__)

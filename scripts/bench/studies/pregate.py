@@ -11,31 +11,39 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from moe_plugin.cli.figures import pyplot, save_figure
 from moe_plugin.utils.regular_files import make_folder
-from scripts.bench.quickstart import HOSTS, begin, quickstart, settings
+from scripts.bench.quickstart import (
+    HOSTS,
+    begin,
+    command_of,
+    data_of,
+    quickstart,
+    settings,
+    train,
+)
 from scripts.bench.report import page
-from scripts.bench.study import Option
+from scripts.bench.study import Option, run_options
 
 TITLE = "Fine-tuning with pre-gates"
 BOUND = 0.01
 GATES = {"ordinary": [], "pre-gates": ["--moe-pre-gate", "1"]}
 
 
-def command_of(host: str, s: dict[str, Any], data: Path, folder: Path) -> list[str]:
-    """Return the quick start's training command with more frequent validation."""
-    made = quickstart().HOST_STEPS[host][1](s, data, folder, False)
-    every = str(s["valid_every"])
-    return [*made, "--validate-interval-updates", every] if host == "fairseq" else [
-        *made, "--eval-interval", every]
+EVERY = {"fairseq": "--validate-interval-updates", "megatron": "--eval-interval"}
 
 
-def run(host: str, s: dict[str, Any], command: list[str], folder: Path) -> list[tuple[int, float]]:
-    """Run the training, and return pairs (step, validation loss)."""
-    quickstart().train(quickstart().Run(host, folder, command, s["steps"]))
+def run(host: str, s: dict[str, Any], data: Path, folder: Path,
+        flags: Sequence[str] = ()) -> list[tuple[int, float]]:
+    """Run the quick start's training with more frequent validation. Return pairs (step, validation
+    loss).
+    """
+    train(host, folder, [*command_of(host, s, data, folder), EVERY[host], str(s["valid_every"]),
+                         *flags], s["steps"])
     return [(r.step, r.valid_loss) for r in quickstart().steps_of(folder)
             if r.valid_loss is not None]
 
@@ -46,10 +54,10 @@ def rows_of(host: str, args: argparse.Namespace, place: Path, corpus: Path) -> l
     Each result contains `before`, the validation loss of the checkpoint with ordinary gates, and
     `valid`, a list of pairs (step, validation loss). Losses are in nats per byte.
     """
-    data = quickstart().HOST_STEPS[host][0](corpus)
+    data = data_of(host, corpus)
     s = {**settings(args.steps), "valid_every": max(1, args.more // 5)}
     base = place / f"{host}-base"
-    before = run(host, s, command_of(host, s, data, base), base)[-1][1]
+    before = run(host, s, data, base)[-1][1]
     more = {**s, "steps": args.steps + args.more}
     rows = []
     for gates, flags in GATES.items():
@@ -57,7 +65,7 @@ def rows_of(host: str, args: argparse.Namespace, place: Path, corpus: Path) -> l
         if not (folder / "checkpoints").exists():
             make_folder(folder)
             shutil.copytree(base / "checkpoints", folder / "checkpoints")
-        valid = run(host, more, [*command_of(host, more, data, folder), *flags], folder)
+        valid = run(host, more, data, folder, flags)
         rows.append({"host": host, "gates": gates, "before": before,
                      "valid": [(n, x) for n, x in valid if n > args.steps]})
     return rows
@@ -96,8 +104,7 @@ OPTIONS = {
     "steps": Option(60, "number of steps before the checkpoint, with ordinary gates", quick=10),
     "more": Option(60, "number of steps after the checkpoint, with each kind of gates", quick=10),
     "hosts": Option(HOSTS, "hosts that train", choices=HOSTS),
-    "runs": Option("runs/pregate", "folder of the corpus and the runs"),
-    "fresh": Option(False, "discard earlier runs"),
+    **run_options("pregate"),
 }
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shutil
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -27,10 +26,10 @@ from moe_plugin.hosts.timm.data import MNIST_PACKAGE, write_example
 from moe_plugin.hosts.timm.model import PRESETS, build
 from scripts.bench.images import spread, train_images
 from scripts.bench.paired import best_rates, compare, paired
-from scripts.bench.quickstart import HOSTS, quickstart, settings
+from scripts.bench.quickstart import HOSTS, command_of, data_of, settings, train
 from scripts.bench.report import columns, page
 from scripts.bench.studies.vision import flops_of
-from scripts.bench.study import Option
+from scripts.bench.study import Option, folder_of_runs, run_options
 
 log = logging.getLogger(__name__)
 TITLE = "Quality: held-out losses with and without experts"
@@ -65,43 +64,27 @@ ENSEMBLES = {
 }
 
 
-def _place(args: argparse.Namespace) -> Path:
-    place = Path(args.runs).resolve()
-    if args.fresh:
-        shutil.rmtree(place, ignore_errors=True)
-        args.fresh = False  # the other parts of this run use the same folder
-    place.mkdir(parents=True, exist_ok=True)
-    return place
-
-
 # -- text
 
 
-def text_flops(side: str) -> int:
-    """Return the FLOPs of a token's matmuls, forward. Attention is counted over the whole sample.
+def text_sizes(side: str) -> tuple[int, int]:
+    """Return the FLOPs of a token's matmuls in the forward pass, and the number of parameters in
+    all matrices except the embeddings. Attention is counted over the whole sample.
     """
     width, inner = SIZES["width"], SIZES["hidden"]
-    visited = SIZES["top_k"] if side == "moe" else INNER[side]
-    attention = 4 * width ** 2 + 2 * SIZES["length"] * width
-    router = SIZES["experts"] * width * (side == "moe")
-    layer = attention + 2 * width * inner * visited + router
-    return 2 * (SIZES["layers"] * layer + width * BYTES)
+    visited, stored = (SIZES["top_k"], SIZES["experts"]) if side == "moe" else [INNER[side]] * 2
+    shared = 4 * width ** 2 + SIZES["experts"] * width * (side == "moe")  # attention and router
+    layer = shared + 2 * SIZES["length"] * width + 2 * width * inner * visited
+    return (2 * (SIZES["layers"] * layer + width * BYTES),
+            SIZES["layers"] * (shared + 2 * width * inner * stored))
 
 
-def text_parameters(side: str) -> int:
-    """Return the number of parameters in all matrices except the embeddings."""
-    width, inner = SIZES["width"], SIZES["hidden"]
-    copies = SIZES["experts"] if side == "moe" else INNER[side]
-    router = SIZES["experts"] * width * (side == "moe")
-    return SIZES["layers"] * (4 * width ** 2 + 2 * width * inner * copies + router)
-
-
-def command_of(host: str, side: str, s: dict[str, Any], data: Path, folder: Path) -> list[str]:
+def side_command(host: str, side: str, s: dict[str, Any], data: Path, folder: Path) -> list[str]:
     """Return the quick start's command for a training run. Either all layers of the model have
     experts, or none of them.
     """
     sizes = {**s, "hidden": s["hidden"] * INNER[side]}
-    command = quickstart().HOST_STEPS[host][1](sizes, data, folder, False)
+    command = command_of(host, sizes, data, folder)
     every = {"--moe-freq": "1", "--moe-layer-freq": "1", "--max-valid-steps": str(VALID_STEPS),
              "--eval-iters": str(VALID_STEPS)}
     command = [every.get(before, word) for before, word in pairwise(["", *command])]
@@ -121,16 +104,15 @@ def _without_experts(command: list[str]) -> Iterator[str]:
 
 def measure_text(args: argparse.Namespace) -> dict[str, Any]:
     """Return the result of `compare` for held-out losses in nats per byte, by "HOST MODEL"."""
-    place, steps = _place(args), args.steps
+    place, steps = folder_of_runs(args), args.steps
     info = build_corpus(place / "corpus", size=CORPUS_BYTES)
-    data = {host: quickstart().HOST_STEPS[host][0](place / "corpus") for host in args.hosts}
+    data = {host: data_of(host, place / "corpus") for host in args.hosts}
 
     def run(name: str, rate: float, seed: int) -> dict[str, Any]:
         host, side = name.split()
         s = {**settings(steps), **SIZES, "learning_rate": rate, "seed": seed + 1}
         folder = place / f"{host} {side} {steps} steps {rate:g} seed {seed}".replace(" ", "-")
-        command = command_of(host, side, s, data[host], folder)
-        found, _ = quickstart().train(quickstart().Run(host, folder, command, steps))
+        found = train(host, folder, side_command(host, side, s, data[host], folder), steps)
         log.info("%s, rate %g, seed %d: %.4f", name, rate, seed, found["valid_loss"])
         return {"valid_loss": found["valid_loss"]}
 
@@ -168,7 +150,7 @@ def _images(args: argparse.Namespace, rows: Mapping[str, Sequence[str]], results
     """Return the result of `compare` for the `results` of each run's last evaluation. `rows`
     contains the options of the training script for each model.
     """
-    place = _place(args)
+    place = folder_of_runs(args)
     for fold in range(FOLDS):
         write_example(EXAMPLE, place / f"fold {fold}", fold)
 
@@ -225,8 +207,8 @@ def text_part(found: dict[str, Any]) -> list[str]:
         held_out=VALID_STEPS * s["batch"] * s["length"],
         models=columns(rows, {
             "host": "{0[0]}", "model": lambda row: SIDES[row[1]],
-            "FLOPs": lambda row: f"{text_flops(row[1]):,}",
-            "parameters of layers": lambda row: f"{text_parameters(row[1]):,}",
+            "FLOPs": lambda row: f"{text_sizes(row[1])[0]:,}",
+            "parameters of layers": lambda row: f"{text_sizes(row[1])[1]:,}",
             "learning rate": lambda row: rate_of(found, " ".join(row)),
             "held-out loss, nats per byte": lambda row: spread(
                 values(found, " ".join(row), "valid_loss"), digits=3)}),
@@ -273,20 +255,12 @@ PARTS = {"text": (measure_text, text_part), "vision": (measure_vision, vision_pa
          "ensembles": (measure_ensembles, ensembles_part)}
 OPTIONS = {
     "hosts": Option(HOSTS, "hosts that train on text", quick=("fairseq",), choices=HOSTS),
-    "steps": Option(600, "steps of a run on text", quick=20),
-    "seeds": Option(5, "number of seeds on text", quick=2),
-    "epochs": Option(4, "epochs of a run on digits", quick=1),
-    "ensemble-epochs": Option(3, "epochs of a run of ensembles", quick=1),
-    "image-seeds": Option(8, "number of seeds on digits", quick=2),
+    "steps": Option(600, "steps of a run on text", quick=20, least=1),
+    "seeds": Option(5, "number of seeds on text", quick=2, least=1),
+    "epochs": Option(4, "epochs of a run on digits", quick=1, least=1),
+    "ensemble-epochs": Option(3, "epochs of a run of ensembles", quick=1, least=1),
+    "image-seeds": Option(8, "number of seeds on digits", quick=2, least=1),
     "rates": Option((0.004, 0.008, 0.016), "learning rates to try on digits", quick=(0.01,)),
-    "runs": Option("runs/quality", "folder of the runs, which the same command continues"),
-    "fresh": Option(False, "remove the folder of the runs first"),
-    "jobs": Option(2, "number of runs at the same time, with one thread each"),
+    **run_options("quality"),
+    "jobs": Option(2, "number of runs at the same time, with one thread each", least=1),
 }
-
-
-def check(args: argparse.Namespace) -> None:
-    for name in ("steps", "seeds", "epochs", "ensemble-epochs", "image-seeds", "jobs"):
-        if (value := getattr(args, name.replace("-", "_"))) < 1:
-            raise ValueError(f"--{name} {value} is out of bounds: must be >= 1. Leave out "
-                             f"--{name} for the default")

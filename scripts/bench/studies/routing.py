@@ -24,10 +24,10 @@ from moe_plugin.planner.model import ModelShape
 from moe_plugin.planner.routing_replay import best
 from moe_plugin.planner.units import parse_grid
 from scripts.bench import replayed
-from scripts.bench.quickstart import begin, quickstart, settings
+from scripts.bench.quickstart import begin, command_of, data_of, settings, train
 from scripts.bench.replayed import Emulation, Trace, times_of
 from scripts.bench.report import page
-from scripts.bench.study import ROOT, Option
+from scripts.bench.study import ROOT, Option, run_options
 
 TITLE = "Throughput relative to perfectly balanced experts"
 AIM = 0.94  # the share that UltraEP publishes
@@ -47,10 +47,9 @@ def recorded(host: str, sizes: Mapping[str, Any], args: argparse.Namespace) -> l
     place, corpus, _ = begin(args)
     s = {**settings(args.steps), **sizes}
     folder = place / f"{host}-{s['experts']}-experts"
-    data = quickstart().HOST_STEPS[host][0](corpus)
-    command = [*quickstart().HOST_STEPS[host][1](s, data, folder, False),
+    command = [*command_of(host, s, data_of(host, corpus), folder),
                "--moe-stats-trace", str(folder / "trace")]
-    quickstart().train(quickstart().Run(host, folder, command, s["steps"]))
+    train(host, folder, command, s["steps"])
     return read_traces(folder / "trace")
 
 
@@ -106,8 +105,7 @@ OPTIONS = {
     "replayed": Option(12, "number of steps of a trace that are replayed, one third each from the "
                        "beginning, the middle and the end", quick=3),
     "steps": Option(200, "number of training steps of each model", quick=20),
-    "runs": Option("runs/routing", "folder of the corpus and the runs"),
-    "fresh": Option(False, "discard earlier runs"),
+    **run_options("routing"),
 }
 
 

@@ -7,6 +7,7 @@ The study requires Linux and root, and takes about 8 minutes on an idle machine.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from functools import partial
 from typing import Any
@@ -17,10 +18,10 @@ from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.spill import POLICIES as ALL_POLICIES
-from scripts.bench.child import reset_peak, status_bytes
+from scripts.bench.measure import MIB, peak_extra_mib
 from scripts.bench.report import columns, page
 from scripts.bench.study import ROOT, Option
-from scripts.bench.sweep import clean_step, timed_end
+from scripts.bench.sweep import Ranks, Sweep, alternate, clean_step, slowest, timed_end
 from scripts.emulate import EmulatedCluster
 
 TITLE = "Overloaded experts on an emulated cluster"
@@ -78,32 +79,30 @@ def step(layer: MoELayer, x_TD: torch.Tensor, policy: str) -> tuple[float, int]:
     return seconds, stats.rows
 
 
-def run_times(policies: tuple[str, ...], rounds: int) -> dict[str, dict[str, list[Any]]]:
-    """Measure all policies on one rank. For each load, the policies alternate in every round.
+def run_rank(at: argparse.Namespace) -> dict[str, dict[str, list[Any]]]:
+    """Measure all policies with one load on one rank. Return the times in seconds and the rows of
+    all steps by policy.
 
-    The result contains pairs (seconds, rows) for each step, by load and policy. For the policy
-    "place", the result contains a pair (seconds, number of experts with replicas) for each
-    placement of replicas.
+    If `standing` is measured, the policy "place" contains the times of all placements of replicas,
+    and the numbers of experts with replicas as its rows.
     """
-    plain, stands = make_layer(), STANDING in policies
-    stand = {load: make_layer(spill=STANDING, replan=REPLAN) for load in LOADS if stands}
-    found: dict[str, dict[str, list[tuple[float, int]]]] = {
-        load: {policy: [] for policy in (*policies, *["place"] * stands)} for load in LOADS}
-    for round_ in range(WARM_UP + rounds):
-        for load, by_policy in found.items():
-            x_TD = make_tokens(plain.comm.rank, round_, load)
-            # rotates the order, so that each policy is first, second and last equally often
-            turn = round_ % len(policies)
-            for policy in (*policies[turn:], *policies[:turn]):
-                one = step(stand[load] if policy == STANDING else plain, x_TD, policy)
-                if round_ >= WARM_UP:
-                    by_policy[policy].append(one)
-            if stands:
-                one = timed_end(stand[load]), len(
-                    stand[load].routed_experts.layouts.replicas.standing.shares)
-                if round_ >= WARM_UP and (round_ + 1) % REPLAN == 0:
-                    by_policy["place"].append(one)
-    return found
+    plain, stand = make_layer(), make_layer(spill=STANDING, replan=REPLAN)
+    rounds = {policy: itertools.count() for policy in at.policies}
+
+    def one(policy: str) -> tuple[float, int]:
+        x_TD = make_tokens(plain.comm.rank, next(rounds[policy]), at.load)
+        return step(stand if policy == STANDING else plain, x_TD, policy)
+
+    def place() -> tuple[float, int]:
+        return timed_end(stand), len(stand.routed_experts.layouts.replicas.standing.shares)
+
+    sides = {policy: partial(one, policy) for policy in at.policies}
+    stands = {"place": place} if STANDING in at.policies else {}
+    found = alternate(sides | stands, at.rounds, WARM_UP, rotate=True)
+    for name in stands:  # the ends of other steps place nothing
+        found[name] = found[name][REPLAN - 1::REPLAN]
+    return {what: {policy: [pair[part] for pair in pairs] for policy, pairs in found.items()}
+            for part, what in enumerate(("seconds", "rows"))}
 
 
 def run_memory(policy: str, steps: int = 5) -> float:
@@ -112,15 +111,12 @@ def run_memory(policy: str, steps: int = 5) -> float:
     """
     layer = make_layer()
     step(layer, make_tokens(layer.comm.rank, 0, "even"), policy)
-    inputs = [make_tokens(layer.comm.rank, number, HOT) for number in range(steps)]
-    reset_peak()
-    before = status_bytes("VmRSS")
-    for x_TD in inputs:
-        step(layer, x_TD, policy)
-    return status_bytes("VmHWM") - before
+    inputs = iter([make_tokens(layer.comm.rank, number, HOT) for number in range(steps)])
+    return MIB * peak_extra_mib(lambda: step(layer, next(inputs), policy), torch.device("cpu"),
+                                steps)
 
 
-def summary(ranks: list[dict[str, Any]], load: str) -> dict[str, dict[str, float]]:
+def summary(ranks: Ranks) -> dict[str, dict[str, float]]:
     """Return the statistics of the measured steps for each policy.
 
     The statistics are: the median time in seconds on the slowest rank; the time of the plain layer
@@ -128,15 +124,11 @@ def summary(ranks: list[dict[str, Any]], load: str) -> dict[str, dict[str, float
     rows on the busiest rank. For "place", the statistics are the time in seconds and the number of
     experts with replicas.
     """
-    def most(policy: str, part: int) -> list[float]:
-        return [max(one[part] for one in at)
-                for at in zip(*(rank[load][policy] for rank in ranks), strict=True)]
-
-    found, plain = {}, most("never", 0)
-    for policy in ranks[0][load]:
-        seconds = most(policy, 0)
-        found[policy] = {"seconds": statistics.median(seconds),
-                         "rows": statistics.median(most(policy, 1))}
+    found, plain = {}, slowest(ranks, "never")
+    for policy in ranks[0]["seconds"]:
+        seconds = slowest(ranks, policy)
+        busiest = map(max, zip(*(rank["rows"][policy] for rank in ranks), strict=True))
+        found[policy] = {"seconds": statistics.median(seconds), "rows": statistics.median(busiest)}
         if policy != "place":
             ratios = [base / s for base, s in zip(plain, seconds, strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
@@ -144,11 +136,16 @@ def summary(ranks: list[dict[str, Any]], load: str) -> dict[str, dict[str, float
     return found
 
 
+SWEEP = Sweep(
+    axes=lambda args: {"load": LOADS}, rank=run_rank, timeout_s=1200,
+    cluster=lambda at: EmulatedCluster(NODES, 1, rate_bit_s=at.rate),
+    row=lambda at, ranks: {"policies": summary(ranks)})
+
+
 def times_of(policies: tuple[str, ...], args: argparse.Namespace) -> dict[str, Any]:
-    with EmulatedCluster(NODES, 1, rate_bit_s=args.rate) as cluster:
-        ranks = cluster.run(run_times, policies, args.rounds, timeout_s=60 + 30 * args.rounds)
+    cells = SWEEP.measure(argparse.Namespace(**vars(args), policies=policies))
     return {"rate": args.rate, "rounds": args.rounds,
-            "times": {load: summary(ranks, load) for load in LOADS}}
+            "times": {cell["load"]: cell["policies"] for cell in cells}}
 
 
 def measure_others(args: argparse.Namespace) -> dict[str, Any]:

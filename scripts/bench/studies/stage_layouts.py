@@ -7,7 +7,6 @@ The study takes about a minute.
 from __future__ import annotations
 
 import argparse
-import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from moe_plugin.comm.resharding import Resharding
 from moe_plugin.planner.resharding import CHUNKS, Hop, TensorLayout, relays, unique_slices
 from scripts.bench.report import page
 from scripts.bench.study import Option
-from scripts.bench.sweep import Ranks, Sweep, alternate, medians
+from scripts.bench.sweep import Ranks, Sweep, alternate, medians, timed
 from scripts.emulate import EmulatedCluster
 
 TITLE = "Activations between stages of unequal layout"
@@ -89,15 +88,12 @@ def measure_case(at: argparse.Namespace) -> dict[str, Any]:
     box = source.boxes.get(comm.rank)
     x = None if box is None else torch.randn([stop - start for start, stop in box])
 
-    def move(plan: Resharding) -> float:
-        comm.barrier()
-        start = time.monotonic()
+    def move(plan: Resharding) -> None:
         plan(x, torch.float32)
         comm.barrier()
-        return time.monotonic() - start
 
-    return {"seconds": alternate({
-        name: partial(move, Resharding(comm, source, target, nodes_of(case, once)))
+    return {"seconds": alternate({name: partial(timed, comm, partial(
+        move, Resharding(comm, source, target, nodes_of(case, once))))
         for name, once in WAYS.items()}, at.rounds)}
 
 

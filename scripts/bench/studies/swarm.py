@@ -31,7 +31,7 @@ from moe_plugin.training.resilience.swarm.journeys import Member, SwarmMembers
 from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.swarm_rebalance import rebalance, rebalancing_body
-from scripts.bench.toy import loss_of, through
+from scripts.bench.toy import Sleep, loss_of, through
 from scripts.emulate import EmulatedCluster
 from scripts.emulate.ranks import fork, stop
 
@@ -46,24 +46,6 @@ RATE, DELAY_S = 50e6, 5e-3  # bandwidth of a node's link in bit/s, and its delay
 # mean seconds for which a peer is present and absent, and number of peers that never leave
 LIFETIME_S, ABSENCE_S, STEADY = 60.0, 15.0, 3
 LOAD = 1 + BACKWARD  # cost of a micro-batch at each stage, in forward passes
-
-
-class Delay(torch.autograd.Function):
-    """An autograd function that returns its input after a delay, which represents the computation
-    time of a peer.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:  # noqa: D102
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: D102
-        # A backward pass repeats the forward pass, which has already waited once.
-        time.sleep(ctx.seconds * (BACKWARD - 1))
-        return grad, None
 
 
 class StagePart(nn.Module):
@@ -86,7 +68,8 @@ class StagePart(nn.Module):
         out = self.moe(self.norm(x))
         x = self.last(x + out.output)
         if self.seconds:
-            x = Delay.apply(x, self.seconds)
+            # a backward pass repeats the forward pass, which has already waited once
+            x = Sleep.apply(x, self.seconds, self.seconds * (BACKWARD - 1))
         return x, weighted_loss(out.losses, {"gshard": 0.01}) / BATCHES
 
 

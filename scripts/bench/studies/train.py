@@ -21,6 +21,7 @@ from moe_plugin.cli.figures import add_links, links_of, pyplot, refuse_links, sa
 from moe_plugin.planner.cluster import dump_cluster, load_cluster
 from moe_plugin.planner.units import parse_grid
 from scripts.bench.plots import OTHERS, OURS
+from scripts.bench.study import Option
 from scripts.bench.train import results, sides
 from scripts.bench.train import run as runs
 from scripts.emulate import EmulatedCluster
@@ -33,41 +34,36 @@ NATIVE = {"megatron": "Megatron-core's own layer",
           "fairseq": "the layer of fairseq's moe branch, as rewritten here"}
 
 
+OPTIONS = {
+    "host": Option("megatron", "the framework to train in. The native layer of fairseq is that of "
+                               "its moe branch, rewritten from the code of that branch",
+                   choices=tuple(results.HOSTS), required=True),
+    "shapes": Option("all", f"all, names separated by commas ({', '.join(sides.SHAPES)}), or width "
+                            "x inner width x experts x k x tokens, such as 128x128x8x2x4096. With "
+                            "fairseq, k is reduced to 2 and shapes with gated experts are left "
+                            "out"),
+    "evaluate": Option(False, "time forward passes of an evaluation instead of training steps, "
+                              "with and without our pieces by load"),
+    "emulate": Option("", "nodes x ranks per node of an emulated cluster, such as 2x2"),
+    "steps": Option(15, "number of timed steps of each model", quick=2, least=1),
+    "warm-up": Option(4, "number of untimed steps before the timed ones. A model whose tuners have "
+                         "not chosen by then gets more steps", quick=1, least=1),
+}
+
+
 def add_arguments(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--host", required=True, choices=("megatron", "fairseq"),
-                   help="the framework to train in. The native layer of fairseq is that of its moe "
-                        "branch, rewritten from the code of that branch")
-    p.add_argument("--shapes", default="all", metavar="LIST",
-                   help=f"all, names separated by commas ({', '.join(sides.SHAPES)}), or width x "
-                        "inner width x experts x k x tokens, such as 128x128x8x2x4096 (default: "
-                        "%(default)s). With fairseq, k is reduced to 2 and shapes with gated "
-                        "experts are left out")
-    p.add_argument("--evaluate", action="store_true",
-                   help="time forward passes of an evaluation instead of training steps, with and "
-                        "without our pieces by load")
-    p.add_argument("--emulate", metavar="NxP",
-                   help="nodes x ranks per node of an emulated cluster, such as 2x2")
     add_links(p)
     p.add_argument("--ranks", type=int, metavar="N",
                    help="number of processes on this machine, without --emulate (default: 2)")
-    p.add_argument("--steps", type=int, default=15,
-                   help="number of timed steps of each model (default: %(default)s)")
-    p.add_argument("--warm-up", type=int, default=4,
-                   help="number of untimed steps before the timed ones. A model whose tuners have "
-                        "not chosen by then gets more steps (default: %(default)s)")
 
 
 def check(args: argparse.Namespace) -> None:
-    if args.quick:
-        args.steps, args.warm_up = 2, 1
     if args.emulate and args.ranks is not None:
         raise ValueError(f"--emulate {args.emulate} and --ranks {args.ranks} both set the number "
                          "of ranks. Leave out --ranks")
     args.ranks = 2 if args.ranks is None else args.ranks
-    for name in ("steps", "warm_up", "ranks"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be >= 1. Use, "
-                             "for example, 4")
+    if args.ranks < 1:
+        raise ValueError(f"--ranks {args.ranks} must be >= 1. Use, for example, 4")
     if not args.emulate:
         refuse_links(args)
 
@@ -137,8 +133,8 @@ def draw(found: Sequence[dict[str, Any]], path: str) -> None:
 def _panel(axis: Any, report: results.TrainReport) -> None:
     native, ours = report.best("native"), report.side(sides.OURS)
     for side, name, color in ((native, NATIVE[report.host], OTHERS), (ours, "moe-plugin", OURS)):
-        seconds, losses = curve(side)
-        means, lows, highs = zip(*smoothed(losses), strict=True)
+        seconds = list(accumulate(side.seconds))  # since the start of the first timed step
+        means, lows, highs = zip(*smoothed(side.losses[-len(seconds):]), strict=True)
         axis.plot(seconds, means, color=color, label=name)
         axis.fill_between(seconds, lows, highs, color=color, alpha=0.2, linewidth=0)
     shape = report.shape
@@ -149,13 +145,6 @@ def _panel(axis: Any, report: results.TrainReport) -> None:
     low, high = axis.get_ylim()
     axis.set_ylim(low, high + 0.25 * (high - low))  # leaves space for the legend
     axis.legend(frameon=False, fontsize="small", loc="upper right")
-
-
-def curve(side: results.SideTimes) -> tuple[list[float], list[float]]:
-    """For each timed step, return its loss, and the time in seconds since the start of the first
-    timed step.
-    """
-    return list(accumulate(side.seconds)), list(side.losses[-len(side.seconds):])
 
 
 def smoothed(losses: Sequence[float]) -> list[tuple[float, float, float]]:

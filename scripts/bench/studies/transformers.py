@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -21,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moe_plugin.comm import LocalComm, TorchComm
 from moe_plugin.planner.units import parse_grid
 from moe_plugin.utils.machine import wait_for_device
 from scripts.bench.child import on_processes
 from scripts.bench.measure import versions
 from scripts.bench.report import columns, page
 from scripts.bench.study import Option
-from scripts.bench.sweep import medians
+from scripts.bench.sweep import alternate, medians, timed
 from scripts.emulate import EmulatedCluster
 
 TITLE = "Models of transformers, with their own experts and exchanges and with ours"
@@ -38,7 +38,6 @@ EXPERTS = (OURS, "grouped_mm", "batched_mm", "eager")
 EXCHANGES = {"fsdp_size": (OURS, TUNED, "all_to_all"),
              "tp_size": (OURS, TUNED, "all_to_all", "all_reduce")}
 VOCABULARY, LAYERS, HEADS = 1024, 2, 4
-SLOW = 5
 LONGEST_WARM_UP = 30  # number of steps in which a tuner can choose
 # by name: the class of the config, and its width, inner width, experts and experts per token
 SHAPES: dict[str, tuple[str, dict[str, int]]] = {
@@ -109,26 +108,16 @@ def data(sequences: int, length: int, part: int = 0) -> Tensor:
                          generator=torch.Generator().manual_seed(part))
 
 
-def timed(sides: dict[str, Callable[[], float]], steps: int) -> dict[str, Any]:
+def measured(sides: Mapping[str, Callable[[], float]], steps: int) -> dict[str, Any]:
     """Time the steps of all models, which alternate after every step. For each model, return the
-    step times in seconds and the last loss.
-
-    All ranks start a step at the same time. In a single process, a model is timed only once if it
-    takes more than `SLOW` times as long as ours.
+    step times in seconds and the last loss. All ranks start a step at the same time.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    losses = {}
-    for number in range(1 + steps):
-        for name, step in sides.items():
-            if number > 1 and seconds[name][0] > SLOW * seconds[OURS][0] and not (
-                    dist.is_initialized()):
-                continue
-            if dist.is_initialized():
-                dist.barrier()
-            start = time.perf_counter()
-            losses[name] = step()
-            if number:
-                seconds[name].append(time.perf_counter() - start)
+    comm, losses = TorchComm() if dist.is_initialized() else LocalComm(), dict[str, float]()
+
+    def one(name: str) -> None:
+        losses[name] = sides[name]()
+
+    seconds = alternate({name: partial(timed, comm, partial(one, name)) for name in sides}, steps)
     return {"seconds": seconds, "losses": losses}
 
 
@@ -149,7 +138,7 @@ def measure_one(args: argparse.Namespace, names: Sequence[str] = EXPERTS,
                 model = build(shape, experts_implementation=name).to(
                     getattr(torch, args.dtype))
             sides[name] = stepper(model, data(args.sequences, args.length).to(model.device))
-        found = timed(sides, args.steps)
+        found = measured(sides, args.steps)
         cells.append({"shape": shape, "losses": found["losses"], "seconds": medians([found])})
     return _with_sizes(cells, args, 1)
 
@@ -210,7 +199,7 @@ def _shape_on_rank(folder: Path, mesh: str, args: argparse.Namespace) -> dict[st
         sides[name] = stepper(model, tokens)
     for _ in range(LONGEST_WARM_UP):
         sides[TUNED]()
-    return timed(sides, args.steps)
+    return measured(sides, args.steps)
 
 
 def measure_ranks(grid: str, mesh: str, args: argparse.Namespace) -> dict[str, Any]:

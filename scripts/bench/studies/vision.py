@@ -14,7 +14,6 @@ import argparse
 import logging
 import statistics
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -140,20 +139,17 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     """Train both models, and return their accuracy and images per second, by model and seed."""
     found: dict[str, dict[str, list[float]]] = {
         name: {side: [] for side in SIDES} for name in ("accuracy", "images_per_s")}
-    place = images.folder_of_runs(args)
+    place = images.folder_of_images(args)
     sizes = images.CIFAR_OPTIONS if args.data == CIFAR else []
-
-    def run(side: str, seed: int) -> list[dict[str, Any]]:
-        return images.train_images(
+    sizes = [*sizes, *["--log-every", "1"] * args.quick]  # a short run has few steps
+    for seed in range(1, args.seeds + 1):  # both models at the same time, for equal conditions
+        logs = images.train_each(len(SIDES), {side: (
             place / f"{side} {seed}", "--data", str(place / "images"), "--epochs", str(args.epochs),
-            "--seed", str(seed), *sizes, *["--dense"] * (side == "dense"))
-
-    with ThreadPoolExecutor(len(SIDES)) as pool:
-        for seed in range(1, args.seeds + 1):
-            for side, log in zip(SIDES, pool.map(run, SIDES, [seed] * 2), strict=True):
-                found["accuracy"][side].append(log[-1]["accuracy"])
-                found["images_per_s"][side].append(statistics.median(
-                    r["tokens_per_s"] for r in log if "tokens_per_s" in r))
+            "--seed", str(seed), *sizes, *["--dense"] * (side == "dense")) for side in SIDES})
+        for side, log in logs.items():
+            found["accuracy"][side].append(log[-1]["accuracy"])
+            found["images_per_s"][side].append(statistics.median(
+                r["tokens_per_s"] for r in log if "tokens_per_s" in r))
     return {"epochs": args.epochs, "data": args.data, "images": args.images, **found}
 
 
@@ -183,13 +179,11 @@ def _part(found: dict[str, Any], part: str) -> list[str]:
 
 OPTIONS = {
     "rounds": Option(5, "number of timed rounds", quick=1),
-    "seeds": Option(3, "number of trainings per model", quick=1),
-    "epochs": Option(12, "number of epochs of a training run", quick=1),
     "presets": Option(("tiny", "swin_s"), "models to time", quick=("tiny",), choices=CLASSES),
     "batches": Option(BATCHES, "numbers of images per call", quick=(2,)),
-    **images.run_options("vision", EXAMPLE),
+    **images.image_options("vision", EXAMPLE),
 }
-check, merge = images.check_counts, images.merge
+merge = images.merge
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,10 +20,11 @@ from typing import Any
 
 import torch
 
+from moe_plugin.cli.corpus import build_corpus
 from moe_plugin.memory.tiers import DiskTier
 from moe_plugin.memory.weights.streamed import StreamedTrainer
-from moe_plugin.utils.regular_files import write_regular
-from scripts.bench.child import AnonymousPeak, call_limited
+from scripts.bench.child import AnonymousPeak, compare_limited
+from scripts.bench.quickstart import data_of
 from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.toy import batches, loss_of, makers, through
@@ -32,6 +32,7 @@ from scripts.bench.toy import batches, loss_of, makers, through
 TITLE = "Training a model three times as large as its memory"
 VOCABULARY, WIDTH, EXPERTS, MIB = 256, 512, 8, 2**20
 MODES = ("resident", "streamed", "streamed without overlap")
+CORPUS_BYTES = 100_000  # size of the text on which Megatron trains
 LIMIT_MIB = {"plain": 424, "megatron": 832}
 # options of Megatron's GPT model; each layer has 16 MiB of weights
 MEGATRON = ["--num-attention-heads", "8", "--num-experts", str(EXPERTS), "--moe-router-topk", "2",
@@ -94,8 +95,9 @@ def megatron_child(args: argparse.Namespace, mode: str, place: str) -> dict[str,
     began = time.process_time()
     with contextlib.redirect_stdout(sys.stderr):
         status = train([
-            *MEGATRON, "--data-path", str(scratch / "text"), "--num-layers", str(args.layers),
-            "--hidden-size", str(WIDTH), "--moe-ffn-hidden-size", str(args.hidden),
+            *MEGATRON, "--data-path", str(scratch / "megatron" / "train"), "--num-layers",
+            str(args.layers), "--hidden-size", str(WIDTH), "--moe-ffn-hidden-size",
+            str(args.hidden),
             "--seq-length", str(args.length), "--micro-batch-size", "2", "--global-batch-size",
             str(2 * args.micro_batches), "--train-iters", str(args.steps), "--moe-stats-interval",
             "1", "--log-file", str(folder / "log.jsonl"), "--moe-stats-jsonl",
@@ -116,15 +118,6 @@ def megatron_child(args: argparse.Namespace, mode: str, place: str) -> dict[str,
     return seen
 
 
-def write_text(scratch: Path) -> None:
-    words = "one two three four five six seven eight nine ten".split()
-    lines = (" ".join(words[(i * j + i) % 10] for j in range(1, 40)) for i in range(1, 600))
-    write_regular(scratch / "text.txt", "\n".join(lines))
-    subprocess.run([sys.executable, "-m", "moe_plugin.hosts.megatron.data", "--input",
-                    str(scratch / "text.txt"), "--output-prefix", str(scratch / "text")],
-                   check=True, stdout=subprocess.DEVNULL)
-
-
 CHILDREN = {"plain": child, "megatron": megatron_child}
 
 
@@ -136,30 +129,19 @@ def compare(part: str, args: argparse.Namespace) -> dict[str, Any]:
     modes = MODES if part == "plain" else MODES[:2]
     with tempfile.TemporaryDirectory(dir=args.scratch or Path.cwd()) as scratch:
         if part == "megatron":
-            write_text(Path(scratch))
-
-        def run(mode: str, most: int | None) -> dict[str, Any] | None:
-            return call_limited(most, CHILDREN[part], args, mode, scratch)
-
-        rows = [{"mode": modes[0], "limit": None, **run(modes[0], None)}]
-        if limit is not None and run(modes[0], limit) is not None:
-            raise ValueError("the resident model fits into the memory limit. Use a smaller "
-                             "--limit-mib")
-        for mode in modes[1:]:
-            seen = run(mode, limit)
-            if seen is None:
-                raise ValueError(f"{mode}: the process was killed under the memory limit. Use a "
-                                 "larger --limit-mib")
-            if seen["losses"] != rows[0]["losses"]:
-                raise RuntimeError(f"{mode}: the losses differ from those of the resident model")
-            rows.append({"mode": mode, "limit": limit, "throttle_mb_s": 0.0, **seen})
+            build_corpus(Path(scratch), size=CORPUS_BYTES)
+            data_of("megatron", Path(scratch))
+        rows = compare_limited(limit, modes, CHILDREN[part], args, scratch)
+    for row in rows:
+        if row["losses"] != rows[0]["losses"]:
+            raise RuntimeError(f"{row['mode']}: the losses differ from those of the resident model")
     sizes = ("layers", "hidden", "length", "micro_batches", "steps", "weights_mib")
     return {"limit": limit, "rows": rows, **{name: getattr(args, name) for name in sizes}}
 
 
 def cells(seen: dict[str, Any]) -> list[dict[str, Any]]:
     return [{
-        "stalled_s": None, **row, "disk": "full speed" if "throttle_mb_s" in row else "",
+        "stalled_s": None, **row, "disk": "" if row["mode"] == MODES[0] else "full speed",
         "limit": f"{row['limit'] / MIB:.0f}" if row["limit"] else "none",
         "copied": row["copied_bytes"] / seen["steps"] if "copied_bytes" in row else None}
         for row in seen["rows"]]

@@ -31,12 +31,15 @@ _FIXED = ("--task dummy_lm --dict-size 256 --arch transformer_lm --decoder-atten
           "--ddp-backend legacy_ddp --log-format none").split()
 
 
+def import_host() -> None:
+    from moe_plugin.hosts.fairseq import registered  # noqa: F401
+
+
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
           ours: Mapping[str, Settings], others: bool, evaluate: bool = False) -> list[Side]:
     """Build all models with the same weights. See `run.sides_of`."""
     logging.getLogger("fairseq").setLevel(logging.ERROR)
-    from moe_plugin.hosts.fairseq import registered  # noqa: F401
-
+    import_host()
     make = Models(shape, text, rank, ranks, evaluate)
     models = {(name, "ours"): make.model(shape.inner, [*make.experts, *flags_of(settings)])
               for name, settings in ours.items()}

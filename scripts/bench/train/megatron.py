@@ -16,11 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scripts.bench.peers.base import copy
+from scripts.bench.peers.megatron import load
 from scripts.bench.train import sides
 from scripts.bench.train.sides import Settings, Side, TrainShape
 
 DISPATCHERS = ("alltoall", "allgather")
 SEED, VOCABULARY = 1234, 384  # the vocabulary is that of bytes, padded as in Megatron
+
+
+def import_host() -> None:
+    from moe_plugin.hosts.megatron.compat import cpu
+
+    cpu.enable(force=True)
+    from moe_plugin.hosts.megatron import spec  # noqa: F401
 
 
 def build(shape: TrainShape, text: Tensor, rank: int, ranks: int,
@@ -89,23 +97,17 @@ def _is_native(module: nn.Module) -> bool:
 
 
 def _copy_experts(layer: Any, native: Any) -> None:
-    copy(native.router.weight, layer.router.weight_ED)
-    gate_LDF = getattr(layer.experts, "w_gate_LDF", None)
-    for number, module in enumerate(native.experts.local_experts):
-        halves = [w_LDF[number].t() for w_LDF in (gate_LDF, layer.experts.w_in_LDF)
-                  if w_LDF is not None]
-        copy(module.linear_fc1.weight, torch.cat(halves))
-        copy(module.linear_fc2.weight, layer.experts.w_out_LFD[number].t())
+    load(native, layer.router.weight_ED, getattr(layer.experts, "w_gate_LDF", None),
+         layer.experts.w_in_LDF, layer.experts.w_out_LFD)
 
 
 def start(ranks: int) -> None:
     """Prepare this process before the first model is built."""
     from megatron.core import parallel_state
 
-    from moe_plugin.hosts.megatron.compat import cpu
     from moe_plugin.hosts.megatron.compat.settings import mend_config_warning
 
-    cpu.enable(force=True)
+    import_host()
     mend_config_warning()
     if not parallel_state.model_parallel_is_initialized():  # an earlier shape may have done so
         parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)

@@ -10,16 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moe_plugin.planner.units import show_time
-from scripts.bench.report import (
-    columns,
-    document,
-    layout_in_words,
-    page,
-    versions_in_words,
-)
-from scripts.bench.train.sides import OURS, PIECES, SHAPES, TrainShape
-from scripts.bench.train.steps import SideTimes
+from scripts.bench.report import document, page, versions_in_words
+from scripts.bench.train.sides import OURS, PIECES, SHAPES, SideTimes, TrainShape
 
 LOSS_DIGIT = 1e-5  # losses in the file of numbers are rounded to this
 HOSTS = {"megatron": "Megatron-core", "fairseq": "fairseq"}
@@ -156,63 +148,35 @@ def newest(every: Sequence[TrainReport], evaluate: bool = False) -> list[TrainRe
             if one.version == mine[0].version]
 
 
-def summary_table(reports: Sequence[TrainReport]) -> str:
+def comparison(reports: Sequence[TrainReport], section: str = "training table") -> list[str]:
     """Return a table with one row per shape that compares our layer, the fastest native layer and
-    the dense model.
+    the dense model. The section "evaluation table" compares our layer with and without pieces.
     """
-    return columns(reports, {
-        "shape": "{0.shape.name}", "sizes": lambda r: r.shape.label(),
-        "host version": "{0.version}",
-        "ours": lambda r: _time(r.side(OURS)), "native": lambda r: _time(r.best("native")),
-        "native / ours": lambda r: f"{r.ratio()[0]:.2f}",
-        "ratio of minima": lambda r: f"{r.ratio()[1]:.2f}",
-        "slower than our best": lambda r: f"{100 * r.behind():.0f} %",
-        "dense": lambda r: _time(r.best("dense")),
-        "native / dense": lambda r: (
-            f"{median_ms(r.best('native')) / median_ms(r.best('dense')):.2f}"),
-        "optimizer's share, ours / native": lambda r: (
-            f"{_optimizer(r.side(OURS)):.0%} / {_optimizer(r.best('native')):.0%}"),
-        "loss gap": lambda r: _gap(r.loss_gap())})
+    rows = []
+    for one in reports:
+        sides = {"ours": one.side(OURS), "native": one.best("native"), "dense": one.best("dense")}
+        if one.evaluate:
+            sides["pieces"] = one.side(PIECES)
+        gap = one.loss_gap()
+        rows.append({
+            "report": one, "sizes": one.shape.label(), "behind": 100 * one.behind(),
+            "minima": one.ratio()[1], **{name: values(side) for name, side in sides.items()},
+            "gap": f"{gap:.0e}" if gap >= LOSS_DIGIT else f"< {LOSS_DIGIT:.0e}"})
+    return page(__name__, {}, section, rows=rows)
 
 
-def evaluation_table(reports: Sequence[TrainReport]) -> str:
-    """Return a table with one row per shape that compares our layer with pieces, our layer without
-    pieces, and the native layer.
-    """
-    return columns(reports, {
-        "shape": "{0.shape.name}", "sizes": lambda r: r.shape.label(),
-        "host version": "{0.version}", "native": lambda r: _time(r.best("native")),
-        **{head: lambda r, name=name: f"{_time(r.side(name))} ({spread(r.side(name)):.0%})"
-           for head, name in (("one piece (spread)", OURS), ("pieces (spread)", PIECES))},
-        "native / one piece": lambda r: f"{r.ratio()[0]:.2f}",
-        "native / pieces": lambda r: f"{r.ratio(PIECES)[0]:.2f}",
-        "one piece / pieces": lambda r: (
-            f"{median_ms(r.side(OURS)) / median_ms(r.side(PIECES)):.2f}"),
-        "layout with pieces": lambda r: layout_in_words(r.side(PIECES).layout),
-        "loss gap": lambda r: _gap(r.loss_gap())})
-
-
-def _time(side: SideTimes) -> str:
-    return show_time(median_ms(side) / 1e3)
-
-
-def _gap(loss: float) -> str:
-    return f"{loss:.0e}" if loss >= LOSS_DIGIT else f"< {LOSS_DIGIT:.0e}"
+def values(side: SideTimes) -> dict[str, Any]:
+    """Return the values of a model that the tables show. Times are in seconds."""
+    return {"name": side.name, "median": median_ms(side) / 1e3, "minimum": min(side.seconds),
+            "spread": spread(side), "optimizer": sum(side.optimizer_s) / sum(side.seconds),
+            "loss": side.losses[-1], "millions": side.parameters / 1e6, "layout": side.layout}
 
 
 def sides_table(report: TrainReport) -> str:
-    return columns(report.sides, {
-        "side": "{0.name}", "median": _time,
-        "minimum": lambda s: show_time(min(s.seconds)), "spread": lambda s: f"{spread(s):.0%}",
-        "tokens/s": lambda s: f"{report.shape.tokens / median_ms(s) * 1e3:,.0f}",
-        "optimizer's share": lambda s: f"{_optimizer(s):.0%}",
-        "last loss": lambda s: f"{s.losses[-1]:.3f}",
-        "million parameters per rank": lambda s: f"{s.parameters / 1e6:.2f}",
-        "layout": lambda s: layout_in_words(s.layout)})
-
-
-def _optimizer(side: SideTimes) -> float:
-    return sum(side.optimizer_s) / sum(side.seconds)
+    """Return a table with one row for each model of a report."""
+    return page(__name__, {}, "sides table", rows=[
+        {**one, "rate": report.shape.tokens / one["median"]} for one in map(values, report.sides)
+    ])[0]
 
 
 def main_parts(reports: Sequence[TrainReport]) -> list[str]:
@@ -224,17 +188,17 @@ def main_parts(reports: Sequence[TrainReport]) -> list[str]:
     for kind in dict.fromkeys(_kind(place) for _, place in trained):
         sections.append(f"## Training: {kind}")
         for mine in (mine for (_, place), mine in trained.items() if _kind(place) == kind):
-            sections += _host_parts(mine, summary_table(mine),
+            sections += _host_parts(mine, comparison(mine),
                                     "The times of every side of every shape are on [another page]"
                                     f"({_page_of(mine[0])}).")
     return page(
         __name__, {}, setup=_setup(reports), trained=sections,
         evaluated=[part for mine in evaluated.values()
-                   for part in _host_parts(mine, evaluation_table(mine), "")]
+                   for part in _host_parts(mine, comparison(mine, "evaluation table"), "")]
         or page(__name__, {}, "not yet"))
 
 
-def _host_parts(mine: Sequence[TrainReport], table: str, more: str) -> list[str]:
+def _host_parts(mine: Sequence[TrainReport], table: list[str], more: str) -> list[str]:
     loads = [value for r in mine for value in r.load]
     return page(__name__, {}, "place", host=HOSTS[mine[0].host], place=mine[0].place, table=table,
                 least=min(loads), most=max(loads), more=more)

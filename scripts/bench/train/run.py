@@ -1,30 +1,35 @@
 """Start ranks on this machine or on an emulated cluster, and measure training steps on these ranks.
+The models alternate after every step.
 """
 
 from __future__ import annotations
 
+import copy
+import importlib
 import os
 import statistics
+import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_plugin.comm import TorchComm
+from moe_plugin.comm import Comm, TorchComm
 from moe_plugin.planner.units import show_time
 from moe_plugin.utils.messages import tracked
 from scripts.bench.child import on_processes
 from scripts.bench.measure import versions
 from scripts.bench.train.results import TrainReport
-from scripts.bench.train.sides import Settings, Side, TrainShape, read_text
-from scripts.bench.train.steps import SideTimes, measure
+from scripts.bench.train.sides import Settings, Side, SideTimes, TrainShape, read_text
 from scripts.emulate import EmulatedCluster
 
 Load = tuple[float, float]  # the machine's load average before and after
 TIMEOUT_S = 900.0
+WARM_UP = 4
+LONGEST_WARM_UP = 60  # maximum number of steps in which tuners can choose
 
 
 @dataclass(frozen=True)
@@ -89,16 +94,12 @@ def sides_of(host: str, shape: TrainShape, text: Tensor, ours: Mapping[str, Sett
     # functions belongs to a layer.
     torch.compiler.set_stance("force_eager")
     comm = TorchComm()
-    return _builder(host)(shape, text, comm.rank, comm.size, ours, others, evaluate)
+    return _host(host).build(shape, text, comm.rank, comm.size, ours, others, evaluate)
 
 
-def _builder(host: str) -> Callable[..., list[Side]]:
+def _host(host: str) -> Any:
     # imported here, because each module imports its host
-    if host == "megatron":
-        from scripts.bench.train import megatron as module
-    else:
-        from scripts.bench.train import fairseq as module
-    return module.build
+    return importlib.import_module(f"scripts.bench.train.{host}")
 
 
 def on_this_machine(plans: Sequence[TrainPlan], ranks: int) -> list[TrainReport]:
@@ -153,18 +154,7 @@ def forked_hosts(hosts: Iterable[str]) -> None:
     again.
     """
     for host in hosts:
-        _builder(host)
-        _import_host(host)
-
-
-def _import_host(host: str) -> None:
-    if host == "megatron":
-        from moe_plugin.hosts.megatron.compat import cpu
-
-        cpu.enable(force=True)
-        from moe_plugin.hosts.megatron import spec  # noqa: F401
-    else:
-        from moe_plugin.hosts.fairseq import registered  # noqa: F401
+        _host(host).import_host()
 
 
 def _reports(plans: Sequence[TrainPlan], place: str, ranks: int,
@@ -172,3 +162,85 @@ def _reports(plans: Sequence[TrainPlan], place: str, ranks: int,
     known = {name: value for name, value in versions("cpu").items() if name != "triton"}
     return [TrainReport(plan.host, place, ranks, plan.shape, sides, load, known, plan.evaluate)
             for plan, (sides, load) in zip(plans, found, strict=True)]
+
+
+# -- timed steps
+
+
+def measure(sides: Sequence[Side], comm: Comm, steps: int,
+            warm_up: int = WARM_UP) -> list[SideTimes]:
+    """Time the training steps of all models on all ranks. The models alternate after each step.
+
+    Each model first runs `warm_up` untimed steps. If its tuners have not finished then, the model
+    runs more steps alone and restarts from its initial weights. Therefore all models have the same
+    weights, data and expert loads in the timed steps.
+    """
+    runs = [_Run(side, comm) for side in sides]
+    for run in runs:
+        run.warm_up(warm_up)
+    for _ in range(steps):
+        for run in runs:
+            run.timed()
+    return [run.times() for run in runs]
+
+
+class _Run:
+    def __init__(self, side: Side, comm: Comm) -> None:
+        self.side, self.comm, self.inside, self.begun = side, comm, 0.0, 0.0
+        self.seconds: list[float] = []
+        self.optimizer_s: list[float] = []
+        self.losses: list[float] = []
+        self.start = [([p.detach().clone() for g in optimizer.param_groups for p in g["params"]],
+                       copy.deepcopy(optimizer.state_dict())) for optimizer in side.optimizers]
+        self.weights = [p.detach().clone() for p in side.parameters]
+        for optimizer in side.optimizers:
+            optimizer.register_step_pre_hook(self._begin)
+            optimizer.register_step_post_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self.begun = time.perf_counter()
+
+    def _end(self, *_: Any) -> None:
+        self.inside += time.perf_counter() - self.begun
+
+    def warm_up(self, steps: int) -> None:
+        for _ in range(steps):
+            self._step()
+        while not self.side.settled() and len(self.losses) < LONGEST_WARM_UP:
+            self._step()
+        if len(self.losses) > steps:
+            self._restart()
+            for _ in range(steps):
+                self._step()
+        self.start.clear()
+        self.weights.clear()
+
+    def _restart(self) -> None:
+        for optimizer, (weights, state) in zip(self.side.optimizers, self.start, strict=True):
+            _copy((p for group in optimizer.param_groups for p in group["params"]), weights)
+            optimizer.load_state_dict(state)
+        _copy(self.side.parameters, self.weights)
+        self.losses.clear()
+
+    def timed(self) -> None:
+        self.comm.barrier()
+        begun, self.inside = time.perf_counter(), 0.0
+        self._step()
+        self.seconds.append(time.perf_counter() - begun)
+        self.optimizer_s.append(self.inside)
+
+    def _step(self) -> None:
+        self.losses.append(self.side.step(len(self.losses)))
+
+    def times(self) -> SideTimes:
+        side, agree = self.side, self.comm.agree_max
+        held = {id(p): p.numel() for o in side.optimizers for g in o.param_groups
+                for p in g["params"]}
+        return SideTimes(side.name, side.kind, agree(self.seconds), agree(self.optimizer_s),
+                         self.losses, sum(held.values()), side.layout())
+
+
+@torch.no_grad()
+def _copy(parameters: Iterable[Tensor], values: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)

@@ -129,20 +129,42 @@ class Side:
     reload: Callable[[], None] = lambda: None
 
 
+@dataclass(frozen=True)
+class SideTimes:
+    """The step times of one model, in seconds on the slowest rank.
+
+    Attributes:
+        kind: "ours", "native" or "dense".
+        seconds: time of each timed step.
+        optimizer_s: time spent in the optimizer during each timed step.
+        losses: losses of all steps, including the steps of the last warm-up. The losses of two
+            models can be compared step by step, because all models start with the same weights and
+            use the same data.
+        parameters: number of parameters per rank.
+    """
+
+    name: str
+    kind: str
+    seconds: list[float]
+    optimizer_s: list[float]
+    losses: list[float]
+    parameters: int
+    layout: str
+
+
 def tuners_settled(layers: Sequence[MoELayer]) -> Callable[[], bool]:
     """Return a function that returns whether the tuners of all layers have finished their trials.
     The returned value is the same on all ranks.
     """
-    return lambda: not any(_exploring(layer) for layer in layers)
+    def exploring(layer: MoELayer) -> bool:
+        routed = layer.routed_experts
+        if routed.tuner is not None and routed.tuner.exploring:
+            return True
+        exchanges = layer.comm.size > 1 and routed.current.r > 0
+        return exchanges and routed.current.algorithm == "auto" and ExchangeTuner.of(
+            layer.comm).exploring
 
-
-def _exploring(layer: MoELayer) -> bool:
-    routed = layer.routed_experts
-    if routed.tuner is not None and routed.tuner.exploring:
-        return True
-    exchanges = layer.comm.size > 1 and routed.current.r > 0
-    return exchanges and routed.current.algorithm == "auto" and ExchangeTuner.of(
-        layer.comm).exploring
+    return lambda: not any(map(exploring, layers))
 
 
 def take_choices(layer: MoELayer, choose: Chooser) -> None:

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from scripts.audit.cases import SCENARIOS, Case, Question
+from scripts.audit.command import lines
 from scripts.audit.contract import HeldPart, places
 from scripts.audit.explain import merged, stopped
 from scripts.audit.mixtral import MIXTRAL
 from scripts.audit.reference import TINY
-from scripts.audit.report import lines
 from scripts.audit.run import Audit
 from scripts.audit.world import RankStep
 from tests.scripts.audit.made import CASES, Fault, alone

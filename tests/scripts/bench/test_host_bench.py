@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moe_plugin.cli.main import main, parse
-from scripts.bench.studies import host
+from scripts.bench.studies import STUDIES, host
 from scripts.bench.studies.host import TINY, measure_rank
 from tests.distributed import run_gloo
 
@@ -67,7 +67,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, one_rank: dict
 
 
 def test_defaults_are_the_tiny_problem() -> None:
-    args = parse(["bench", "host"])
+    args = STUDIES["host"].fill(parse(["bench", "host"]))
     assert (args.tokens, args.model_dim, args.hidden_dim, args.experts, args.top_k, args.threads) \
         == (TINY.tokens, TINY.model_dim, TINY.hidden_dim, TINY.experts, TINY.top_k, 1)
 

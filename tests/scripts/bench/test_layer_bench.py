@@ -126,8 +126,8 @@ def test_kernels() -> None:
 
 
 def test_least_work() -> None:
-    assert SMALL.flops == 3 * 2 * (64 * 2) * 16 * 24 * 2
-    assert SMALL.bytes == 4 * (3 * 4 * 16 * 24 * 2 + 5 * 64 * 16)
+    assert SMALL.work() == (3 * 2 * (64 * 2) * 16 * 24 * 2,
+                            4 * (3 * 4 * 16 * 24 * 2 + 5 * 64 * 16))
     data = layer.make_data(SMALL)
     assert sum(layer.loads(SMALL,
                            data)) == 128 and not torch.equal(data.x_TD, torch.zeros_like(data.x_TD))

@@ -66,7 +66,7 @@ def test_a_rate_that_was_lucky_once_is_not_taken() -> None:
 def test_sides_differ_in_experts_and_inner_width_alone(host: str) -> None:
     s = {**settings(20), **quality.SIZES}
     moe, active, total = (
-        quality.command_of(host, side, s, Path("data"), Path("run"))
+        quality.side_command(host, side, s, Path("data"), Path("run"))
         for side in quality.INNER)
     inner = "--decoder-ffn-embed-dim" if host == "fairseq" else "--ffn-hidden-size"
     assert [side[side.index(inner) + 1] for side in (moe, active, total)] == ["128", "256", "1024"]
@@ -77,9 +77,9 @@ def test_sides_differ_in_experts_and_inner_width_alone(host: str) -> None:
 
 
 def test_flops_and_parameters_are_equal_where_the_page_says_so() -> None:
-    routers = {"flops": 2 * 2 * 64 * 8, "parameters": 2 * 64 * 8}  # layers, width, experts
-    assert quality.text_flops("moe") - quality.text_flops("active") == routers["flops"]
-    assert quality.text_parameters("moe") - quality.text_parameters("total") == routers[
-        "parameters"]
+    sizes = {side: quality.text_sizes(side) for side in quality.INNER}
+    router = 2 * 64 * 8  # layers, width, experts
+    assert sizes["moe"][0] - sizes["active"][0] == 2 * router
+    assert sizes["moe"][1] - sizes["total"][1] == router
     # six experts that a token does not visit
-    assert quality.text_flops("total") - quality.text_flops("active") == 2 * 2 * 2 * 64 * 128 * 6
+    assert sizes["total"][0] - sizes["active"][0] == 2 * 2 * 2 * 64 * 128 * 6

@@ -26,6 +26,9 @@ def test_sides_alternate_and_the_first_rounds_are_left_out() -> None:
     found = alternate({name: side(name) for name in "ab"}, rounds=2, warm_up=1)
     assert order == ["a", "b"] * 3
     assert found == {"a": [3, 5], "b": [4, 6]}
+    order.clear()
+    alternate({name: side(name) for name in "abc"}, rounds=3, warm_up=0, rotate=True)
+    assert "".join(order) == "abcbcacab"
 
 
 def test_times_are_those_of_the_slowest_rank_in_each_round() -> None:
@@ -45,8 +48,9 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.rate = 0.0
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
-        self.timeouts.append(timeout_s)
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float,
+            group_timeout_s: float) -> list[Any]:
+        self.timeouts += [timeout_s, group_timeout_s]
         assert self.rate > 0
         return [function(*args) for _ in range(2)]
 
@@ -57,12 +61,13 @@ def test_every_combination_of_the_axes_is_a_cell_with_the_options_of_the_study()
         axes=lambda args: {"width": args.widths, "k": (1, 2)},
         cluster=lambda at: Cluster(at.rate, timeouts),
         rank=lambda at: {"seconds": {"a": [at.width * at.k / at.rate]}},
-        row=lambda at, ranks: {"seconds": medians(ranks), "ranks": len(ranks)}, timeout_s=7.0)
+        row=lambda at, ranks: {"seconds": medians(ranks), "ranks": len(ranks)}, timeout_s=7.0,
+        group_timeout_s=3.0)
     # an axis may have the name of an option, whose value it then replaces
     found = swept.measure(Namespace(widths=[8, 16], width=None, rate=2.0))
     assert found == [{"width": w, "k": k, "seconds": {"a": w * k / 2.0}, "ranks": 2}
                      for w in (8, 16) for k in (1, 2)]
-    assert timeouts == [7.0] * 4
+    assert timeouts == [7.0, 3.0] * 4
 
 
 def test_a_clean_step_leaves_no_gradients_to_the_next_side() -> None:

@@ -22,24 +22,25 @@ from scripts.bench.study import ROOT, read_numbers
 from scripts.bench.train.results import (
     PACKAGE,
     TrainReport,
+    comparison,
     merged,
     newest,
     reports,
     side_pages,
     sides_table,
     spread,
-    summary_table,
 )
+from scripts.bench.train.run import measure
 from scripts.bench.train.sides import (
     PIECES,
     SHAPES,
     Side,
+    SideTimes,
     TrainShape,
     batch,
     for_host,
     parse_shapes,
 )
-from scripts.bench.train.steps import SideTimes, measure
 
 TINY = "16x16x4x2x256"
 COMMAND = f"bench train --shapes {TINY} --steps 2 --warm-up 1"
@@ -83,7 +84,7 @@ def test_tables_are_made_from_the_json_alone() -> None:
     made = [report(), report(place="2x2 emulated nodes"), report("fairseq")]
     again = reports(json.loads(json.dumps([one.as_dict() for one in made])))
     assert again == [TrainReport.from_dict(one.as_dict()) for one in made]
-    row = summary_table(again[:1]).splitlines()[-1]
+    row = comparison(again[:1])[0].splitlines()[-1]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells == ["few", SHAPES["few"].label(), "1.0", "11.5 ms", "23 ms", "2.00",
                      "1.90", "15 %", "5 ms", "4.60", "25% / 25%", "1e-04"]
@@ -208,7 +209,7 @@ def test_sides_train_in_turn_on_equal_data_and_settle_before_they_count() -> Non
 
 def test_bad_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "train", "--host", "megatron", "--steps", "0"]) == 2
-    assert "--steps 0 must be >= 1" in capsys.readouterr().err
+    assert "--steps 0 is out of bounds: must be >= 1" in capsys.readouterr().err
 
 
 def learned_alike(folder: Path, host: str, native: set[str]) -> None:

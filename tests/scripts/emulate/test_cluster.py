@@ -21,7 +21,7 @@ import torch.distributed as dist
 from moe_plugin.comm import TorchComm
 from moe_plugin.planner.forest.network import Network
 from scripts.emulate import EmulatedCluster, networks, why_not
-from scripts.emulate.build import build_switch
+from scripts.emulate.namespaces import build_switch
 
 pytestmark = pytest.mark.distributed
 Make = Callable[..., EmulatedCluster]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_plugin import MoELayer, TorchComm
 from moe_plugin.config import from_dict
-from scripts.bench.studies.once import IdentityExpert
+from scripts.bench.toy import SleepingExpert
 from scripts.emulate import EmulatedCluster
 from tests.dispatch.fixed_routing import Fixed, drawn
 
@@ -29,7 +29,7 @@ def _call(send: str, calls: int) -> None:
     layer = MoELayer(from_dict({
         "model_dim": WIDTH, "num_experts": EXPERTS, "losses": {}, "router": {"top_k": K},
         "parallel": {"mode": "fixed", "r": 1}, "comm": {"all_to_all": "linear"},
-        "dispatch": {"send": send}}), comm, router=router, experts=lambda index: IdentityExpert())
+        "dispatch": {"send": send}}), comm, router=router, experts=lambda index: SleepingExpert())
     for _ in range(calls):
         layer(torch.randn(TOKENS, WIDTH, requires_grad=True)).output.sum().backward()
 
