@@ -29,16 +29,18 @@ class Resharding:
         source: layout of the tensors before the move.
         target: layout of the tensors after the move.
         nodes: optional. The node index of each rank. Defaults to the nodes of the group's topology.
+        searched: False to send the largest slices first, without searching for a faster order.
     Raises:
         ValueError: If the layouts are incompatible; see `planner.resharding.unique_slices`.
     """
 
     def __init__(self, comm: Comm, source: TensorLayout, target: TensorLayout,
-                 nodes: Sequence[int] | None = None) -> None:
+                 nodes: Sequence[int] | None = None, searched: bool = True) -> None:
         self.comm = comm.with_tag(comm.state.next_tag(DEPTHS))
         self.source, self.target = source.boxes.get(comm.rank), target.boxes.get(comm.rank)
         self.slices = unique_slices(source, target)
-        hops = relays(self.slices, comm.prepare().node_of if nodes is None else nodes)
+        hops = relays(self.slices, comm.prepare().node_of if nodes is None else nodes,
+                      searched=searched)
         self.rounds = 1 + max((hop.depth for hop in hops), default=0)
         self.sent = [hop for hop in hops if hop.sender == comm.rank]
         self.received = [hop for hop in hops if hop.receiver == comm.rank]

@@ -189,7 +189,8 @@ class Hop:
     chunk: int = 0
 
 
-def relays(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS) -> list[Hop]:
+def relays(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS, *,
+           searched: bool = True) -> list[Hop]:
     """Return the hops that send every element of every slice exactly once to each receiver.
 
     All devices compute the same list of hops. Two plans are compared, and the one that is faster
@@ -200,16 +201,17 @@ def relays(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS) 
 
     Args:
         nodes: for each device, the index of its node.
-        chunks: number of chunks into which the data is split if several nodes receive it."""
+        chunks: number of chunks into which the data is split if several nodes receive it.
+        searched: False to return the first plan without computing the second one."""
     largest = sorted(range(len(slices)), key=lambda i: (-slices[i].elements, i))
     plain = _in_order(slices, nodes, chunks, [(i, None) for i in largest])
-    order = best_order(slices, nodes, chunks).steps
+    order = best_order(slices, nodes, chunks).steps if searched else ()
     if not order:
         return plain
-    searched = {index for index, _ in order}
-    rest = [(i, None) for i in largest if i not in searched]
-    searched_hops = _in_order(slices, nodes, chunks, [*order, *rest])
-    return min(plain, searched_hops, key=lambda hops: hops_s(hops, nodes))
+    ordered = {index for index, _ in order}
+    rest = [(i, None) for i in largest if i not in ordered]
+    found = _in_order(slices, nodes, chunks, [*order, *rest])
+    return min(plain, found, key=lambda hops: hops_s(hops, nodes))
 
 
 def _in_order(slices: Sequence[Slice], nodes: Sequence[int], chunks: int,

@@ -16,7 +16,7 @@ import torch
 
 from moe_plugin.comm import TorchComm
 from moe_plugin.comm.resharding import Resharding
-from moe_plugin.planner.resharding import CHUNKS, Hop, TensorLayout, relays, unique_slices
+from moe_plugin.planner.resharding import Hop, TensorLayout, hops_s, relays, unique_slices
 from scripts.bench.report import page
 from scripts.bench.study import Option
 from scripts.bench.sweep import Ranks, Sweep, alternate, medians, timed
@@ -25,21 +25,26 @@ from scripts.emulate import EmulatedCluster
 TITLE = "Activations between stages of unequal layout"
 PER_NODE = 2
 SHAPE = (512, 4, 512)  # [sequence, batch, width] in float32, which is 4 MiB
-# numbers of nodes of the sending and of the receiving stage, (data, tensor) sizes of both
-CASES = {"tp=2 to tp=1": (1, 1, (1, 2), (2, 1)), "tp=1 to tp=2": (1, 1, (2, 1), (1, 2)),
-         "tp=2 to tp=2": (1, 1, (1, 2), (1, 2)),
-         "tp=2 to tp=4 on two nodes": (1, 2, (1, 2), (1, 4)),
-         "tp=1 to tp=4 on two nodes": (1, 2, (2, 1), (1, 4))}
+# numbers of nodes of the sending and of the receiving stage, (data, tensor) sizes of both, and
+# whether the tensor-parallel ranks share the sequence instead of having copies
+CASES = {"tp=2 to tp=1": (1, 1, (1, 2), (2, 1), False),
+         "tp=1 to tp=2": (1, 1, (2, 1), (1, 2), False),
+         "tp=2 to tp=2": (1, 1, (1, 2), (1, 2), False),
+         "tp=2 to tp=4 on two nodes": (1, 2, (1, 2), (1, 4), False),
+         "tp=1 to tp=4 on two nodes": (1, 2, (2, 1), (1, 4), False),
+         "tp=2 to tp=4, two nodes each, sequence-parallel": (2, 2, (2, 2), (1, 4), True),
+         "tp=4 to tp=1, two nodes each, sequence-parallel": (2, 2, (1, 4), (4, 1), True)}
 
-WAYS = {"each": False, "once": True}  # by name: whether data are sent to a node once
+# by name: whether data are sent to a node once, and whether the order of the slices is searched
+WAYS = {"each": (False, False), "largest": (True, False), "once": (True, True)}
 
 
 def layouts(case: Sequence[Any]) -> tuple[TensorLayout, TensorLayout]:
     """Return the layouts of the activations on both stages. With tensor parallelism, every rank of
-    a stage has a copy of the activations.
+    a stage has a copy of the activations, or a part of the sequence.
     """
-    first, second, before, after = case
-    spec: list[list[str]] = [[], ["data"], []]
+    first, second, before, after, shares = case
+    spec: list[list[str]] = [["tensor"] if shares else [], ["data"], []]
 
     def at(ranks: range, sizes: tuple[int, int]) -> TensorLayout:
         return TensorLayout.on_mesh(SHAPE, dict(zip(("data", "tensor"), sizes, strict=True)), spec,
@@ -57,13 +62,17 @@ def nodes_of(case: Sequence[Any], once: bool) -> list[int]:
     return [rank // PER_NODE if once else 0 for rank in range(ranks)]
 
 
-def moved(case: Sequence[Any], once: bool) -> tuple[int, int]:
+def hops_of(case: Sequence[Any], once: bool, searched: bool) -> list[Hop]:
+    """Return the messages of a transfer; see `planner.resharding.relays`."""
+    return relays(unique_slices(*layouts(case)), nodes_of(case, once), searched=searched)
+
+
+def moved(case: Sequence[Any], once: bool, searched: bool) -> tuple[int, int]:
     """Return the total number of bytes sent between nodes, and the number of bytes sent over the
     busiest link in one direction.
     """
-    hops: list[Hop] = relays(unique_slices(*layouts(case)), nodes_of(case, once))
     load: Counter[tuple[str, int]] = Counter()
-    for hop in hops:
+    for hop in hops_of(case, once, searched):
         ends = hop.sender // PER_NODE, hop.receiver // PER_NODE
         if ends[0] != ends[1]:
             for key in (("out", ends[0]), ("in", ends[1])):
@@ -71,18 +80,16 @@ def moved(case: Sequence[Any], once: bool) -> tuple[int, int]:
     return sum(size for (way, _), size in load.items() if way == "out"), max(load.values())
 
 
-def predicted_s(case: Sequence[Any], once: bool, bytes_per_s: float) -> float:
-    """Predict the duration of a transfer in seconds, from the bytes on the busiest link and the
-    additional hops of the first chunk.
+def predicted_s(case: Sequence[Any], once: bool, searched: bool, bytes_per_s: float) -> float:
+    """Predict the duration of a transfer in seconds by simulating its messages between nodes. Every
+    node sends one message and receives one message at a time.
     """
-    chained = once and case[1] > 1
-    return moved(case, once)[1] / bytes_per_s * (1 + (case[1] - 1) / CHUNKS if chained else 1)
+    nodes = [rank // PER_NODE for rank in range((case[0] + case[1]) * PER_NODE)]
+    return 4 * hops_s(hops_of(case, once, searched), nodes) / bytes_per_s
 
 
 def measure_case(at: argparse.Namespace) -> dict[str, Any]:
-    """On each rank, measure a transfer with separate messages, and a transfer that sends each slice
-    to a node only once. The two methods alternate.
-    """
+    """On each rank, measure the transfers of all `WAYS`, which alternate."""
     comm, case = TorchComm(), CASES[at.case]
     source, target = layouts(case)
     box = source.boxes.get(comm.rank)
@@ -93,15 +100,15 @@ def measure_case(at: argparse.Namespace) -> dict[str, Any]:
         comm.barrier()
 
     return {"seconds": alternate({name: partial(timed, comm, partial(
-        move, Resharding(comm, source, target, nodes_of(case, once))))
-        for name, once in WAYS.items()}, at.rounds)}
+        move, Resharding(comm, source, target, nodes_of(case, once), searched)))
+        for name, (once, searched) in WAYS.items()}, at.rounds)}
 
 
 def row(at: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     measured = medians(ranks[:1])  # ends with a barrier, so all ranks need the same time
     return {f"{name}_s": measured[name] for name in WAYS} | {
-        f"{name}_predicted_s": predicted_s(CASES[at.case], once, at.rate * 1e6 / 8)
-        for name, once in WAYS.items()}
+        f"{name}_predicted_s": predicted_s(CASES[at.case], *way, at.rate * 1e6 / 8)
+        for name, way in WAYS.items()}
 
 
 SWEEP = Sweep(
@@ -112,7 +119,7 @@ SWEEP = Sweep(
 
 def body(found: dict[str, Any]) -> list[str]:
     return page(__name__, found, cases=[{**row, "moved": " / ".join(
-        f"{moved(CASES[row['case']], once)[0] / 2**20:g}" for once in WAYS.values())}
+        f"{moved(CASES[row['case']], *WAYS[name])[0] / 2**20:g}" for name in ("each", "once"))}
         for row in found["rows"]])
 
 
