@@ -131,7 +131,7 @@ def simulate_all_to_all_options(p: argparse.ArgumentParser) -> None:
 
 def simulate_all_to_all(args: argparse.Namespace) -> int:
     """Predict the times of all-to-all algorithms and print them."""
-    from moe_plugin.cli.planning.explain import plot_model, predicted_parts
+    from moe_plugin.cli.planning.answer import plot_model, predicted_parts
     from moe_plugin.planner import load_cluster, predict_table
     from moe_plugin.planner.units import parse_counts, parse_size
 

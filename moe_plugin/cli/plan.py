@@ -157,8 +157,7 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
 
 def _hardware(args: argparse.Namespace) -> tuple[Any, Any]:
     """Return the cluster and the device that the options name."""
-    from moe_plugin.planner.cluster import load_cluster
-    from moe_plugin.planner.named_hardware import cluster_of, device_of
+    from moe_plugin.planner.cluster import cluster_of, device_of, load_cluster
 
     if args.gpus is None:
         if args.network is not None:
@@ -195,9 +194,15 @@ def _check_sizes(args: argparse.Namespace) -> None:
 def _plan_sizes(args: argparse.Namespace) -> None:
     """Plan the parallel sizes, the layout of the experts and the all-to-all algorithm."""
     from moe_plugin.cli.measure.model_files import read_source
-    from moe_plugin.cli.planning.answer import answer, found_plans, launch_lines
-    from moe_plugin.cli.planning.command_flags import TRANSFORMERS, YAML
-    from moe_plugin.cli.planning.explain import breakdown, explain, predicted
+    from moe_plugin.cli.planning.answer import (
+        answer,
+        breakdown,
+        explain,
+        found_plans,
+        launch_lines,
+        predicted,
+    )
+    from moe_plugin.cli.planning.launch import TRANSFORMERS, YAML
     from moe_plugin.planner.model_search import Space
 
     _check_sizes(args)
@@ -254,7 +259,7 @@ def write_plan(args: argparse.Namespace, folder: Path, model: Any, best: Any, cl
         activations: the policy that keeps, recomputes or swaps the activations of each layer. See
             `PlanCost`.
     """
-    from moe_plugin.cli.planning.explain import predicted
+    from moe_plugin.cli.planning.answer import predicted
     from moe_plugin.cli.planning.launch import launch_script, launch_text, launch_words, plan_yaml
     from moe_plugin.planner.plan_cost import needs_send
 

@@ -219,7 +219,7 @@ def _write(args: argparse.Namespace, model: ModelShape, plans: list[PlanCost], c
     """Write the fastest plan, and print the plans with their predicted step times."""
     import torch
 
-    from moe_plugin.cli.planning.explain import breakdown, plan_lines, predicted
+    from moe_plugin.cli.planning.answer import breakdown, plan_lines, predicted
 
     plans = sorted(plans, key=lambda cost: (cost.seconds, cost.plan))[: args.top]
     best = plans[0]

@@ -58,8 +58,8 @@ def plan_memory(args: argparse.Namespace) -> None:
 
 def _experts(args: argparse.Namespace, limit: int) -> Any:
     """Choose where experts are stored during text generation."""
+    from moe_plugin.planner.cluster import device_of
     from moe_plugin.planner.model import load_model
-    from moe_plugin.planner.named_hardware import device_of
     from moe_plugin.planner.offload import pregate
     from moe_plugin.planner.units import parse_size
 

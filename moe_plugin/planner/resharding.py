@@ -202,14 +202,14 @@ def relays(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS, 
     Args:
         nodes: for each device, the index of its node.
         chunks: number of chunks into which the data is split if several nodes receive it.
-        searched: False to return the first plan without computing the second one."""
+        searched: False to return the first plan without computing the second one.
+    """
     largest = sorted(range(len(slices)), key=lambda i: (-slices[i].elements, i))
     plain = _in_order(slices, nodes, chunks, [(i, None) for i in largest])
     order = best_order(slices, nodes, chunks).steps if searched else ()
     if not order:
         return plain
-    ordered = {index for index, _ in order}
-    rest = [(i, None) for i in largest if i not in ordered]
+    rest = [(i, None) for i in largest if i not in dict(order)]
     found = _in_order(slices, nodes, chunks, [*order, *rest])
     return min(plain, found, key=lambda hops: hops_s(hops, nodes))
 
@@ -241,9 +241,6 @@ def hops_s(hops: Sequence[Hop], nodes: Sequence[int]) -> float:
                               also=(f"in {ends[1]}",)))
         last[hop.slice, hop.part, hop.receiver] = name
     return simulate(tasks).seconds
-
-
-# Order of slices.
 
 
 @dataclass(frozen=True)

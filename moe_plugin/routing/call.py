@@ -349,20 +349,24 @@ class RoutingCall:
         return self.ids_TK
 
     def balanced_load_KE(self) -> Tensor:
-        """Return `own_load_KE` of the choices that losses count, int64 [K, E]."""
+        """Return the loads of the choices that losses count, int64 [K, E]. Unless `balances_best`
+        is true, they are `own_load_KE`.
+        """
         if self.balances_best:
             return expert_load(self.balanced_ids_TK(), self.experts, self.mask_T, per_choice=True)
         return self.own_load_KE
 
     def load_E(self) -> Tensor:
         """How often the group's tokens chose each expert, [E] in the dtype of the scores."""
-        return self.total(self.balanced_load_KE().sum(0).to(self.logits_TE.dtype))
+        load_KE = self.balanced_load_KE() if self.balances_best else self.own_load_KE
+        return self.total(load_KE.sum(0).to(self.logits_TE.dtype))
 
     def first_load_E(self) -> Tensor:
         """For each expert, return how often it is the first choice of a token of the group, [E] in
         the dtype of the scores.
         """
-        return self.total(self.balanced_load_KE()[0].to(self.logits_TE.dtype))
+        load_KE = self.balanced_load_KE() if self.balances_best else self.own_load_KE
+        return self.total(load_KE[0].to(self.logits_TE.dtype))
 
     def real(self, values: Tensor) -> Tensor:
         """Return values [T] or [T, n], with the values of padding tokens set to 0."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import moe_plugin.hosts.transformers  # noqa: F401  registers the implementation of experts
-from moe_plugin.cli.measure.alive_bytes import AliveBytes
+from moe_plugin.cli.measure.traced_layers import AliveBytes
 from moe_plugin.cli.measure.traced_transformers import build, model_bytes, traced_model
 from moe_plugin.planner.choice import LayoutChoice
 from moe_plugin.planner.cluster import Cluster, Device

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from moe_plugin.cli.main import main
-from moe_plugin.cli.planning.explain import explain, head_room
+from moe_plugin.cli.planning.answer import explain, head_room
 from moe_plugin.cli.planning.launch import host_flags, plan_yaml
 from moe_plugin.config import both_from_yaml, from_dict
 from moe_plugin.planner.choice import LayoutChoice, divisors, legal_choices

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.cli.planning.command_flags import (
+from moe_plugin.cli.planning.launch import (
     FAIRSEQ,
     MEGATRON,
     TRANSFORMERS,

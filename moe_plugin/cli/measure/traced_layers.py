@@ -9,7 +9,8 @@ fused, so that no scores are saved. A number that is read from a tensor is 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-
-from moe_plugin.cli.measure.alive_bytes import AliveBytes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 OUTSIDE = -1  # index of the embedding, the output head and the loss among the layers
 
@@ -85,6 +85,50 @@ class FusedAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         q, k, v, *_ = ctx.saved_tensors
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class AliveBytes(TorchDispatchMode):
+    """A dispatch mode that counts the bytes of all storages created by operators while the mode is
+    active.
+
+    Attributes:
+        now: current number of bytes.
+        peak: largest number of bytes so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        """Count the storages of the tensors that an operator returns."""
+        result = self.compute(func, args, kwargs or {})
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, Tensor):
+                self._add(x.untyped_storage())
+        return result
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator. Subclasses can replace the results of operators."""
+        return func(*args, **kwargs)
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Exclude the given tensors, which exist throughout the measurement."""
+        self._seen |= {x.untyped_storage()._cdata for x in tensors}
+
+    def _add(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._seen:
+            self._seen.add(key)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._gone, key, storage.nbytes())
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self.now -= nbytes
 
 
 class _MetaOperators(AliveBytes):

@@ -42,7 +42,7 @@ from moe_plugin.checkpoint.source import (
 )
 from moe_plugin.comm import Comm
 from moe_plugin.experts import Experts
-from moe_plugin.hosts.plain.adapters.frozen import freeze_experts
+from moe_plugin.hosts.plain.adapters.add import freeze_experts
 from moe_plugin.hosts.plain.huggingface import swap_moe_blocks, swapped_blocks
 from moe_plugin.hosts.plain.restored import block_of
 from moe_plugin.kernels.frozen import FROZEN_FORMATS, PARTS, as_bytes

@@ -7,16 +7,19 @@ exchange tokens between ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.comm import Comm, LocalComm, TorchComm
 from moe_plugin.comm.functional import gather
 from moe_plugin.comm.group import UNEQUAL_TEXTS, CommError
+from moe_plugin.comm.host_collectives import refused_together
 from moe_plugin.comm.placement import Placement
 from moe_plugin.config import MoEConfig, from_dict, with_overrides
 from moe_plugin.config.options import aliases, canonical
@@ -29,6 +32,7 @@ from moe_plugin.hosts.transformers.compat import (
     ALL_EXPERTS_FUNCTIONS,
     EPImplementation,
     EPImplementationInterface,
+    TrainerCallback,
     holds_a_part,
     implementation_of,
 )
@@ -39,6 +43,7 @@ from moe_plugin.hosts.transformers.experts import (
     stacks_read_once,
 )
 from moe_plugin.routed_experts import RoutedExperts, check_routed
+from moe_plugin.utils.folder_lock import FolderLock, hold_folder
 from moe_plugin.utils.messages import short
 
 NAME = "moe_plugin"
@@ -268,3 +273,34 @@ def _routed(module: Any, settings: Mapping[str, Any], comm: Comm, experts: int,
     return RoutedExperts.of_model(
         config, comm, make, dtype=first.dtype,
         agreed={"class of the experts": type(module).__qualname__})
+
+
+class FolderOfOneRun(TrainerCallback):
+    """A callback that lets only one training run at a time use `output_dir`.
+
+    See `moe_plugin.utils.folder_lock`.
+
+    Args:
+        take_over: True to use the folder even if another run seems to be using it.
+    """
+
+    def __init__(self, take_over: bool = False) -> None:
+        self._take_over = take_over
+        self._lock: FolderLock | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Lock the folder.
+
+        Raises:
+            ValueError: On all ranks, if another run is using the folder.
+        """
+        several = dist.is_available() and dist.is_initialized()
+        with refused_together("the folder of the run") if several else nullcontext():
+            if state.is_world_process_zero:
+                self._lock = hold_folder(args.output_dir, self._take_over)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Release the folder. After a failure, the folder is released when the process exits."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None

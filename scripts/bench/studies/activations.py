@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from moe_plugin import MoELayer
-from moe_plugin.cli.measure.alive_bytes import AliveBytes
+from moe_plugin.cli.measure.traced_layers import AliveBytes
 from moe_plugin.config import from_dict
 from moe_plugin.memory.activations.auto import MEASURING, manage
 from moe_plugin.planner.trials import Steady

@@ -27,7 +27,7 @@ from moe_plugin.cli.measure.all_to_all import (
     measure_rows,
     row_of,
 )
-from moe_plugin.cli.planning.explain import sent
+from moe_plugin.cli.planning.answer import sent
 from moe_plugin.comm import Topology, algorithms
 from moe_plugin.config import CommConfig
 from moe_plugin.planner.units import parse_grid, parse_size, show_time

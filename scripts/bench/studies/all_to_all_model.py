@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from moe_plugin.cli.measure.all_to_all import ExchangeRow, Plan, measurements_of
-from moe_plugin.cli.planning.explain import plot_model, predicted_parts
+from moe_plugin.cli.planning.answer import plot_model, predicted_parts
 from moe_plugin.planner import Cluster, dump_cluster, load_cluster, predict, predict_table
 from moe_plugin.planner.fit import Fit, fit
 from moe_plugin.planner.units import show_size, show_time

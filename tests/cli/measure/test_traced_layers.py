@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_plugin.cli.measure.alive_bytes import AliveBytes
+from moe_plugin.cli.measure.traced_layers import AliveBytes
 
 pytest.importorskip("transformers.integrations.moe")
 FAMILIES = {

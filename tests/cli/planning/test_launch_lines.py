@@ -11,7 +11,7 @@ import pytest
 
 from moe_plugin.cli.planning.launch import (
     COLUMNS,
-    FAIRSEQ,
+    FAIRSEQ_TRAIN,
     SCRIPT,
     LaunchCommand,
     launch_text,
@@ -71,8 +71,8 @@ def test_fairseq_is_told_the_ranks_of_an_expert_group() -> None:
 def test_the_text_is_the_words_for_a_shell() -> None:
     words = launch_words(model(), DATA_PARALLEL, "fairseq",
                          LaunchCommand(data="a b'c", ranks_per_node=8))
-    text = launch_text(words).replace(FAIRSEQ, "PROGRAM").replace("\\\n", " ")
-    assert shlex.split(text) == ["PROGRAM" if word == FAIRSEQ else word for word in words]
+    text = launch_text(words).replace(FAIRSEQ_TRAIN, "PROGRAM").replace("\\\n", " ")
+    assert shlex.split(text) == ["PROGRAM" if word == FAIRSEQ_TRAIN else word for word in words]
 
 
 def test_what_a_host_cannot_run_is_refused() -> None:

@@ -14,8 +14,8 @@ import torch
 
 from moe_plugin.cli.main import main
 from moe_plugin.cli.measure.model_files import read_source
-from moe_plugin.cli.planning.command_flags import flags_of
-from moe_plugin.planner.named_hardware import BETWEEN, DEVICES, cluster_of, device_of
+from moe_plugin.cli.planning.launch import flags_of
+from moe_plugin.planner.cluster import BETWEEN, DEVICES, cluster_of, device_of
 from tests.cli.planning.published_models import MODELS
 
 pytest.importorskip("transformers.integrations.moe")
@@ -184,6 +184,6 @@ def test_a_megatron_model_without_experts_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_planner_does_not_import_torch() -> None:
-    code = ("import sys, moe_plugin.planner.traced_model, moe_plugin.planner.named_hardware; "
+    code = ("import sys, moe_plugin.planner.traced_model, moe_plugin.planner.cluster; "
             "assert 'torch' not in sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", minversion="5.20")
 pytest.importorskip("accelerate")
 
 import moe_plugin.hosts.transformers  # noqa: E402, F401
-from moe_plugin.hosts.transformers.compat.balance import compute_loss  # noqa: E402
+from moe_plugin.hosts.transformers.compat.trainer import compute_loss  # noqa: E402
 from tests.checkpoint.hf_models import tiny, tokens  # noqa: E402
 from tests.distributed import run_gloo  # noqa: E402
 from tests.hosts.transformers.test_transformers_resume import environment  # noqa: E402

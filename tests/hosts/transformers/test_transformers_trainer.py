@@ -72,7 +72,7 @@ def test_accelerate_starts_it(tmp_path: Path) -> None:
 
 
 def test_a_second_trainer_of_one_folder_is_refused(tmp_path: Path) -> None:
-    from moe_plugin.hosts.transformers.folder import FolderOfOneRun
+    from moe_plugin.hosts.transformers.register import FolderOfOneRun
 
     args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(
         is_world_process_zero=True)

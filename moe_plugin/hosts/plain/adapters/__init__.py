@@ -8,11 +8,9 @@ are supported.
     merge_lora(model)
 """
 
-from moe_plugin.hosts.plain.adapters.add import add_lora, merge_lora, unmerge_lora
+from moe_plugin.hosts.plain.adapters.add import add_lora, freeze_experts, merge_lora, unmerge_lora
 from moe_plugin.hosts.plain.adapters.files import save_adapter
-from moe_plugin.hosts.plain.adapters.frozen import freeze_experts
-from moe_plugin.hosts.plain.adapters.load import load_adapter
-from moe_plugin.hosts.plain.adapters.merge import merge_adapter
+from moe_plugin.hosts.plain.adapters.load import load_adapter, merge_adapter
 
 __all__ = ["add_lora", "freeze_experts", "load_adapter", "merge_adapter", "merge_lora",
            "save_adapter", "unmerge_lora"]
