@@ -49,6 +49,8 @@ def stages() -> list[tuple[str, dict[str, str]]]:
     return [(one["case"], {
         "each / once": f"{one['each_s'] / one['once_s']:.2f}",
         "largest first / once": f"{one['largest_s'] / one['once_s']:.2f}",
+        "predicted": f"{one['each_predicted_s'] / one['once_predicted_s']:.2f}",
+        "predicted, order": f"{one['largest_predicted_s'] / one['once_predicted_s']:.2f}",
         "difference": f"{one['once_s'] / one['once_predicted_s'] - 1:+.0%}"})
         for one in data("stage_layouts")["rows"]]
 
