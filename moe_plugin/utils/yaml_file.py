@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,41 @@ def bundled(path: str | Path) -> str | Path:
     wanted = Path(path)
     if wanted.parts[:1] != ("configs",) or ".." in wanted.parts or wanted.exists():
         return path
-    [folder] = importlib.import_module("moe_plugin.configs").__path__
-    example = Path(folder, *wanted.parts[1:])
+    example = Path(bundled_folder(), *wanted.parts[1:])
     return example if example.exists() else path
+
+
+def bundled_folder() -> str:
+    """Return the path of the folder `configs` in this package."""
+    [folder] = importlib.import_module("moe_plugin.configs").__path__
+    return str(folder)
+
+
+def inline(values: Mapping[str, Any]) -> str:
+    """Return settings as text that `read_yaml` accepts in place of a path.
+
+    A host whose own settings contain a section of MoE settings (the group `moe` of Hydra) passes
+    the section on as this text, so that the section is read exactly like a file.
+
+    Args:
+        values: nested values, or values by dotted path.
+    """
+    import yaml
+
+    text: str = yaml.safe_dump(dict(values), default_flow_style=True, sort_keys=False,
+                               width=math.inf)
+    return text.strip()
+
+
+def source_of(path: str | Path, what: str = "config file") -> str:
+    """Return how messages name the source of settings: `what` and the path of a file, or the group
+    `moe` for the text of `inline`.
+    """
+    return "the group moe" if _is_inline(path) else f"{what} {short(str(path))}"
+
+
+def _is_inline(path: str | Path) -> bool:
+    return str(path).startswith("{")
 
 
 def read_yaml(path: str | Path, what: str = "config file",
@@ -39,7 +72,7 @@ def read_yaml(path: str | Path, what: str = "config file",
     not allowed, because values must not come from outside the file.
 
     Args:
-        path: path of the file (see `bundled`).
+        path: path of the file (see `bundled`), or the text of `inline`.
         what: description of the file, for error messages.
         remedy: what the user can do, for error messages.
         kind: expected type of the data, dict or list.
@@ -51,11 +84,14 @@ def read_yaml(path: str | Path, what: str = "config file",
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    where, path = f"{what} {short(str(path))}", bundled(path)
-    check_input(path, what, remedy)
+    where, text = source_of(path, what), str(path)
+    if not _is_inline(path):
+        path = bundled(path)
+        check_input(path, what, remedy)
     try:
-        with open(path, encoding="utf-8") as stream:
-            text = stream.read(MAX_CHARACTERS + 1)
+        if not _is_inline(path):
+            with open(path, encoding="utf-8") as stream:
+                text = stream.read(MAX_CHARACTERS + 1)
         _check_size(text)
         values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
         interpolated = "${" in str(values)
