@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,9 +47,8 @@ def inline(values: Mapping[str, Any]) -> str:
     """
     import yaml
 
-    text: str = yaml.safe_dump(dict(values), default_flow_style=True, sort_keys=False,
-                               width=math.inf)
-    return text.strip()
+    return str(yaml.safe_dump(dict(values), default_flow_style=True, sort_keys=False,
+                              width=MAX_CHARACTERS)).strip()
 
 
 def source_of(path: str | Path, what: str = "config file") -> str:
@@ -84,14 +82,12 @@ def read_yaml(path: str | Path, what: str = "config file",
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    where, text = source_of(path, what), str(path)
+    where, path = source_of(path, what), bundled(path)
     if not _is_inline(path):
-        path = bundled(path)
         check_input(path, what, remedy)
     try:
-        if not _is_inline(path):
-            with open(path, encoding="utf-8") as stream:
-                text = stream.read(MAX_CHARACTERS + 1)
+        with io.StringIO(str(path)) if _is_inline(path) else open(path, encoding="utf-8") as stream:
+            text = stream.read(MAX_CHARACTERS + 1)
         _check_size(text)
         values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
         interpolated = "${" in str(values)

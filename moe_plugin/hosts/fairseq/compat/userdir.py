@@ -14,8 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from moe_plugin.config import settings_from_yaml
-from moe_plugin.config.flags import CONFIG_FLAG, TRUST_FLAG, flag_specs
+from moe_plugin.config.flags import CONFIG_FLAG, TRUST_FLAG, file_settings, flag_specs
 from moe_plugin.config.tree import describes_layers
 from moe_plugin.hosts.fairseq.compat.launch import errors_of_use_in_one_line
 from moe_plugin.hosts.fairseq.compat.patching import add_field, patch, replaces
@@ -127,19 +126,19 @@ def moe_settings(cfg: Any) -> str | None:
     group, model = cfg.get("moe"), cfg.get("model")
     model = model if isinstance(model, DictConfig) else {}
     path: str | None = model.get(CONFIG_FLAG.dest)
-    if group is None:
-        return path
     cfg.moe = None
+    if not group:
+        return path
     text = inline(OmegaConf.to_container(group, resolve=True, enum_to_str=True))
-    trusted = {"trust_imports": str(model.get(TRUST_FLAG.dest)).lower() in ("true", "1")}
-    in_group = settings_from_yaml(text, **trusted)
+    trusted = {TRUST_FLAG.dest: model.get(TRUST_FLAG.dest)}
+    in_group = file_settings({CONFIG_FLAG.dest: text, **trusted})
     if not path:
         return text
     names = [name for name in _overrides() if name.split(".")[0] == "moe"]
     if "moe" in names:
-        raise ValueError(f"the command line chooses a group moe, but model.moe_config={short(path)}"
-                         " names a file. Use only one of the two")
-    in_file = settings_from_yaml(path, **trusted)
+        raise ValueError("the command line chooses a group moe, but model.moe_config="
+                         f"{short(path)} names a file. Use only one of the two")
+    in_file = file_settings({CONFIG_FLAG.dest: path, **trusted})
     chosen = {name: value for name, value in in_group.items() if any(
         f"moe.{name}.".startswith(f"{said}.") or said.startswith(f"moe.{name}.")
         for said in names)}
@@ -199,8 +198,6 @@ def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
     """
     from fairseq import utils
 
-    from moe_plugin.hosts.fairseq.translate import check_flags
-
     common = cfg.get("common")
     if common is not None and common.get("user_dir"):
         utils.import_user_module(argparse.Namespace(user_dir=common.user_dir))
@@ -217,6 +214,8 @@ def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
             raise ValueError("the group moe needs a model with experts. Use "
                              "common.user_dir=moe_plugin and model._name=moe_transformer_lm")
         if path:
+            from moe_plugin.hosts.fairseq.translate import check_flags
+
             cfg.model[CONFIG_FLAG.dest] = path
             check_flags(cfg.model, explicit)
 
@@ -249,9 +248,8 @@ def search_bundled_groups(name: str) -> None:
 
     class BundledGroups(SearchPathPlugin):
         def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-            folders = [os.path.abspath(folder) for folder in (get_args().config_dir,) if folder]
-            for folder in (*folders, bundled_folder()):
-                search_path.append("moe_plugin", f"file://{folder}")
+            for folder in filter(None, (get_args().config_dir, bundled_folder())):
+                search_path.append("moe_plugin", f"file://{os.path.abspath(folder)}")
 
     Plugins.instance().register(BundledGroups)
     group, _, base = name.rpartition("/")
