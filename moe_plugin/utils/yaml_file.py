@@ -51,11 +51,11 @@ def inline(values: Mapping[str, Any]) -> str:
                               width=MAX_CHARACTERS)).strip()
 
 
-def source_of(path: str | Path, what: str = "config file") -> str:
+def source_of(path: str | Path, what: str = "") -> str:
     """Return how messages name the source of settings: `what` and the path of a file, or the group
     `moe` for the text of `inline`.
     """
-    return "the group moe" if _is_inline(path) else f"{what} {short(str(path))}"
+    return "the group moe" if _is_inline(path) else f"{what} {short(str(path))}".strip()
 
 
 def _is_inline(path: str | Path) -> bool:

@@ -248,13 +248,14 @@ def _refuse_given(args: Any, given: Container[str], config: MoEConfig) -> None:
     """
     flags = flag_values(args)
     specs = {spec.path: spec for spec in setting_specs()}
-    of_two = set(config.router.several_k) == {2}
+    activation = _activation(str(setting(args, "activation_fn", "relu")))
+    of_two = set(config.router.several_k) == {2}  # other layers have no policy
+    policy = setting(args, "moe_second_expert_policy") if of_two else "all"
     values = {
-        "activation_fn": ("experts.activation", _activation(str(setting(args, "activation_fn")))),
+        "activation_fn": ("experts.activation", activation),
         "activation_dropout": ("experts.dropout", _dropout(args)),
         "relu_dropout": ("experts.dropout", _dropout(args)),
-        "moe_second_expert_policy": ("router.second_expert_policy", setting(
-            args, "moe_second_expert_policy") if of_two else "all"),
+        "moe_second_expert_policy": ("router.second_expert_policy", policy),
         "moe_eval_capacity_token_fraction": ("dispatch.eval_token_fraction", max(setting(
             args, "moe_eval_capacity_token_fraction", 0.0), 0.0)),
     } if flags[CONFIG_FLAG.dest] else {}
