@@ -81,7 +81,7 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
     return config
 
 
-def check_flags(args: Any, given: Container[str]) -> None:
+def check_flags(args: Any, given: Container[str] = ()) -> None:
     """Raise a `ValueError` for invalid settings that can be detected before a model is built.
 
     Args:
@@ -248,11 +248,11 @@ def _refuse_given(args: Any, given: Container[str], config: MoEConfig) -> None:
     """
     flags = flag_values(args)
     specs = {spec.path: spec for spec in setting_specs()}
-    activation = _activation(str(setting(args, "activation_fn", "relu")))
+    activation = str(setting(args, "activation_fn", "relu"))
     of_two = set(config.router.several_k) == {2}  # other layers have no policy
     policy = setting(args, "moe_second_expert_policy") if of_two else "all"
     values = {
-        "activation_fn": ("experts.activation", activation),
+        "activation_fn": ("experts.activation", _activation(activation)),
         "activation_dropout": ("experts.dropout", _dropout(args)),
         "relu_dropout": ("experts.dropout", _dropout(args)),
         "moe_second_expert_policy": ("router.second_expert_policy", policy),

@@ -129,7 +129,8 @@ def moe_settings(cfg: Any) -> str | None:
     cfg.moe = None
     if not group:
         return path
-    text = inline(OmegaConf.to_container(group, resolve=True, enum_to_str=True))
+    values: Any = OmegaConf.to_container(group, resolve=True, enum_to_str=True)
+    text = inline(values)
     trusted = {TRUST_FLAG.dest: model.get(TRUST_FLAG.dest)}
     in_group = file_settings({CONFIG_FLAG.dest: text, **trusted})
     if not path:
