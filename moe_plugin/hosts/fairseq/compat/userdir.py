@@ -123,15 +123,14 @@ def moe_settings(cfg: Any) -> str | None:
         ValueError: If a part of the group that was set on the command line contradicts the file, or
             if the group contains unknown keys, wrong types or invalid values.
     """
-    group, model = cfg.get("moe"), cfg.get("model")
-    model = model if isinstance(model, DictConfig) else {}
+    group: Any = cfg.get("moe")
+    model: Any = cfg.model if isinstance(cfg.get("model"), DictConfig) else {}
     path: str | None = model.get(CONFIG_FLAG.dest)
     cfg.moe = None
     if not group:
         return path
     values: Any = OmegaConf.to_container(group, resolve=True, enum_to_str=True)
-    text = inline(values)
-    trusted = {TRUST_FLAG.dest: model.get(TRUST_FLAG.dest)}
+    text, trusted = inline(values), {TRUST_FLAG.dest: model.get(TRUST_FLAG.dest)}
     in_group = file_settings({CONFIG_FLAG.dest: text, **trusted})
     if not path:
         return text
@@ -212,8 +211,8 @@ def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
     with errors_of_use_in_one_line(cfg):  # hydra would otherwise add its own lines
         _check_data(cfg)
         if path and CONFIG_FLAG.dest not in (cfg.get("model") or {}):
-            raise ValueError("the group moe needs a model with experts. Use "
-                             "common.user_dir=moe_plugin and model._name=moe_transformer_lm")
+            raise ValueError("the group moe needs a model with experts. Use common.user_dir="
+                             "moe_plugin and model._name=moe_transformer_lm")
         if path:
             from moe_plugin.hosts.fairseq.translate import check_flags
 
