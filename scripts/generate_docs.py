@@ -70,7 +70,7 @@ def config_page() -> str:
             "The same file works in all frameworks; see [one file](one_file.md).",
             "In Python, `moe_plugin.config.from_yaml` reads the settings of a layer from a file, "
             "and `both_from_yaml` also reads the settings of a run. In Hydra, use the config group "
-            "`moe` (`configs/moe/`).")),
+            "`moe` ([one file](one_file.md#under-hydra)).")),
         "", _prose("The following YAML shows the default of every setting, first for a layer and "
                    "then for a run. A settings file needs to contain only the settings that you "
                    "change:"), "",

@@ -36,6 +36,7 @@ from moe_plugin.config.options import (
 )
 from moe_plugin.config.tree import unread
 from moe_plugin.utils.messages import short
+from moe_plugin.utils.yaml_file import source_of
 
 logger = logging.getLogger(__name__)
 _OF_CAPACITY = ("dispatch.capacity_factor", "dispatch.eval_capacity_factor",
@@ -146,7 +147,7 @@ def file_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     ineffective = {name: value for name, value in file_values.items()
                    if name not in given and name in _made_unread(file_values, given)}
     if ineffective:
-        _say_once(f"left out of {short(str(path))}, because the flags make it ineffective: "
+        _say_once(f"left out of {source_of(path)}, because the flags make it ineffective: "
                   + ", ".join(f"{name}={short(value)}" for name, value in ineffective.items()))
     return {name: value for name, value in file_values.items() if name not in ineffective}
 
@@ -180,7 +181,7 @@ def as_given(text: str, values: Mapping[str, Any],
         other_flags: optional. Names of the host's own flags, by the dotted path of the setting that
             each flag sets.
     """
-    names = {path: f"in {values[CONFIG_FLAG.dest]}" for path in _in_file(values)}
+    names = {path: f"in {source_of(values[CONFIG_FLAG.dest])}" for path in _in_file(values)}
     names |= {path: flag for path, flag in other_flags.items()}
     second = aliases(MoEConfig)
     names |= {second.get(spec.path, spec.path): f"{spec.flag} {short(values[spec.dest])}"
@@ -226,28 +227,6 @@ def parse_value(spec: FlagSpec, text: Any) -> Any:
         wanted = (f"{spec.entry},{spec.entry}, each once" if spec.kind is dict
                   else spec.kind.__name__) + (" or none" if spec.optional else "")
         raise ValueError(f"{spec.flag} {short(text)} cannot be read; must be {wanted}") from error
-
-
-def flag_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the flags that set the given settings, as command-line strings. This function is the
-    inverse of `parse_value`.
-
-    Settings without a flag are omitted.
-
-    Args:
-        settings: values by dotted path.
-    Returns: The string to pass to each flag, by `FlagSpec.dest`.
-    """
-    specs = {spec.path: spec for spec in setting_specs()}
-    return {specs[path].dest: _text(value) for path, value in settings.items() if path in specs}
-
-
-def _text(value: Any) -> str:
-    if value is None or value == {}:
-        return "none"
-    if isinstance(value, Mapping):
-        return ",".join(f"{name}={weight}" for name, weight in value.items())
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def add_arguments(parser: argparse.ArgumentParser, skip: Container[str] = frozenset()) -> None:

@@ -43,7 +43,7 @@ from moe_plugin.config.run import RunConfig, reader_of
 from moe_plugin.utils import determinism
 from moe_plugin.utils.messages import cut, short
 from moe_plugin.utils.registry import import_user_modules
-from moe_plugin.utils.yaml_file import read_yaml
+from moe_plugin.utils.yaml_file import read_yaml, source_of
 
 
 @dataclass(kw_only=True)
@@ -272,7 +272,7 @@ def _of_file(path: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"config file {short(str(path))}: {error}") from error
+        raise ValueError(f"{source_of(path, 'config file')}: {error}") from error
 
 
 def without_hosts(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def _read(path: str, trust_imports: bool) -> dict[str, Any]:
     values = without_hosts(read_yaml(path))
     if not trust_imports and not (values.get("imports") is None or says_none(values["imports"])):
         raise ValueError(
-            f"config file {short(str(path))}: imports={short(values['imports'])} would run code, "
+            f"{source_of(path, 'config file')}: imports={short(values['imports'])} would run code, "
             "so the file is refused. If you trust the file and its modules, use "
             "--moe-trust-imports (in Python: trust_imports=True), or name the modules with "
             "--moe-import instead")

@@ -26,9 +26,40 @@ def bundled(path: str | Path) -> str | Path:
     wanted = Path(path)
     if wanted.parts[:1] != ("configs",) or ".." in wanted.parts or wanted.exists():
         return path
-    [folder] = importlib.import_module("moe_plugin.configs").__path__
-    example = Path(folder, *wanted.parts[1:])
+    example = Path(bundled_folder(), *wanted.parts[1:])
     return example if example.exists() else path
+
+
+def bundled_folder() -> str:
+    """Return the path of the folder `configs` in this package."""
+    [folder] = importlib.import_module("moe_plugin.configs").__path__
+    return str(folder)
+
+
+def inline(values: Mapping[str, Any]) -> str:
+    """Return settings as text that `read_yaml` accepts in place of a path.
+
+    A host whose own settings contain a section of MoE settings (the group `moe` of Hydra) passes
+    the section on as this text, so that the section is read exactly like a file.
+
+    Args:
+        values: nested values, or values by dotted path.
+    """
+    import yaml
+
+    return str(yaml.safe_dump(dict(values), default_flow_style=True, sort_keys=False,
+                              width=MAX_CHARACTERS)).strip()
+
+
+def source_of(path: str | Path, what: str = "") -> str:
+    """Return how messages name the source of settings: `what` and the path of a file, or the group
+    `moe` for the text of `inline`.
+    """
+    return "the group moe" if _is_inline(path) else f"{what} {short(str(path))}".strip()
+
+
+def _is_inline(path: str | Path) -> bool:
+    return str(path).startswith("{")
 
 
 def read_yaml(path: str | Path, what: str = "config file",
@@ -39,7 +70,7 @@ def read_yaml(path: str | Path, what: str = "config file",
     not allowed, because values must not come from outside the file.
 
     Args:
-        path: path of the file (see `bundled`).
+        path: path of the file (see `bundled`), or the text of `inline`.
         what: description of the file, for error messages.
         remedy: what the user can do, for error messages.
         kind: expected type of the data, dict or list.
@@ -51,10 +82,11 @@ def read_yaml(path: str | Path, what: str = "config file",
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    where, path = f"{what} {short(str(path))}", bundled(path)
-    check_input(path, what, remedy)
+    where, path = source_of(path, what), bundled(path)
+    if not _is_inline(path):
+        check_input(path, what, remedy)
     try:
-        with open(path, encoding="utf-8") as stream:
+        with io.StringIO(str(path)) if _is_inline(path) else open(path, encoding="utf-8") as stream:
             text = stream.read(MAX_CHARACTERS + 1)
         _check_size(text)
         values = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))

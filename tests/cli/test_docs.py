@@ -264,9 +264,9 @@ def test_settings_files_are_a_hydra_group_over_the_base(path: Path) -> None:
 
     register_hydra()
     with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        tree = compose(overrides=[f"+moe={path.stem}", "moe.num_experts=128"])
+        tree = compose(overrides=[f"+moe={path.stem}"])
         base = compose(overrides=["+moe=base"])
-    assert from_dict(of_layer(OmegaConf.to_container(tree.moe))).num_experts == 128
+    assert from_dict(of_layer(OmegaConf.to_container(tree.moe))) == from_yaml(str(path))
     values = OmegaConf.to_container(base.moe)
     assert from_dict(of_layer(values)) == MoEConfig()
     assert run_from_dict(of_run(values)) == RunConfig()

@@ -230,8 +230,8 @@ def test_an_error_says_where_each_setting_in_it_was_given(tmp_path) -> None:
     with pytest.raises(ValueError) as error:
         config_from_flags(given)
     said = as_given(str(error.value), given)
-    assert said == f"{error.value} (num_experts: in {path}; router.top_k: --moe-top-k '5')"
-    assert as_given("losses.z=-1 is", given) == f"losses.z=-1 is (losses: in {path})"
+    assert said == f"{error.value} (num_experts: in '{path}'; router.top_k: --moe-top-k '5')"
+    assert as_given("losses.z=-1 is", given) == f"losses.z=-1 is (losses: in '{path}')"
     assert as_given("losses of sight", given) == "losses of sight"
     own = {"num_experts": "--num-experts"}
     assert as_given("num_experts=4 is", {}, own) == "num_experts=4 is (num_experts: --num-experts)"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,8 @@ MEGATRON = [
     "--micro-batch-size", "2", "--global-batch-size", "2", "--lr", "3e-3", "--log-interval", "1",
     "--lr-decay-iters", "8", "--train-iters", "3", "--mock-data"]
 FAIRSEQ = (
-    "--task language_modeling --arch moe_lm_tiny --activation-fn gelu --criterion "
-    "moe_cross_entropy --user-dir moe_plugin --optimizer sgd --lr 0.1 --lr-scheduler fixed "
+    "--task language_modeling --arch moe_lm_tiny --criterion moe_cross_entropy "
+    "--user-dir moe_plugin --optimizer sgd --lr 0.1 --lr-scheduler fixed "
     "--tokens-per-sample 16 --batch-size 4 --log-format json --log-interval 1 --no-progress-bar "
     "--cpu --num-workers 0 --seed 3 --max-update 3 --no-save --disable-validation")
 
@@ -175,22 +176,134 @@ def test_the_file_in_fairseq(name: str, text: Path) -> None:
                              f"--moe-config {shlex.quote(f'{CONFIGS / name}.yaml')}", name))
 
 
+def hydra_words(way: str, name: str, home: Path) -> str:
+    """A command of fairseq's Hydra that uses a file, in one of the ways of docs/one_file.md."""
+    shipped, file = CONFIGS.parent / "fairseq", CONFIGS / f"{name}.yaml"
+    if way == "in the YAML":
+        settings = yaml.safe_load((shipped / "moe_lm_tiny.yaml").read_text())
+        del settings["defaults"]
+        settings["model"]["moe_config"] = str(file)
+        if "experts.activation" in said(name):
+            del settings["model"]["activation_fn"]
+        (home / "mine.yaml").write_text("# @package _global_\n" + yaml.safe_dump(settings))
+        return f"--config-dir {home} --config-name mine hydra.run.dir={home / 'hydra'}"
+    return (f"--config-dir {shipped} --config-name moe_lm_tiny hydra.run.dir={home / 'hydra'} "
+            + (f"moe={name}" if way == "group" else f"+model.moe_config={file}"))
+
+
+def layers_of_hydra(arguments: str) -> dict[str, Any]:
+    """The settings of the layers for which a Hydra command of fairseq would start a run."""
+    from unittest import mock
+
+    from fairseq import distributed_utils
+
+    from moe_plugin.hosts.fairseq.translate import layer_config
+    from tests.hosts.fairseq.commands import run_command
+
+    seen = list[Any]()
+    with mock.patch.object(distributed_utils, "call_main", lambda cfg, *_, **__: seen.append(cfg)):
+        run_command("fairseq-hydra-train", shlex.split(f"{arguments} task.data=none"))
+    model = seen[0].model
+    return flatten(to_dict(layer_config(
+        model, model_dim=model.decoder_embed_dim, ffn_dim=model.decoder_ffn_embed_dim,
+        activation=model.activation_fn)))
+
+
+def hydra_layers(arguments: str) -> dict[str, Any]:
+    """The same in a forked process."""
+    from tests.hosts.fairseq.conftest import Result, environment, server
+
+    done = server.run(1, layers_of_hydra, arguments, environment=environment())
+    Result(done.code, done.log).ok()
+    return done.results[0]
+
+
+def refused_by_hydra(arguments: str, error: str) -> None:
+    from tests.hosts.fairseq.conftest import fork
+
+    done = fork(1, layers_of_hydra, arguments)
+    assert done.code and re.search(error, done.log), done.log
+
+
 @with_fairseq
 @pytest.mark.fairseq
+@pytest.mark.parametrize("way", ["in the YAML", "over the shipped YAML", "group"])
 @pytest.mark.parametrize("name", FILES)
-def test_the_file_in_fairseqs_hydra_command(name: str, text: Path, tmp_path: Path) -> None:
-    settings = yaml.safe_load((CONFIGS.parent / "fairseq" / "moe_lm_tiny.yaml").read_text())
-    del settings["moe"]
-    settings["model"]["moe_config"] = str(CONFIGS / f"{name}.yaml")
-    for stage in ("embed", "input", "output"):
-        settings["model"][f"decoder_{stage}_dim"] = WIDTH
-    settings["model"]["decoder_ffn_embed_dim"] = 4 * WIDTH
-    (tmp_path / "mine.yaml").write_text("# @package _global_\n" + yaml.safe_dump(settings))
+def test_fairseqs_hydra_command_builds_the_layers_of_the_file(name: str, way: str,
+                                                              tmp_path: Path) -> None:
+    layers = hydra_layers(hydra_words(way, name, tmp_path))
+    plain_config = from_yaml(str(CONFIGS / f"{name}.yaml"), model_dim=64)
+    plain_config.experts.hidden_dim = plain_config.hidden_dim
+    assert layers == flatten(to_dict(plain_config))
+
+
+@with_fairseq
+@pytest.mark.fairseq
+@pytest.mark.parametrize(("name", "way"), [("switch", "group"), ("st_moe", "in the YAML")])
+def test_fairseqs_hydra_command_trains_the_file(name: str, way: str, text: Path,
+                                                tmp_path: Path) -> None:
+    widths = [f"model.decoder_{part}_dim={WIDTH}" for part in ("embed", "input", "output")]
     check(name, *fairseq_run(
-        "fairseq-hydra-train", f"--config-dir {tmp_path} --config-name mine task.data={text} "
-        f"hydra.run.dir={tmp_path / 'hydra'} common.cpu=true common.log_interval=1 "
+        "fairseq-hydra-train", f"{hydra_words(way, name, tmp_path)} task.data={text} "
+        f"{' '.join(widths)} model.decoder_ffn_embed_dim={4 * WIDTH} common.cpu=true "
+        "common.log_interval=1 "
         "task.tokens_per_sample=16 optimization.max_update=3 checkpoint.no_save=true "
         "dataset.disable_validation=true", name))
+
+
+@with_fairseq
+@pytest.mark.fairseq
+def test_sources_of_fairseqs_hydra_command_that_contradict(tmp_path: Path) -> None:
+    """The command line overrides the YAML; what is explicit twice must agree."""
+    file = f"+model.moe_config={CONFIGS / 'switch.yaml'}"
+    (tmp_path / "part.yaml").write_text("router: {top_k: 1}\nparallel: auto\n")
+    part = f"+model.moe_config={tmp_path / 'part.yaml'}"
+
+    def words(overrides: str) -> str:
+        return f"{hydra_words('group', 'dropless', tmp_path).split(' moe=')[0]} {overrides}"
+
+    for overrides, error in (
+            (f"{file} moe.num_experts=4", "moe.num_experts=4 contradicts num_experts=32 in .*sw"),
+            (f"moe=dropless {file}", "chooses a group moe, but model.moe_config=.*names a file"),
+            ("moe=switch model.activation_fn=gelu", "activation-fn gelu contradicts .*'relu'"),
+            (f"{file} model.activation_fn=gelu", "activation-fn gelu contradicts .*'relu'"),
+            ("moe=switch +model.moe_expert_count=8", "=8.* contradicts num_experts=32"),
+            ("moe=switch +model.moe_top1_expert=true +moe.model_dim=32",
+             "model_dim=32 in the group moe contradicts the width 64"),
+            ("moe=dropless +model.moe_second_expert_policy=sampling", "sampling contradicts"),
+            ("+moe.router.topk=1", "the group moe: unknown key 'router.topk'")):
+        refused_by_hydra(words(overrides), error)
+    # the file describes the layers, and single settings of the command line are added
+    layers = hydra_layers(words(f"{file} moe.num_experts=32 +moe.router.scaling=2.0"))
+    assert (layers["num_experts"], layers["router.scaling"], layers["dispatch.name"]) == (
+        32, 2.0, "padded")
+    # a file without a number of experts is added to the group
+    layers = hydra_layers(words(f"{part} moe.num_experts=4"))
+    paths = "num_experts", "router.top_k", "parallel.mode", "losses"
+    assert [layers[path] for path in paths] == [4, 1, "auto", {"gshard": 0.01}]
+    # our flags override the group, and make some of its settings ineffective
+    layers = hydra_layers(words("moe=switch +model.moe_capacity_factor=none "
+                                "+model.moe_expert_activation=gelu model.activation_fn=gelu"))
+    assert (layers["dispatch.eval_capacity_factor"], layers["experts.activation"]) == (None, "gelu")
+
+
+@with_fairseq
+@pytest.mark.fairseq
+def test_a_group_of_the_users_own_folder(tmp_path: Path) -> None:
+    """It comes before the shipped group of the same name, and sets the width."""
+    settings = yaml.safe_load((CONFIGS.parent / "fairseq" / "moe_lm_tiny.yaml").read_text())
+    for stage in ("embed", "input", "output"):
+        del settings["model"][f"decoder_{stage}_dim"]
+    (tmp_path / "sub" / "moe").mkdir(parents=True)
+    (tmp_path / "moe").mkdir()
+    (tmp_path / "sub" / "mine.yaml").write_text(
+        "# @package _global_\n" + yaml.safe_dump(settings))
+    (tmp_path / "moe" / "switch.yaml").write_text(
+        "model_dim: 32\nnum_experts: 5\nfairseq: {lr: 1}")
+    layers = hydra_layers(f"--config-dir {tmp_path} --config-name sub/mine moe=switch "
+                          f"common.cpu=true hydra.run.dir={tmp_path / 'hydra'}")
+    assert [layers[path] for path in ("model_dim", "num_experts", "experts.activation")] == [
+        32, 5, "gelu"]
 
 
 WHOLE = """
@@ -223,8 +336,11 @@ def test_megatron_reads_width_and_its_own_section(tmp_path: Path) -> None:
                          (["--hidden-size", "64"], "model_dim=32 contradicts .*, which is 64"),
                          (["--squared-relu"], "activation='relu' contradicts .*'squared_relu'")):
         [message] = on_ranks(1, refusal, [*words, *flags])
-        with pytest.raises(ValueError, match=error):
-            raise ValueError(message)
+        assert re.search(error, message), message
+    # an argument with its default value is compared, too
+    (tmp_path / "moe.yaml").write_text(WHOLE.replace("router: {", "router: {score: sigmoid, "))
+    [message] = on_ranks(1, refusal, [*words, "--moe-router-score-function", "softmax"])
+    assert "router.score='sigmoid' contradicts" in message
 
 
 def _width_and_layers(words: list[str]) -> tuple[dict[str, Any], int]:
@@ -250,5 +366,7 @@ def test_fairseq_reads_width_and_its_own_section(text: Path, tmp_path: Path) -> 
         assert setting in done.log, done.log
     for flags, error in (("--decoder-embed-dim 64", "model_dim=32 in"),
                          ("--moe-expert-count 4", "contradicts num_experts=6 in"),
+                         ("--activation-fn gelu", "--activation-fn gelu contradicts"),
+                         ("--moe-eval-capacity-token-fraction 0.25", "contradicts dispatch.eval"),
                          ("--decoder-layers x", "argument --decoder-layers: invalid int value")):
         run("fairseq-train", f"{words} {flags}").failed_with(error)

@@ -10,7 +10,8 @@ raised. If the file sets the number of experts, the branch's default values are 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import operator
+from collections.abc import Container, Mapping
 from typing import Any
 
 from moe_plugin.checkpoint.formats.fairseq.entries import ACTIVATIONS, plain_value
@@ -30,6 +31,7 @@ from moe_plugin.config.tree import describes_layers
 from moe_plugin.dispatch import check_settings, dispatchers
 from moe_plugin.routing import only_read
 from moe_plugin.utils.messages import short
+from moe_plugin.utils.yaml_file import source_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
     in_file = file_settings(flag_values(args)).get("model_dim")
     if in_file and in_file != model_dim:
         raise ValueError(
-            f"model_dim={in_file} in {short(setting(args, CONFIG_FLAG.dest))} contradicts the "
+            f"model_dim={in_file} in {source_of(setting(args, CONFIG_FLAG.dest))} contradicts the "
             f"width {model_dim} of fairseq's layers; set both to the same value "
             "(--decoder-embed-dim, --encoder-embed-dim), or remove model_dim from the file")
     config = _settings(args, model_dim, ffn_dim, activation)
@@ -79,10 +81,13 @@ def layer_config(args: Any, *, model_dim: int, ffn_dim: int, activation: str) ->
     return config
 
 
-def check_flags(args: Any) -> None:
+def check_flags(args: Any, given: Container[str] = ()) -> None:
     """Raise a `ValueError` for invalid settings that can be detected before a model is built.
 
-    args: parsed flags of a model, which may have no experts.
+    Args:
+        args: parsed flags of a model, which may have no experts.
+        given: names of the flags that the user passed. In `args` alone, a flag that was passed with
+            its default value cannot be told from a flag that was not passed.
     """
     freqs = [freq for name in ("moe_freq", "encoder_moe_freq", "decoder_moe_freq")
              if (freq := setting(args, name, 0))]
@@ -92,6 +97,7 @@ def check_flags(args: Any) -> None:
         return
     config = _settings(args, 1, setting(args, "decoder_ffn_embed_dim") or 1,
                        str(setting(args, "activation_fn", "relu")))
+    _refuse_given(args, given, config)
     run_config(args)
     if config.dispatch.name in dispatchers:  # a module in `imports` may register it later
         check_settings(config.dispatch)
@@ -103,10 +109,8 @@ def _settings(args: Any, model_dim: int, ffn_dim: int, activation: str) -> MoECo
                                                         for name in DISPATCH_FLAGS)
     in_file = file_settings(flags)
     chosen_k = _chosen_k(args, flags, in_file)
-    dropout = setting(args, "activation_dropout", 0) or setting(args, "relu_dropout", 0) or 0
     base = {"experts.hidden_dim": ffn_dim, "experts.activation": _activation(activation),
-            "experts.dropout": float(dropout),
-            **_branch_base(args, chosen_k, own_dispatch)}
+            "experts.dropout": _dropout(args), **_branch_base(args, chosen_k, own_dispatch)}
     changed = set(_changed_branch_paths(args))
     whole = describes_layers(in_file)
     names = router_names(str(flags.get("moe_router") or in_file.get("router.name", "topk")))
@@ -138,6 +142,10 @@ def flag_values(args: Any) -> dict[str, Any]:
     of the flags. Flags that the user did not set have the value None.
     """
     return {spec.dest: setting(args, spec.dest) for spec in flag_specs()}
+
+
+def _dropout(args: Any) -> float:
+    return float(setting(args, "activation_dropout", 0) or setting(args, "relu_dropout", 0) or 0)
 
 
 def _activation(name: str) -> str:
@@ -216,8 +224,8 @@ def _refuse_contradictions(args: Any, flags: Mapping[str, Any], base: Mapping[st
         if path in in_file and path in base and in_file[path] != base[path]:
             raise ValueError(
                 f"--{name.replace('_', '-')} ({path}={short(base[path])}) contradicts "
-                f"{path}={short(in_file[path])} in {short(flags[CONFIG_FLAG.dest])}; remove the "
-                "flag, or the setting in the file")
+                f"{path}={short(in_file[path])} in {source_of(flags[CONFIG_FLAG.dest])}; remove "
+                "the flag, or the setting in the file")
     for spec in setting_specs():
         given = flags.get(spec.dest)
         if given is None or spec.path not in changed:
@@ -229,6 +237,35 @@ def _refuse_contradictions(args: Any, flags: Mapping[str, Any], base: Mapping[st
             raise ValueError(
                 f"--{name.replace('_', '-')} ({spec.path}={short(said)}) contradicts {spec.flag} "
                 f"{short(given)}; use only one of the two flags")
+
+
+def _refuse_given(args: Any, given: Container[str], config: MoEConfig) -> None:
+    """Raise a `ValueError` if the layers would not have the value of a flag that the user passed,
+    because the `--moe-config` file determines another value.
+
+    Flags that set a number of experts or a number of experts per token are compared in
+    `_refuse_contradictions`, because such flags differ from their defaults.
+    """
+    flags = flag_values(args)
+    specs = {spec.path: spec for spec in setting_specs()}
+    activation = str(setting(args, "activation_fn", "relu"))
+    of_two = set(config.router.several_k) == {2}  # other layers have no policy
+    policy = setting(args, "moe_second_expert_policy") if of_two else "all"
+    values = {
+        "activation_fn": ("experts.activation", _activation(activation)),
+        "activation_dropout": ("experts.dropout", _dropout(args)),
+        "relu_dropout": ("experts.dropout", _dropout(args)),
+        "moe_second_expert_policy": ("router.second_expert_policy", policy),
+        "moe_eval_capacity_token_fraction": ("dispatch.eval_token_fraction", max(setting(
+            args, "moe_eval_capacity_token_fraction", 0.0), 0.0)),
+    } if flags[CONFIG_FLAG.dest] else {}
+    for name, (path, value) in values.items():
+        used, spec = operator.attrgetter(path)(config), specs[path]
+        if name in given and flags[spec.dest] is None and used != value:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {setting(args, name)} contradicts "
+                f"{path}={short(used)} of {source_of(flags[CONFIG_FLAG.dest])}. Remove one of the "
+                f"two, or set the value of the experts with {spec.flag}")
 
 
 def _warn(args: Any, config: MoEConfig) -> None:

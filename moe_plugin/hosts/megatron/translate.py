@@ -219,8 +219,8 @@ def _agreed(native: Any, settings: Mapping[str, Any], whole: bool) -> dict[str, 
             # contains Megatron's size, although our layer uses Megatron's shared expert
             "experts.shared_hidden_dim": native.moe_shared_expert_intermediate_size or 0,
             "experts.shared_gate": bool(setting(native, "moe_shared_expert_gate", False))}
-    defaults = {"router.score": "softmax", "router.normalize": "before_drop",
-                "experts.kind": "ffn", "experts.activation": "gelu"} if whole else {}
+    defaults = {"router.normalize": "before_drop", "experts.kind": "ffn",
+                "experts.activation": "gelu"} if whole else {}
     for path, value in said.items():
         ours = settings.get(path, value)
         by_shared = path.startswith("experts.") and said["experts.shared_hidden_dim"]

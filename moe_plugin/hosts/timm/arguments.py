@@ -139,6 +139,10 @@ def check_arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> None:
     if args.widen > 1 and not plain:
         raise ValueError(f"widen={args.widen} has no effect here. It must be 1 unless the model is "
                          "a classifier with --dense and without --ensemble-heads")
+    in_file = given.get("num_experts", args.experts)
+    if args.experts and in_file != args.experts:
+        raise ValueError(f"--experts {args.experts} contradicts num_experts={in_file} in "
+                         "--moe-config. Remove one of the two")
     of_experts = sorted(path for path in given if not path.startswith("observe."))
     if args.dense and (args.experts or of_experts):
         setting = f"experts={args.experts}" if args.experts else of_experts[0]

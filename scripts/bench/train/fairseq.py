@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moe_plugin.config import RunConfig
-from moe_plugin.config.flags import flag_texts
+from moe_plugin.config.flags import setting_specs
 from moe_plugin.experts.base import is_expert
 from moe_plugin.layer import MoELayer
 from scripts.bench.peers.base import copy
@@ -129,9 +129,31 @@ def flags_of(settings: Settings) -> list[str]:
     # A dispatcher that is set explicitly replaces the one that the flags of the moe branch select,
     # and with it the capacity. Set the capacity factor, unless the settings contain one.
     own = {"dispatch.capacity_factor": 1.0} if "dispatch.name" in settings else {}
-    found = [word for name, text in flag_texts({**own, **settings}).items()
+    found = [word for name, text in _flag_texts({**own, **settings}).items()
              for word in ("--" + name.replace("_", "-"), text)]
     return [*found, sides.FUSED_ADAM] if sides.FUSED_ADAM in settings else found
+
+
+def _flag_texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the flags that set the given settings, as command-line strings. This function is the
+    inverse of `moe_plugin.config.flags.parse_value`.
+
+    Settings without a flag are omitted.
+
+    Args:
+        settings: values by dotted path.
+    Returns: The string to pass to each flag, by `FlagSpec.dest`.
+    """
+    specs = {spec.path: spec for spec in setting_specs()}
+    return {specs[path].dest: _text(value) for path, value in settings.items() if path in specs}
+
+
+def _text(value: Any) -> str:
+    if value is None or value == {}:
+        return "none"
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={weight}" for name, weight in value.items())
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Models:

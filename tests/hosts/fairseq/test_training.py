@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_plugin.utils.yaml_file import read_yaml
 from tests.hosts.fairseq.attacks import poison
 from tests.hosts.fairseq.conftest import DROPLESS, LANGUAGE_MODEL, MOE, Corpus, Result, run, train
 from tests.hosts.lost_rank import on_last
@@ -182,24 +183,24 @@ def test_hydra_yaml_trains(corpus: Corpus, tmp_path: Path) -> None:
         f"hydra.run.dir={tmp_path / 'hydra'} common.cpu=true common.log_interval=1 "
         "task.tokens_per_sample=32 "
         "dataset.batch_size=4 optimization.max_update=6 lr_scheduler.warmup_updates=1 "
-        "moe.num_experts=4 +moe.router.top_k=1 moe.router.second_expert_policy=all",
+        "moe.num_experts=4 moe.router.top_k=1 +moe.router.second_expert_policy=all",
         cwd=Path(__file__).parents[3]).ok()
     assert len(result.losses) == 6
     assert result.losses[-1] < result.losses[0]
     saved = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)
     # the group `moe` of the file and of the command line
     assert saved["moe_plugin"]["num_experts"] == 4
-    model = saved["cfg"]["model"]
-    assert (model["moe_top_k"], model["moe_capacity_factor"]) == ("1", "none")
+    assert read_yaml(saved["cfg"]["model"]["moe_config"])["router"] == {
+        "top_k": 1, "second_expert_policy": "all"}
 
 
-def test_the_typed_hydra_group_becomes_flags() -> None:
+def test_the_typed_hydra_group_is_read_like_a_file() -> None:
     from hydra import compose, initialize
     from omegaconf import OmegaConf
 
     from moe_plugin.config import MoEConfig
-    from moe_plugin.config.flags import config_from_flags, flag_specs
-    from moe_plugin.hosts.fairseq.compat.userdir import take_moe_group
+    from moe_plugin.config.flags import config_from_flags
+    from moe_plugin.hosts.fairseq.compat.userdir import moe_settings
     from moe_plugin.hosts.fairseq.options import MoELanguageModelConfig
 
     def composed(*overrides: str) -> Any:
@@ -209,9 +210,8 @@ def test_the_typed_hydra_group_becomes_flags() -> None:
                                  "moe": tree.moe})
 
     cfg = composed("moe.router.top_k=1", "moe.experts.bias=false")
-    take_moe_group(cfg)
+    got = config_from_flags({"moe_config": moe_settings(cfg)})
     assert cfg.moe is None
-    got = config_from_flags({spec.dest: cfg.model[spec.dest] for spec in flag_specs()})
     wanted = MoEConfig()
     wanted.router.top_k, wanted.experts.bias = 1, False
     assert got == wanted

@@ -217,6 +217,7 @@ def test_settings_of_a_whole_model_are_refused(flags: list[str], message: str, t
     (["--warm-up", "3"], r"warm_up=3.0 is out of bounds: must be in 0..1"),
     (["--dense", "--moe-top-k", "2"], "router.top_k has no effect with --dense"),
     (["--dense", "--experts", "8"], "experts=8 has no effect with --dense"),
+    (["--moe-config", "experts.yaml", "--experts", "8"], "experts 8 contradicts num_experts=4"),
     (["--moe-config", "interval.yaml"], "observe.interval=7 .* or use --log-every"),
 ])
 def test_arguments_out_of_bounds_or_without_effect(flags: list[str], message: str, tmp_path: Path,
@@ -224,6 +225,7 @@ def test_arguments_out_of_bounds_or_without_effect(flags: list[str], message: st
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path("interval.yaml").write_text("observe: {interval: 7}\n")
+    Path("experts.yaml").write_text("num_experts: 4\n")
     assert main(["--data", "none", "--out", "out", *flags]) == 2
     assert re.search(message, capsys.readouterr().err)
 

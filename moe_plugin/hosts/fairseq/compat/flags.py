@@ -24,6 +24,7 @@ from moe_plugin.checkpoint import trust
 from moe_plugin.config.flags import CONFIG_FLAG, as_given, flag_specs, setting_specs
 from moe_plugin.hosts.fairseq.compat.launch import STATUS_OF_USE, errors_of_use_in_one_line, is_ours
 from moe_plugin.hosts.fairseq.compat.patching import Overlay, patch, replace, replaces
+from moe_plugin.hosts.fairseq.compat.userdir import search_bundled_groups
 from moe_plugin.utils.messages import Parser, did_you_mean, flag_names, short, similar_names
 from moe_plugin.utils.yaml_file import bundled, host_section, read_yaml
 
@@ -233,7 +234,9 @@ def settings_checked_when_parsed(original: Callable[..., Any], parser: Any, *arg
         from moe_plugin.hosts.fairseq.translate import check_flags
 
         try:
-            check_flags(namespace)
+            passed = {*flag_names(words), *flag_names(given)}
+            check_flags(namespace, {action.dest for action in parser._actions
+                                    if passed.intersection(action.option_strings)})
         except ValueError as error:
             parser.error(as_given(str(error), vars(namespace)))
     return parsed
@@ -271,6 +274,7 @@ def settings_by_hydra() -> None:
         if "hydra_main" in caller:  # the caller is the command, which calls hydra_main next
             sys.argv[1:] = _with_bundled(sys.argv[1:])
             name = str(args[0] if args else "config")
+            search_bundled_groups(name)
             caller["hydra_main"] = _short(caller["hydra_main"], name)
 
     initialize.hydra_init = hydra_init

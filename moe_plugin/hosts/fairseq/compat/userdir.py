@@ -14,11 +14,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from moe_plugin.config.flags import CONFIG_FLAG, TRUST_FLAG, file_settings, flag_specs
+from moe_plugin.config.tree import describes_layers
 from moe_plugin.hosts.fairseq.compat.launch import errors_of_use_in_one_line
 from moe_plugin.hosts.fairseq.compat.patching import add_field, patch, replaces
 from moe_plugin.utils.folder_lock import hold_folder, release_all
 from moe_plugin.utils.messages import short
-from moe_plugin.utils.yaml_file import read_yaml
+from moe_plugin.utils.yaml_file import bundled_folder, inline, read_yaml, source_of
 
 # All settings of the running command. Needed to lock --save-dir, so that one run at a time writes.
 _SETTINGS: ContextVar[Any] = ContextVar("all settings of the command", default=None)
@@ -110,45 +112,73 @@ def _checked_home(given: str) -> str:
     return home
 
 
-def take_moe_group(cfg: Any) -> None:
-    """Convert the settings in the Hydra config group `moe` to model flags. Flags that are already
-    set take precedence over the group.
+def moe_settings(cfg: Any) -> str | None:
+    """Remove the Hydra config group `moe` from fairseq's settings, and return the value for
+    `model.moe_config`: the path of the file given there, or the text of all settings (`inline`).
+
+    The group is read like a file. If both are given, the file overrides the group. A file that sets
+    `num_experts` describes the layers completely, so that the group has no effect then.
 
     Raises:
-        ValueError: If the group contains unknown keys, wrong types or invalid values, or if the
-            model has no experts.
+        ValueError: If a part of the group that was set on the command line contradicts the file, or
+            if the group contains unknown keys, wrong types or invalid values.
     """
-    from moe_plugin.config import flatten, from_dict, of_layer, of_run, run_from_dict
-    from moe_plugin.config.flags import CONFIG_FLAG, flag_texts
-    from moe_plugin.config.tree import without_hosts
-
-    group = cfg.get("moe")
-    if group is None:
-        return
+    group: Any = cfg.get("moe")
+    model: Any = cfg.model if isinstance(cfg.get("model"), DictConfig) else {}
+    path: str | None = model.get(CONFIG_FLAG.dest)
     cfg.moe = None
-    given: Any = OmegaConf.to_container(group, resolve=True)
-    values = without_hosts(given)
-    from_dict(of_layer(values))  # its errors name keys, types and bounds
-    run_from_dict(of_run(values))
-    if CONFIG_FLAG.dest not in cfg.model:
-        raise ValueError("the group moe needs a model with experts. Use common.user_dir=moe_plugin "
-                         "and model._name=moe_transformer_lm")
-    settings = flatten(values)
-    if not settings.get("experts.hidden_dim"):
-        settings.pop("experts.hidden_dim", None)  # fairseq's inner width is used
-    for name, text in flag_texts(settings).items():
-        if cfg.model.get(name) is None:
-            cfg.model[name] = text
+    if not group:
+        return path
+    values: Any = OmegaConf.to_container(group, resolve=True, enum_to_str=True)
+    text, trusted = inline(values), {TRUST_FLAG.dest: model.get(TRUST_FLAG.dest)}
+    in_group = file_settings({CONFIG_FLAG.dest: text, **trusted})
+    if not path:
+        return text
+    names = [name for name in _overrides() if name.split(".")[0] == "moe"]
+    if "moe" in names:
+        raise ValueError("the command line chooses a group moe, but model.moe_config="
+                         f"{short(path)} names a file. Use only one of the two")
+    in_file = file_settings({CONFIG_FLAG.dest: path, **trusted})
+    chosen = {name: value for name, value in in_group.items() if any(
+        f"moe.{name}.".startswith(f"{said}.") or said.startswith(f"moe.{name}.")
+        for said in names)}
+    for name, value in chosen.items():
+        if in_file.get(name, value) != value:
+            raise ValueError(
+                f"moe.{name}={short(value)} contradicts {name}={short(in_file[name])} in "
+                f"{source_of(path)}. Remove one of the two, or override the file with a flag under "
+                "model (docs/config.md)")
+    rest = {} if describes_layers(in_file) else in_group
+    return inline({**rest, **in_file, **chosen}) if rest or chosen else path
 
 
-def _take_width(cfg: Any) -> None:
-    model = cfg.get("model")
-    path = model.get("moe_config") if isinstance(model, DictConfig) else None
+def _overrides() -> list[str]:
+    """Return the names that Hydra's command line sets, such as `moe.router.top_k`."""
+    from hydra.core.hydra_config import HydraConfig
+
+    words = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in words]
+
+
+def _take_width(model: Any, path: str | None) -> None:
     width = read_yaml(path).get("model_dim") if path else None
     if width and "decoder_embed_dim" not in model:
         with open_dict(model):
             for name in ("embed", "input", "output"):
                 model[f"decoder_{name}_dim"] = width
+
+
+def _explicit(model: Any) -> set[str]:
+    """Return the names under `model` that the user set, before fairseq fills in the default values.
+
+    Settings on the command line override the YAML file onto which they are composed. If the command
+    line chooses the group or the file, only names on the command line are explicit. If the default
+    values are already filled in, the set is empty.
+    """
+    said = _overrides()
+    chosen = "moe" in said or f"model.{CONFIG_FLAG.dest}" in said
+    filled = all(spec.dest in model for spec in flag_specs())
+    return {name for name in model if not filled and (not chosen or f"model.{name}" in said)}
 
 
 def _check_data(cfg: Any) -> None:
@@ -163,20 +193,31 @@ def user_dir_before_defaults(original: Callable[..., None], cfg: Any) -> None:
     """Import the user directory before the default values of models are filled in.
 
     `fairseq-hydra-train` (<= 0.12.3) fills in default values before it imports the user directory,
-    which defines the models. If the `model.moe_config` file contains the width of the layers, this
-    width is treated as set by the user.
+    which defines the models. If the `model.moe_config` file or the group `moe` contains the width
+    of the layers, this width is treated as set by the user.
     """
     from fairseq import utils
 
     common = cfg.get("common")
     if common is not None and common.get("user_dir"):
         utils.import_user_module(argparse.Namespace(user_dir=common.user_dir))
-    with errors_of_use_in_one_line(cfg):
-        _take_width(cfg)
+    with errors_of_use_in_one_line():
+        path = moe_settings(cfg)
+        explicit = set[str]()
+        if isinstance(cfg.get("model"), DictConfig):
+            explicit = _explicit(cfg.model)
+            _take_width(cfg.model, path)
     original(cfg)
     with errors_of_use_in_one_line(cfg):  # hydra would otherwise add its own lines
         _check_data(cfg)
-        take_moe_group(cfg)
+        if path and CONFIG_FLAG.dest not in (cfg.get("model") or {}):
+            raise ValueError("the group moe needs a model with experts. Use common.user_dir="
+                             "moe_plugin and model._name=moe_transformer_lm")
+        if path:
+            from moe_plugin.hosts.fairseq.translate import check_flags
+
+            cfg.model[CONFIG_FLAG.dest] = path
+            check_flags(cfg.model, explicit)
 
 
 @patch
@@ -191,6 +232,29 @@ def group_in_hydra() -> None:
 
     add_field(FairseqConfig, "moe", Any, None, "settings of the MoE layers (group moe)")
     register_hydra()
+
+
+def search_bundled_groups(name: str) -> None:
+    """Let Hydra find the groups in `configs`, such as `moe`, after those in the user's folder.
+
+    fairseq <= 0.12.3 also finds no defaults for a `--config-name` that is inside of a folder.
+    """
+    from fairseq.dataclass.configs import FairseqConfig
+    from hydra._internal.utils import get_args
+    from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class BundledGroups(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            for folder in filter(None, (get_args().config_dir, bundled_folder())):
+                search_path.append("moe_plugin", f"file://{os.path.abspath(folder)}")
+
+    Plugins.instance().register(BundledGroups)
+    group, _, base = name.rpartition("/")
+    if group:
+        ConfigStore.instance().store(name=base, group=group, node=FairseqConfig, package="_global_")
 
 
 @replaces("models.build_model")
