@@ -210,6 +210,7 @@ REASONS = {
     "hosts/megatron/restricted.py": TRUSTED,
     "hosts/fairseq/compat/runtime.py": "what ranks of a run send to each other",
     "hosts/plain/fairseq2.py": "with weights_only=True, only tensors and plain values are read",
+    "hosts/transformers/compat/checkpoints.py": "the scheduler, with weights_only=True",
     "training/resilience/twins.py": "what ranks of a run send to each other",
 }
 

@@ -211,7 +211,8 @@ def test_an_owner_sends_an_expert_once() -> None:
         for helpers in ((1,), (1, 2), (1, 2, 3)):
             plan = SpillPlan([[4, 0, 0, 0]] * 4, {0: [1, *(int(w in helpers) for w in (1, 2, 3))]})
             before = comm.bytes_sent
-            arrived = BorrowedExperts(layer.experts, layer.placement, plan).travel.arrived()
+            [transfer] = BorrowedExperts(layer.experts, layer.placement, plan).travel
+            arrived = transfer.arrived()
             between = comm.bytes_sent
             arrived.sum().backward()
             sent.append((between - before, comm.bytes_sent - between))

@@ -21,11 +21,12 @@ from tests.packaging.definitions import PACKAGE, ROOT, registers, sources, trees
 
 # Overridden: hosts, torch and other libraries call them.
 OVERRIDDEN = {
-    "always_call_state_dict_during_save_checkpoint", "broadcast_global_state_dict", "extra_repr",
-    "format_field", "get_data_parallel_rank", "get_field", "get_loss_scale", "get_normalized_probs",
-    "is_fsdp", "multiply_grads", "num_accumulate", "on_save", "on_train_begin", "on_train_end",
-    "postprocess", "prepare_metric_bag", "preprocess", "pytest_collectreport", "reraise",
-    "routed_experts_compute",     "set_extra_state", "smoothed_value",
+    "always_call_state_dict_during_save_checkpoint", "broadcast_global_state_dict",
+    "extra_repr", "format_field", "get_data_parallel_rank", "get_field", "get_loss_scale",
+    "get_normalized_probs", "is_fsdp", "manipulate_search_path", "multiply_grads",
+    "num_accumulate", "on_save", "on_train_begin", "on_train_end", "postprocess",
+    "prepare_metric_bag", "preprocess", "pytest_collectreport", "reraise",
+    "routed_experts_compute", "set_extra_state", "smoothed_value",
 }
 
 

@@ -187,8 +187,10 @@ def hydra_words(way: str, name: str, home: Path) -> str:
             del settings["model"]["activation_fn"]
         (home / "mine.yaml").write_text("# @package _global_\n" + yaml.safe_dump(settings))
         return f"--config-dir {home} --config-name mine hydra.run.dir={home / 'hydra'}"
-    return (f"--config-dir {shipped} --config-name moe_lm_tiny hydra.run.dir={home / 'hydra'} "
-            + (f"moe={name}" if way == "group" else f"+model.moe_config={file}"))
+    words = ["--config-dir", str(shipped), "--config-name", "moe_lm_tiny",
+             f"hydra.run.dir={home / 'hydra'}",
+             f"moe={name}" if way == "group" else f"+model.moe_config={file}"]
+    return shlex.join(words)  # the checkout's folder may contain a space
 
 
 def layers_of_hydra(arguments: str) -> dict[str, Any]:
@@ -255,9 +257,9 @@ def test_fairseqs_hydra_command_trains_the_file(name: str, way: str, text: Path,
 @pytest.mark.fairseq
 def test_sources_of_fairseqs_hydra_command_that_contradict(tmp_path: Path) -> None:
     """The command line overrides the YAML; what is explicit twice must agree."""
-    file = f"+model.moe_config={CONFIGS / 'switch.yaml'}"
+    file = shlex.quote(f"+model.moe_config={CONFIGS / 'switch.yaml'}")
     (tmp_path / "part.yaml").write_text("router: {top_k: 1}\nparallel: auto\n")
-    part = f"+model.moe_config={tmp_path / 'part.yaml'}"
+    part = shlex.quote(f"+model.moe_config={tmp_path / 'part.yaml'}")
 
     def words(overrides: str) -> str:
         return f"{hydra_words('group', 'dropless', tmp_path).split(' moe=')[0]} {overrides}"
