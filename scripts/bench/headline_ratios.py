@@ -81,8 +81,11 @@ def hierarchical(found: Any) -> list[float]:
     return [cell["linear"] / cell["2dh"] for cell in times.values() if "2dh" in cell]
 
 
-def top1_change(found: Any) -> float:
-    """Return the relative change of the top-1 error that CMCL causes."""
-    alone, ours = (statistics.mean(run["top1_error"] for run in found["results"][name])
+def top1_change(found: Any, images: str = "") -> float:
+    """Return the relative change of the top-1 error that CMCL causes, on the digits or on other
+    images of the page.
+    """
+    results = (found[images] if images else found)["results"]
+    alone, ours = (statistics.mean(run["top1_error"] for run in results[name])
                    for name in ("independent (k = 5)", "CMCL, features shared"))
     return ours / alone - 1
