@@ -257,7 +257,7 @@ def test_a_layer_over_two_ranks() -> None:
 def test_a_decoding_batch_has_a_forward_pass_alone() -> None:
     found = layer.run(GATED, ["dense"], rounds=1, forward_only=True)
     assert "| forward " in layer.parts(found)[1]
-    assert GATED.work(True)[0] == GATED.work()[0] / 3
+    assert GATED.work(True)[0] == GATED.work()[0] / 3 and GATED.work(False) == GATED.work()
 
 
 def test_aims_are_those_of_the_measured_layers() -> None:
