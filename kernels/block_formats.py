@@ -238,6 +238,7 @@ def to_e2m1(x: Tensor) -> Tensor:
 
 
 def from_e2m1(codes: Tensor) -> Tensor:
+    """Convert bytes of two e2m1 codes, as returned by `to_e2m1`, to float32 numbers."""
     codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
     number = (codes & 7).float()
     size = torch.where(number < 5, number / 2, torch.where(number < 7, number - 2, E2M1_LARGEST))

@@ -109,7 +109,7 @@ class FrozenWeight:
     """The weights [L, I, O] of L experts, stored as codes and scales.
 
     The attributes `shape`, `dtype`, `device` and `is_meta` have the same meanings as those of a
-    tensor. There is no gradient.
+    tensor. Frozen weights have no gradients.
 
     Attributes:
         format: a key of `FROZEN_FORMATS`.
@@ -246,8 +246,8 @@ def _multiply(x_NI: Tensor, weight: FrozenWeight, expert: int, y_NO: Tensor) -> 
 
 
 def _add_transposed(x_NO: Tensor, weight: FrozenWeight, expert: int, y_NI: Tensor) -> None:
-    """Add the products of all tiles in float32 or wider, because a 16-bit sum would be rounded once
-    for each tile.
+    """Multiply by all tiles, and sum the results in float32 or wider, because a 16-bit sum would be
+    rounded once for each tile.
     """
     wide = torch.promote_types(x_NO.dtype, torch.float32)
     total_NI = y_NI if y_NI.dtype == wide else torch.zeros_like(y_NI, dtype=wide)

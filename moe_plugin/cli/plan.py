@@ -213,10 +213,14 @@ def _plan_sizes(args: argparse.Namespace) -> None:
         raise ValueError(f"--write {short(str(args.write))} needs a launch script, which "
                          "transformers does not have. Add --host megatron, or leave --write out "
                          "and copy the printed lines")
-    own = (source.script, source.flags) if args.host == source.host else (None, {})
     model = source.model.in_host(args.host)
     if args.scale:
         return _scale(args, model, cluster, device)
+    # the user's own command is kept, unless its flags are those of another host
+    own = source if args.host == source.host else replace(source, script=None, flags={})
+    start = LaunchCommand(
+        data=args.data or LaunchCommand.data, script=own.script,
+        flags={k: v for k, v in own.flags.items() if k != "data-path" or not args.data})
     space = Space(data_parallel_only=args.host != "megatron",
                   whole_experts=args.host == TRANSFORMERS)
     result = found_plans(model, cluster, device, space, args.top)
@@ -229,7 +233,7 @@ def _plan_sizes(args: argparse.Namespace) -> None:
         }, indent=1))
     else:
         print("\n".join(answer(source.assumed, model, cluster, device, result, space)))
-        print(f"\n{launch_lines(source.path, model, cluster, best.plan, args.host, *own)}")
+        print(f"\n{launch_lines(args.model, model, cluster, best.plan, args.host, start)}")
         if args.gpus is None:
             print(f"\n{explain(model, cluster, device, result, space)}")
             print(f"\n{predicted(best, cluster, device)}, without the optimizer and the host's work"
@@ -237,8 +241,6 @@ def _plan_sizes(args: argparse.Namespace) -> None:
     if args.plot:
         _plot_plans(args.plot, result.plans)
     if args.write:
-        kept = {k: v for k, v in own[1].items() if k != "data-path" or not args.data}
-        start = LaunchCommand(data=args.data or LaunchCommand.data, script=own[0], flags=kept)
         make_folder(args.write)
         text = write_plan(args, args.write, model, best, cluster, device, start)
         if not args.json:

@@ -9,6 +9,7 @@ gathered and lent to other ranks like all other expert parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.comm.placement import Placement
 from moe_plugin.experts.base import mark_expert
 from moe_plugin.experts.ffn import SHARD_AXIS, FFNExperts, gather_parameters
-from moe_plugin.experts.lora import ADAPTER_AXIS, LowRank, as_adapters
+from moe_plugin.experts.lora import ADAPTER_AXIS, LowRank, as_adapters, of_each_weight
 from moe_plugin.kernels.expert_ffn import FFNParameters
 from moe_plugin.kernels.frozen import (
     FROZEN_AXIS,
@@ -109,30 +110,27 @@ class FrozenExperts(FFNExperts):
         """Add adapters to the weights, and round the sums to the format again. One expert is
         decoded at a time. Collective if experts are split over ranks.
         """
-        for key, (a_LIR, b_LRO, factor_LO) in adapters.items():
-            names = [name for name in (("w_in_LDF", "w_gate_LDF") if key == "in" else
-                                       ("w_out_LFD",)) if self._weight(name) is not None]
-            for number, name in enumerate(names):
-                b = b_LRO.chunk(len(names), -1)[number]
-                factor = None if factor_LO is None else factor_LO.chunk(len(names), -1)[number]
-                weight = self._weight(name)
-                assert weight is not None
-
-                def merged_OI(expert: int, weight: FrozenWeight = weight, b: Tensor = b,
-                              factor: Tensor | None = factor) -> Tensor:
-                    sum_OI = weight.decoded(expert, slice(0, weight.shape[2]))
-                    sum_OI = sum_OI + (a_LIR[expert] @ b[expert]).T
-                    return sum_OI if factor is None else sum_OI * factor[expert][:, None]
-
-                made = _stored(name, merged_OI, weight, self.placement, self.format)
-                for part, value in made.items():
-                    self.get_parameter(part).data = value
+        names = {"in": ["w_in_LDF", *(["w_gate_LDF"] if self.gated else [])], "out": ["w_out_LFD"]}
+        for name, adapter in of_each_weight(adapters, names):
+            weight = self._weight(name)
+            assert weight is not None
+            made = _stored(name, partial(_sum_OI, weight, adapter), weight, self.placement,
+                           self.format)
+            for part, value in made.items():
+                self.get_parameter(part).data = value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenExperts:
         with torch.no_grad():
             self.like = fn(self.like)
         super()._apply(fn, recurse)
         return self
+
+
+def _sum_OI(weight: FrozenWeight, adapter: LowRank, expert: int) -> Tensor:
+    """Return the weights [O, I] of one expert with its adapter, in float32."""
+    a_LIR, b_LRO, factor_LO = adapter
+    sum_OI = weight.decoded(expert, slice(0, weight.shape[2])) + (a_LIR[expert] @ b_LRO[expert]).T
+    return sum_OI if factor_LO is None else sum_OI * factor_LO[expert][:, None]
 
 
 def _weight_in(tensors: Mapping[str, Any], name: str, format: str,

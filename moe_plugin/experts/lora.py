@@ -10,9 +10,9 @@ multiplied by a and b in separate grouped matmuls (`FFNParameters.adapters`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from moe_plugin.comm.base import Comm
 from moe_plugin.kernels.expert_ffn import LowRank
 from moe_plugin.kernels.frozen import FrozenWeight, column_squares, left_product
 
+W = TypeVar("W")
 # the axis along which each tensor is split if experts are split over ranks
 ADAPTER_AXIS = {"lora_a_in_LDR": 1, "lora_b_in_LRF": 2, "lora_b_gate_LRF": 2, "lora_m_in_LF": 1,
                 "lora_m_gate_LF": 1, "lora_a_out_LFR": 1, "lora_b_out_LRD": 2, "lora_m_out_LD": 1}
@@ -131,6 +132,23 @@ def with_factors(tensors: dict[str, Tensor], weights: Mapping[str, Sequence[Any]
                 factor_LO = tensors[m] / length_LO.to(tensors[m].dtype)
                 tensors[m] = torch.where(scale_LR.any(1, keepdim=True), factor_LO, 1.0)
     return tensors
+
+
+def of_each_weight(adapters: Mapping[str, LowRank], weights: Mapping[str, Sequence[W]]
+                   ) -> Iterator[tuple[W, LowRank]]:
+    """Yield each weight with the part of its adapter that applies to this weight.
+
+    Args:
+        adapters: adapters by the keys of `PLACES`.
+        weights: the weights, or their names, by the same keys.
+    """
+    for place, adapter in adapters.items():
+        count = len(weights[place])
+        bs = adapter.b_LRO.chunk(count, -1)
+        whole = adapter.factor_LO
+        factors = [None] * count if whole is None else whole.chunk(count, -1)
+        for weight, b_LRO, factor_LO in zip(weights[place], bs, factors, strict=True):
+            yield weight, LowRank(adapter.a_LIR, b_LRO, factor_LO)
 
 
 def as_adapters(tensors: Mapping[str, Tensor]) -> dict[str, LowRank]:

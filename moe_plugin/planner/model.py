@@ -202,8 +202,8 @@ class ModelShape:
         return 8 * self.model_dim**2
 
     def saved_bytes(self, experts: bool) -> float:
-        """Return how many bytes a layer stores per sequence for the backward pass, without the rows
-        of routed experts.
+        """Return the number of bytes that one layer stores for the backward pass of a sequence,
+        without the rows of routed experts.
 
         Args:
             experts: whether the layer is an MoE layer.

@@ -206,11 +206,11 @@ def relays(slices: Sequence[Slice], nodes: Sequence[int], chunks: int = CHUNKS, 
     """
     largest = sorted(range(len(slices)), key=lambda i: (-slices[i].elements, i))
     plain = _in_order(slices, nodes, chunks, [(i, None) for i in largest])
-    order = best_order(slices, nodes, chunks).steps if searched else ()
+    order = dict(best_order(slices, nodes, chunks).steps if searched else ())
     if not order:
         return plain
-    rest = [(i, None) for i in largest if i not in dict(order)]
-    found = _in_order(slices, nodes, chunks, [*order, *rest])
+    rest = [(i, None) for i in largest if i not in order]
+    found = _in_order(slices, nodes, chunks, [*order.items(), *rest])
     return min(plain, found, key=lambda hops: hops_s(hops, nodes))
 
 

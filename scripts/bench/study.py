@@ -55,7 +55,7 @@ class Option:
         quick: default value with `--quick`. None (default) means that `--quick` does not change the
             default.
         choices: allowed values. None (default) allows all values.
-        least: smallest allowed value. None (default) means that there is no smallest value.
+        least: smallest allowed value. Optional. By default, all values are allowed.
         required: whether the option must be given. If so, the default determines only the type.
     """
 

@@ -129,8 +129,8 @@ def build_switch(cache: Path | None = None) -> Path:
     The file name contains a hash of the source code, so that changed source code is compiled again.
 
     Raises:
-        ValueError: if there is no C compiler, or the compiler fails. The error message contains the
-            compiler's output.
+        ValueError: If no C compiler is installed, or if the compiler fails. The error message
+            contains the compiler's output.
     """
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     target = user_cache("the emulated cluster's switch cannot be compiled there",

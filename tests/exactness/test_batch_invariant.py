@@ -65,7 +65,7 @@ def test_padding_and_views_change_nothing() -> None:
     {}, {"dispatch": {"name": "bounded"}}, {"parallel": {"d": 2}}, {"parallel": {"r": 0}},
     {"router": {"name": "sigmoid_bias"}, "experts": {"shared_hidden_dim": 24}}], ids=str)
 def test_over_ranks(settings: dict[str, Any], dtype: torch.dtype) -> None:
-    """The bits of one rank, whatever other tokens a rank has, and how many ranks there are."""
+    """The bits of one rank, for any number of ranks and any other tokens of a rank."""
     x_TD = tokens(dtype)
     with torch.no_grad():
         whole_TD = layer_of(dtype=dtype, num_experts=8, **settings).eval()(x_TD).output

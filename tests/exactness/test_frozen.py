@@ -19,7 +19,15 @@ from moe_plugin.hosts.plain.adapters import add_lora, freeze_experts
 from moe_plugin.kernels.frozen import FROZEN_FORMATS, FrozenWeight, quantized
 from tests.exactness.harness import config_of, load
 from tests.exactness.spills import planned, random_planner
-from tests.exactness.test_lora import ALPHA, RANK, gradients, merged, part_of, whole_factors
+from tests.exactness.test_lora import (
+    ALPHA,
+    RANK,
+    gradients,
+    merged,
+    same,
+    set_factors,
+    whole_factors,
+)
 from tests.oracle import Case, dense, direction_of, make_inputs, make_parameters, objective
 
 pytestmark = pytest.mark.fast
@@ -72,11 +80,7 @@ def run(case: Case, comm: Comm, changes: dict[str, Any], factors: dict[str, Tens
     load(layer, make_parameters(case), dataclasses.replace(case, world=comm.size))
     freeze_experts(layer, format)
     add_lora(layer, rank=RANK, alpha=ALPHA, use_dora="lora_m_out_LD" in factors)
-    adapters = {name: value for name, value in layer.experts.named_parameters() if "lora" in name}
-    assert adapters.keys() == factors.keys()
-    with torch.no_grad():
-        for name, value in adapters.items():
-            value.copy_(part_of(layer, name, factors[name]))
+    adapters = set_factors(layer, factors)
     x = xs[comm.rank].clone().requires_grad_()
     out = checkpoint(layer, x, use_reentrant=False) if through else layer(x)
     objective(out.output, out.losses, comm.rank, direction_of(out.output, comm.rank)).backward()
@@ -105,10 +109,6 @@ def compare(name: str, format: str, dora: bool = False, through: bool = False) -
         results = run_simulated(case.world, lambda comm: run(case, comm, changes, factors, format,
                                                              through))
     assert any(plan.loans for plan in plans) or "lent" not in name
-
-    def same(got: Tensor, wanted: Tensor, what: str) -> None:
-        atol = 1e-10 * max(1.0, float(wanted.abs().max()) if wanted.numel() else 1.0)
-        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=atol, msg=f"{what}: {{}}".format)
 
     for rank, found in enumerate(results):
         same(found["output"], answer.outputs[rank], "output")

@@ -79,6 +79,21 @@ def part_of(layer: MoELayer, name: str, whole: Tensor) -> Tensor:
     return mine.chunk(place.shards, ADAPTER_AXIS[name])[place.shard]
 
 
+def set_factors(layer: MoELayer, factors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Write this rank's part of the factors; returns the layer's adapters."""
+    adapters = {name: value for name, value in layer.experts.named_parameters() if "lora" in name}
+    assert adapters.keys() == factors.keys()
+    with torch.no_grad():
+        for name, value in adapters.items():
+            value.copy_(part_of(layer, name, factors[name]))
+    return adapters
+
+
+def same(got: Tensor, wanted: Tensor, what: str) -> None:
+    atol = 1e-10 * max(1.0, float(wanted.abs().max()) if wanted.numel() else 1.0)
+    torch.testing.assert_close(got, wanted, rtol=1e-9, atol=atol, msg=f"{what}: {{}}".format)
+
+
 def merged(p: dict[str, Tensor], factors: dict[str, Tensor], scales: list[float]
            ) -> dict[str, Tensor]:
     """The weights that experts compute with, one expert and one column after another."""
@@ -120,11 +135,7 @@ def run(case: Case, comm: Comm, changes: dict[str, Any], factors: dict[str, Tens
     add_lora(layer, rank=RANK, alpha=ALPHA, experts=experts, use_dora="lora_m_out_LD" in factors)
     x = xs[comm.rank].clone().requires_grad_()
     torch.testing.assert_close(layer(x).output, before, rtol=1e-10, atol=1e-12)
-    adapters = {name: value for name, value in layer.experts.named_parameters() if "lora" in name}
-    assert adapters.keys() == factors.keys()
-    with torch.no_grad():
-        for name, value in adapters.items():
-            value.copy_(part_of(layer, name, factors[name]))
+    adapters = set_factors(layer, factors)
     out = layer(x)
     ((out.output * direction_of(out.output, comm.rank)).sum()
      + (out.output**2).sum() / 2).backward()
@@ -159,10 +170,6 @@ def test_layouts(name: str, dora: bool) -> None:
         results = run_simulated(case.world,
                                 lambda comm: run(case, comm, changes, factors, experts))
     assert any(plan.loans for plan in plans) or "lent" not in name
-
-    def same(got: Tensor, wanted: Tensor, what: str) -> None:
-        atol = 1e-10 * max(1.0, float(wanted.abs().max()) if wanted.numel() else 1.0)
-        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=atol, msg=f"{what}: {{}}".format)
 
     for rank, found in enumerate(results):
         same(found["output"], answer.outputs[rank], "output")

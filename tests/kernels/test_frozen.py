@@ -165,7 +165,7 @@ def test_no_decoded_copy_of_a_weight_exists(format: str, dora: bool,
     x = torch.randn(rows // 2, 128)
     with Largest(known) as seen:
         block(x).sum().backward()
-    # 2 rows a token; gate and up of a row are together in the adapter's product
+    # two rows for each token; gate and up of a row are together in the adapter's product
     assert tile <= seen.most <= max(tile, rows * 2 * 256) < 128 * 256
 
 

@@ -10,14 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from moe_plugin.cli.planning.launch import (
-    FAIRSEQ,
-    MEGATRON,
-    TRANSFORMERS,
-    YAML,
-    Flags,
-    flags_of,
-)
+from moe_plugin.cli.planning.launch import FAIRSEQ, MEGATRON, TRANSFORMERS, YAML, Flags, flags_of
 from moe_plugin.planner.model import ModelShape, load_model
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.yaml_file import read_yaml
@@ -34,15 +27,13 @@ class ModelFile:
         host: framework to which the file belongs, or `YAML` for a file of this package.
         model: sizes of the model.
         assumed: default values that were used because the file does not contain them.
-        path: the file or folder.
         script: the Python file that a launch script runs, or None.
-        flags: the flags of a launch script; see `command_flags.flags_of`.
+        flags: the flags of a launch script; see `launch.flags_of`.
     """
 
     host: str
     model: ModelShape
     assumed: tuple[str, ...]
-    path: Path
     script: str | None = None
     flags: Flags = field(default_factory=dict)
 
@@ -51,7 +42,7 @@ def host_of(path: Path) -> str:
     """Return the framework to which a file or folder belongs, or `YAML`.
 
     Raises:
-        ValueError: If the path does not exist, or if a folder contains no `config.json`.
+        ValueError: If a folder contains no `config.json`, or if a YAML file cannot be read.
     """
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -69,7 +60,7 @@ def host_of(path: Path) -> str:
                 return MEGATRON
         return YAML  # also names of installed files, which `load_model` finds
     text = path.read_text(encoding="utf-8", errors="replace")
-    return MEGATRON if "--num-layers" in text else FAIRSEQ if "--arch" in text else MEGATRON
+    return FAIRSEQ if "--arch" in text and "--num-layers" not in text else MEGATRON
 
 
 def read_source(path: Path, gpus: int, sequence: int | None, batch: int | None) -> ModelFile:
@@ -88,7 +79,7 @@ def read_source(path: Path, gpus: int, sequence: int | None, batch: int | None) 
     if host == YAML:
         model = load_model(path)
         given = {"sequence": sequence, "global_batch": batch}
-        return ModelFile(host=host, path=path, assumed=(), model=_changed(model, given))
+        return ModelFile(host=host, assumed=(), model=_changed(model, given))
     assumed: list[str] = []
     default_batch = gpus * -(-SEQUENCES // gpus)
     if host == TRANSFORMERS:
@@ -110,7 +101,7 @@ def read_source(path: Path, gpus: int, sequence: int | None, batch: int | None) 
         model = traced_model(config, file, length, batch or default_batch)
         assumed += ["weights, gradients and both moments of Adam in bf16",
                     "fused attention, which stores no scores"]
-        return ModelFile(host=host, path=path, assumed=tuple(assumed), model=model)
+        return ModelFile(host=host, assumed=tuple(assumed), model=model)
     script, given_flags = (None, {}) if path.suffix in (".yaml", ".yml") else flags_of(
         path, "num-layers" if host == MEGATRON else "arch")
     read = _megatron if host == MEGATRON else _fairseq
@@ -130,7 +121,7 @@ def read_source(path: Path, gpus: int, sequence: int | None, batch: int | None) 
                          + ", or plan the dense model with your framework")
     assumed.append("memory computed by formulas, not by tracing the model")
     model = ModelShape(**{k: v for k, v in sizes.items() if v is not None})
-    return ModelFile(host=host, path=path, assumed=tuple(assumed), model=model, script=script,
+    return ModelFile(host=host, assumed=tuple(assumed), model=model, script=script,
                      flags=given_flags)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 from moe_plugin.cli.figures import columns, log_scale, log_ticks, pyplot, save_figure
 from moe_plugin.cli.planning.launch import (
     TRANSFORMERS,
-    Flags,
     LaunchCommand,
     launch_text,
     launch_words,
@@ -150,16 +149,15 @@ def answer(assumed: Sequence[str], model: ModelShape, cluster: Cluster, device: 
 
 
 def launch_lines(path: Path, model: ModelShape, cluster: Cluster, plan: ModelPlan,
-                 host: str, script: str | None = None, given: Flags | None = None) -> str:
+                 host: str, start: LaunchCommand) -> str:
     """Return the launch line of a plan for its host.
 
     Args:
         path: the file of the model.
-        script: the Python file that the user's launch script runs. Optional.
-        given: the flags of the user's launch script. Optional; see `LaunchCommand`.
+        start: the settings of the launch command that do not depend on the plan. The number of
+            ranks is that of the cluster.
     """
-    start = LaunchCommand(nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node,
-                          config=Path("moe.yaml"), script=script, flags=given or {})
+    start = replace(start, nodes=cluster.nodes, ranks_per_node=cluster.ranks_per_node)
     if host != TRANSFORMERS:
         return launch_text(launch_words(model, plan, host, start))
     settings = {name: values for name, values in moe_settings(model, plan, False).items()

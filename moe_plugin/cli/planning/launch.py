@@ -19,7 +19,9 @@ import yaml
 from moe_plugin.planner.model import ModelPlan, ModelShape
 from moe_plugin.utils.messages import short
 
-HOSTS = ("fairseq", "megatron")
+# frameworks to which the file of a model may belong, and the files of this package
+TRANSFORMERS, MEGATRON, FAIRSEQ, YAML = "transformers", "megatron", "fairseq", "yaml"
+HOSTS = FAIRSEQ, MEGATRON
 BYTES = 257  # number of tokens of the byte tokenizers of both hosts
 COLUMNS = 100
 CONFIG, LINE = "moe.yaml", "launch.sh"  # the files of a plan
@@ -27,6 +29,16 @@ SCRIPT = "pretrain_gpt_moe"  # a script of this package, by its name in the laun
 FAIRSEQ_TRAIN = '"$(which fairseq-train)"'  # already quoted, and expanded by the shell
 BALANCE = "0.01"  # weight of the balance loss
 STEPS, RATE = "10000", "0.0005"  # number of training steps, and Adam's learning rate
+_ARRAY = re.compile(r"^[ \t]*(\w+)\+?=\((.*?)\)", re.S | re.M)
+_TEXT = re.compile(r"""^[ \t]*(?:export[ \t]+)?(\w+)=(?:"([^"]*)"|'([^']*)'|([^\s;#]*))""", re.M)
+_USE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::-([^}]*))?\}|\$(\w+)")
+_COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.M)
+# words after which the flags of the training program begin, besides Python files
+_PROGRAMS = "moe_plugin.hosts.megatron.launch", "fairseq-train", "fairseq-hydra-train"
+DEPTH = 10  # number of times that a variable may refer to another variable
+
+# values of flags without leading dashes; `true` for a flag without a value
+Flags = Mapping[str, str | list[str]]
 
 
 def moe_settings(model: ModelShape, plan: ModelPlan, auto: bool,
@@ -143,7 +155,7 @@ class LaunchCommand:
         config: path of the plan's file for `--moe-config`.
         script: path of Megatron-LM's `pretrain_gpt.py`. Optional. Defaults to `SCRIPT`.
         flags: the flags of a user's own command, which the launch command keeps; see
-            `command_flags.flags_of`.
+            `flags_of`.
     """
 
     nodes: int = 1
@@ -211,7 +223,7 @@ def _with_flags(words: list[str], planned: Sequence[str], given: Flags) -> list[
     Args:
         words: the launch command without `torchrun` and its options.
         planned: the flags that the plan determines; see `host_flags`.
-        given: the flags of the user's command; see `command_flags.flags_of`.
+        given: the flags of the user's command; see `flags_of`.
     """
     kept = {f"--{name}": [] if value == "true" else [value] if isinstance(value, str) else value
             for name, value in given.items()
@@ -277,20 +289,6 @@ def launch_script(text: str, note: str) -> str:
     script.
     """
     return f'#!/usr/bin/env bash\n# {note}\n{text} "$@"\n'
-
-
-_ARRAY = re.compile(r"^[ \t]*(\w+)\+?=\((.*?)\)", re.S | re.M)
-_TEXT = re.compile(r"""^[ \t]*(?:export[ \t]+)?(\w+)=(?:"([^"]*)"|'([^']*)'|([^\s;#]*))""", re.M)
-_USE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::-([^}]*))?\}|\$(\w+)")
-_COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.M)
-# frameworks to which the file of a model may belong, and the files of this package
-TRANSFORMERS, MEGATRON, FAIRSEQ, YAML = "transformers", "megatron", "fairseq", "yaml"
-# words after which the flags of the training program begin, besides Python files
-_PROGRAMS = "moe_plugin.hosts.megatron.launch", "fairseq-train", "fairseq-hydra-train"
-DEPTH = 10  # number of times that a variable may refer to another variable
-
-
-Flags = Mapping[str, str | list[str]]
 
 
 def flags_of(path: Path, needed: str) -> tuple[str | None, Flags]:

@@ -86,7 +86,6 @@ def load_quantized(folder: str | Path, comm: Comm | None = None,
         freeze_experts(model, format)
         _load_blocks(model, source, plain, format)
         _load_rest(model, plain)
-    model.tie_weights()
     return model.eval()
 
 

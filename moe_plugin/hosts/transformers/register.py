@@ -50,8 +50,8 @@ NAME = "moe_plugin"
 # sections of settings that remain useful when the model defines the router and the expert sizes
 SETTINGS = ("dispatch.", "parallel.", "comm.", "tuner.", "experts.compute", "experts.precision",
             "experts.recompute_activation")
-_OVER_RANKS = "_moe_plugin_ep"  # attribute of an experts module whose tokens our exchange delivers
 KEPT = "_moe_plugin"  # attribute of an experts module in which its state between calls is stored
+_OVER_RANKS = "_moe_plugin_ep"  # attribute of an experts module whose tokens our exchange delivers
 
 
 def use(settings: Mapping[str, Any], name: str = NAME) -> None:

@@ -24,7 +24,7 @@ WEIGHT, PARTS, ROWS = 0.5, 2, 8  # the loss's weight, micro-batches of a step, s
 
 
 def rows(model: Any) -> list[dict[str, Tensor]]:
-    """Sequences with padding, and with labels that are no targets."""
+    """Sequences with padding, and with labels that are ignored."""
     made = []
     for number, ids in enumerate(tokens(model, batch=ROWS, length=9)):
         real = torch.arange(9) < 9 - number % 4

@@ -23,11 +23,10 @@ from moe_plugin.checkpoint.source import (
     Window,
     full_window,
 )
+from moe_plugin.kernels.block_formats import from_e2m1
 
 MXFP4 = "mxfp4"
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1 = torch.tensor([*_POSITIVE, *(-value for value in _POSITIVE)])
 _SHARE = 32  # numbers that share a scale
 
 
@@ -70,9 +69,8 @@ def _numbers(name: str, blocks: Derived, scales: Derived, dtype: torch.dtype) ->
         first = into.start // _SHARE
         group = slice(first, max(first, -(-into.stop // _SHARE)))
         codes = blocks.read((expert, out, group, *full_window(shape[3:])))
-        pairs = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
         power = (scales.read((expert, out, group)).float() - 127).exp2()
-        values = (_E2M1[pairs] * power[..., None]).flatten(-2).transpose(1, 2)
+        values = (from_e2m1(codes) * power[..., None]).flatten(-2).transpose(1, 2)
         start = first * _SHARE
         return values[:, into.start - start:into.stop - start].to(dtype)
 

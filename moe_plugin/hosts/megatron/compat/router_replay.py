@@ -131,8 +131,8 @@ class FollowsReplay:
         """Return the experts for this pass, int64 [T, K], or None if the router must choose.
 
         Raises:
-            ValueError: If there are no choices to replay, or if the number of tokens, the number of
-                experts per token or an expert index does not match.
+            ValueError: If the framework did not set the choices to replay, or if the number of
+                tokens, the number of experts per token or an expert index does not match.
         """
         action = self.action
         if action is None or (self.target_TK is None and self.handle is not None

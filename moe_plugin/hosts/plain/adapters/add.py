@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from moe_plugin.config.experts import ROUNDED
 from moe_plugin.experts.ffn import FFNExperts
 from moe_plugin.experts.frozen import FrozenExperts, check_format, freeze, merge_frozen
-from moe_plugin.experts.lora import ADAPTER_AXIS, TARGETS, ExpertRanks, as_adapters
+from moe_plugin.experts.lora import (
+    ADAPTER_AXIS,
+    TARGETS,
+    ExpertRanks,
+    as_adapters,
+    of_each_weight,
+)
 from moe_plugin.experts.optimizers import replaces_parameters
 from moe_plugin.hosts.plain.adapters.files import adapted_layers, save_adapter
 from moe_plugin.kernels.expert_ffn import LowRank
@@ -241,13 +247,8 @@ def _sums(experts: FFNExperts, adapters: Mapping[str, LowRank]
     """For each weight [L, I, O], yield the weight, the matrix product to add to the weight, and the
     factor by which the sum is multiplied.
     """
-    for weight, (a_LIR, b_LRO, factor_LO) in adapters.items():
-        weights = experts.weights_of()[weight]
-        for number, w_LIO in enumerate(weights):
-            b = b_LRO.chunk(len(weights), -1)[number]
-            factor = 1.0 if factor_LO is None else (
-                factor_LO.chunk(len(weights), -1)[number][:, None])
-            yield w_LIO, torch.bmm(a_LIR, b), factor
+    for w_LIO, (a_LIR, b_LRO, factor_LO) in of_each_weight(adapters, experts.weights_of()):
+        yield w_LIO, torch.bmm(a_LIR, b_LRO), 1.0 if factor_LO is None else factor_LO[:, None]
 
 
 @replaces_parameters

@@ -42,6 +42,9 @@ from moe_plugin.utils import checksums
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import make_folder, move_into_place
 
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_STACKS = ("gate_up_proj", "down_proj")  # in the order in which `peft` wraps them
+
 
 def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> list[str]:
     """Load a `peft` file, and add its adapters to the experts of a model. Each rank loads only the
@@ -58,19 +61,10 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
         ValueError: If the file is damaged, contains adapters of another type, belongs to a
             different model, or contains adapters for modules that `peft` must wrap first.
     """
-    refuse_pickles(Path(folder))
+    _, rest = _read(Path(folder), "loaded")
     import peft
-    from safetensors.torch import load_file
 
     config = peft.LoraConfig.from_pretrained(str(folder))
-    if config.peft_type != peft.PeftType.LORA or config.use_dora:
-        raise ValueError(f"{str(folder)!r} contains {config.peft_type.value} adapters with "
-                         f"use_dora={getattr(config, 'use_dora', False)}. Only LoRA with "
-                         "use_dora=False can be loaded. Pass another folder")
-    path = Path(folder) / TENSORS
-    with refused_if_unreadable(f"{str(path)!r} cannot be read", "get the file again"):
-        checksums.verify(path)
-        rest = load_file(path)
     pairs, pattern = {}, {}
     ours = {weight: target for target, weight in TARGETS.items()}
     for name, theirs, stacks in blocks_with_stacks(model):
@@ -99,6 +93,24 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
     if rest:
         peft.set_peft_model_state_dict(model, rest)
     return adapted
+
+
+def _read(folder: Path, use: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the settings and the tensors of an adapter in `peft`'s files.
+
+    use: what happens to the adapter, for error messages.
+    """
+    refuse_pickles(folder)
+    from safetensors.torch import load_file
+
+    config = read_json(folder / "adapter_config.json")
+    if config.get("peft_type") != "LORA" or config.get("use_dora"):
+        raise ValueError(f"{str(folder)!r} contains {config.get('peft_type')} adapters with "
+                         f"use_dora={config.get('use_dora', False)}. Only LoRA with use_dora=False "
+                         f"can be {use}. Pass another folder")
+    with refused_if_unreadable(f"{str(folder / TENSORS)!r} cannot be read", "get the file again"):
+        checksums.verify(folder / TENSORS)
+        return config, load_file(folder / TENSORS)
 
 
 def refuse_pickles(folder: Path) -> None:
@@ -178,10 +190,6 @@ def _fill(layer: MoELayer, weight: str, stack: PeftStack, pair: tuple[Tensor, Te
         target.copy_(value[local_window(key, tuple(value.shape), layer.placement)])
 
 
-_A, _B = ".lora_A.weight", ".lora_B.weight"
-_STACKS = ("gate_up_proj", "down_proj")  # in the order in which `peft` wraps them
-
-
 def merge_adapter(folder: str | Path, adapter: str | Path, out: str | Path) -> list[str]:
     """Write a model folder with the weights `w + scale * B A`. Only one process may call this.
 
@@ -214,21 +222,11 @@ def merge_adapter(folder: str | Path, adapter: str | Path, out: str | Path) -> l
 
 
 def _changes(source: Source, adapter: Path) -> Iterator[tuple[str, Change]]:
-    from safetensors.torch import load_file
-
-    refuse_pickles(adapter)
-    config = read_json(adapter / "adapter_config.json")
-    if config.get("peft_type") != "LORA" or config.get("use_dora"):
-        raise ValueError(f"{str(adapter)!r} contains {config.get('peft_type')} adapters with "
-                         f"use_dora={config.get('use_dora', False)}. Only LoRA with use_dora=False "
-                         "can be merged. Pass another folder")
-    with refused_if_unreadable(f"{str(adapter / TENSORS)!r} cannot be read", "get the file again"):
-        checksums.verify(adapter / TENSORS)
-        factors = load_file(adapter / TENSORS)
+    config, factors = _read(adapter, "merged")
     for name, a in factors.items():
         if not name.endswith(_A) and not (name.endswith(_B) and name[:-len(_B)] + _A in factors):
-            raise ValueError(f"{str(adapter)!r} has {name!r}, which is no LoRA factor of a matrix "
-                             "and cannot be merged. Leave it out of LoraConfig")
+            raise ValueError(f"{str(adapter)!r} has {name!r}, which is not a LoRA factor of a "
+                             "matrix and cannot be merged. Leave it out of LoraConfig")
         if name.endswith(_A):
             module = name.removeprefix(START).removesuffix(_A)
             yield _change(source, config, module, a, factors[name[:-len(_A)] + _B])

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer
 
 from moe_plugin.comm.host_collectives import named
 from moe_plugin.hosts.transformers.compat import checkpoints
@@ -47,7 +47,7 @@ def compute_loss(original: Callable[..., Any], self: Any, model: Any, inputs: di
     """
     settings = self.model.config.get_text_config()
     holders = [each for each in (*self.model.modules(), settings) if getattr(each, _WEIGHT, None)]
-    if not holders or not settings.output_router_logits or "labels" not in inputs or (
+    if not holders or "labels" not in inputs or (
             self.label_smoother is not None or self.compute_loss_func is not None):
         return original(self, model, inputs, return_outputs, num_items_in_batch)
     weight = getattr(holders[0], _WEIGHT)
@@ -134,8 +134,7 @@ _METHODS: dict[str, Method] = {
     "_save_checkpoint": checkpoints.save_checkpoint, "_save": checkpoints.save_weights,
     "_save_optimizer_and_scheduler": checkpoints.save_optimizer,
     "_load_optimizer_and_scheduler": checkpoints.load_optimizer,
-    "_load_from_checkpoint": checkpoints.load_model, "_load_best_model": checkpoints.load_best,
-    "compute_loss": compute_loss}
+    "_load_from_checkpoint": checkpoints.load_model, "_load_best_model": checkpoints.load_best}
 
 
 def extend_trainer() -> None:
@@ -144,6 +143,7 @@ def extend_trainer() -> None:
         return
     for name, ours in _METHODS.items():
         setattr(Trainer, name, _around(getattr(Trainer, name), ours, _is_ours))
+    setattr(Trainer, "compute_loss", _around(Trainer.compute_loss, compute_loss, _has_our_loss))
     setattr(Trainer, "__init__", _around(Trainer.__init__, _create, lambda trainer: True))
 
 
@@ -161,6 +161,14 @@ def _around(original: Method, ours: Method, applies: Callable[[Any], bool]) -> M
 def _is_ours(trainer: Any) -> bool:
     return (isinstance(trainer.model, PreTrainedModel) and computes_experts(trainer.model)
             and not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled)
+
+
+def _has_our_loss(trainer: Any) -> bool:
+    # called for every micro-batch of every model, so that the modules are searched only if needed
+    config = getattr(trainer.model, "config", None)
+    return (isinstance(config, PreTrainedConfig)
+            and getattr(config.get_text_config(), "output_router_logits", False)
+            and _is_ours(trainer))
 
 
 def _create(original: Method, self: Any, model: Any = None, args: Any = None, *rest: Any,
