@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -177,8 +177,24 @@ def _refuse_logits(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     if cast(Any, model).config.to_dict().get("output_router_logits") if wanted is None else wanted:
         raise ValueError(
             "output_router_logits=True requests the logits of transformers' own routers, which "
-            "swap_moe_blocks has replaced. Leave it out, pass `losses` in `settings` and add "
-            "auxiliary_loss(model) to the loss, or call restore_moe_blocks(model) first")
+            "swap_moe_blocks has replaced. Leave it out (in TRL, router_aux_loss_coef=0.0), pass "
+            "`losses` in `settings` and add auxiliary_loss(model) to the loss, or call "
+            "restore_moe_blocks(model) first")
+
+
+def refuse_one_of_several(layers: Iterable[MoELayer], kwargs: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if a `Trainer` calls `save_pretrained` on its first rank, but experts
+    are distributed over several ranks. `Trainer` is the only caller that passes `state_dict`.
+    """
+    ranks = max(layer.comm.size for layer in layers)
+    if "state_dict" in kwargs and ranks > 1:
+        raise ValueError(
+            f"save_pretrained(state_dict=...) does not work with experts on {ranks} ranks. Call "
+            "save_pretrained(folder) without state_dict on all ranks. A Trainer saves on its first "
+            "rank only: use save_strategy='no' and call model.save_pretrained(folder) after "
+            "training, or select the experts by name with "
+            "DistributedConfig(ep_implementation='moe_plugin')")
+
 
 class _SaveTheirs:
     """A `save_pretrained` that writes the model's own format for this package's layers."""
@@ -199,14 +215,7 @@ class _SaveTheirs:
         """
         model = cast(Any, self.model)
         _refuse_frozen(model)
-        ranks = max(swapped.moe.comm.size for _, swapped in _replaced(model))
-        if "state_dict" in kwargs and ranks > 1:
-            raise ValueError(
-                f"save_pretrained(state_dict=...) does not work with experts on {ranks} ranks. "
-                "Call save_pretrained(folder) without state_dict on all ranks. A Trainer saves on "
-                "its first rank only: use save_strategy='no' and call model.save_pretrained(folder)"
-                " after training, or select the experts by name with "
-                "DistributedConfig(ep_implementation='moe_plugin')")
+        refuse_one_of_several((swapped.moe for _, swapped in _replaced(model)), kwargs)
         kwargs.pop("state_dict", None)
         state = dict(model.state_dict())
         for name, swapped in _replaced(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,19 @@ from moe_plugin.checkpoint.formats.huggingface.family import Block  # noqa: E402
 from moe_plugin.comm import TorchComm  # noqa: E402
 from moe_plugin.hosts.plain.adapters import (  # noqa: E402
     add_lora,
+    freeze_experts,
     load_adapter,
     merge_lora,
     save_adapter,
 )
+from moe_plugin.hosts.plain.adapters.load import restore_adapter  # noqa: E402
 from moe_plugin.hosts.plain.huggingface import (  # noqa: E402
     restore_moe_blocks,
     swap_moe_blocks,
 )
 from tests.checkpoint.hf_models import logits, tiny, tokens  # noqa: E402
 from tests.distributed import run_gloo  # noqa: E402
+from tests.hosts.trainers import Killed, killed_at  # noqa: E402
 
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
@@ -238,27 +242,73 @@ class Counting(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
-def test_a_trainer_saves_adapters_and_goes_on(tmp_path: Path) -> None:
+def fine_tuned(folder: Path, parts: str, steps: int, resume: bool = False, **more: Any) -> Any:
+    """A `Trainer` after its run. parts: "peft" for attention, and the format of frozen experts."""
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(tiny(
+        "mixtral", hidden_size=64, intermediate_size=64).config)
+    swap_moe_blocks(model)
+    if "nf4" in parts:
+        freeze_experts(model, "nf4")
+    if "peft" in parts:
+        model = peft.get_peft_model(model, peft.LoraConfig(
+            r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    torch.manual_seed(3)
+    add_lora(model, 4, freeze="peft" not in parts, rank_pattern={r".*\.1\.down": 2})
+    run = transformers.Trainer(
+        model, transformers.TrainingArguments(
+            str(folder), max_steps=steps, per_device_train_batch_size=4, save_steps=2,
+            learning_rate=1e-2, lr_scheduler_type="constant", report_to="none", use_cpu=True,
+            disable_tqdm=True, **more),
+        train_dataset=Counting(), eval_dataset=Counting())
+    run.train(resume_from_checkpoint=resume)
+    return run
+
+
+@pytest.mark.parametrize("parts", ["", "peft", "nf4", "nf4, peft"])
+def test_a_trainer_saves_adapters_and_goes_on(parts: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-
-    def train(folder: Path, steps: int, resume: bool = False) -> dict[str, Tensor]:
-        model = swapped()
-        torch.manual_seed(3)
-        add_lora(model, 4)
-        transformers.Trainer(
-            model, transformers.TrainingArguments(
-                str(folder), max_steps=steps, per_device_train_batch_size=4, save_steps=2,
-                learning_rate=1e-2, lr_scheduler_type="constant", report_to="none", use_cpu=True,
-                disable_tqdm=True),
-            train_dataset=Counting()).train(resume_from_checkpoint=resume)
-        return dict(model.named_parameters())
-
-    once = train(tmp_path / "once", 4)
-    train(tmp_path / "twice", 2)
-    twice = train(tmp_path / "twice", 4, resume=True)
+    once = dict(fine_tuned(tmp_path / "once", parts, 4).model.named_parameters())
+    with killed_at(4), pytest.raises(Killed):
+        fine_tuned(tmp_path / "twice", parts, 4)
+    assert sorted(os.listdir(tmp_path / "twice")) == ["checkpoint-2", "unfinished"]
+    assert (tmp_path / "twice/checkpoint-2/model.safetensors").exists() == (not parts)
+    twice = dict(fine_tuned(tmp_path / "twice", parts, 4, resume=True).model.named_parameters())
     for name, value in once.items():
         torch.testing.assert_close(twice[name], value, rtol=1e-5, atol=1e-6)
-    assert any("lora_b" in name and value.abs().max() > 0 for name, value in once.items())
+    trained = {name for name, value in once.items() if value.requires_grad}
+    assert any("lora_b" in name and once[name].abs().max() > 0 for name in trained)
+    assert ("peft" in parts) == any("lm_head" in name for name in trained)
+
+
+def test_a_trainer_loads_the_best_adapters(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    run = fine_tuned(
+        tmp_path, "nf4", 6, eval_strategy="steps", eval_steps=2, greater_is_better=True,
+        metric_for_best_model="eval_loss", load_best_model_at_end=True)
+    best = Path(run.state.best_model_checkpoint).name
+    assert best == "checkpoint-2"  # the highest loss
+    model = fine_tuned(tmp_path / "other", "nf4", 2).model
+    for name, value in run.model.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), value, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_trainer_would_lose_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    fine_tuned(tmp_path, "nf4", 2)
+    model = swapped()
+    freeze_experts(model, "int8")
+    add_lora(model, 4, freeze=False)
+    with pytest.raises(ValueError, match="'model.embed_tokens.weight' is trained, but "
+                                         "save_pretrained writes only adapters.*modules_to_save"):
+        model.save_pretrained(tmp_path)
+    other = tiny("mixtral", hidden_size=64, intermediate_size=64)
+    swap_moe_blocks(other)
+    add_lora(other, 3)
+    with pytest.raises(ValueError, match=r"differ from those of the model: gate_up of layer "
+                                         r"'model.layers.0.mlp.moe' has .* = \(4, 16.0, False\) in "
+                                         r"the file and \(3, 16.0, False\).*Call add_lora with"):
+        restore_adapter(other, tmp_path / "checkpoint-2")
 
 
 def test_what_files_cannot_hold_is_refused(tmp_path: Path) -> None:

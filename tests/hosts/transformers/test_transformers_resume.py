@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -20,12 +17,9 @@ pytest.importorskip("accelerate")
 import moe_plugin.hosts.transformers  # noqa: E402, F401
 from tests.checkpoint.hf_models import tiny, tokens  # noqa: E402
 from tests.distributed import run_gloo  # noqa: E402
+from tests.hosts.trainers import Killed, killed_at  # noqa: E402
 
 BATCH, STEPS = 12, 6  # sequences of all ranks in a step
-
-
-class Killed(BaseException):
-    """Ends a run as a signal would: nothing handles it."""
 
 
 def environment() -> None:
@@ -62,20 +56,6 @@ def start(folder: Path, **settings: Any) -> Path:
     model.config.update({"output_router_logits": True, "router_aux_loss_coef": 0.1, **settings})
     model.save_pretrained(folder / "start")
     return folder / "start"
-
-
-@contextlib.contextmanager
-def killed_at(step: int) -> Iterator[None]:
-    """Kills a run that saves at this step, when the weights are written and other files not yet."""
-    whole = transformers.Trainer._save_rng_state
-
-    def killed(self: Any, output_dir: str) -> None:
-        if self.state.global_step == step:
-            raise Killed
-        whole(self, output_dir)
-
-    with mock.patch.object(transformers.Trainer, "_save_rng_state", killed):
-        yield
 
 
 def _killed(folder: Path, start: Path, mesh: dict[str, int]) -> None:

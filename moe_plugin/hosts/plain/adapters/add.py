@@ -24,10 +24,14 @@ from moe_plugin.experts.lora import (
 )
 from moe_plugin.experts.optimizers import replaces_parameters
 from moe_plugin.hosts.plain.adapters.files import adapted_layers, save_adapter
+from moe_plugin.hosts.plain.huggingface import refuse_one_of_several
 from moe_plugin.kernels.expert_ffn import LowRank
 from moe_plugin.kernels.frozen import FROZEN_FORMATS
 from moe_plugin.layer import MoELayer, named_layers_in
 from moe_plugin.utils.messages import short
+
+# parts of the names of parameters that adapter files contain
+_SAVED = ("lora_", ".modules_to_save.", ".trainable_tokens_")
 
 
 def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
@@ -84,8 +88,12 @@ def add_lora(model: nn.Module, rank: int = 8, alpha: float = 16.0, *,
     for name, layer in layers.items():
         if made[name].ranks:
             _add(layer, made[name])
-    if hasattr(model, "peft_config"):
-        cast(Any, model).save_pretrained = _SavesExperts(model)
+    if hasattr(model, "save_pretrained"):
+        import moe_plugin.hosts.transformers  # noqa: F401 - `Trainer` can read adapters from now on
+
+        frozen = any(isinstance(layer.experts, FrozenExperts) for layer in layers.values())
+        if frozen or hasattr(model, "peft_config"):
+            cast(Any, model).save_pretrained = _SavesAdapters(model)
     return [name for name in layers if made[name].ranks]
 
 
@@ -101,16 +109,28 @@ def _add(layer: MoELayer, ranks: ExpertRanks) -> None:
     layer.follow_parameters()
 
 
-class _SavesExperts:
-    """A `save_pretrained` method for `peft` models whose experts have adapters from `add_lora`.
-    `peft`'s own method would save only the adapters that `peft` itself has added.
+class _SavesAdapters:
+    """A `save_pretrained` method that writes adapters only: for `peft` models, whose own method
+    would leave out the adapters of `add_lora`, and for models with frozen experts.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def __call__(self, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        """Save all adapters. See `save_adapter`. This is a collective operation."""
+        """Save all adapters. See `save_adapter`. This is a collective operation.
+
+        Raises:
+            ValueError: If other parameters are trained, too, or if a `Trainer` saves on one of
+                several ranks.
+        """
+        refuse_one_of_several(adapted_layers(self.model).values(), kwargs)
+        trained = [name for name, value in self.model.named_parameters() if value.requires_grad]
+        if lost := [name for name in trained if not any(part in name for part in _SAVED)]:
+            raise ValueError(
+                f"{lost[0]!r} is trained, but save_pretrained writes only adapters here. Call "
+                "add_lora with freeze=True, or name the module in modules_to_save of a LoraConfig "
+                "and wrap the model in peft before add_lora, or save with moe_plugin.checkpoint")
         save_adapter(self.model, save_directory)
 
 

@@ -34,6 +34,7 @@ from moe_plugin.hosts.plain.adapters.files import (
     START,
     TENSORS,
     PeftStack,
+    adapted_layers,
     blocks_with_stacks,
     by_pattern,
 )
@@ -43,6 +44,7 @@ from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import make_folder, move_into_place
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+_TARGET_OF = {weight: target for target, weight in TARGETS.items()}
 _STACKS = ("gate_up_proj", "down_proj")  # in the order in which `peft` wraps them
 
 
@@ -61,28 +63,12 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
         ValueError: If the file is damaged, contains adapters of another type, belongs to a
             different model, or contains adapters for modules that `peft` must wrap first.
     """
-    _, rest = _read(Path(folder), "loaded")
-    import peft
-
-    config = peft.LoraConfig.from_pretrained(str(folder))
-    pairs, pattern = {}, {}
-    ours = {weight: target for target, weight in TARGETS.items()}
-    for name, theirs, stacks in blocks_with_stacks(model):
-        layer = cast(MoELayer, model.get_submodule(f"{name}.moe"))
-        targeted = _targeted(theirs, stacks, config.target_parameters or ())
-        for weight, pair in _pairs(theirs, layer, stacks, targeted, rest):
-            pairs[name, weight] = f"{theirs}.experts.{stacks[weight].name}", stacks[weight], pair
-            r = pair[0].shape[0] // layer.config.num_experts
-            pattern[rf"{re.escape(name)}\.moe\.experts\.\d+\.{ours[weight]}"] = r
-    if not pairs:
-        raise ValueError(f"{str(folder)!r} has no adapters for the experts of "
-                         f"{type(model).__name__}. The adapters must target stacks of experts "
-                         "(target_parameters). Call swap_moe_blocks(model) first, or load the "
-                         "folder with peft")
-    _check_rest(model, rest, folder)
+    config, pairs, rest = _stacks(model, Path(folder))
+    pattern = {rf"{re.escape(name)}\.moe\.experts\.\d+\.{_TARGET_OF[weight]}": r
+               for (name, weight), (_, _, _, r) in pairs.items()}
     adapted = add_lora(model, 1, config.lora_alpha, experts=(), rank_pattern=pattern,
                        use_rslora=config.use_rslora, freeze=freeze)
-    for (name, weight), (target, stack, pair) in pairs.items():
+    for (name, weight), (target, stack, pair, _) in pairs.items():
         layer = cast(MoELayer, model.get_submodule(f"{name}.moe"))
         _fill(layer, weight, stack, pair)
         experts: Any = layer.experts
@@ -90,9 +76,77 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
         experts.adapters = replace(
             adapters, alphas={**adapters.alphas,
                               weight: by_pattern(config.alpha_pattern, target, config.lora_alpha)})
-    if rest:
-        peft.set_peft_model_state_dict(model, rest)
+    _fill_rest(model, rest)
     return adapted
+
+
+def restore_adapter(model: nn.Module, folder: str | Path) -> None:
+    """Load a file of `save_adapter` into the adapters that a model already has. `Trainer` calls
+    this function when it resumes a run. This is a collective operation.
+
+    Args:
+        model: the model that wrote the file, built again in the same way.
+        folder: see `load_adapter`.
+    Raises:
+        ValueError: If the file is damaged, or if its adapters differ from those of the model in
+            their layers, ranks or scales.
+    """
+    config, pairs, rest = _stacks(model, Path(folder))
+    found = {(f"{name}.moe", weight): (rank, by_pattern(config.alpha_pattern, target,
+                                                        config.lora_alpha), config.use_rslora)
+             for (name, weight), (target, _, _, rank) in pairs.items()}
+    layers = adapted_layers(model)
+    wanted = {(name, weight): (max(ranks), adapters.alphas[weight], adapters.rooted)
+              for name, layer in layers.items()
+              for adapters in [cast(ExpertRanks, cast(Any, layer.experts).adapters)]
+              for weight, ranks in adapters.ranks.items()}
+    if found != wanted:
+        name, weight = min(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+        raise ValueError(
+            f"the adapters in {str(folder)!r} differ from those of the model: {_TARGET_OF[weight]} "
+            f"of layer {name!r} has (rank, alpha, use_rslora) = {found.get((name, weight))} in the "
+            f"file and {wanted.get((name, weight))} in the model. Call add_lora with the settings "
+            "of the run that wrote the file")
+    for (name, weight), (_, stack, pair, rank) in pairs.items():
+        layer = layers[f"{name}.moe"]
+        _fill(layer, weight, stack, pair)
+        _unscale(layer, weight, rank)
+    _fill_rest(model, rest)
+
+
+def _stacks(model: nn.Module, folder: Path) -> tuple[
+        Any, dict[tuple[str, str], tuple[str, PeftStack, tuple[Tensor, Tensor], int]],
+        dict[str, Tensor]]:
+    """Read the adapters of expert stacks in a file of `peft`.
+
+    Returns: the settings; by block and stack: the name of `peft`'s target, the stack, the pair
+        (`lora_A`, `lora_B`) and the rank; and all other tensors.
+    """
+    _, rest = _read(folder, "loaded")
+    import peft
+
+    config, pairs = peft.LoraConfig.from_pretrained(str(folder)), {}
+    for name, theirs, stacks in blocks_with_stacks(model):
+        layer = cast(MoELayer, model.get_submodule(f"{name}.moe"))
+        targeted = _targeted(theirs, stacks, config.target_parameters or ())
+        for weight, pair in _pairs(theirs, layer, stacks, targeted, rest):
+            pairs[name, weight] = (f"{theirs}.experts.{stacks[weight].name}", stacks[weight], pair,
+                                   pair[0].shape[0] // layer.config.num_experts)
+    if not pairs:
+        raise ValueError(f"{str(folder)!r} has no adapters for the experts of "
+                         f"{type(model).__name__}. The adapters must target stacks of experts "
+                         "(target_parameters). Call swap_moe_blocks(model) first, or load the "
+                         "folder with peft")
+    _check_rest(model, rest, folder)
+    return config, pairs, rest
+
+
+def _fill_rest(model: nn.Module, rest: dict[str, Tensor]) -> None:
+    """Set the adapters that `peft` itself has added."""
+    if rest:
+        import peft
+
+        peft.set_peft_model_state_dict(model, rest)
 
 
 def _read(folder: Path, use: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -178,6 +232,18 @@ def _pairs(name: str, layer: MoELayer, stacks: Mapping[str, PeftStack], targeted
                              "model it was made for")
         left.remove(weight)
         yield weight, (a, b)
+
+
+@torch.no_grad()
+def _unscale(layer: MoELayer, weight: str, rank: int) -> None:
+    """Undo the multiplication by which `save_adapter` gives all experts the same scale."""
+    experts: Any = layer.experts
+    ranks: ExpertRanks = experts.adapters
+    for name in PLACES[weight][1]:
+        b = experts._parameters.get(name)
+        if b is not None and len(set(ranks.ranks[weight])) > 1:
+            scales_LR = ranks.scale_LR(weight, layer.placement.first_expert, b)
+            b.mul_(ranks.scale(weight, rank) / scales_LR.where(scales_LR > 0, 1)[..., None])
 
 
 @torch.no_grad()

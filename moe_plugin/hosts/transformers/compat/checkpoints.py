@@ -30,6 +30,8 @@ from transformers.distributed.checkpoint import (
 from transformers.trainer_utils import rotate_checkpoints
 
 from moe_plugin.comm.host_collectives import refused_together
+from moe_plugin.hosts.plain.adapters.files import TENSORS
+from moe_plugin.hosts.plain.adapters.load import restore_adapter
 from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import move_into_place, write_remedy
 
@@ -215,3 +217,15 @@ def _fill(model: Any, checkpoint: str) -> None:
         value.copy_(new[name])
 
 
+def load_adapters(original: Method, self: Any, checkpoint: str, model: Any = None) -> None:
+    """`Trainer._load_from_checkpoint`, also for adapters of `add_lora` in the files of `peft`."""
+    if os.path.isfile(os.path.join(checkpoint, TENSORS)):
+        return restore_adapter(self.model, checkpoint)
+    original(self, checkpoint, model)
+
+
+def load_best_adapters(original: Method, self: Any) -> None:
+    """`Trainer._load_best_model`, also for adapters of `add_lora` in the files of `peft`."""
+    if os.path.isfile(os.path.join(self.state.best_model_checkpoint, TENSORS)):
+        return restore_adapter(self.model, self.state.best_model_checkpoint)
+    original(self)

@@ -1,9 +1,11 @@
 """Methods of `transformers.Trainer` for models whose experts this package computes.
 
 Importing `moe_plugin.hosts.transformers` replaces them, so that `Trainer` and its subclasses, such
-as those of TRL, save and resume under expert parallelism and weight the auxiliary loss correctly.
+as those of TRL, save and resume under expert parallelism, and the auxiliary loss is weighted
+correctly unless a subclass computes its own loss.
 See `checkpoints` and `compute_loss`. The original methods are called for all other models, for
-models in `peft`, and with DeepSpeed and the FSDP of accelerate.
+models in `peft`, and with DeepSpeed and the FSDP of accelerate. For models with adapters of
+`add_lora`, also in `peft`, only the methods that write and read checkpoints are replaced.
 
 Auxiliary loss: a model with `output_router_logits=True` adds `router_aux_loss_coef * aux_loss` to
 its loss. `Trainer` divides the loss of the tokens by the number of tokens on all ranks and in all
@@ -30,6 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer
 
 from moe_plugin.comm.host_collectives import named
+from moe_plugin.hosts.plain.restored import ADAPTERS
 from moe_plugin.hosts.transformers.compat import checkpoints
 from moe_plugin.hosts.transformers.register import computes_experts
 
@@ -135,6 +138,10 @@ _METHODS: dict[str, Method] = {
     "_save_optimizer_and_scheduler": checkpoints.save_optimizer,
     "_load_optimizer_and_scheduler": checkpoints.load_optimizer,
     "_load_from_checkpoint": checkpoints.load_model, "_load_best_model": checkpoints.load_best}
+_ADAPTER_METHODS: dict[str, Method] = {
+    "_save_checkpoint": checkpoints.save_checkpoint,
+    "_load_from_checkpoint": checkpoints.load_adapters,
+    "_load_best_model": checkpoints.load_best_adapters}
 
 
 def extend_trainer() -> None:
@@ -143,6 +150,8 @@ def extend_trainer() -> None:
         return
     for name, ours in _METHODS.items():
         setattr(Trainer, name, _around(getattr(Trainer, name), ours, _is_ours))
+    for name, ours in _ADAPTER_METHODS.items():
+        setattr(Trainer, name, _around(getattr(Trainer, name), ours, _has_our_adapters))
     setattr(Trainer, "compute_loss", _around(Trainer.compute_loss, compute_loss, _has_our_loss))
     setattr(Trainer, "__init__", _around(Trainer.__init__, _create, lambda trainer: True))
 
@@ -160,6 +169,11 @@ def _around(original: Method, ours: Method, applies: Callable[[Any], bool]) -> M
 
 def _is_ours(trainer: Any) -> bool:
     return (isinstance(trainer.model, PreTrainedModel) and computes_experts(trainer.model)
+            and not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled)
+
+
+def _has_our_adapters(trainer: Any) -> bool:
+    return (any(name.endswith(ADAPTERS) for name, _ in trainer.model.named_parameters())
             and not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled)
 
 
