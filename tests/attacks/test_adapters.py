@@ -12,7 +12,7 @@ from tests.attacks.payload import Payload
 
 def test_an_adapter_that_is_a_pickle_is_not_read(tmp_path: Path) -> None:
     marker = tmp_path / "code has run"
-    from moe_plugin.hosts.plain.adapters.load import load_adapter
+    from moe_plugin.hosts.plain.adapters import load_adapter
 
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     torch.save({"code": Payload(marker)}, tmp_path / "adapter_model.bin")

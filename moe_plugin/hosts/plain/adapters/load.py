@@ -1,5 +1,5 @@
-"""Load expert adapters from `peft` files into a model (`load_adapter`), or merge them into the
-files of a model, in the number format of these files (`merge_adapter`).
+"""Read expert adapters from `peft` files into the adapters of a model (`restore_adapter`), or merge
+them into the files of a model, in the number format of these files (`merge_adapter`).
 
 A model in float8 blocks (DeepSeek-V3, Qwen3) or MXFP4 (gpt-oss) is served as it was released, so
 the merged model must have the same format. No model is built, and only one weight is in memory at a
@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +27,6 @@ from moe_plugin.checkpoint.formats.huggingface.requantize import Change, changed
 from moe_plugin.checkpoint.layers import local_window
 from moe_plugin.checkpoint.source import MODEL, Source, refused_if_unreadable
 from moe_plugin.experts.lora import PLACES, TARGETS, ExpertRanks
-from moe_plugin.hosts.plain.adapters.add import add_lora
 from moe_plugin.hosts.plain.adapters.files import (
     START,
     TENSORS,
@@ -44,40 +41,8 @@ from moe_plugin.utils.messages import short
 from moe_plugin.utils.regular_files import make_folder, move_into_place
 
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_TARGET_OF = {weight: target for target, weight in TARGETS.items()}
+TARGET_OF = {weight: target for target, weight in TARGETS.items()}
 _STACKS = ("gate_up_proj", "down_proj")  # in the order in which `peft` wraps them
-
-
-def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> list[str]:
-    """Load a `peft` file, and add its adapters to the experts of a model. Each rank loads only the
-    adapters of its own experts. This is a collective operation.
-
-    Args:
-        model: model as described for `save_adapter`. If `peft` wraps the model, `peft`'s own
-            adapters are loaded from the file as well.
-        folder: path of a folder that contains `adapter_config.json` and
-            `adapter_model.safetensors`.
-        freeze: see `add_lora`.
-    Returns: the names of all layers that have adapters.
-    Raises:
-        ValueError: If the file is damaged, contains adapters of another type, belongs to a
-            different model, or contains adapters for modules that `peft` must wrap first.
-    """
-    config, pairs, rest = _stacks(model, Path(folder))
-    pattern = {rf"{re.escape(name)}\.moe\.experts\.\d+\.{_TARGET_OF[weight]}": r
-               for (name, weight), (_, _, _, r) in pairs.items()}
-    adapted = add_lora(model, 1, config.lora_alpha, experts=(), rank_pattern=pattern,
-                       use_rslora=config.use_rslora, freeze=freeze)
-    for (name, weight), (target, stack, pair, _) in pairs.items():
-        layer = cast(MoELayer, model.get_submodule(f"{name}.moe"))
-        _fill(layer, weight, stack, pair)
-        experts: Any = layer.experts
-        adapters: ExpertRanks = experts.adapters
-        experts.adapters = replace(
-            adapters, alphas={**adapters.alphas,
-                              weight: by_pattern(config.alpha_pattern, target, config.lora_alpha)})
-    _fill_rest(model, rest)
-    return adapted
 
 
 def restore_adapter(model: nn.Module, folder: str | Path) -> None:
@@ -86,12 +51,13 @@ def restore_adapter(model: nn.Module, folder: str | Path) -> None:
 
     Args:
         model: the model that wrote the file, built again in the same way.
-        folder: see `load_adapter`.
+        folder: path of a folder that contains `adapter_config.json` and
+            `adapter_model.safetensors`.
     Raises:
         ValueError: If the file is damaged, or if its adapters differ from those of the model in
             their layers, ranks or scales.
     """
-    config, pairs, rest = _stacks(model, Path(folder))
+    config, pairs, rest = read_stacks(model, Path(folder))
     found = {(f"{name}.moe", weight): (rank, by_pattern(config.alpha_pattern, target,
                                                         config.lora_alpha), config.use_rslora)
              for (name, weight), (target, _, _, rank) in pairs.items()}
@@ -103,18 +69,18 @@ def restore_adapter(model: nn.Module, folder: str | Path) -> None:
     if found != wanted:
         name, weight = min(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
         raise ValueError(
-            f"the adapters in {str(folder)!r} differ from those of the model: {_TARGET_OF[weight]} "
+            f"the adapters in {str(folder)!r} differ from those of the model: {TARGET_OF[weight]} "
             f"of layer {name!r} has (rank, alpha, use_rslora) = {found.get((name, weight))} in the "
             f"file and {wanted.get((name, weight))} in the model. Call add_lora with the settings "
             "of the run that wrote the file")
     for (name, weight), (_, stack, pair, rank) in pairs.items():
         layer = layers[f"{name}.moe"]
-        _fill(layer, weight, stack, pair)
+        fill(layer, weight, stack, pair)
         _unscale(layer, weight, rank)
-    _fill_rest(model, rest)
+    fill_rest(model, rest)
 
 
-def _stacks(model: nn.Module, folder: Path) -> tuple[
+def read_stacks(model: nn.Module, folder: Path) -> tuple[
         Any, dict[tuple[str, str], tuple[str, PeftStack, tuple[Tensor, Tensor], int]],
         dict[str, Tensor]]:
     """Read the adapters of expert stacks in a file of `peft`.
@@ -141,7 +107,7 @@ def _stacks(model: nn.Module, folder: Path) -> tuple[
     return config, pairs, rest
 
 
-def _fill_rest(model: nn.Module, rest: dict[str, Tensor]) -> None:
+def fill_rest(model: nn.Module, rest: dict[str, Tensor]) -> None:
     """Set the adapters that `peft` itself has added."""
     if rest:
         import peft
@@ -247,7 +213,7 @@ def _unscale(layer: MoELayer, weight: str, rank: int) -> None:
 
 
 @torch.no_grad()
-def _fill(layer: MoELayer, weight: str, stack: PeftStack, pair: tuple[Tensor, Tensor]) -> None:
+def fill(layer: MoELayer, weight: str, stack: PeftStack, pair: tuple[Tensor, Tensor]) -> None:
     name, bs, _ = PLACES[weight]
     a_EIR, bs_ERO = stack.from_peft(*pair, layer.config.num_experts)
     for key, value in {name: a_EIR, **dict(zip(reversed(bs[:stack.parts]), bs_ERO, strict=True))

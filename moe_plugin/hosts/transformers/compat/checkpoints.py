@@ -14,92 +14,19 @@ ranks, or with other sizes of the mesh, can therefore read it.
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from transformers.distributed.checkpoint import (
     load_optimizer_distributed,
     save_optimizer_distributed,
 )
-from transformers.trainer_utils import rotate_checkpoints
 
-from moe_plugin.comm.host_collectives import refused_together
-from moe_plugin.hosts.plain.adapters.files import TENSORS
-from moe_plugin.hosts.plain.adapters.load import restore_adapter
+from moe_plugin.hosts.plain.trainer import FAILURES, Method, together, written
 from moe_plugin.utils.messages import short
-from moe_plugin.utils.regular_files import move_into_place, write_remedy
 
-Method = Callable[..., Any]
-_OPTIMIZER, _SCHEDULER, _STATE = "optimizer", "scheduler.pt", "trainer_state.json"
-_FAILURES = (OSError, RuntimeError, CheckpointException)
-_UNFINISHED = "unfinished"  # folder in `output_dir` to which a checkpoint is written at first
-
-
-def save_checkpoint(original: Method, self: Any, model: Any, trial: Any) -> None:
-    """`Trainer._save_checkpoint`, which writes to a temporary folder. The folder gets its final
-    name only when all ranks have written their files, so a killed run leaves no partial checkpoint.
-
-    Raises:
-        ValueError: On all ranks, if one of the ranks cannot write its files.
-    """
-    folder = Path(self._get_output_dir(trial=trial))
-    name = f"checkpoint-{self.state.global_step}"
-    scratch, target = folder / _UNFINISHED, folder / name
-    with _written(scratch):
-        if self.args.should_save:
-            shutil.rmtree(scratch, ignore_errors=True)
-    pushes, self.args.push_to_hub = self.args.push_to_hub, False
-    self._get_output_dir = lambda trial: str(scratch)
-    failure: BaseException | None = None
-    try:
-        original(self, model, trial)
-    except _FAILURES as error:
-        if not self.is_distributed_loading_by_transformers:
-            raise
-        failure = error  # on this rank only; the other ranks wait below
-    finally:
-        del self._get_output_dir
-        self.args.push_to_hub = pushes
-    with _written(target):
-        if failure is not None:
-            raise failure
-    with _written(target):
-        _publish(self, scratch / name, target)
-    if pushes:
-        self._push_from_checkpoint(str(target))
-
-
-def _publish(trainer: Any, scratch: Path, target: Path) -> None:
-    state = trainer.state
-    if state.best_model_checkpoint == str(scratch):
-        state.best_model_checkpoint = str(target)
-    if trainer.args.should_save:
-        state.save_to_json(str(scratch / _STATE))  # again, with the final name of the folder
-        move_into_place(scratch, target)
-        scratch.parent.rmdir()
-        rotate_checkpoints(str(target.parent), trainer.args.save_total_limit,
-                           state.best_model_checkpoint, use_mtime=True)
-
-
-@contextmanager
-def _written(folder: Path) -> Iterator[None]:
-    """Wait until all ranks have run the block. Raise a `ValueError` on all ranks if one fails."""
-    with _together(f"the checkpoint {folder}"):
-        try:
-            yield
-        except _FAILURES as error:
-            raise ValueError(f"the checkpoint {folder} cannot be written ({short(error)}); "
-                             f"{write_remedy(error, folder.parent)}") from error
-
-
-def _together(what: str) -> Any:
-    return refused_together(what) if dist.is_initialized() else nullcontext()
+_OPTIMIZER, _SCHEDULER = "optimizer", "scheduler.pt"
 
 
 def save_weights(original: Method, self: Any, output_dir: str | None = None,
@@ -117,7 +44,7 @@ def save_weights(original: Method, self: Any, output_dir: str | None = None,
     model.gather_sharded_state_dict_for_save = lambda *args, **kwargs: whole
     model.barrier_after_gathered_checkpoint_save = lambda distributed_config: None
     try:
-        with _written(Path(output_dir or self.args.output_dir)):
+        with written(Path(output_dir or self.args.output_dir)):
             if writes:
                 original(self, output_dir, state_dict)
     finally:
@@ -149,15 +76,15 @@ def load_optimizer(original: Method, self: Any, checkpoint: str | None) -> None:
     missing = [name for name in (_OPTIMIZER, _SCHEDULER)
                if not os.path.exists(os.path.join(checkpoint, name))]
     optimizer = self.optimizer.optimizer
-    with _together("the checkpoint's optimizer"):
+    with together("the checkpoint's optimizer"):
         if missing:
             raise ValueError(f"{checkpoint} contains no {' and no '.join(missing)}, but a run over "
                              "several ranks resumes only with both. save_only_model=True does not "
                              f"write them, and one rank writes optimizer.pt; {remedy}")
-    with _together("the checkpoint's optimizer"):
+    with together("the checkpoint's optimizer"):
         try:
             load_optimizer_distributed(self.model, optimizer, f"{checkpoint}/{_OPTIMIZER}")
-        except (*_FAILURES, KeyError, ValueError) as error:
+        except (*FAILURES, KeyError, ValueError) as error:
             raise ValueError(
                 f"the optimizer state in {checkpoint} does not fit the optimizer "
                 f"{type(optimizer).__name__} and the model ({short(error, 300)}). Use those of the "
@@ -198,7 +125,7 @@ def _fill(model: Any, checkpoint: str) -> None:
     Raises:
         ValueError: On all ranks, if names or shapes differ from those of the model.
     """
-    with _together(f"the weights of {checkpoint}"):
+    with together(f"the weights of {checkpoint}"):
         read, report = type(model).from_pretrained(
             checkpoint, dtype=model.dtype, output_loading_info=True,
             distributed_config=getattr(model.config, "distributed_config", None))
@@ -215,17 +142,3 @@ def _fill(model: Any, checkpoint: str) -> None:
                 "choose another output_dir for a new run")
     for name, value in own.items():
         value.copy_(new[name])
-
-
-def load_adapters(original: Method, self: Any, checkpoint: str, model: Any = None) -> None:
-    """`Trainer._load_from_checkpoint`, also for adapters of `add_lora` in the files of `peft`."""
-    if os.path.isfile(os.path.join(checkpoint, TENSORS)):
-        return restore_adapter(self.model, checkpoint)
-    original(self, checkpoint, model)
-
-
-def load_best_adapters(original: Method, self: Any) -> None:
-    """`Trainer._load_best_model`, also for adapters of `add_lora` in the files of `peft`."""
-    if os.path.isfile(os.path.join(self.state.best_model_checkpoint, TENSORS)):
-        return restore_adapter(self.model, self.state.best_model_checkpoint)
-    original(self)

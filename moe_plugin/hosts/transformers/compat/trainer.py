@@ -4,8 +4,7 @@ Importing `moe_plugin.hosts.transformers` replaces them, so that `Trainer` and i
 as those of TRL, save and resume under expert parallelism, and the auxiliary loss is weighted
 correctly unless a subclass computes its own loss.
 See `checkpoints` and `compute_loss`. The original methods are called for all other models, for
-models in `peft`, and with DeepSpeed and the FSDP of accelerate. For models with adapters of
-`add_lora`, also in `peft`, only the methods that write and read checkpoints are replaced.
+models in `peft`, and with DeepSpeed and the FSDP of accelerate.
 
 Auxiliary loss: a model with `output_router_logits=True` adds `router_aux_loss_coef * aux_loss` to
 its loss. `Trainer` divides the loss of the tokens by the number of tokens on all ranks and in all
@@ -21,7 +20,6 @@ all of these tokens. With gradient accumulation, it adds the mean over the micro
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer
 
 from moe_plugin.comm.host_collectives import named
-from moe_plugin.hosts.plain.restored import ADAPTERS
+from moe_plugin.hosts.plain.trainer import Method, around, save_checkpoint
 from moe_plugin.hosts.transformers.compat import checkpoints
 from moe_plugin.hosts.transformers.register import computes_experts
 
@@ -132,48 +130,24 @@ def _tell(trainer: Any, ours: Tensor, theirs: Tensor) -> None:
                     "(transformers issue 48690)", args.world_size, args.gradient_accumulation_steps)
 
 
-Method = Callable[..., Any]
 _METHODS: dict[str, Method] = {
-    "_save_checkpoint": checkpoints.save_checkpoint, "_save": checkpoints.save_weights,
+    "_save_checkpoint": save_checkpoint, "_save": checkpoints.save_weights,
     "_save_optimizer_and_scheduler": checkpoints.save_optimizer,
     "_load_optimizer_and_scheduler": checkpoints.load_optimizer,
     "_load_from_checkpoint": checkpoints.load_model, "_load_best_model": checkpoints.load_best}
-_ADAPTER_METHODS: dict[str, Method] = {
-    "_save_checkpoint": checkpoints.save_checkpoint,
-    "_load_from_checkpoint": checkpoints.load_adapters,
-    "_load_best_model": checkpoints.load_best_adapters}
-
 
 def extend_trainer() -> None:
     """Replace the methods of `Trainer`. Later calls have no effect."""
     if hasattr(Trainer.__init__, "_moe_plugin_original"):
         return
     for name, ours in _METHODS.items():
-        setattr(Trainer, name, _around(getattr(Trainer, name), ours, _is_ours))
-    for name, ours in _ADAPTER_METHODS.items():
-        setattr(Trainer, name, _around(getattr(Trainer, name), ours, _has_our_adapters))
-    setattr(Trainer, "compute_loss", _around(Trainer.compute_loss, compute_loss, _has_our_loss))
-    setattr(Trainer, "__init__", _around(Trainer.__init__, _create, lambda trainer: True))
-
-
-def _around(original: Method, ours: Method, applies: Callable[[Any], bool]) -> Method:
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not applies(self):
-            return original(self, *args, **kwargs)
-        return ours(original, self, *args, **kwargs)
-
-    method._moe_plugin_original = original  # type: ignore[attr-defined]
-    return method
+        setattr(Trainer, name, around(getattr(Trainer, name), ours, _is_ours))
+    setattr(Trainer, "compute_loss", around(Trainer.compute_loss, compute_loss, _has_our_loss))
+    setattr(Trainer, "__init__", around(Trainer.__init__, _create, lambda trainer: True))
 
 
 def _is_ours(trainer: Any) -> bool:
     return (isinstance(trainer.model, PreTrainedModel) and computes_experts(trainer.model)
-            and not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled)
-
-
-def _has_our_adapters(trainer: Any) -> bool:
-    return (any(name.endswith(ADAPTERS) for name, _ in trainer.model.named_parameters())
             and not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled)
 
 
