@@ -38,8 +38,9 @@ def extend_trainer() -> None:
     if not transformers.utils.is_accelerate_available():
         return
     trainer: Any = transformers.Trainer
-    methods: dict[str, Method] = {"_save_checkpoint": save_checkpoint, "_load_best_model": load_best,
-                                  "_load_from_checkpoint": load_from_checkpoint}
+    methods: dict[str, Method] = {
+        "_save_checkpoint": save_checkpoint, "_load_best_model": load_best,
+        "_load_from_checkpoint": load_from_checkpoint}
     for name, ours in methods.items():
         if not hasattr(getattr(trainer, name), "_moe_plugin_adapters"):
             setattr(trainer, name, around(getattr(trainer, name), ours, _has_adapters))
