@@ -295,8 +295,9 @@ def freeze_experts(model: nn.Module, format: str = "nf4") -> list[str]:
 
 def _checked(name: str, layer: MoELayer, format: str) -> FFNExperts | StoredExperts:
     """Return the experts of a layer. Raise a `ValueError` if they cannot be frozen."""
-    stored, where = layer.routed_experts.experts, f"layer {name!r}"
-    built = stored.template if isinstance(stored, StoredExperts) else stored
+    stored: Any = layer.routed_experts.experts
+    where = f"layer {name!r}"
+    built: Any = stored.template if isinstance(stored, StoredExperts) else stored
     if stored is not layer.experts or not isinstance(built, FFNExperts):
         raise ValueError(f"{where} has experts of the type {type(layer.experts).__name__}, which "
                          "cannot be frozen. Use experts of kind ffn or gated_ffn without adapters "
@@ -320,4 +321,4 @@ def _checked(name: str, layer: MoELayer, format: str) -> FFNExperts | StoredExpe
         check_format(built, format)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return stored
+    return stored  # type: ignore[no-any-return]
