@@ -173,11 +173,11 @@ class FrozenWeight:
             scales = scales[:last - first]
         return _scaled(values_oI, scales, form.inputs or values_oI.shape[1])
 
-    def matmul(self, rows: Tensor, counts: list[int], back: bool = False) -> Tensor:
+    def matmul(self, rows: Tensor, counts: RowCounts, back: bool = False) -> Tensor:
         """Multiply the rows of each expert, of which there are `counts`, by the expert's weights,
         or by their transposes if `back` is True.
         """
-        return _Decoded.apply(rows, self, counts, back)  # type: ignore[no-any-return]
+        return _Decoded.apply(rows, self, counts.host, back)  # type: ignore[no-any-return]
 
     def tiles(self, expert: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield the outputs of an expert in slices of at most `TILE` values, with their weights,
@@ -203,7 +203,8 @@ def left_product(x_LNI: Tensor, w_LIO: Tensor | FrozenWeight) -> Tensor:
     if isinstance(w_LIO, Tensor):
         return torch.bmm(x_LNI, w_LIO)
     experts, number, _ = x_LNI.shape
-    return w_LIO.matmul(x_LNI.flatten(0, 1), [number] * experts).unflatten(0, (experts, number))
+    counts = RowCounts([number] * experts)
+    return w_LIO.matmul(x_LNI.flatten(0, 1), counts).unflatten(0, (experts, number))
 
 
 def frozen_matmul(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor | FrozenWeight,
@@ -223,7 +224,7 @@ def frozen_matmul(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor | FrozenWeig
     device = rows_RI.device.type
     if torch.is_autocast_enabled(device) and rows_RI.dtype != torch.float64:
         rows_RI = rows_RI.to(torch.get_autocast_dtype(device))
-    out_RO = w_LIO.matmul(rows_RI, counts.host)
+    out_RO = w_LIO.matmul(rows_RI, counts)
     return out_RO if b_LO is None else out_RO + for_each_row(b_LO.to(out_RO.dtype), counts)
 
 

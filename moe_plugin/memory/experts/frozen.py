@@ -54,16 +54,16 @@ class StoredWeight(FrozenWeight):
     def is_meta(self) -> bool:
         return self.device.type == "meta"
 
-    def matmul(self, rows: Tensor, counts: list[int], back: bool = False) -> Tensor:
+    def matmul(self, rows: Tensor, counts: RowCounts, back: bool = False) -> Tensor:
         return _Fetched.apply(rows, self, counts, back)  # type: ignore[no-any-return]
 
-    def decoded(self, expert: int, outputs: slice) -> Tensor:
-        [values_oI] = [weight.decoded(0, outputs) for weight in self.each([expert])]
+    def decoded(self, expert: int, *args: Any, **kwargs: Any) -> Tensor:
+        [values_oI] = [weight.decoded(0, *args, **kwargs) for weight in self.each([expert])]
         return values_oI
 
-    def tiles(self, expert: int) -> Iterator[tuple[slice, Tensor]]:
+    def tiles(self, expert: int, *args: Any, **kwargs: Any) -> Iterator[tuple[slice, Tensor]]:
         for weight in self.each([expert]):
-            yield from weight.tiles(0)
+            yield from weight.tiles(0, *args, **kwargs)
 
     def each(self, experts: Sequence[int]) -> Iterator[FrozenWeight]:
         """Yield the weights [1, I, O] of several experts, one after another. Each is valid until
@@ -81,12 +81,12 @@ class _Fetched(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: StoredWeight, counts: list[int],
+    def forward(ctx: Any, rows: Tensor, weight: StoredWeight, counts: RowCounts,
                 back: bool) -> Tensor:
         ctx.weight, ctx.counts, ctx.back = weight, counts, back
-        active = [expert for expert, count in enumerate(counts) if count]
-        groups = rows.split(counts)
-        made = [one.matmul(groups[expert], [counts[expert]], back)
+        groups = rows.split(counts.host)
+        active = [expert for expert, count in enumerate(counts.host) if count]
+        made = [one.matmul(groups[expert], RowCounts([counts.host[expert]]), back)
                 for expert, one in zip(active, weight.each(active), strict=True)]
         return torch.cat(made) if made else rows.new_zeros(0, weight.shape[1 if back else 2])
 
