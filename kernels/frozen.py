@@ -30,27 +30,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.kernels.block_formats import from_e2m1, power, quantize_mxfp4
+from moe_plugin.kernels.block_formats import from_e2m1, power
 from moe_plugin.kernels.expert_ffn import HAS_GROUPED, for_each_row, from_matmul, grouped, loop
-from moe_plugin.kernels.fp8 import quantize_weights_fp8
+from moe_plugin.kernels.frozen_formats import NESTED, NF4, ROUND, dynamic_map
 from moe_plugin.records import RowCounts
 
 # the tensors in which each weight is stored: codes, scales, and the scales of 8-bit scales
 PARTS = {"w_in_LDF": ("codes_in_LFB", "scales_in_LFB", "nested_in_LB"),
          "w_gate_LDF": ("codes_gate_LFB", "scales_gate_LFB", "nested_gate_LB"),
          "w_out_LFD": ("codes_out_LDB", "scales_out_LDB", "nested_out_LB")}
-# the axis along which each tensor is split if experts are split over ranks
-FROZEN_AXIS = {name: 2 if name in PARTS["w_out_LFD"][:2] else 1
-               for names in PARTS.values() for name in names}
+# `int8` has one scale for all inputs of an output, so every shard of w_out needs all scales
+WHOLE_SCALES = "whole_scales_out_LDB"
+# the axis along which each tensor is split if experts are split over ranks, or None if each of
+# these ranks stores the whole tensor
+FROZEN_AXIS: dict[str, int | None] = {
+    WHOLE_SCALES: None, **{name: None if name.startswith("nested") else 2 if "_out_" in name else 1
+                           for names in PARTS.values() for name in names}}
 TILE = 2**18  # the largest number of values that are decoded at once, if one output has fewer
-NESTED = 256  # scales of `nf4_double` that share a float32
-_NF4 = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
 
 
 @dataclass(frozen=True)
@@ -58,9 +56,6 @@ class FrozenFormat:
     """A number format of frozen weights.
 
     Attributes:
-        quantize: function that rounds a float32 matrix [O, I] and returns its byte tensors: the
-            codes [O, bytes], the scales [scales along O, bytes], and for `nf4_double` the bytes of
-            the float32 scales.
         numbers: function that converts codes [o, bytes] to float32 numbers [o, I], without scales.
         bits: bits of a code.
         inputs: number of inputs that share a scale, or 0 if all inputs share it.
@@ -69,7 +64,6 @@ class FrozenFormat:
         nested: whether the scales are 8-bit codes with scales of their own.
     """
 
-    quantize: Callable[[Tensor], tuple[Tensor, ...]]
     numbers: Callable[[Tensor], Tensor]
     bits: int
     inputs: int
@@ -84,6 +78,12 @@ class FrozenFormat:
                                        (-(-outer // self.outputs), blocks * self.scale_bytes)]
         return [*made, (4 * (-(-outer * blocks // NESTED) + 1),)] if self.nested else made
 
+    def names(self, weight: str) -> tuple[str, ...]:
+        """Return the names of the byte tensors of a weight, which is a key of `PARTS`."""
+        codes, scales, nested = PARTS[weight]
+        scales = scales if self.inputs or weight != "w_out_LFD" else WHOLE_SCALES
+        return (codes, scales, nested) if self.nested else (codes, scales)
+
     def refusal(self, inner: int, outer: int, shards: int, cuts_inputs: bool) -> str | None:
         """Return the reason why a weight cannot be stored in this format, or None.
 
@@ -94,14 +94,10 @@ class FrozenFormat:
         """
         if self.bits == 4 and inner % self.inputs:
             return f"{inner} inputs, which are not a multiple of {self.inputs}"
-        if shards == 1:
-            return None
-        if self.nested:
-            return f"{shards} shards, whose scales share float32 numbers"
         size, step = (inner, self.inputs) if cuts_inputs else (outer, self.outputs)
-        if not step:
-            return f"{shards} shards, which share the scale of each output"
-        return f"shards of width {size}, which is not a multiple of {step}" if size % step else None
+        if shards == 1 or not step or not size % step:
+            return None
+        return f"shards of width {size}, which is not a multiple of {step}"
 
 
 @dataclass(frozen=True)
@@ -117,11 +113,17 @@ class FrozenWeight:
             the scales' float32 scales, followed by the number that is added to all scales.
         dtype: the dtype of the layer that the weights belong to. The matmul itself computes in the
             dtype of the rows.
+        first_scale: index of the first 8-bit scale among those of the whole expert, of which these
+            weights may be a shard. Only `nf4_double` needs this index.
+        scales_apart: distance between the first scales of two outputs in the whole expert, or 0 if
+            these weights contain all inputs.
     """
 
     format: str
     parts: tuple[Tensor, ...]
     dtype: torch.dtype
+    first_scale: int = 0
+    scales_apart: int = 0
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -161,13 +163,21 @@ class FrozenWeight:
             # a copy, because the bytes may start anywhere in a buffer of other bytes
             scales = scales.clone(memory_format=torch.contiguous_format).view(torch.float32)
         elif form.nested:
-            scales = _nested_scales(scales, self.parts[2][expert], first)
+            apart = self.scales_apart or scales.shape[1]
+            scales = _nested_scales(scales, self.parts[2][expert],
+                                    self.first_scale + first * apart, apart)
         else:
             scales = _e8m0(scales)
         if form.outputs > 1:
             scales = scales.repeat_interleave(form.outputs, 0)[first % form.outputs:]
             scales = scales[:last - first]
         return _scaled(values_oI, scales, form.inputs or values_oI.shape[1])
+
+    def matmul(self, rows: Tensor, counts: RowCounts, back: bool = False) -> Tensor:
+        """Multiply the rows of each expert, of which there are `counts`, by the expert's weights,
+        or by their transposes if `back` is True.
+        """
+        return _Decoded.apply(rows, self, counts.host, back)  # type: ignore[no-any-return]
 
     def tiles(self, expert: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield the outputs of an expert in slices of at most `TILE` values, with their weights,
@@ -193,8 +203,8 @@ def left_product(x_LNI: Tensor, w_LIO: Tensor | FrozenWeight) -> Tensor:
     if isinstance(w_LIO, Tensor):
         return torch.bmm(x_LNI, w_LIO)
     experts, number, _ = x_LNI.shape
-    return _Decoded.apply(x_LNI.flatten(0, 1), w_LIO, [number] * experts, False).unflatten(
-        0, (experts, number))
+    counts = RowCounts([number] * experts)
+    return w_LIO.matmul(x_LNI.flatten(0, 1), counts).unflatten(0, (experts, number))
 
 
 def frozen_matmul(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor | FrozenWeight,
@@ -214,7 +224,7 @@ def frozen_matmul(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor | FrozenWeig
     device = rows_RI.device.type
     if torch.is_autocast_enabled(device) and rows_RI.dtype != torch.float64:
         rows_RI = rows_RI.to(torch.get_autocast_dtype(device))
-    out_RO = _Decoded.apply(rows_RI, w_LIO, counts.host, False)
+    out_RO = w_LIO.matmul(rows_RI, counts)
     return out_RO if b_LO is None else out_RO + for_each_row(b_LO.to(out_RO.dtype), counts)
 
 
@@ -274,34 +284,18 @@ def _e8m0(codes: Tensor) -> Tensor:
     return torch.where(codes == 0, 2.0**-127, power(codes))
 
 
-def _nested_scales(codes_ob: Tensor, nested: Tensor, first: int) -> Tensor:
+def _nested_scales(codes_ob: Tensor, nested: Tensor, first: int, apart: int) -> Tensor:
     """Return the float32 scales [o, b] of `nf4_double`.
 
     Args:
         codes_ob: 8-bit codes of the scales.
         nested: the bytes of the expert's float32 scales, and of the number that is added.
-        first: index of the first output.
+        first, apart: index of the first scale in the expert, and distance between two outputs.
     """
-    outer, blocks = codes_ob.shape
-    numbers = nested.clone().view(torch.float32)
-    at = torch.arange(first * blocks, (first + outer) * blocks, device=nested.device) // NESTED
-    values = _dynamic_map(nested.device)[codes_ob.int()]
-    return values * numbers[at].view(outer, blocks) + numbers[-1]
-
-
-@functools.cache
-def _dynamic_map(device: torch.device) -> Tensor:
-    """Return the 256 numbers of bitsandbytes' signed 8-bit format, float32, in ascending order.
-
-    Source: `create_dynamic_map` of bitsandbytes (Dettmers 2015, 8-Bit Approximations for
-    Parallelism in Deep Learning).
-    """
-    numbers = [0.0, 1.0]
-    for exponent in range(7):
-        bounds = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
-        means = 10**(exponent - 6) * ((bounds[:-1] + bounds[1:]) / 2)
-        numbers += [*means.tolist(), *(-means).tolist()]
-    return torch.tensor(sorted(numbers), dtype=torch.float32, device=device)
+    numbers, (outer, blocks) = nested.clone().view(torch.float32), codes_ob.shape
+    at_o = torch.arange(first, first + outer * apart, apart, device=nested.device)
+    at_ob = (at_o[:, None] + torch.arange(blocks, device=nested.device)) // NESTED
+    return dynamic_map(nested.device)[codes_ob.int()] * numbers[at_ob] + numbers[-1]
 
 
 @functools.cache
@@ -309,7 +303,7 @@ def _pairs(name: str, device: torch.device) -> Tensor:
     """Return the two float32 numbers of each byte as int64 [256]: one look-up decodes both."""
     codes = torch.arange(256, dtype=torch.uint8)
     if name == "nf4":
-        both = torch.tensor(_NF4)[torch.stack([codes >> 4, codes & 15], -1).long()]
+        both = torch.tensor(NF4)[torch.stack([codes >> 4, codes & 15], -1).long()]
     else:
         both = from_e2m1(codes[:, None])
     return both.contiguous().view(torch.int64).flatten().to(device)
@@ -324,70 +318,21 @@ def _four_bits(name: str) -> Callable[[Tensor], Tensor]:
     return numbers
 
 
-def _nearest(scaled: Tensor, table: Tensor) -> Tensor:
-    """Return the index of the number nearest to each value in an ascending table, as uint8."""
-    return torch.bucketize(scaled, (table[:-1] + table[1:]) / 2, out_int32=True).to(torch.uint8)
-
-
-def _by_largest(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide each row of x by its largest magnitude. Return the quotients and the magnitudes."""
-    largest = x.abs().amax(-1, keepdim=True)
-    return (x * (1.0 / largest.clamp(min=1e-38))).clamp(-1, 1), largest
-
-
-def as_bytes(scales: Tensor) -> Tensor:
-    """Return the bytes of float32 scales. The last axis becomes four times as long."""
-    return scales.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-
-
-def _quantize_nf4(w_OI: Tensor) -> tuple[Tensor, ...]:
-    scaled, largest = _by_largest(w_OI.unflatten(1, (-1, 64)))
-    codes = _nearest(scaled, torch.tensor(_NF4, device=w_OI.device)).flatten(1)
-    return codes[:, ::2] << 4 | codes[:, 1::2], as_bytes(largest[..., 0])
-
-
-def _quantize_nf4_double(w_OI: Tensor) -> tuple[Tensor, ...]:
-    codes, scales = _quantize_nf4(w_OI)
-    largest = scales.view(torch.float32)
-    mean = largest.mean()
-    rest = (largest - mean).flatten()
-    blocks = F.pad(rest, (0, -rest.numel() % NESTED)).view(-1, NESTED)
-    scaled, of_blocks = _by_largest(blocks)
-    small = _nearest(scaled, _dynamic_map(w_OI.device)).flatten()[:rest.numel()]
-    return codes, small.view(largest.shape), as_bytes(torch.cat([of_blocks[:, 0], mean[None]]))
-
-
-def _quantize_mxfp4(w_OI: Tensor) -> tuple[Tensor, ...]:
-    codes, scales = quantize_mxfp4(w_OI)
-    return codes.flatten(1), scales
-
-
-def _quantize_fp8(w_OI: Tensor) -> tuple[Tensor, ...]:
-    codes_LIO, scales_LIO = quantize_weights_fp8(w_OI.T[None])
-    return codes_LIO[0].T.contiguous().view(torch.uint8), as_bytes(scales_LIO[0].T)
-
-
-def _quantize_int8(w_OI: Tensor) -> tuple[Tensor, ...]:
-    largest = w_OI.abs().amax(1, keepdim=True)
-    scales = torch.where(largest > 0, largest / 127, 1.0)
-    return (w_OI / scales).round().to(torch.int8).view(torch.uint8), as_bytes(scales)
-
-
 FROZEN_FORMATS = {
-    "nf4": FrozenFormat(_quantize_nf4, _four_bits("nf4"), 4, 64),
-    "nf4_double": FrozenFormat(_quantize_nf4_double, _four_bits("nf4"), 4, 64, scale_bytes=1,
-                               nested=True),
-    "mxfp4": FrozenFormat(_quantize_mxfp4, _four_bits("mxfp4"), 4, 32, scale_bytes=1),
-    "fp8": FrozenFormat(_quantize_fp8, lambda codes: codes.view(torch.float8_e4m3fn).float(), 8,
-                        128, 128),
-    "int8": FrozenFormat(_quantize_int8, lambda codes: codes.view(torch.int8).float(), 8, 0),
+    "nf4": FrozenFormat(_four_bits("nf4"), 4, 64),
+    "nf4_double": FrozenFormat(_four_bits("nf4"), 4, 64, scale_bytes=1, nested=True),
+    "mxfp4": FrozenFormat(_four_bits("mxfp4"), 4, 32, scale_bytes=1),
+    "fp8": FrozenFormat(lambda codes: codes.view(torch.float8_e4m3fn).float(), 8, 128, 128),
+    "int8": FrozenFormat(lambda codes: codes.view(torch.int8).float(), 8, 0),
 }
 # the strategy that computes experts with frozen weights
 frozen = from_matmul(frozen_matmul, keeps_rows=True)  # type: ignore[arg-type]
 
 
 def quantized(w_OI: Tensor, format: str) -> tuple[Tensor, ...]:
-    """Round a matrix [O, I] of any floating-point dtype, and return its byte tensors.
+    """Round a matrix [O, I] of any floating-point dtype, and return its byte tensors: the codes
+    [O, bytes], the scales [scales along O, bytes], and for `nf4_double` the bytes of the float32
+    scales.
 
     Raises:
         ValueError: If a value is not finite.
@@ -396,4 +341,4 @@ def quantized(w_OI: Tensor, format: str) -> tuple[Tensor, ...]:
         raise ValueError("a weight contains an infinity or NaN, which cannot be stored in the "
                          f"format {format}. Check the model's weights")
     with torch.no_grad():
-        return FROZEN_FORMATS[format].quantize(w_OI.detach().float().contiguous())
+        return ROUND[format](w_OI.detach().float().contiguous())

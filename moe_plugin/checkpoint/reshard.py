@@ -157,7 +157,7 @@ def _merge_key(whole: dict[str, Any], states: Sequence[State], prefix: str, key:
     shards = shards or max(1, len(states) // experts)
     if shards > 1:  # consecutive ranks store the shards of the same experts
         axis = _axis(key, name)
-        pieces = [
+        pieces = pieces[::shards] if axis is None else [
             _join(pieces[first:first + shards], axis)
             for first in range(0, len(states), shards)
         ]
@@ -177,7 +177,7 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
         return {key: value}
     shards = shards or max(1, size // experts)
     axis = _axis(key, name) if shards > 1 else 0
-    if shards > 1 and shape[axis] % shards:
+    if shards > 1 and axis is not None and shape[axis] % shards:
         raise ValueError(f"{key!r} of shape {shape} cannot be split into {shards} shards: the size "
                          f"of axis {axis} must be a multiple of the number of shards; choose "
                          "another number of ranks")
@@ -187,7 +187,8 @@ def _split_key(key: str, value: Any, prefix: str, experts: int, rank: int, size:
     return {key: value[window]}
 
 
-def window_of_rank(shape: Sequence[int], rank: int, local: int, shards: int, axis: int) -> Window:
+def window_of_rank(shape: Sequence[int], rank: int, local: int, shards: int,
+                   axis: int | None) -> Window:
     """Return the part of an expert tensor that one rank of an expert-parallel group stores, as a
     window.
 
@@ -196,12 +197,13 @@ def window_of_rank(shape: Sequence[int], rank: int, local: int, shards: int, axi
         rank: rank in the expert-parallel group.
         local: number of experts that a rank stores, either as a whole or as shards.
         shards: number of consecutive ranks that store shards of the same experts.
-        axis: axis along which experts are split into shards.
+        axis: axis along which experts are split into shards, or None if every shard needs the whole
+            tensor.
     """
     run, shard = divmod(rank, shards)
     window = [slice(0, size) for size in shape]
     window[0] = slice(run * local, (run + 1) * local)
-    if shards > 1:
+    if shards > 1 and axis is not None:
         width = shape[axis] // shards
         window[axis] = slice(shard * width, (shard + 1) * width)
     return tuple(window)
@@ -220,7 +222,7 @@ def _join(pieces: Sequence[Any], axis: int) -> Any:
     return torch.cat(list(pieces), axis)
 
 
-def _axis(key: str, name: str) -> int:
+def _axis(key: str, name: str) -> int | None:
     if name not in PART_AXIS:
         raise ValueError(
             f"{key!r} is not a parameter that can be split into shards; only these can: "

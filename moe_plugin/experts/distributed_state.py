@@ -84,7 +84,8 @@ def window_of(name: str, sizes: Sequence[int], place: Placement, *,
             f"torch.distributed.checkpoint cannot save {name!r} of shape {tuple(sizes)}. The "
             f"first dimension must have size {place.local}, the number of experts on this rank. If "
             "experts are split over ranks, the split dimension must be known, which is not the "
-            "case for custom experts. Use moe_plugin.checkpoint.save and load")
+            "case for custom experts, and no rank may store a copy of another rank's tensor, as in "
+            "the formats int8 and nf4_double. Use moe_plugin.checkpoint.save and load")
     shape, offsets = list(sizes), [0] * len(sizes)
     shape[0], offsets[0] = place.experts, place.first_expert
     if axis is not None:

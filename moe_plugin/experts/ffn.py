@@ -55,8 +55,8 @@ SHARD_AXIS = {
     "w_in_LDF": 2, "bias_in_LF": 1, "w_gate_LDF": 2, "bias_gate_LF": 1, "w_out_LFD": 1,
     "bias_out_LD": 1
 }
-# the same for all parameters that an expert may store
-PART_AXIS = {**SHARD_AXIS, **ADAPTER_AXIS, **FROZEN_AXIS}
+# the same for all parameters that an expert may store; None if each shard stores the whole tensor
+PART_AXIS: dict[str, int | None] = {**SHARD_AXIS, **ADAPTER_AXIS, **FROZEN_AXIS}
 # the same for the tensors that an expert computes with; None if every shard has the whole tensor
 _USED_AXIS: dict[str, int | None] = {**PART_AXIS, **dict.fromkeys(WHOLE)}
 

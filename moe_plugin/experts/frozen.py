@@ -8,7 +8,9 @@ gathered and lent to other ranks like all other expert parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,14 +41,32 @@ class FrozenExperts(FFNExperts):
     Attributes:
         format: a key of `FROZEN_FORMATS`.
         like: an empty tensor that has the dtype and the device of the layer.
+        width: inner width of the part of each expert that this rank stores.
     """
 
     traceable = False  # the host reads the number of rows of each expert
     format: str
     like: Tensor
+    width: int
 
-    def _weight(self, name: str) -> FrozenWeight | None:
-        return _weight_in(self._parameters, name, self.format, self.dtype)
+    def _weight(self, name: str, tensors: Mapping[str, Any] | None = None,
+                first_shard: int | None = None) -> FrozenWeight | None:
+        """Return a weight, a key of `PARTS`. See `compute_parameters` for the arguments."""
+        form = FROZEN_FORMATS[self.format]
+        names, tensors = form.names(name), self._parameters if tensors is None else tensors
+        if tensors.get(names[0]) is None:
+            return None
+        weight = FrozenWeight(self.format, tuple(tensors[part] for part in names), self.dtype)
+        return self._placed(weight, name, first_shard) if form.nested else weight
+
+    def _placed(self, weight: FrozenWeight, name: str, first_shard: int | None) -> FrozenWeight:
+        """Return the weight with the positions of its scales in the whole expert."""
+        place, step = self.placement, FROZEN_FORMATS[weight.format].inputs
+        first = place.shard if first_shard is None else first_shard
+        inner = self.width // step  # scales of each output of w_out in one shard
+        if SHARD_AXIS[name] == 1:
+            return replace(weight, first_scale=first * inner, scales_apart=place.shards * inner)
+        return replace(weight, first_scale=first * self.width * (weight.shape[1] // step))
 
     @property
     def w_in_LDF(self) -> FrozenWeight:  # type: ignore[override]
@@ -87,7 +107,7 @@ class FrozenExperts(FFNExperts):
                            first_shard: int | None = None) -> FFNParameters:
         tensors = self.local_parameters() if tensors is None else tensors
         weights: dict[str, Any] = {name: weight for name in PARTS if (
-            weight := _weight_in(tensors, name, self.format, self.dtype)) is not None}
+            weight := self._weight(name, tensors, first_shard)) is not None}
         return super().compute_parameters({**tensors, **weights}, first_shard)
 
     def gathered_parameters(self, local: dict[str, Tensor] | None, comm: Comm, shards: int,
@@ -106,18 +126,26 @@ class FrozenExperts(FFNExperts):
         raise ValueError(f"experts frozen in the format {self.format} have no initial values. Load "
                          "their codes, or draw the values before freeze_experts")
 
+    @torch.no_grad()
     def merge(self, adapters: Mapping[str, LowRank]) -> None:
         """Add adapters to the weights, and round the sums to the format again. One expert is
         decoded at a time. Collective if experts are split over ranks.
         """
         names = {"in": ["w_in_LDF", *(["w_gate_LDF"] if self.gated else [])], "out": ["w_out_LFD"]}
-        for name, adapter in of_each_weight(adapters, names):
-            weight = self._weight(name)
-            assert weight is not None
-            made = _stored(name, partial(_sum_OI, weight, adapter), weight, self.placement,
-                           self.format)
-            for part, value in made.items():
-                self.get_parameter(part).data = value
+        self.write(rounder({name: partial(_sum_OI, getattr(self, name), adapter) for name, adapter
+                            in of_each_weight(adapters, names)}, self.placement, self.format))
+
+    @torch.no_grad()
+    def write(self, read: Mapping[str, Callable[[int], Tensor]]) -> None:
+        """Replace codes and scales, one expert at a time.
+
+        Args:
+            read: mapping from the name of a byte tensor to a function that returns the bytes of one
+                expert, by local index.
+        """
+        for expert in range(self.placement.local):
+            for name, bytes_of in read.items():
+                self.get_parameter(name)[expert] = bytes_of(expert)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenExperts:
         with torch.no_grad():
@@ -131,12 +159,6 @@ def _sum_OI(weight: FrozenWeight, adapter: LowRank, expert: int) -> Tensor:
     a_LIR, b_LRO, factor_LO = adapter
     sum_OI = weight.decoded(expert, slice(0, weight.shape[2])) + (a_LIR[expert] @ b_LRO[expert]).T
     return sum_OI if factor_LO is None else sum_OI * factor_LO[expert][:, None]
-
-
-def _weight_in(tensors: Mapping[str, Any], name: str, format: str,
-               dtype: torch.dtype) -> FrozenWeight | None:
-    parts = tuple(tensors[part] for part in PARTS[name] if part in tensors)
-    return FrozenWeight(format, parts, dtype) if parts else None
 
 
 def by_dtype(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -178,57 +200,84 @@ def freeze(experts: FFNExperts, format: str) -> None:
         experts: experts for which `check_format` raises no error. They become `FrozenExperts`.
         format: a key of `FROZEN_FORMATS`.
     """
-    like, gated = experts.w_in_LDF.new_empty(0), experts.gated
-    for name in PARTS:
-        weight = experts._parameters.pop(name, None)
-        if weight is None:
-            continue
-        if weight.is_meta:
-            _, inner, outer = weight.shape
-            shapes = FROZEN_FORMATS[format].shapes(inner, outer)
-            made = {part: torch.empty(len(weight), *shape, dtype=torch.uint8, device="meta")
-                    for part, shape in zip(PARTS[name], shapes, strict=False)}
-        else:
-            made = _stored(name, [matrix.T for matrix in weight].__getitem__, weight,
-                           experts.placement, format)
-        for part, value in made.items():
+    made: Any = experts
+    made.like, made.format, made.gated = experts.w_in_LDF.new_empty(0), format, experts.gated
+    made.width = experts.w_in_LDF.shape[2]
+    weights = {name: weight for name in PARTS
+               if (weight := experts._parameters.pop(name, None)) is not None}
+    made.__class__ = FrozenExperts
+    for name in list(weights):
+        weight = weights.pop(name)
+        for part, shape in part_shapes(name, weight.shape, experts.placement, format).items():
+            value = torch.empty(len(weight), *shape, dtype=torch.uint8, device=weight.device)
             experts.register_parameter(part, mark_expert(nn.Parameter(value, False)))
-    made_frozen: Any = experts
-    made_frozen.__class__ = FrozenExperts
-    made_frozen.like, made_frozen.format, made_frozen.gated = like, format, gated
+        if not weight.is_meta:
+            matrices = {name: [matrix.T for matrix in weight].__getitem__}
+            made.write(rounder(matrices, experts.placement, format))
     experts.requires_grad_(False)
 
 
-def _stored(name: str, matrix_OI: Callable[[int], Tensor], like: Any, place: Placement,
-            format: str) -> dict[str, Tensor]:
-    """Round the matrices [O, I] of all local experts, and return the byte tensors [L, ...] by name.
+def part_shapes(name: str, shape: Sequence[int], place: Placement,
+                format: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the byte tensors that a rank stores for one expert, by name.
+
+    Args:
+        name: a key of `PARTS`.
+        shape: shape [L, I, O] of the weights that this rank stores.
+        place: the ranks that store each expert.
+        format: a key of `FROZEN_FORMATS`.
+    """
+    form, whole, made = FROZEN_FORMATS[format], list(shape), {}
+    whole[SHARD_AXIS[name]] *= place.shards
+    for part, sizes in zip(form.names(name), form.shapes(*whole[1:]), strict=True):
+        axis = FROZEN_AXIS[part]
+        made[part] = tuple(size // place.shards if at == axis else size
+                           for at, size in enumerate(sizes, start=1))
+    return made
+
+
+def rounder(matrices_OI: Mapping[str, Callable[[int], Tensor]], place: Placement,
+            format: str) -> dict[str, Callable[[int], Tensor]]:
+    """Return functions for `FrozenExperts.write`. They round the weights of one expert when they
+    are called with its index, and must be called for one expert after another.
 
     Each shard of an expert gets its slice of the codes of the whole expert, so that the codes do
     not depend on the number of shards.
 
     Args:
-        name: a key of `PARTS`.
-        matrix_OI: function that returns this rank's matrix of an expert, by local index.
-        like: the weights [L, I, O], of which the first length is used.
+        matrices_OI: mapping from keys of `PARTS` to functions that return this rank's matrix [O, I]
+            of an expert, by local index.
         place: the ranks that store each expert.
         format: a key of `FROZEN_FORMATS`.
     """
-    shards = place.comm.contiguous_subgroup(place.shards) if place.shards > 1 else None
-    made = dict[str, Tensor]()
-    for expert in range(like.shape[0]):
-        w_OI = matrix_OI(expert)
-        if shards is not None:
-            # outputs are the first axis; inputs are gathered along the first axis and swapped back
-            inputs = SHARD_AXIS[name] == 1
-            whole = shards.all_gather((w_OI.T if inputs else w_OI).contiguous())
-            w_OI = whole.T if inputs else whole
-        for part, value in zip(PARTS[name], quantized(w_OI, format), strict=False):
-            if shards is not None:
-                value = value.chunk(place.shards, FROZEN_AXIS[part] - 1)[place.shard]
-            if part not in made:
-                made[part] = value.new_empty(like.shape[0], *value.shape)
-            made[part][expert] = value
-    return made
+    names = {name: FROZEN_FORMATS[format].names(name) for name in matrices_OI}
+
+    @functools.lru_cache(1)
+    def made(expert: int) -> dict[str, Tensor]:
+        found = dict[str, Tensor]()
+        for name, matrix_OI in matrices_OI.items():
+            parts = quantized(_whole(name, matrix_OI(expert), place), format)
+            for part, value in zip(names[name], parts, strict=True):
+                axis = FROZEN_AXIS[part]
+                found[part] = value if axis is None else value.chunk(place.shards, axis - 1)[
+                    place.shard]
+        return found
+
+    def of(part: str, expert: int) -> Tensor:
+        return made(expert)[part]
+
+    return {part: partial(of, part) for parts in names.values() for part in parts}
+
+
+def _whole(name: str, w_OI: Tensor, place: Placement) -> Tensor:
+    """Gather the matrix of an expert from the ranks over which it is split."""
+    if place.shards == 1:
+        return w_OI
+    shards = place.comm.contiguous_subgroup(place.shards)
+    # outputs are the first axis; inputs are gathered along the first axis and swapped back
+    inputs = SHARD_AXIS[name] == 1
+    whole = shards.all_gather((w_OI.T if inputs else w_OI).contiguous())
+    return whole.T if inputs else whole
 
 
 def merge_frozen(experts: FrozenExperts) -> None:

@@ -100,6 +100,10 @@ def latent_of(layer: MoELayer) -> dict[str, Tensor]:
 
 def load_experts(layer: MoELayer, parameters: dict[str, Tensor], case: Case) -> None:
     """The same without the router."""
+    if getattr(layer.experts, "on_disk", False):
+        layer.experts.load_state_dict({
+            attribute: slice_of(name, parameters[name], case, layer.comm.rank)
+            for name, (attribute, _) in NAMES.items() if attribute in layer.experts.shapes})
     with torch.no_grad():
         for name, (attribute, _) in NAMES.items():
             target = getattr(layer.experts, attribute, None)

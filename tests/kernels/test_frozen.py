@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,6 +169,30 @@ def test_no_decoded_copy_of_a_weight_exists(format: str, dora: bool,
         block(x).sum().backward()
     # two rows for each token; gate and up of a row are together in the adapter's product
     assert tile <= seen.most <= max(tile, rows * 2 * 256) < 128 * 256
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("format", FROZEN_FORMATS)
+def test_slots_have_codes_and_codes_in_a_file_are_never_all_in_memory(
+        format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tile, rows, experts = 2048, 8, 16
+    monkeypatch.setattr(module, "TILE", tile)
+    shapes = [*FROZEN_FORMATS[format].shapes(128, 256), *FROZEN_FORMATS[format].shapes(256, 128)]
+    size = sum(map(math.prod, shapes))
+    block = MoEBlock(128, num_experts=experts, expert_hidden_dim=256, experts={
+        "store": "disk", "store_path": str(tmp_path), "cache": str(size)})
+    x = torch.randn(rows // 2, 128)
+    with Largest(set()) as seen:
+        freeze_experts(block, format)
+    assert 128 * 256 <= seen.most < 4 * 128 * 256  # one expert is rounded at a time
+    add_lora(block, rank=2)
+    assert not any(p.dtype == torch.uint8 for p in block.parameters())
+    store = block.moe.experts.store
+    assert store.cache.spec.expert_bytes == size < 128 * 256 * (1.3 if "4" in format else 2.1)
+    with Largest(set()) as seen:
+        block(x).sum().backward()
+    assert store.cache.slots == 1 and store.counters.misses > 1
+    assert tile <= seen.most <= max(tile, rows * 2 * 256, *map(math.prod, shapes))
 
 
 @pytest.mark.fast

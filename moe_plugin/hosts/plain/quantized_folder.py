@@ -12,13 +12,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_plugin.checkpoint.derived import transposed
+from moe_plugin.checkpoint.derived import part_of, transposed
 from moe_plugin.checkpoint.formats.huggingface.family import Block
 from moe_plugin.checkpoint.formats.huggingface.files import open_safetensors
 from moe_plugin.checkpoint.formats.huggingface.format import to_neutral
@@ -42,11 +43,15 @@ from moe_plugin.checkpoint.source import (
 )
 from moe_plugin.comm import Comm
 from moe_plugin.experts import Experts
+from moe_plugin.experts.frozen import FrozenExperts
 from moe_plugin.hosts.plain.adapters.add import freeze_experts
 from moe_plugin.hosts.plain.huggingface import swap_moe_blocks, swapped_blocks
 from moe_plugin.hosts.plain.restored import block_of
-from moe_plugin.kernels.frozen import FROZEN_FORMATS, PARTS, as_bytes
+from moe_plugin.kernels.frozen import FROZEN_FORMATS, PARTS
+from moe_plugin.kernels.frozen_formats import as_bytes
 from moe_plugin.layer import MoELayer
+from moe_plugin.memory.experts.files import expert_of
+from moe_plugin.memory.experts.stored import without_values
 from moe_plugin.utils.messages import short
 
 logger = logging.getLogger(__name__)
@@ -143,7 +148,9 @@ def _fill(moe: MoELayer, prefix: str, format: str, plain: Source, codes: Source,
         reset: Any = getattr(module, "reset_parameters", None)
         if reset is not None and not isinstance(module, Experts):
             reset()  # also sets buffers that no file contains
-    state = moe.state_dict()
+    with without_values(moe):
+        state = moe.state_dict()
+    read = dict[str, Callable[[int], Tensor]]()
     for name, ours in LAYER_NAMES.items():
         weight, key = name.removeprefix("experts."), (MODEL, prefix + name)
         if key not in plain.entries:
@@ -157,18 +164,21 @@ def _fill(moe: MoELayer, prefix: str, format: str, plain: Source, codes: Source,
             parts = [transposed(view.tensor(key), (0, 2, 1)) for view in (codes, scales)]
             if format == "fp8":
                 parts[1] = _in_bytes(parts[1])
-            for part, value, shape in zip(PARTS[weight], parts, wanted, strict=False):
+            names = FROZEN_FORMATS[format].names(weight)
+            for part, value, shape in zip(names, parts, wanted, strict=True):
                 if value.entry.shape != (whole[0], *shape):
                     raise CheckpointError(
                         f"{key[1]!r} of shape {whole} has {part} of shape {value.entry.shape} "
                         f"instead of {(whole[0], *shape)}, so gate and up weights share scales. "
                         "Load the model dequantized, and call freeze_experts")
                 window = local_window(part, value.entry.shape, moe.placement)
-                state[f"experts.{part}"].copy_(value.read(window))
+                read[part] = partial(expert_of, part_of(value, window))
         else:
             at = None if name == weight else local_window(weight, plain.entries[key].shape,
                                                           moe.placement)
             state[ours].copy_(plain.read(key, at))
+    assert isinstance(moe.experts, FrozenExperts)
+    moe.experts.write(read)
     moe.follow_parameters()
     moe.ddp_check.begin(moe.experts)
 

@@ -168,15 +168,15 @@ class ExpertCache:
     """A cache that contains slots on the device for the experts of all layers of a process.
 
     Raises:
-        ValueError: If the limit is smaller than one expert, or if the policy is unknown.
+        ValueError: If the limit is smaller than one expert in 4 bits, or if the policy is unknown.
+            If one expert is larger than the limit, its first use raises the same error.
     """
 
     def __init__(self, spec: CacheSpec) -> None:
-        if spec.limit and spec.limit < spec.expert_bytes:
-            raise ValueError(
-                f"experts.cache={show_size(spec.limit)} is too small for one expert: it must be >= "
-                f"{spec.expert_bytes} bytes, or 0 for twice the number of experts that a call uses")
         self.spec, self.copier = spec, Copier(spec.device, spec.throttle)
+        # `freeze_experts` may replace the weights by codes of 4 bits before the first call
+        if spec.limit and spec.limit < spec.expert_bytes // (2 * spec.dtype.itemsize):
+            raise self._small_error()
         self.policy: CachePolicy = policies.get(spec.policy)()
         self.buffers: dict[str, Tensor] = {}
         self.slots = self.layers = self.experts = 0
@@ -333,7 +333,15 @@ class ExpertCache:
         self._free.append(self._slot.pop(key))
         self.policy.left(key)
 
+    def _small_error(self) -> ValueError:
+        return ValueError(
+            f"experts.cache={show_size(self.spec.limit)} is too small for one expert: it must be "
+            f">= {self.spec.expert_bytes} bytes, or 0 for twice the number of experts that a call "
+            "uses")
+
     def _full_error(self) -> ValueError:
+        if self.spec.limit and self.spec.limit < self.spec.expert_bytes:
+            return self._small_error()
         return ValueError(
             f"experts.cache={show_size(self.spec.limit)} has {self.slots} slots of "
             f"{self.spec.expert_bytes} bytes, and all of them are in use, but one more is needed; "

@@ -126,6 +126,15 @@ def own_file(folder: str | os.PathLike[str], dtype: torch.dtype, shapes: Shapes,
     return ExpertFile(file, str(folder), dtype, shapes, local, offsets, True)
 
 
+def expert_of(value: Any, expert: int) -> Tensor:
+    """Return one expert's part of a tensor, or of an object with `entry.shape` and `read(window)`.
+    """
+    if isinstance(value, Tensor):
+        return value[expert]
+    full = tuple(slice(0, size) for size in value.entry.shape[1:])
+    return value.read((slice(expert, expert + 1), *full))[0]
+
+
 def given_file(path: str | os.PathLike[str], shapes: Shapes, place: Placement,
                layer: int | None) -> ExpertFile:
     """Open a safetensors file that contains the experts of a layer. The file is never changed.

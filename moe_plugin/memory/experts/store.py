@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -72,11 +72,13 @@ Parts = Sequence[tuple[int, Mapping[str, Tensor]]]  # expert, and its targets by
 class HostWeights:
     """The parameters of experts that are stored in host memory. Each parameter name is mapped to a
     tensor [L, ...], or to None if the experts do not have this parameter.
+
+    names: the names of the parameters that are copied to slots.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter | None],
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], names: Collection[str],
                  device: torch.device) -> None:
-        self.parameters, self.tier = parameters, HostTier(device)
+        self.parameters, self.names, self.tier = parameters, names, HostTier(device)
 
     def fetch(self, copier: Copier, parts: Parts) -> Ticket:
         """Start copying experts into slots of the cache."""
@@ -100,8 +102,8 @@ class HostWeights:
         """An object that changes whenever a parameter changes, computed from the version counters
         and memory addresses of all parameters.
         """
-        return [(value._version, value.data_ptr()) for value in self.parameters.values()
-                if value is not None]
+        return [(value._version, value.data_ptr()) for name in self.names
+                if (value := self.parameters.get(name)) is not None]
 
 
 class FileWeights:
@@ -163,7 +165,7 @@ class FileWeights:
         file = self.file if unused else self._new_file()
         for expert in range(self.file.local):
             if len(read) < len(self.file.shapes):
-                for name, x in self._values(expert).items():
+                for name, x in self.values(expert).items():
                     if name not in read:
                         file.write(expert, name, x)
             for name, values in read.items():
@@ -181,14 +183,15 @@ class FileWeights:
         if not self.file.writable:
             copy = self._new_file(self.file.dtype)
             for expert in range(self.file.local):
-                for name, x in self._values(expert).items():
+                for name, x in self.values(expert).items():
                     copy.write(expert, name, x)
             return copy.mapped()
         for expert in range(self.file.local):
             self._ensure_written(expert, self.file, self.written)
         return self.file.mapped()
 
-    def _values(self, expert: int) -> dict[str, Tensor]:
+    def values(self, expert: int) -> dict[str, Tensor]:
+        """Read the parameters of an expert."""
         if expert not in self.written:
             return self._drawn(expert, self.file.dtype)
         made = self._empty(self.file.dtype)

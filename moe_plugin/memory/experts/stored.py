@@ -20,7 +20,7 @@ from moe_plugin.experts.base import Experts, mark_expert, use_current_names
 from moe_plugin.experts.ffn import SHARD_AXIS
 from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, apply_to_rows
 from moe_plugin.memory.experts.cache import CacheSpec
-from moe_plugin.memory.experts.files import ExpertFile, given_file, own_file
+from moe_plugin.memory.experts.files import ExpertFile, expert_of, given_file, own_file
 from moe_plugin.memory.experts.store import (
     ExpertStore,
     FileWeights,
@@ -84,6 +84,11 @@ class StoredExperts(Experts):
     @property
     def dtype(self) -> torch.dtype:
         return self._probe.dtype
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype in which experts are stored and copied to the device."""
+        return self.dtype
 
     @property
     def anchor(self) -> Tensor:
@@ -210,7 +215,7 @@ class StoredExperts(Experts):
 
     def _weights(self) -> HostWeights | FileWeights:
         if not self.on_disk:
-            return HostWeights(self._parameters, self._probe.device)
+            return HostWeights(self._parameters, self.shapes, self._probe.device)
         path = self._config.store_path
         if path is not None and path.endswith(".safetensors"):
             check_input(path, "experts.store_path")
@@ -225,11 +230,11 @@ class StoredExperts(Experts):
         folder: str | Path = path or ""
         if path is None or path.endswith(".safetensors"):
             folder = user_cache("experts cannot be stored there") / "experts"
-        return own_file(folder, dtype or self.dtype, self.shapes, self._place.local)
+        return own_file(folder, dtype or self.stored_dtype, self.shapes, self._place.local)
 
     def _spec(self) -> CacheSpec:
         c = self._config
-        return CacheSpec(tuple(self.shapes.items()), self.dtype, self._probe.device,
+        return CacheSpec(tuple(self.shapes.items()), self.stored_dtype, self._probe.device,
                          parse_size(c.cache), c.cache_policy, c.store_throttle * 1e6 or None,
                          self._place.comm.rank)
 
@@ -237,7 +242,8 @@ class StoredExperts(Experts):
         if self._probe.device.type == "cuda" and not value.is_pinned():
             value = pinned_copy(value, self._probe.device)
         old = self._parameters.get(name)
-        parameter = mark_expert(nn.Parameter(value, old is None or old.requires_grad))
+        trained = value.is_floating_point() and (old is None or old.requires_grad)
+        parameter = mark_expert(nn.Parameter(value, trained))
         self.register_parameter(name, parameter)
         self.template.register_parameter(name, parameter)
 
@@ -245,17 +251,18 @@ class StoredExperts(Experts):
         probe = self._probe
         with torch.no_grad():
             self._probe = fn(probe.detach())
-        for name, value in list(self.named_parameters()):
+        for name, value in [(name, value) for name in self.shapes
+                            if (value := self._parameters.get(name)) is not None]:
             if value.is_meta and not self._probe.is_meta:
-                self._adopt(name, torch.empty(value.shape, dtype=self.dtype))
-            elif value.dtype != self.dtype or self._probe.is_cuda != probe.is_cuda:
-                value.data = value.data.to(self.dtype)
+                self._adopt(name, torch.empty(value.shape, dtype=self.stored_dtype))
+            elif value.dtype != self.stored_dtype or self._probe.is_cuda != probe.is_cuda:
+                value.data = value.data.to(self.stored_dtype)
                 if self._probe.is_cuda and not value.is_pinned():
                     value.data = pinned_copy(value.data, self._probe.device)
                 if value.grad is not None:
                     value.grad = value.grad.to(self.dtype)
         if isinstance(self.store.weights, HostWeights):
-            self.store.weights = HostWeights(self._parameters, self._probe.device)
+            self.store.weights = HostWeights(self._parameters, self.shapes, self._probe.device)
         self.store.move(self._spec())
         return self
 
@@ -269,7 +276,7 @@ class StoredExperts(Experts):
                 self.store.forget()  # the receiver of the mapped tensors may write to them
             else:
                 destination.update((prefix + name, torch.empty(
-                    self._place.local, *shape, dtype=self.dtype, device="meta"))
+                    self._place.local, *shape, dtype=self.stored_dtype, device="meta"))
                     for name, shape in self.shapes.items())
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, metadata: Any,
@@ -286,11 +293,11 @@ class StoredExperts(Experts):
             return
         use_current_names(state, prefix)
         found = {name: state[prefix + name] for name in self.shapes if prefix + name in state}
-        if strict:
-            unexpected += [key for key in state if key.startswith(prefix)
-                           and key.removeprefix(prefix) not in self.shapes]
-            if not weights.filled or found:
-                missing += [prefix + name for name in self.shapes if name not in found]
+        rest = {key: value for key, value in state.items()
+                if key.removeprefix(prefix) not in self.shapes}
+        super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
+        if strict and (not weights.filled or found):
+            missing += [prefix + name for name in self.shapes if name not in found]
         wrong = [
             f"size mismatch for {prefix + name}: copying a param with shape {tuple(shape)} from "
             f"checkpoint, the shape in the file of experts is {want}" for name, value in
@@ -298,8 +305,9 @@ class StoredExperts(Experts):
                                    else value.entry.shape)
             != (want := (self._place.local, *self.shapes[name]))]
         errors += wrong
-        if found and not wrong:
-            weights.fill({name: partial(_expert, value) for name, value in found.items()})
+        # a model on the meta device has no values yet
+        if found and not wrong and not expert_of(next(iter(found.values())), 0).is_meta:
+            weights.fill({name: partial(expert_of, value) for name, value in found.items()})
 
 
 def stored_names(model: nn.Module) -> set[str]:
@@ -319,13 +327,6 @@ def without_values(model: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module._values_wanted = True
-
-
-def _expert(value: Any, expert: int) -> Tensor:
-    if isinstance(value, Tensor):
-        return value[expert]
-    full = tuple(slice(0, size) for size in value.entry.shape[1:])
-    return value.read((slice(expert, expert + 1), *full))[0]
 
 
 class Refetched(torch.autograd.Function):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from moe_plugin import MoEBlock, MoELayer, ddp_model
+from moe_plugin import MoEBlock, MoELayer, ddp_model, fully_shard_model
 from moe_plugin.checkpoint import load, save
 from moe_plugin.checkpoint.resize import change_expert_parallel
 from moe_plugin.comm import Comm, LocalComm, TorchComm
@@ -24,8 +26,9 @@ from tests.seeds import seeded
 class Model(nn.Module):
     """A layer of whole experts, and one whose experts two ranks cut."""
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, **experts: Any) -> None:
         super().__init__()
+        self.settings = experts
         with seeded(5):
             self.enter = nn.Linear(64, 64, dtype=torch.float64)
             self.first = self._layer(comm, 4, "gated_ffn", 1)
@@ -34,15 +37,16 @@ class Model(nn.Module):
     def _layer(self, comm: Comm, experts: int, kind: str, shards: int) -> MoELayer:
         return MoELayer(from_dict({
             "model_dim": 64, "num_experts": experts, "router": {"name": "topk", "top_k": 2},
-            "parallel": {"shards": shards}, "experts": {"hidden_dim": 128, "kind": kind}}), comm,
+            "parallel": {"shards": shards}, "experts": {
+                "hidden_dim": 128, "kind": kind, **self.settings}}), comm,
             dtype=torch.float64)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.second(self.first(self.enter(x_TD)).output).output
 
 
-def adapted(comm: Comm, format: str, dora: bool = False) -> Model:
-    model = Model(comm)
+def adapted(comm: Comm, format: str, dora: bool = False, **experts: Any) -> Model:
+    model = Model(comm, **experts)
     freeze_experts(model, format)
     with seeded(7):
         add_lora(model, rank=2, freeze=False, use_dora=dora)
@@ -65,10 +69,36 @@ def train(model: Model, comm: Comm, steps: range, wrapped: nn.Module | None = No
         return model(tokens(comm, 99))
 
 
-def trained(folder: Path, format: str) -> Tensor:
+def sharded(folder: Path, format: str, experts: dict[str, Any]) -> Tensor:
+    """Of a rank: the same four steps with FSDP2, and a checkpoint of torch after two."""
+    comm = TorchComm()
+    model = fully_shard_model(adapted(comm, format, **experts))
+    train(model, comm, range(2))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    other = fully_shard_model(adapted(comm, format, **experts))
+    with torch.no_grad():
+        for value in other.parameters():
+            value.zero_()
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    other.load_state_dict(state["model"])
+    return train(other, comm, range(2, 4))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("format", "store"), [("mxfp4", "device"), ("nf4", "host"),
+                                               ("mxfp4", "disk")])
+def test_torch_shards_and_saves_the_model(tmp_path: Path, format: str, store: str) -> None:
+    experts = {"store": store, **({"store_path": str(tmp_path)} if store == "disk" else {})}
+    want = train(adapted(LocalComm(), format), LocalComm(), range(4))
+    found = run_gloo(2, sharded, tmp_path / "saved", format, experts)
+    torch.testing.assert_close(torch.cat(found), want, rtol=1e-7, atol=1e-9)
+
+
+def trained(folder: Path, format: str, experts: dict[str, Any]) -> Tensor:
     """Of a rank: four steps, a checkpoint after two."""
     comm = TorchComm()
-    model = adapted(comm, format)
+    model = adapted(comm, format, **experts)
     wrapped = ddp_model(model)
     train(model, comm, range(2), wrapped)
     save(folder, model)
@@ -76,25 +106,30 @@ def trained(folder: Path, format: str) -> Tensor:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("format", ["nf4", "mxfp4"])
-def test_two_ranks_train_as_one_and_one_goes_on(tmp_path: Path, format: str) -> None:
+@pytest.mark.parametrize(("format", "store"), [
+    ("nf4", "device"), ("mxfp4", "device"), ("int8", "host"), ("nf4_double", "disk")])
+def test_two_ranks_train_as_one_and_one_goes_on(tmp_path: Path, format: str, store: str) -> None:
     alone = LocalComm()
-    model = adapted(alone, format)
+    experts = {"store": store, **({"store_path": str(tmp_path)} if store == "disk" else {})}
+    model = adapted(alone, format, **experts)
     before = {name: value.clone() for name, value in model.named_parameters()}
     want = train(model, alone, range(4))
     for name, value in model.named_parameters():
         assert torch.equal(value, before[name]) == (
             ".experts." in name and "lora" not in name), name
-    found = run_gloo(2, trained, tmp_path / "saved", format)
+    found = run_gloo(2, trained, tmp_path / "saved", format, experts)
     torch.testing.assert_close(torch.cat(found), want, rtol=1e-7, atol=1e-9)
-    other = adapted(alone, format)
+    other = adapted(alone, format, **experts)
     with torch.no_grad():  # the checkpoint has codes: they are read, not made again
         for value in other.parameters():
             value.zero_()
     load(tmp_path / "saved", other)
     torch.testing.assert_close(train(other, alone, range(2, 4)), want, rtol=1e-7, atol=1e-9)
-    with pytest.raises(ValueError, match="experts.scales_.*has shape"):
-        load(tmp_path / "saved", adapted(alone, {"nf4": "mxfp4", "mxfp4": "nf4"}[format]))
+    on_device = adapted(alone, format)  # the store is no part of a checkpoint
+    load(tmp_path / "saved", on_device)
+    torch.testing.assert_close(train(on_device, alone, range(2, 4)), want, rtol=1e-7, atol=1e-9)
+    with pytest.raises(ValueError, match="experts.(scales|codes)_.*has shape"):
+        load(tmp_path / "saved", adapted(alone, "mxfp4" if format != "mxfp4" else "nf4", **experts))
     with pytest.raises(ValueError, match="'first.experts.w_.* is missing in the checkpoint|"
                        "'first.experts.codes.* is missing in the model"):
         load(tmp_path / "saved", Model(alone))
@@ -125,6 +160,26 @@ def test_merged_weights_are_rounded_when_asked(format: str, dora: bool) -> None:
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize(("store", "format"), [("host", "int8"), ("disk", "nf4_double")])
+def test_stored_codes_are_merged_copied_and_cast(store: str, format: str, tmp_path: Path) -> None:
+    """As those on the device, bit for bit."""
+    path = {"store_path": str(tmp_path)} if store == "disk" else {}
+    results = []
+    for experts in ({}, {"store": store, "cache": "64KiB", **path}):
+        model = adapted(LocalComm(), format, True, **experts)
+        train(model, LocalComm(), range(2))
+        other = copy.deepcopy(model)
+        merge_lora(other, requantize=True)
+        with torch.no_grad():
+            results.append([model.float()(tokens(LocalComm(), 1).float()),
+                            other.double()(tokens(LocalComm(), 1)),
+                            *(value for name, value in sorted(other.state_dict().items())
+                              if isinstance(value, Tensor))])
+    assert len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
+    assert any(value.dtype == torch.uint8 for value in results[0])
+
+
+@pytest.mark.fast
 def test_what_has_no_answer_is_refused() -> None:
     def block(**settings: Any) -> MoEBlock:
         return MoEBlock(64, num_experts=4, expert_hidden_dim=64, **settings)
@@ -133,8 +188,7 @@ def test_what_has_no_answer_is_refused() -> None:
         freeze_experts(block(), "fp4")
     with pytest.raises(ValueError, match="Linear has no MoELayer.*swap_moe_blocks"):
         freeze_experts(nn.Linear(2, 2))
-    for settings, said in (({"experts": {"store": "host"}}, "StoredExperts.*experts.store=device"),
-                           ({"expert_precision": "fp8"}, "precision=fp8.*ieee or tf32"),
+    for settings, said in (({"expert_precision": "fp8"}, "precision=fp8.*ieee or tf32"),
                            ({"batch_invariant": True}, "batch_invariant=True.*False")):
         with pytest.raises(ValueError, match=said):
             freeze_experts(block(**settings))

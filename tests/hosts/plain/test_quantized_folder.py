@@ -4,12 +4,15 @@ model, trained and saved.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 pytest.importorskip("accelerate")
@@ -74,6 +77,39 @@ FOLDERS = {"mxfp4": gpt_oss, "fp8": deepseek, "fp8, other names": lambda path: d
 
 def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+class LargestCodes(TorchDispatchMode):
+    """The most bytes of a tensor of codes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for value in tree_leaves(made):
+            if isinstance(value, Tensor) and value.dtype == torch.uint8 and not value.is_meta and (
+                    func is not torch.ops.aten.view.dtype):  # any tensor is read as bytes
+                self.most = max(self.most, value.numel())
+        return made
+
+
+@pytest.mark.parametrize("store", ["host", "disk"])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_codes_are_read_into_a_store(name: str, store: str, tmp_path: Path) -> None:
+    wanted = FOLDERS[name](tmp_path).eval()
+    path = {"experts.store_path": str(tmp_path / "experts")} if store == "disk" else {}
+    with LargestCodes() as seen:
+        model = load_quantized(tmp_path / "in", settings={"experts.store": store, **path})
+    [experts, *_] = [block.moe.experts for _, block in swapped_blocks(model)]
+    one = max(math.prod(shape) for shape in experts.shapes.values())
+    # files of gpt-oss have gate and input weights in one tensor
+    assert store == "host" or seen.most <= 2 * one < experts.placement.local * one
+    ids = tokens(model)
+    close(logits(model.float(), ids), logits(wanted, ids))
+    add_lora(model, rank=2)
+    model(ids, labels=ids).loss.backward()
+    trained = [p for name, p in model.named_parameters() if "lora_b" in name]
+    assert trained and all(p.grad is not None and p.grad.any() for p in trained)
 
 
 @pytest.mark.parametrize("name", FOLDERS)

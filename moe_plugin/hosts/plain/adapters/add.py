@@ -32,6 +32,8 @@ from moe_plugin.hosts.plain.trainer import extend_trainer
 from moe_plugin.kernels.expert_ffn import LowRank
 from moe_plugin.kernels.frozen import FROZEN_FORMATS
 from moe_plugin.layer import MoELayer, named_layers_in
+from moe_plugin.memory.experts.frozen import freeze_stored
+from moe_plugin.memory.experts.stored import StoredExperts
 from moe_plugin.utils.messages import short
 
 # parts of the names of parameters that adapter files contain
@@ -163,7 +165,8 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, MoELayer]]:
         if not isinstance(built, FFNExperts):
             raise ValueError(f"{where} has experts of the type {type(built).__name__}, which do "
                              "not support adapters. Use experts of kind ffn or gated_ffn on the "
-                             "device (experts.store=device) without other adapters, or use peft")
+                             "device (experts.store=device) without other adapters, call "
+                             "freeze_experts first, or use peft")
         if layer.config.experts.precision in ROUNDED:
             raise ValueError(f"{where} has experts.precision={layer.config.experts.precision}, "
                              "whose kernels do not support adapters. Set experts.precision to ieee "
@@ -336,19 +339,24 @@ def freeze_experts(model: nn.Module, format: str = "nf4") -> list[str]:
                          "swap_moe_blocks(model) or replace_ffn(model) first")
     built = {name: _checked(name, layer, format) for name, layer in layers.items()}
     for name, layer in layers.items():
-        freeze(built[name], format)
+        if isinstance(experts := built[name], StoredExperts):
+            freeze_stored(experts, format)
+        else:
+            freeze(experts, format)
         layer.follow_parameters()
         layer.ddp_check.begin(layer.experts)
     return list(layers)
 
 
-def _checked(name: str, layer: MoELayer, format: str) -> FFNExperts:
+def _checked(name: str, layer: MoELayer, format: str) -> FFNExperts | StoredExperts:
     """Return the experts of a layer. Raise a `ValueError` if they cannot be frozen."""
-    built, where = layer.routed_experts.experts, f"layer {name!r}"
-    if built is not layer.experts or not isinstance(built, FFNExperts):
+    stored: Any = layer.routed_experts.experts
+    where = f"layer {name!r}"
+    built: Any = stored.template if isinstance(stored, StoredExperts) else stored
+    if stored is not layer.experts or not isinstance(built, FFNExperts):
         raise ValueError(f"{where} has experts of the type {type(layer.experts).__name__}, which "
-                         "cannot be frozen. Use experts of kind ffn or gated_ffn on the device "
-                         "(experts.store=device) without adapters of other libraries")
+                         "cannot be frozen. Use experts of kind ffn or gated_ffn without adapters "
+                         "of other libraries")
     if isinstance(built, FrozenExperts):
         raise ValueError(f"{where} is already frozen in the format {built.format}. Call "
                          "freeze_experts once")
@@ -368,4 +376,4 @@ def _checked(name: str, layer: MoELayer, format: str) -> FFNExperts:
         check_format(built, format)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return built
+    return stored  # type: ignore[no-any-return]
