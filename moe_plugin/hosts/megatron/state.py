@@ -46,7 +46,7 @@ from moe_plugin.checkpoint.formats.megatron.common import (
 from moe_plugin.checkpoint.formats.megatron.format import GATES, PAIRS
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.checkpoint.source import CheckpointError
-from moe_plugin.hosts.megatron import parameters, restricted
+from moe_plugin.hosts.megatron import frozen, parameters, restricted
 from moe_plugin.hosts.megatron.compat.checkpointing import changed, is_wrapped
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.hosts.megatron.compat.names import (
@@ -111,10 +111,12 @@ def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any
     If the checkpoint does not contain the tuner state of a layer, this state is not requested. This
     function also works in Megatron's own training script.
     """
+    state, path = given["sharded_state_dict"], given["checkpoint_dir"]
     # the models are under `model`, or `model0`, `model1`, ...
-    without_missing((part for key, part in given["sharded_state_dict"].items()
-                     if key.startswith("model") and isinstance(part, dict)),
-                    given["checkpoint_dir"])
+    models = [part for key, part in state.items()
+              if key.startswith("model") and isinstance(part, dict)]
+    without_missing(models, path)
+    frozen.fill(models, path, restricted.trusts_files(), state.get("optimizer") is not None)
     return load_either_layout(load, given)
 
 

@@ -307,8 +307,8 @@ def _checked(name: str, layer: MoELayer, format: str) -> FFNExperts:
         raise ValueError(f"{where} has batch_invariant=True, but no batch-invariant kernel reads "
                          "codes. Set batch_invariant to False")
     if built.adds_to_main_grad:
-        raise ValueError(f"{where} belongs to Megatron, whose checkpoints cannot store codes. Use "
-                         "plain PyTorch or transformers")
+        raise ValueError(f"{where} belongs to Megatron, which must freeze experts before it "
+                         "creates its gradient buffers. Use --moe-frozen-experts")
     try:
         check_format(built, format)
     except ValueError as error:

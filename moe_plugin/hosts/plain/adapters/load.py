@@ -26,9 +26,10 @@ from moe_plugin.checkpoint.formats.huggingface.files import (
     write_folder,
 )
 from moe_plugin.checkpoint.formats.huggingface.requantize import Change, changed
+from moe_plugin.checkpoint.formats.megatron.format import common
 from moe_plugin.checkpoint.layers import local_window
 from moe_plugin.checkpoint.source import MODEL, Source, refused_if_unreadable
-from moe_plugin.experts.lora import PLACES, TARGETS, ExpertRanks
+from moe_plugin.experts.lora import ADAPTER_AXIS, PLACES, TARGETS, ExpertRanks
 from moe_plugin.hosts.plain.adapters.add import add_lora
 from moe_plugin.hosts.plain.adapters.files import (
     START,
@@ -47,20 +48,23 @@ _STACKS = ("gate_up_proj", "down_proj")  # in the order in which `peft` wraps th
 
 
 def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> list[str]:
-    """Load a `peft` file, and add its adapters to the experts of a model. Each rank loads only the
-    adapters of its own experts. This is a collective operation.
+    """Load a `peft` file or a Megatron checkpoint, and add its adapters to the experts of a model.
+    Each rank loads only the adapters of its own experts. This is a collective operation.
 
     Args:
         model: model as described for `save_adapter`. If `peft` wraps the model, `peft`'s own
             adapters are loaded from the file as well.
         folder: path of a folder that contains `adapter_config.json` and
-            `adapter_model.safetensors`.
+            `adapter_model.safetensors`, or of a distributed Megatron checkpoint (`iter_NNNNNNN`, or
+            the folder that contains it) whose run had the setting `finetune.lora_rank`.
         freeze: see `add_lora`.
     Returns: the names of all layers that have adapters.
     Raises:
         ValueError: If the file is damaged, contains adapters of another type, belongs to a
             different model, or contains adapters for modules that `peft` must wrap first.
     """
+    if common.is_checkpoint(Path(folder)):
+        return _load_trained(model, Path(folder), freeze)
     _, rest = _read(Path(folder), "loaded")
     import peft
 
@@ -92,6 +96,39 @@ def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> l
                               weight: by_pattern(config.alpha_pattern, target, config.lora_alpha)})
     if rest:
         peft.set_peft_model_state_dict(model, rest)
+    return adapted
+
+
+@torch.no_grad()
+def _load_trained(model: nn.Module, folder: Path, freeze: bool) -> list[str]:
+    """Load the adapters of a Megatron checkpoint. Layers correspond by their number."""
+    with MegatronFormat().open(folder) as source:
+        saved = source.values["megatron"]["meta"].get("finetune") or {}
+        if not saved.get("lora_rank"):
+            raise ValueError(f"{str(folder)!r} has no description with finetune.lora_rank. Pass a "
+                             "checkpoint that a run with --moe-expert-lora-rank saved, without "
+                             "--async-save")
+        adapted = add_lora(model, saved["lora_rank"], saved["lora_alpha"], freeze=freeze)
+        stored = {name for field, name in source.entries if field == MODEL and ".lora_" in name}
+        for name in adapted:
+            layer = cast(MoELayer, model.get_submodule(name))
+            number = re.search(r"\.layers\.(\d+)\.", f".{name}")
+            for key in ADAPTER_AXIS:
+                target = layer.experts._parameters.get(key)
+                if target is None:
+                    continue
+                theirs = f"decoder.layers.{number and number[1]}.mlp.experts.{key}"
+                shape = source.entries[MODEL, theirs].shape if theirs in stored else ()
+                window = local_window(key, shape, layer.placement) if shape else ()
+                if tuple(part.stop - part.start for part in window) != tuple(target.shape):
+                    raise ValueError(f"{str(folder)!r} has {theirs} of the shape {shape}, which "
+                                     f"does not fit {name!r}. Pass a model with the layers and "
+                                     "widths of the run")
+                target.copy_(source.read((MODEL, theirs), window))
+                stored.discard(theirs)
+        if stored:
+            raise ValueError(f"{str(folder)!r} has {min(stored)!r}, but the model has no such "
+                             "layer. Pass a model with the layers and widths of the run")
     return adapted
 
 
