@@ -26,7 +26,7 @@ from moe_plugin.checkpoint.formats.huggingface.files import (
     write_folder,
 )
 from moe_plugin.checkpoint.formats.huggingface.requantize import Change, changed
-from moe_plugin.checkpoint.formats.megatron.format import common
+from moe_plugin.checkpoint.formats.megatron.format import MegatronFormat, common
 from moe_plugin.checkpoint.layers import local_window
 from moe_plugin.checkpoint.source import MODEL, Source, refused_if_unreadable
 from moe_plugin.experts.lora import ADAPTER_AXIS, PLACES, TARGETS, ExpertRanks
