@@ -355,7 +355,7 @@ STORED = Request("experts.store={experts.store}", (
           "all layers (docs/offload.md), or experts.store=host", experts__store_path=None),),
     {"experts.store": "disk", "experts.store_path": "experts.safetensors"},
     "{setting} cannot be used with {request} in Megatron, {remedy}.")
-_RESIDENT = "because the experts of that run have no codes or adapters. Leave it out"
+_ONLY_WEIGHTS = "which supports only experts without codes and adapters. Leave it out"
 FROZEN = Request(
     "finetune.frozen_experts={finetune.frozen_experts}, finetune.lora_rank={finetune.lora_rank}", (
         *one_of("because only torch_dist can store codes and read weights that must be rounded. "
@@ -377,11 +377,11 @@ FROZEN = Request(
         *one_of("which streams trained weights. Use device", "offload.weights", "device",
                 shown=_VALUE, given="host"),
         *off("which freezes adapters as well. Leave it out", "freeze_all_layers"),
-        *off(_RESIDENT, "native_moe", "moe_use_upcycling", "moe_lighthouse"),
-        *off(_RESIDENT, "guard.votes", "guard.twins", "resize.expert_parallel_at",
+        *off(_ONLY_WEIGHTS, "native_moe", "moe_use_upcycling", "moe_lighthouse"),
+        *off(_ONLY_WEIGHTS, "guard.votes", "guard.twins", "resize.expert_parallel_at",
              shown=_VALUE, given=3),
         *when("swarm.role={swarm.role}", lambda v: v["swarm.role"] not in (None, "none"),
-              _RESIDENT, swarm__role="lead")),
+              _ONLY_WEIGHTS, swarm__role="lead")),
     {"finetune.frozen_experts": "nf4", "finetune.lora_rank": 8},
     "{request} cannot be used with {setting}, {remedy}.")
 MESSAGES = Request("pipeline_model_parallel_size={pipeline_model_parallel_size}", when(
