@@ -13,16 +13,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_plugin.checkpoint.formats.megatron.common import METADATA
 from moe_plugin.checkpoint.formats.megatron.format import PAIRS
-from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.checkpoint.source import Derived
 from moe_plugin.comm.host_collectives import refused_together
 from moe_plugin.config import flatten, to_dict
@@ -75,7 +72,8 @@ def prepare(moe: MoELayer, config: Any, plan: Any) -> None:
     moe.ddp_check.begin(experts)
 
 
-def fill(models: Sequence[dict[str, Any]], path: str, trusted: bool, optimizer: bool) -> None:
+def fill(models: Sequence[dict[str, Any]], path: str, tensors: Mapping[str, Derived],
+         optimizer: bool) -> None:
     """Prepare the sharded state of models for loading a checkpoint whose experts differ in codes or
     adapters. This is a collective operation.
 
@@ -85,27 +83,18 @@ def fill(models: Sequence[dict[str, Any]], path: str, trusted: bool, optimizer: 
     Args:
         models: sharded state dicts of model chunks, which are modified in place.
         path: folder of the checkpoint.
-        trusted: whether to unpickle arbitrary classes in the files.
+        tensors: the tensors in the checkpoint, by name.
         optimizer: whether the state of the optimizer is also loaded.
     Raises:
         ValueError: If the run would ignore codes or adapters in the checkpoint, or would use them
             with other settings.
     """
-    layers = list(_layers(models))
     with refused_together("the check of the stages' experts"):
-        if layers and (Path(path) / METADATA).is_file():
-            files = DistributedFiles(Path(path), trusted=trusted)
-            tensors = files.tensors()
-            missing = [_fill(model, prefix, leaves, tensors, path)
-                       for model, prefix, leaves in layers]
-            if any(missing) and optimizer:
-                raise ValueError(
-                    f"checkpoint {path!r} has no {next(filter(None, missing))}, so its optimizer "
-                    "state belongs to other parameters. Use --finetune or --pretrained-checkpoint "
-                    "to start a new run from its weights, or --no-load-optim")
-            if any(missing) and dist.get_rank() == 0:
-                logger.info("the experts' codes are computed from the weights in %s, and adapters "
-                            "that it does not contain keep their initial values", path)
+        missing = [_fill(model, prefix, leaves, tensors, path, optimizer)
+                   for model, prefix, leaves in _layers(models)]
+    if any(missing) and dist.get_rank() == 0:
+        logger.info("the experts' codes are computed from the weights in %s, and adapters that it "
+                    "does not contain keep their initial values", path)
 
 
 def _layers(models: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, Leaves]]:
@@ -121,9 +110,9 @@ def _layers(models: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], 
 
 
 def _fill(model: dict[str, Any], prefix: str, leaves: Leaves, tensors: Mapping[str, Derived],
-          path: str) -> str:
-    """Prepare one layer. See `fill`. Return the name of a tensor that the checkpoint does not
-    contain, or an empty string.
+          path: str, optimizer: bool) -> bool:
+    """Prepare one layer. See `fill`. Return true if codes or adapters are missing in the
+    checkpoint.
     """
     stem = next(iter(leaves.values())).key.rpartition(".")[0]
     for name in (*FROZEN_AXIS, *ADAPTER_AXIS):
@@ -136,12 +125,17 @@ def _fill(model: dict[str, Any], prefix: str, leaves: Leaves, tensors: Mapping[s
                 "with which the checkpoint was saved")
     missing = [name for name in leaves if name in {**FROZEN_AXIS, **ADAPTER_AXIS}
                and f"{stem}.{name}" not in tensors]
+    if missing and optimizer:
+        raise ValueError(
+            f"checkpoint {path!r} has no {stem}.{missing[0]}, so its optimizer state belongs to "
+            "other parameters. Use --finetune or --pretrained-checkpoint to start a new run from "
+            "its weights, or --no-load-optim")
     for weight, names in PARTS.items():
         if names[0] in missing:
             _round([leaves[name] for name in names if name in leaves], weight, tensors, path)
     for name in missing:
         model[prefix + name] = LocalNonpersistentObject(leaves[name].data)
-    return f"{stem}.{missing[0]}" if missing else ""
+    return bool(missing)
 
 
 @torch.no_grad()

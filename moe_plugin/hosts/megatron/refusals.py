@@ -377,6 +377,7 @@ FROZEN = Request(
         *one_of("which streams trained weights. Use device", "offload.weights", "device",
                 shown=_VALUE, given="host"),
         *off("which freezes adapters as well. Leave it out", "freeze_all_layers"),
+        *off("which counts codes as values. Leave it out", "log_params_norm"),
         *off(_ONLY_WEIGHTS, "native_moe", "moe_use_upcycling", "moe_lighthouse"),
         *off(_ONLY_WEIGHTS, "guard.votes", "guard.twins", "resize.expert_parallel_at",
              shown=_VALUE, given=3),
