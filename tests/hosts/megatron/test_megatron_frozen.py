@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor
 
 from moe_plugin.kernels.frozen import FROZEN_AXIS, FROZEN_FORMATS, PARTS, FrozenWeight, quantized
@@ -27,8 +28,7 @@ TWO = {
     "DP2": Whole(), "EP2": Whole(ep=2), "PP2": Whole(pp=2), "CP2 EP2": Whole(cp=2, ep=2),
     "TP2": Whole(tp=2), "TP2 EP2": Whole(tp=2, ep=2, sequence_parallel=True),
     "EP2, recomputed": Whole(ep=2, native=MOE),
-    "EP2, distributed optimizer": Whole(ep=2, ddp={
-        "use_distributed_optimizer": True, "overlap_grad_reduce": True}),
+    "EP2, overlapped": Whole(ep=2, ddp={"overlap_grad_reduce": True}),
     "EP2, means": Whole(ep=2, ddp={"average_in_collective": True}),
 }
 FOUR = {"EP4": Whole(ep=4), "EP2 DP2": Whole(ep=2), "PP2 EP2": Whole(pp=2, ep=2),
@@ -119,3 +119,15 @@ def test_gradients_of_two_ranks(format: str) -> None:
 
 def test_gradients_of_four_ranks() -> None:
     _compare(4, FOUR, "mxfp4")
+
+
+def test_gradients_with_exchanges_behind_another_micro_batch() -> None:
+    """In bf16, as Megatron demands, with an overlapped reduction of gradients."""
+    overlap = {"overlap_moe_expert_parallel_comm": True, "moe_layer_freq": 1}
+    cases = [Whole(ep=2, dtype=torch.bfloat16, native={**SIZES, **more},
+                   ddp={"overlap_grad_reduce": True}) for more in (overlap, {})]
+    ranks = on_ranks(2, _step, cases, "nf4")
+    got, wanted = (whole([rank[number] for rank in ranks]) for number in (0, 1))
+    assert got.keys() == wanted.keys() and any(".lora_b" in name for name in got)
+    for name, value in wanted.items():
+        assert torch.equal(got[name], value) and value.any(), name
