@@ -145,10 +145,9 @@ def _round(parts: list[ShardedTensor], weight: str, tensors: Mapping[str, Derive
     one matrix is read at a time.
     """
     codes, ahead = parts[0], parts[0].prepend_axis_num
-    format = getattr(codes.data, _FORMAT)
+    format, (*layer, first) = getattr(codes.data, _FORMAT), codes.global_offset[:ahead + 1]
     for slot in range(codes.local_shape[0]):
-        at = tuple(slice(index, index + 1) for index in codes.global_offset[:ahead + 1])
-        at = (*at[:ahead], slice(at[ahead].start + slot, at[ahead].start + slot + 1))
+        at = tuple(slice(index, index + 1) for index in (*layer, first + slot))
         matrix_OI = _matrix_OI(codes.key.rpartition(".")[0], weight, tensors, at, path)
         for leaf, value in zip(parts, quantized(matrix_OI, format), strict=True):
             whole = tuple(leaf.global_shape[ahead + 1:])
