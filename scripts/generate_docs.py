@@ -368,7 +368,7 @@ SECTION_PAGES = {
     "config_routing.md": ("routing and dispatch", ("router", "dispatch")),
     "config_experts.md": ("experts and layouts", ("experts", "parallel", "tuner")),
     "config_runs.md": ("exchanges and runs", ("comm", "observe", "guard", "offload", "pipeline",
-                                              "swarm", "resize")),
+                                              "swarm", "resize", "finetune")),
 }
 # The page that explains the registered names of a kind. tests/cli/test_docs.py checks that each
 # registered name occurs on its page.

@@ -9,6 +9,7 @@ from moe_plugin.config.experts import ExpertsConfig
 from moe_plugin.config.parallel import ParallelConfig, TunerConfig
 from moe_plugin.config.router import RouterConfig
 from moe_plugin.config.run import (
+    FinetuneConfig,
     GuardConfig,
     ObserveConfig,
     OffloadConfig,
@@ -34,9 +35,9 @@ from moe_plugin.config.tree import (
 )
 
 __all__ = [
-    "CommConfig", "DispatchConfig", "ExpertsConfig", "GuardConfig", "MoEConfig", "ObserveConfig",
-    "OffloadConfig", "ParallelConfig", "PipelineConfig", "ResizeConfig", "RouterConfig",
-    "RunConfig", "SwarmConfig", "TunerConfig",
+    "CommConfig", "DispatchConfig", "ExpertsConfig", "FinetuneConfig", "GuardConfig", "MoEConfig",
+    "ObserveConfig", "OffloadConfig", "ParallelConfig", "PipelineConfig", "ResizeConfig",
+    "RouterConfig", "RunConfig", "SwarmConfig", "TunerConfig",
     "both_from_yaml", "flatten", "from_dict", "from_yaml", "of_layer", "of_run", "register_hydra",
     "run_config", "run_from_dict", "settings_from_yaml", "to_dict", "with_overrides",
 ]

@@ -186,7 +186,8 @@ HOSTS = {"fairseq": "fairseq", "megatron": "Megatron", "pytorch": "a training lo
 REPLICAS = "--moe-lighthouse"  # a flag of the hosts, not a setting
 # Settings of a whole model that a host implements itself. All other settings of a run are features
 # that wrap the host's training steps.
-OF_HOSTS = "offload.weights", "pipeline.schedule", "swarm.role"
+OF_HOSTS = ("offload.weights", "pipeline.schedule", "swarm.role", "finetune.frozen_experts",
+            "finetune.lora_rank")
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,9 @@ _IN_HOSTS = "use TrainingSteps in a training loop of your own, or a host, fairse
 _SPREAD = Lack("its experts are spread over all ranks, so no two ranks compute the same "
                "results", _IN_HOSTS)
 _ALL_RANKS = Lack("its experts are always spread over all ranks", _IN_HOSTS)
+_AFTER_LOADING = Lack("it does not convert experts when it loads a checkpoint",
+                      "call freeze_experts and add_lora of moe_plugin.hosts.plain.adapters on a "
+                      "loaded model, or train with moe_plugin.hosts.megatron.train")
 LACKS: Mapping[tuple[str, str], Lack] = {
     ("pipeline.schedule", "fairseq"): _STAGES,
     ("pipeline.schedule", "pytorch"): _STAGES,
@@ -221,6 +225,8 @@ LACKS: Mapping[tuple[str, str], Lack] = {
         "you created the groups of ranks of its model",
         "call moe_plugin.checkpoint.resize.change_expert_parallel between two steps"),
     ("resize.expert_parallel_at", "vision"): _ALL_RANKS,
+    **{(f"finetune.{name}", host): _AFTER_LOADING for name in ("frozen_experts", "lora_rank")
+       for host in ("fairseq", "pytorch", "vision")},
     (REPLICAS, "vision"): Lack(
         "each epoch is a pass over all images, which replicas do not divide among themselves",
         _IN_HOSTS),

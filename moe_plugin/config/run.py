@@ -8,7 +8,14 @@ import operator
 import re
 from dataclasses import dataclass, field
 
-from moe_plugin.config.options import MOST_RANKS, MOST_SECONDS, MOST_STEPS, SettingsSection, option
+from moe_plugin.config.options import (
+    MOST_RANKS,
+    MOST_SECONDS,
+    MOST_STEPS,
+    MOST_WIDTH,
+    SettingsSection,
+    option,
+)
 
 # How to use each setting of a run without the hosts fairseq and Megatron. The first key that is a
 # prefix of the setting's path applies.
@@ -17,6 +24,8 @@ READERS = {
     "offload.weights": "pass it to moe_plugin.hosts.plain.streamed.streamed_trainer",
     "offload.average": _PEERS,
     "offload.outer": _PEERS,
+    "finetune.": "call freeze_experts and add_lora of moe_plugin.hosts.plain.adapters, or use "
+                 "Megatron",
     "resize.": "call moe_plugin.checkpoint.resize.change_expert_parallel in your training loop, or "
                "use a host, fairseq or Megatron",
     "pipeline.": "use Megatron, which has pipeline stages",
@@ -311,6 +320,33 @@ class ResizeConfig(SettingsSection):
 
 
 @dataclass(kw_only=True)
+class FinetuneConfig(SettingsSection):
+    """Frozen experts and adapters on them (Megatron). See docs/huggingface.md."""
+
+    PATH = "finetune."
+
+    frozen_experts: str = option(
+        "none", "number format in which the experts' weights are stored and frozen. Weights of "
+        "full precision are rounded when a checkpoint is loaded. none: the weights are not rounded",
+        choices=("none", "nf4", "nf4_double", "mxfp4", "fp8", "int8"), flag="frozen-experts")
+    lora_rank: int = option(0, "rank of the low-rank adapters (LoRA) on all experts, whose weights "
+                            "are then frozen; 0: no adapters", flag="expert-lora-rank")
+    lora_alpha: float = option(16.0, "with lora_rank: the adapters are multiplied by lora_alpha / "
+                               "lora_rank", flag="expert-lora-alpha")
+
+    def check_bounds(self) -> None:
+        self.within("lora_rank", 0, MOST_WIDTH, "use 0 for no adapters, or 8")
+        self.require("lora_alpha", 0 < self.lora_alpha < float("inf"), "> 0 and finite", "use 16")
+        self.read_where(self.lora_rank > 0, "where finetune.lora_rank=0",
+                        "use finetune.lora_rank=8", "lora_alpha")
+
+    @property
+    def freezes(self) -> bool:
+        """True if the weights of the experts are frozen."""
+        return self.frozen_experts != "none" or self.lora_rank > 0
+
+
+@dataclass(kw_only=True)
 class RunConfig(SettingsSection):
     """Settings of a training run, which apply to a whole model rather than to a single layer."""
 
@@ -320,6 +356,7 @@ class RunConfig(SettingsSection):
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     swarm: SwarmConfig = field(default_factory=SwarmConfig)
     resize: ResizeConfig = field(default_factory=ResizeConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
 
     def check_bounds(self) -> None:
         cuts = self.pipeline.cuts

@@ -32,6 +32,8 @@ ASKED = {
     "offload.weights": ({"offload": {"weights": "host"}}, "streamed"),
     "pipeline.schedule": ({"pipeline": {"schedule": "eager-1f1b"}}, "start"),
     "swarm.role": ({"swarm": {"role": "lead"}}, "start"),
+    "finetune.frozen_experts": ({"finetune": {"frozen_experts": "nf4"}}, "start"),
+    "finetune.lora_rank": ({"finetune": {"lora_rank": 8}}, "start"),
 }
 FILES = {"fairseq": "hosts.fairseq.run", "megatron": "hosts.megatron.script_features",
          "pytorch": "hosts.plain.run"}

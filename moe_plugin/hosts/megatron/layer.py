@@ -16,8 +16,8 @@ from moe_plugin.comm.host_collectives import comm_of
 from moe_plugin.comm.placement import HostContext
 from moe_plugin.config import flatten, to_dict
 from moe_plugin.config.refusals import Values
+from moe_plugin.hosts.megatron import frozen, parameters, stages, state
 from moe_plugin.hosts.megatron import losses as layer_numbers
-from moe_plugin.hosts.megatron import parameters, stages, state
 from moe_plugin.hosts.megatron.compat import core, muon
 from moe_plugin.hosts.megatron.compat.names import mappings
 from moe_plugin.hosts.megatron.compat.optimizer import float32_parameters_first
@@ -180,6 +180,7 @@ class PluginMoELayer(TakesTokenIds, stages.Stages, core.MoELayer):
             if moe.latent is not None:
                 parameters.initialise_linear(moe.latent.down, config.init_method)
                 parameters.initialise_linear(moe.latent.up, config.output_layer_init_method)
+        frozen.prepare(moe, config, plan)
         return moe
 
     def _host_context(self, config: Any, plan: Translation, native: bool) -> HostContext:

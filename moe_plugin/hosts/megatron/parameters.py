@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moe_plugin.comm.placement import Placement
 from moe_plugin.experts.base import IN_MEGATRON
-from moe_plugin.experts.ffn import SHARD_AXIS
+from moe_plugin.experts.ffn import PART_AXIS, SHARD_AXIS
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.hosts.megatron.compat.names import ShardedTensor
 from moe_plugin.hosts.megatron.compat.optimizer import biases_are_vectors
@@ -132,7 +132,7 @@ def expert_shards(experts: nn.Module, placement: Placement, groups: MegatronGrou
         where = [(ahead, placement.first_expert // placement.local,
                   placement.experts // placement.local)]
         if placement.shards > 1:
-            where.append((ahead + SHARD_AXIS[name], placement.shard, placement.shards))
+            where.append((ahead + PART_AXIS[name], placement.shard, placement.shards))
         sharded[prefix + name] = ShardedTensor.from_rank_offsets(
             prefix + IN_MEGATRON.get(name, name), parameter, *offsets, *where,
             replica_id=replica, prepend_axis_num=ahead)

@@ -29,7 +29,7 @@ from moe_plugin.hosts.megatron.compat.settings import (
     training_module,
 )
 from moe_plugin.hosts.megatron.data import check_prefix
-from moe_plugin.hosts.megatron.refusals import VIRTUAL_STAGES, values_of
+from moe_plugin.hosts.megatron.refusals import FROZEN, VIRTUAL_STAGES, values_of
 from moe_plugin.hosts.megatron.translate import NATIVE_ARGUMENTS, settings_from_flags
 from moe_plugin.training.resilience.skipped_steps import FiniteSteps
 from moe_plugin.training.run import Run
@@ -341,7 +341,10 @@ def _check_arguments() -> None:
                          "of the checkpoints.")
     ensemble.ensemble_of(args)
     check_replicas(args)
-    check_resizing(args, run_config(settings_from_flags(arguments)))
+    run = run_config(settings_from_flags(arguments))
+    check_resizing(args, run)
+    if run.finetune.freezes:
+        FROZEN.refuse(values_of(args, settings_from_flags(arguments)))
     given: list[str] = getattr(args, "data_path", None) or []
     # only a single local path is checked: scripts may accept other kinds of paths
     if len(given) == 1 and "://" not in given[0] and not os.path.exists(given[0]):

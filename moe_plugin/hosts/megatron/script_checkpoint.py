@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from moe_plugin.checkpoint.formats.megatron.common import (
 from moe_plugin.checkpoint.formats.megatron.source import open_checkpoint
 from moe_plugin.checkpoint.source import Source
 from moe_plugin.comm.host_collectives import collectives_named
+from moe_plugin.config import run_config
 from moe_plugin.hosts.megatron import checkpoint_files as files
 from moe_plugin.hosts.megatron.compat import core
 from moe_plugin.hosts.megatron.compat.optimizer import (
@@ -44,6 +46,7 @@ from moe_plugin.hosts.megatron.compat.optimizer import (
 from moe_plugin.hosts.megatron.compat.settings import script_arguments
 from moe_plugin.hosts.megatron.model_settings import check_settings
 from moe_plugin.hosts.megatron.stage_layouts import parse
+from moe_plugin.hosts.megatron.translate import settings_from_flags
 from moe_plugin.utils.regular_files import move_into_place, write_whole
 
 # "Foreign" checkpoints were not written by Megatron's own loop, but by `moe-plugin reshard` or by
@@ -175,7 +178,8 @@ def _description(step: int) -> dict[str, Any]:
     # parsed and printed again, so that sizes of 1 that the command omits are included
     layouts = [str(layout) for layout in parse(arguments.get("stage_layouts") or [])]
     return {"model": {}, "layout": {"stage_layouts": layouts} if layouts else {}, "iteration": step,
-            "megatron_core": core.core_version,
+            "megatron_core": core.core_version, "finetune": asdict(run_config(
+                settings_from_flags(arguments)).finetune),
             "consumed_samples": arguments.get("consumed_train_samples", 0)}
 
 

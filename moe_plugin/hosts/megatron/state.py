@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from moe_plugin.checkpoint.formats.megatron.common import (
 from moe_plugin.checkpoint.formats.megatron.format import GATES, PAIRS
 from moe_plugin.checkpoint.formats.megatron.torch_dist import DistributedFiles
 from moe_plugin.checkpoint.source import CheckpointError
-from moe_plugin.hosts.megatron import parameters, restricted
+from moe_plugin.hosts.megatron import frozen, parameters, restricted
 from moe_plugin.hosts.megatron.compat.checkpointing import changed, is_wrapped
 from moe_plugin.hosts.megatron.compat.core import MegatronGroups
 from moe_plugin.hosts.megatron.compat.names import (
@@ -112,10 +112,10 @@ def load_without_missing(load: Callable[..., Any], given: dict[str, Any]) -> Any
     function also works in Megatron's own training script.
     """
     # the models are under `model`, or `model0`, `model1`, ...
-    without_missing((part for key, part in given["sharded_state_dict"].items()
-                     if key.startswith("model") and isinstance(part, dict)),
-                    given["checkpoint_dir"])
-    return load_either_layout(load, given)
+    models = [part for key, part in given["sharded_state_dict"].items()
+              if key.startswith("model") and isinstance(part, dict)]
+    without_missing(models, given["checkpoint_dir"])
+    return load_either_layout(load, given, models)
 
 
 def tuner_shards(moe: MoELayer, groups: MegatronGroups, key: str,
@@ -145,7 +145,8 @@ def without_missing(models: Iterable[dict[str, Any]], path: str) -> None:
                         "them again", key.removesuffix(f".{TUNER}"))
 
 
-def load_either_layout(original: Callable[..., Any], given: dict[str, Any]) -> Any:
+def load_either_layout(original: Callable[..., Any], given: dict[str, Any],
+                       models: Sequence[dict[str, Any]] = ()) -> Any:
     """Call `megatron.core.dist_checkpointing.load`. The experts in the checkpoint may have
     Megatron's format or this package's format.
 
@@ -154,6 +155,7 @@ def load_either_layout(original: Callable[..., Any], given: dict[str, Any]) -> A
         given: arguments of `dist_checkpointing.load`. If the optimizers and parameter groups under
             "optimizer" in the sharded state dict differ from those in the checkpoint's common
             state, the common state is adapted to the sharded state dict.
+        models: sharded state dicts of models whose experts may be frozen. See `frozen.fill`.
     Raises:
         CheckpointError: If the experts must be converted, and the requested optimizer state is
             stored by buckets. Optimizer state in buckets cannot be converted, because the
@@ -163,7 +165,9 @@ def load_either_layout(original: Callable[..., Any], given: dict[str, Any]) -> A
     if not (Path(path) / METADATA).is_file():  # not written by torch's backend
         return original(**given)
     files = DistributedFiles(Path(path), trusted=restricted.trusts_files())
-    shapes = {name: tensor.entry.shape for name, tensor in files.tensors().items()}
+    tensors = files.tensors()
+    frozen.fill(models, path, tensors, state.get("optimizer") is not None)
+    shapes = {name: tensor.entry.shape for name, tensor in tensors.items()}
     known = {*shapes, *files.objects()}
     other, buckets = set[str](), set[str]()
 

@@ -126,7 +126,7 @@ def _experts(name: str, parameter: Any, rank: int) -> Iterator[tuple[str, Tensor
         local = 4 // _expert_ranks()
         yield f"{stem}.{rank * local + int(number)}.{fc}", parameter.t()
     else:
-        fc = {"w_in_LDF": "linear_fc1", "w_out_LFD": "linear_fc2"}[rest]
+        fc = {"w_in_LDF": "linear_fc1", "w_out_LFD": "linear_fc2"}.get(rest, rest)
         for i, one in enumerate(parameter):
             yield f"{stem}.{rank * len(parameter) + i}.{fc}", one
 
@@ -225,6 +225,8 @@ def step(case: Whole, settings: dict[str, Any] | None) -> dict[str, Any]:
         while hasattr(bare, "module"):
             bare = bare.module
         for name, parameter, (how, rank) in _parts(bare):
+            if not parameter.requires_grad:
+                continue
             grad = parameter.main_grad.clone()
             if how == "experts":
                 found |= {expert: {("", 0): value.clone()}

@@ -11,12 +11,12 @@ are supported.
 from moe_plugin.hosts.plain.adapters.add import (
     add_lora,
     freeze_experts,
-    load_adapter,
     merge_lora,
     unmerge_lora,
 )
 from moe_plugin.hosts.plain.adapters.files import save_adapter
 from moe_plugin.hosts.plain.adapters.load import merge_adapter
+from moe_plugin.hosts.plain.adapters.sources import load_adapter
 
 __all__ = ["add_lora", "freeze_experts", "load_adapter", "merge_adapter", "merge_lora",
            "save_adapter", "unmerge_lora"]

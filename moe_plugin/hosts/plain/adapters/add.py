@@ -1,6 +1,5 @@
-"""Functions that add low-rank adapters to the experts of a model, also from a file of `peft`
-(`load_adapter`), merge them into the weights, and store the weights of frozen experts as codes and
-scales (`freeze_experts`).
+"""Functions that add low-rank adapters to the experts of a model, merge them into the weights, and
+store the weights of frozen experts as codes and scales (`freeze_experts`).
 """
 
 from __future__ import annotations
@@ -8,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,8 +23,7 @@ from moe_plugin.experts.lora import (
     of_each_weight,
 )
 from moe_plugin.experts.optimizers import replaces_parameters
-from moe_plugin.hosts.plain.adapters.files import adapted_layers, by_pattern, save_adapter
-from moe_plugin.hosts.plain.adapters.load import TARGET_OF, fill, fill_rest, read_stacks
+from moe_plugin.hosts.plain.adapters.files import adapted_layers, save_adapter
 from moe_plugin.hosts.plain.huggingface import refuse_one_of_several
 from moe_plugin.hosts.plain.trainer import extend_trainer
 from moe_plugin.kernels.expert_ffn import LowRank
@@ -199,38 +196,6 @@ def _ranks(name: str, layer: MoELayer, rank: int, targets: Collection[str],
     return {TARGETS[target]: ranks for target, ranks in by_target.items() if any(ranks)}
 
 
-def load_adapter(model: nn.Module, folder: str | Path, freeze: bool = True) -> list[str]:
-    """Load a `peft` file, and add its adapters to the experts of a model. Each rank loads only the
-    adapters of its own experts. This is a collective operation.
-
-    Args:
-        model: model as described for `save_adapter`. If `peft` wraps the model, `peft`'s own
-            adapters are loaded from the file as well.
-        folder: path of a folder that contains `adapter_config.json` and
-            `adapter_model.safetensors`.
-        freeze: see `add_lora`.
-    Returns: the names of all layers that have adapters.
-    Raises:
-        ValueError: If the file is damaged, contains adapters of another type, belongs to a
-            different model, or contains adapters for modules that `peft` must wrap first.
-    """
-    config, pairs, rest = read_stacks(model, Path(folder))
-    pattern = {rf"{re.escape(name)}\.moe\.experts\.\d+\.{TARGET_OF[weight]}": r
-               for (name, weight), (_, _, _, r) in pairs.items()}
-    adapted = add_lora(model, 1, config.lora_alpha, experts=(), rank_pattern=pattern,
-                       use_rslora=config.use_rslora, freeze=freeze)
-    for (name, weight), (target, stack, pair, _) in pairs.items():
-        layer = cast(MoELayer, model.get_submodule(f"{name}.moe"))
-        fill(layer, weight, stack, pair)
-        experts: Any = layer.experts
-        adapters: ExpertRanks = experts.adapters
-        experts.adapters = replace(
-            adapters, alphas={**adapters.alphas,
-                              weight: by_pattern(config.alpha_pattern, target, config.lora_alpha)})
-    fill_rest(model, rest)
-    return adapted
-
-
 def merge_lora(model: nn.Module, keep: bool = False, requantize: bool = False) -> None:
     """Merge the adapters into the experts' weights. This is a collective operation.
 
@@ -370,8 +335,8 @@ def _checked(name: str, layer: MoELayer, format: str) -> FFNExperts | StoredExpe
         raise ValueError(f"{where} has batch_invariant=True, but no batch-invariant kernel reads "
                          "codes. Set batch_invariant to False")
     if built.adds_to_main_grad:
-        raise ValueError(f"{where} belongs to Megatron, whose checkpoints cannot store codes. Use "
-                         "plain PyTorch or transformers")
+        raise ValueError(f"{where} belongs to Megatron, which must freeze experts before it "
+                         "creates its gradient buffers. Use --moe-frozen-experts")
     try:
         check_format(built, format)
     except ValueError as error:
