@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_plugin.kernels.cpu import frozen as compiled
 from moe_plugin.kernels.block_formats import from_e2m1, power, quantize_mxfp4
 from moe_plugin.kernels.expert_ffn import HAS_GROUPED, for_each_row, from_matmul, grouped, loop
 from moe_plugin.kernels.fp8 import quantize_weights_fp8
@@ -147,13 +148,20 @@ class FrozenWeight:
         """Return the storage of the codes, which identifies this weight."""
         return self.parts[0].untyped_storage()
 
-    def decoded(self, expert: int, outputs: slice) -> Tensor:
-        """Return the weights of some outputs of an expert, float32 [o, I].
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Return the tables of compiled functions: the numbers of all bytes, and of all scales."""
+        return _tables(self.format), _dynamic_map(self.device)
+
+    def decoded(self, expert: int, outputs: slice, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weights of some outputs of an expert, rounded to a dtype, [o, I].
 
         Args:
             expert: local index of the expert.
             outputs: the outputs, with a start and a stop.
+            dtype: the dtype.
         """
+        if (made := compiled.decode(self, expert, outputs, dtype)) is not None:
+            return made
         form, first, last = FROZEN_FORMATS[self.format], outputs.start, outputs.stop
         values_oI = form.numbers(self.parts[0][expert, outputs])
         scales = self.parts[1][expert, first // form.outputs:-(-last // form.outputs)]
@@ -167,24 +175,24 @@ class FrozenWeight:
         if form.outputs > 1:
             scales = scales.repeat_interleave(form.outputs, 0)[first % form.outputs:]
             scales = scales[:last - first]
-        return _scaled(values_oI, scales, form.inputs or values_oI.shape[1])
+        return _scaled(values_oI, scales, form.inputs or values_oI.shape[1]).to(dtype)
 
-    def tiles(self, expert: int) -> Iterator[tuple[slice, Tensor]]:
+    def tiles(self, expert: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """Yield the outputs of an expert in slices of at most `TILE` values, with their weights,
-        float32 [o, I].
+        rounded to a dtype, [o, I].
         """
         _, inner, outer = self.shape
         step = max(1, TILE // max(1, inner))
         for first in range(0, outer, step):
             outputs = slice(first, min(first + step, outer))
-            yield outputs, self.decoded(expert, outputs)
+            yield outputs, self.decoded(expert, outputs, dtype)
 
 
 def column_squares(w_LIO: Tensor | FrozenWeight, dtype: torch.dtype) -> Tensor:
     """Return the sum of the squares of each column of the weights, [L, O] in the given dtype."""
     if isinstance(w_LIO, Tensor):
         return torch.linalg.vector_norm(w_LIO, dim=1, dtype=dtype).square()
-    return torch.stack([torch.cat([tile.to(dtype).square().sum(1) for _, tile in w_LIO.tiles(e)])
+    return torch.stack([torch.cat([tile.square().sum(1) for _, tile in w_LIO.tiles(e, dtype)])
                         for e in range(w_LIO.shape[0])])
 
 
@@ -227,6 +235,8 @@ class _Decoded(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: FrozenWeight, counts: list[int],
                 back: bool) -> Tensor:
         ctx.weight, ctx.counts, ctx.back = weight, counts, back
+        if (made := compiled.multiply(rows, weight, counts, back)) is not None:
+            return made
         _, inner, outer = weight.shape
         out = rows.new_zeros(rows.shape[0], inner if back else outer)
         pairs = zip(rows.split(counts), out.split(counts), strict=True)
@@ -241,8 +251,8 @@ class _Decoded(torch.autograd.Function):
 
 
 def _multiply(x_NI: Tensor, weight: FrozenWeight, expert: int, y_NO: Tensor) -> None:
-    for outputs, tile_oI in weight.tiles(expert):
-        y_NO[:, outputs] = x_NI @ tile_oI.to(x_NI.dtype).T
+    for outputs, tile_oI in weight.tiles(expert, x_NI.dtype):
+        y_NO[:, outputs] = x_NI @ tile_oI.T
 
 
 def _add_transposed(x_NO: Tensor, weight: FrozenWeight, expert: int, y_NI: Tensor) -> None:
@@ -251,8 +261,8 @@ def _add_transposed(x_NO: Tensor, weight: FrozenWeight, expert: int, y_NI: Tenso
     """
     wide = torch.promote_types(x_NO.dtype, torch.float32)
     total_NI = y_NI if y_NI.dtype == wide else torch.zeros_like(y_NI, dtype=wide)
-    for outputs, tile_oI in weight.tiles(expert):
-        total_NI += x_NO[:, outputs] @ tile_oI.to(x_NO.dtype)
+    for outputs, tile_oI in weight.tiles(expert, x_NO.dtype):
+        total_NI += x_NO[:, outputs] @ tile_oI
     if total_NI is not y_NI:
         y_NI.copy_(total_NI)
 
@@ -313,6 +323,13 @@ def _pairs(name: str, device: torch.device) -> Tensor:
     else:
         both = from_e2m1(codes[:, None])
     return both.contiguous().view(torch.int64).flatten().to(device)
+
+
+@functools.cache
+def _tables(format: str) -> Tensor:
+    """Return the float32 numbers of all bytes on a CPU, followed by those of 16 codes of 4 bits."""
+    numbers = FROZEN_FORMATS[format].numbers(torch.arange(256, dtype=torch.uint8)[:, None])
+    return torch.cat([numbers.flatten(), numbers[:16, -1 if format != "mxfp4" else 0]])
 
 
 def _four_bits(name: str) -> Callable[[Tensor], Tensor]:
