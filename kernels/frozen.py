@@ -33,10 +33,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_plugin.kernels.cpu import frozen as compiled
 from moe_plugin.kernels.block_formats import from_e2m1, power, quantize_mxfp4
+from moe_plugin.kernels.cpu import frozen as compiled
 from moe_plugin.kernels.expert_ffn import HAS_GROUPED, for_each_row, from_matmul, grouped, loop
 from moe_plugin.kernels.fp8 import quantize_weights_fp8
+from moe_plugin.kernels.frozen_products import expert_matmul_frozen
+from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.records import RowCounts
 
 # the tensors in which each weight is stored: codes, scales, and the scales of 8-bit scales
@@ -149,8 +151,14 @@ class FrozenWeight:
         return self.parts[0].untyped_storage()
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        """Return the tables of compiled functions: the numbers of all bytes, and of all scales."""
-        return _tables(self.format), _dynamic_map(self.device)
+        """Return the float32 tables of other kernels; see `_tables`."""
+        return _tables(self.format, self.device), _dynamic_map(self.device)
+
+    def nested_index(self) -> tuple[int, int, int]:
+        """Return the index of the first scale of `nf4_double`, the distance between the scales of
+        two outputs, and the index of the number that is added.
+        """
+        return 0, self.parts[1].shape[2], self.parts[-1].shape[-1] // 4 - 1
 
     def decoded(self, expert: int, outputs: slice, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weights of some outputs of an expert, rounded to a dtype, [o, I].
@@ -201,7 +209,8 @@ def left_product(x_LNI: Tensor, w_LIO: Tensor | FrozenWeight) -> Tensor:
     if isinstance(w_LIO, Tensor):
         return torch.bmm(x_LNI, w_LIO)
     experts, number, _ = x_LNI.shape
-    return _Decoded.apply(x_LNI.flatten(0, 1), w_LIO, [number] * experts, False).unflatten(
+    counts = RowCounts([number] * experts)
+    return _Decoded.apply(x_LNI.flatten(0, 1), w_LIO, counts, False).unflatten(
         0, (experts, number))
 
 
@@ -222,7 +231,7 @@ def frozen_matmul(rows_RI: Tensor, counts: RowCounts, w_LIO: Tensor | FrozenWeig
     device = rows_RI.device.type
     if torch.is_autocast_enabled(device) and rows_RI.dtype != torch.float64:
         rows_RI = rows_RI.to(torch.get_autocast_dtype(device))
-    out_RO = _Decoded.apply(rows_RI, w_LIO, counts.host, False)
+    out_RO = _Decoded.apply(rows_RI, w_LIO, counts, False)
     return out_RO if b_LO is None else out_RO + for_each_row(b_LO.to(out_RO.dtype), counts)
 
 
@@ -232,39 +241,14 @@ class _Decoded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: FrozenWeight, counts: list[int],
+    def forward(ctx: Any, rows: Tensor, weight: FrozenWeight, counts: RowCounts,
                 back: bool) -> Tensor:
         ctx.weight, ctx.counts, ctx.back = weight, counts, back
-        if (made := compiled.multiply(rows, weight, counts, back)) is not None:
-            return made
-        _, inner, outer = weight.shape
-        out = rows.new_zeros(rows.shape[0], inner if back else outer)
-        pairs = zip(rows.split(counts), out.split(counts), strict=True)
-        for expert, (x, y) in enumerate(pairs):
-            if x.shape[0]:
-                (_add_transposed if back else _multiply)(x, weight, expert, y)
-        return out
+        return expert_matmul_frozen(rows, RowGroups(counts, rows.device), weight, back)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return _Decoded.apply(grad, ctx.weight, ctx.counts, not ctx.back), None, None, None
-
-
-def _multiply(x_NI: Tensor, weight: FrozenWeight, expert: int, y_NO: Tensor) -> None:
-    for outputs, tile_oI in weight.tiles(expert, x_NI.dtype):
-        y_NO[:, outputs] = x_NI @ tile_oI.T
-
-
-def _add_transposed(x_NO: Tensor, weight: FrozenWeight, expert: int, y_NI: Tensor) -> None:
-    """Multiply by all tiles, and sum the results in float32 or wider, because a 16-bit sum would be
-    rounded once for each tile.
-    """
-    wide = torch.promote_types(x_NO.dtype, torch.float32)
-    total_NI = y_NI if y_NI.dtype == wide else torch.zeros_like(y_NI, dtype=wide)
-    for outputs, tile_oI in weight.tiles(expert, x_NO.dtype):
-        total_NI += x_NO[:, outputs] @ tile_oI
-    if total_NI is not y_NI:
-        y_NI.copy_(total_NI)
 
 
 def _scaled(values_oI: Tensor, scales: Tensor, block: int) -> Tensor:
@@ -326,10 +310,10 @@ def _pairs(name: str, device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _tables(format: str) -> Tensor:
-    """Return the float32 numbers of all bytes on a CPU, followed by those of 16 codes of 4 bits."""
+def _tables(format: str, device: torch.device) -> Tensor:
+    """Return the numbers of all bytes, followed by the numbers of the 16 codes of 4 bits."""
     numbers = FROZEN_FORMATS[format].numbers(torch.arange(256, dtype=torch.uint8)[:, None])
-    return torch.cat([numbers.flatten(), numbers[:16, -1 if format != "mxfp4" else 0]])
+    return torch.cat([numbers.flatten(), numbers[:16, 0 if format == "mxfp4" else -1]]).to(device)
 
 
 def _four_bits(name: str) -> Callable[[Tensor], Tensor]:

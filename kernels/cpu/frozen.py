@@ -24,6 +24,7 @@ from torch import Tensor
 
 from moe_plugin.kernels.cpu.native import build
 from moe_plugin.kernels.cpu.native.functions import INT, INT64, POINTER, function, readable
+from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.kernels.workspace import scratch
 
 if TYPE_CHECKING:
@@ -36,8 +37,9 @@ SMALL = 1 << 15  # values per thread from which another thread saves time
 
 
 class _Weight(ctypes.Structure):
-    _fields_ = [("kind", INT64), ("inner", INT64), ("outer", INT64), ("numbers", POINTER),
-                ("dynamic", POINTER), ("codes", POINTER), ("scales", POINTER), ("nested", POINTER)]
+    _fields_ = [*((name, INT64) for name in ("kind", "inner", "outer", "first_scale", "apart",
+                                             "added")),
+                *((name, POINTER) for name in ("numbers", "dynamic", "codes", "scales", "nested"))]
 
 
 class _Job(ctypes.Structure):
@@ -81,14 +83,13 @@ def _readable(weight: FrozenWeight) -> bool:
 def _expert(weight: FrozenWeight, expert: int) -> _Weight:
     _, inner, outer = weight.shape
     parts = [part.data_ptr() + expert * part.stride(0) for part in weight.parts]
-    return _Weight(KINDS.index(weight.format), inner, outer,
+    return _Weight(KINDS.index(weight.format), inner, outer, *weight.nested_index(),
                    *(table.data_ptr() for table in weight.tables()), *parts)
 
 
 def decode(weight: FrozenWeight, expert: int, outputs: slice, dtype: torch.dtype) -> Tensor | None:
     """Compute `FrozenWeight.decoded`, or return None if torch must compute it."""
-    decodes = _functions()[0]
-    if decodes is None or not _readable(weight):
+    if not _readable(weight) or (decodes := _functions()[0]) is None:
         return None
     made = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     to_oI = torch.empty(outputs.stop - outputs.start, weight.shape[1], dtype=made)
@@ -97,24 +98,17 @@ def decode(weight: FrozenWeight, expert: int, outputs: slice, dtype: torch.dtype
     return to_oI.to(dtype)
 
 
-def multiply(rows: Tensor, weight: FrozenWeight, counts: Sequence[int], back: bool
-             ) -> Tensor | None:
-    """Multiply the rows of each expert by its weight, or return None if torch must multiply them.
-
-    Args:
-        rows: rows [R, I], ordered by expert, or [R, O] if `back` is true.
-        weight: weights [L, I, O].
-        counts: number of rows of each expert.
-        back: whether rows are multiplied by the transposed weights.
-    """
+def multiply(rows: Tensor, groups: RowGroups, weight: FrozenWeight, back: bool) -> Tensor | None:
+    """Compute `frozen_products.expert_matmul_frozen`, or return None if torch must compute it."""
     _, inner, outer = weight.shape
-    multiplies = _functions()[1]
-    if (multiplies is None or rows.dtype != torch.bfloat16 or not readable(rows) or inner % RUN
-            or outer % RUN or not _readable(weight)):
+    if (rows.dtype != torch.bfloat16 or not readable(rows) or inner % RUN or outer % RUN
+            or not _readable(weight) or (multiplies := _functions()[1]) is None):
         return None
-    rows = rows.contiguous()
+    rows, counts = rows.contiguous(), groups.counts.lengths()
     depth, breadth = (outer, inner) if back else (inner, outer)
-    out = rows.new_empty(rows.shape[0], breadth)
+    # rows after the last group are not computed
+    filled = rows.new_empty if sum(counts) == rows.shape[0] else rows.new_zeros
+    out = filled(rows.shape[0], breadth)
     panel = depth * min(PANEL, breadth)
     panels = scratch("decoded panels", (torch.get_num_threads(), panel), rows)
     for group in _groups(counts, depth):

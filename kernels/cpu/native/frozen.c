@@ -16,18 +16,17 @@
 enum { NF4, NF4_DOUBLE, MXFP4, FP8, INT8 };
 
 /* One expert's weight [outer, inner]. `numbers` contains the numbers of a byte: two for 4-bit
- * codes, otherwise one. `dynamic` contains the numbers of 8-bit scales. */
+ * codes, otherwise one. `dynamic` contains the numbers of 8-bit scales. The float32 scales of
+ * 8-bit scales are those of a whole expert, of which this weight may be a part: the part's first
+ * scale has the index `first_scale`, and the next output's is `apart` later. `added` is the index
+ * of the number that is added to all scales. */
 typedef struct {
-    int64_t kind, inner, outer;
+    int64_t kind, inner, outer, first_scale, apart, added;
     const float *numbers, *dynamic;
     const uint8_t *codes, *scales, *nested;
 } Weight;
 
 static inline int is_4_bits(int kind) { return kind <= MXFP4; }
-
-static inline int64_t inputs_of(int kind, int64_t inner) {
-    return kind == MXFP4 ? 32 : kind == FP8 ? 128 : kind == INT8 ? inner : 64;
-}
 
 static inline float float_at(const uint8_t *bytes, int64_t at) {
     float x; /* the bytes may start anywhere */
@@ -36,15 +35,18 @@ static inline float float_at(const uint8_t *bytes, int64_t at) {
 }
 
 static inline float scale_of(int kind, const Weight *w, int64_t output, int64_t input) {
-    int64_t inputs = inputs_of(kind, w->inner), blocks = (w->inner + inputs - 1) / inputs;
-    int64_t at = (kind == FP8 ? output / 128 : output) * blocks + input / inputs;
+    int64_t inputs = kind == MXFP4 ? 32 : kind == FP8 ? 128 : 64;
+    int64_t blocks = (w->inner + inputs - 1) / inputs;
+    int64_t at = kind == INT8 ? output
+        : (kind == FP8 ? output / 128 : output) * blocks + input / inputs;
     if (kind == MXFP4) /* a code of 0 stands for 2^-127, a subnormal number */
         return from_bits(w->scales[at] ? (uint32_t)w->scales[at] << 23 : 1u << 22);
     if (kind != NF4_DOUBLE)
         return float_at(w->scales, at);
-    float product = w->dynamic[w->scales[at]] * float_at(w->nested, at / 256);
+    int64_t index = w->first_scale + output * w->apart + input / inputs;
+    float product = w->dynamic[w->scales[at]] * float_at(w->nested, index / 256);
     __asm__("" : "+x"(product)); /* rounded before the sum, as in torch */
-    return product + float_at(w->nested, (w->outer * blocks + 255) / 256);
+    return product + float_at(w->nested, w->added);
 }
 
 /* Decodes `count` values, at most RUN, of one block. */
@@ -220,26 +222,40 @@ static void pack(const void *work, int64_t first, int64_t end) {
     }
 }
 
+#define AHEAD 64 /* outputs whose codes are fetched while others are decoded */
+
+/* Fetches the codes of an output; `size` is the number of bytes of all codes. */
+static inline void fetch(const uint8_t *codes, int64_t at, int64_t bytes, int64_t size) {
+    for (int64_t line = 0; line < bytes && at + line < size; line += 64)
+        __builtin_prefetch(codes + at + line);
+}
+
 /* Decodes the columns of the product from `start` on: tiles [depth / RUN, across, TILE]. */
 static inline __attribute__((always_inline)) void decode_panel(
     int kind, const Weight *w, int back, int64_t start, int64_t across, uint16_t *to) {
-    int64_t step = across * TILE;
+    int64_t step = across * TILE, each = is_4_bits(kind) ? w->inner / 2 : w->inner;
+    int64_t run_bytes = is_4_bits(kind) ? RUN / 2 : RUN, size = w->outer * each;
     if (!back) {
-        for (int64_t o = 0; o < across * ACROSS; o++)
-            for (int64_t input = 0; input < w->inner; input += RUN)
-                _mm512_storeu_si512(to + input / RUN * step + o * RUN,
-                                    decode_run(kind, w, start + o, input));
+        /* a few runs of each output, because runs of a whole output have the same place in the
+         * cache */
+        for (int64_t o = 0; o < across * ACROSS; o += ACROSS)
+            for (int64_t input = 0; input < w->inner; input += 4 * RUN)
+                for (int64_t r = o; r < o + ACROSS; r++) {
+                    fetch(w->codes, (start + r + ACROSS) * each + input / RUN * run_bytes,
+                          4 * run_bytes, size);
+                    for (int64_t i = input; i < input + 4 * RUN && i < w->inner; i += RUN)
+                        _mm512_storeu_si512(to + i / RUN * step + r * RUN,
+                                            decode_run(kind, w, start + r, i));
+                }
         return;
     }
     /* each row of a tile contains the values of two outputs in turn */
     __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,
                                    39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    int64_t stride = is_4_bits(kind) ? w->inner / 2 : w->inner;
     for (int64_t o = 0; o < w->outer; o += 2) {
-        const uint8_t *ahead = w->codes + (o + 16) * stride + (start * stride) / w->inner;
-        __builtin_prefetch(ahead);
-        __builtin_prefetch(ahead + stride);
+        for (int64_t next = o + AHEAD; next < o + AHEAD + 2; next++)
+            fetch(w->codes, next * each + start / RUN * run_bytes, across / 2 * run_bytes, size);
         uint16_t *row = to + o / RUN * step + o % RUN / 2 * RUN;
         for (int64_t i = 0; i < across; i += 2, row += 2 * TILE) {
             __m512i a = decode_run(kind, w, o, start + i * ACROSS);

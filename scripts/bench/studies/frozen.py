@@ -5,7 +5,6 @@ compared with other libraries, with 16-bit weights, and with the least time that
 from __future__ import annotations
 
 import argparse
-import gc
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from moe_plugin.kernels.cpu.frozen import why_not, why_not_multiply
 from moe_plugin.kernels.frozen import FROZEN_FORMATS
-from scripts.bench.measure import interleaved, versions
+from scripts.bench.measure import interleaved
 from scripts.bench.peers.base import route
 from scripts.bench.peers.frozen import (
-    RANK,
+    RANK,  # noqa: F401 - named in the page
     Experts,
     Side,
     bitsandbytes,
@@ -33,12 +32,10 @@ from scripts.bench.study import Option
 
 TITLE = "Frozen experts stored as codes, on a CPU"
 SHAPES = {"DeepSeek-V2-Lite": {"model_dim": 2048, "hidden_dim": 1408, "experts": 64, "top_k": 6},
-          "Qwen3-30B-A3B": {"model_dim": 2048, "hidden_dim": 768, "experts": 128, "top_k": 8},
-          "small": {"model_dim": 128, "hidden_dim": 128, "experts": 8, "top_k": 2}}
+          "Qwen3-30B-A3B": {"model_dim": 2048, "hidden_dim": 768, "experts": 128, "top_k": 8}}
+BOUND = "bound of nf4"
 CHECKED = 64  # tokens whose outputs and gradients are compared with a dense computation
 OPTIONS = {
-    "shapes": Option(tuple(SHAPES)[:2], "shapes of the layer", choices=tuple(SHAPES),
-                     quick=("small",)),
     "tokens": Option((8, 64, 1024), "numbers of tokens per call", quick=(8,)),
     "rounds": Option(5, "number of timed rounds", quick=1),
     "threads": Option(torch.get_num_threads(), "number of CPU threads", least=1),
@@ -101,47 +98,35 @@ def speeds(rounds: int) -> dict[str, float]:
     return {"flops": 2 * 2048**3 / times[0].best, "bytes": large.numel() / times[1].best}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(shape: str, args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
-    rows, wrong, speed = [], [], speeds(args.rounds)
-    for shape in args.shapes:
-        experts = make_experts(Problem(tokens=max(args.tokens), dtype="bfloat16", gated=True,
-                                       **SHAPES[shape]))
-        sides = sides_of(experts)
-        x_TD = torch.randn(max(CHECKED, *args.tokens), experts.problem.model_dim,
-                           generator=torch.Generator().manual_seed(1)).bfloat16()
-        wrong += [{"shape": shape, "side": name, "output": output, "gradient": gradient}
-                  for name, (output, gradient) in errors(experts, sides, x_TD[:CHECKED]).items()]
-        for tokens, backward in [(tokens, backward) for tokens in args.tokens
-                                 for backward in (False, True)]:
-            x = x_TD[:tokens]
-            times = interleaved([partial(call, side, x, backward) for _, side in sides.values()],
-                                torch.device("cpu"), args.rounds, warmup=1)
-            rows += [{"shape": shape, "tokens": tokens, "backward": backward, "side": name,
-                      "seconds": one.median} for name, one in zip(sides, times, strict=True)]
-            rows.append({"shape": shape, "tokens": tokens, "backward": backward, "side": BOUND,
-                         "seconds": bound(experts, x, backward, speed)})
-        del sides
-        gc.collect()
-    return {"rows": rows, "errors": wrong, "speed": speed,
-            "compiled": [why_not(), why_not_multiply()], "versions": versions("cpu")}
+    rows, speed = [], speeds(args.rounds)
+    experts = make_experts(Problem(tokens=max(args.tokens), dtype="bfloat16", gated=True,
+                                   **SHAPES[shape]))
+    sides = sides_of(experts)
+    x_TD = torch.randn(max(CHECKED, *args.tokens), experts.problem.model_dim,
+                       generator=torch.Generator().manual_seed(1)).bfloat16()
+    wrong = [{"side": name, "output": output, "gradient": gradient}
+             for name, (output, gradient) in errors(experts, sides, x_TD[:CHECKED]).items()]
+    for tokens, backward in [(tokens, backward) for tokens in args.tokens
+                             for backward in (False, True)]:
+        x = x_TD[:tokens]
+        times = interleaved([partial(call, side, x, backward) for _, side in sides.values()],
+                            torch.device("cpu"), args.rounds, warmup=1)
+        seconds = dict(zip(sides, (one.median for one in times), strict=True))
+        rows.append({"tokens": tokens, "backward": backward, "seconds": {
+            **seconds, BOUND: bound(experts, x, backward, speed)}})
+    return {"rows": rows, "errors": wrong, **speed, "rounds": args.rounds,
+            "compiled": [why_not(), why_not_multiply()]}
 
 
-BOUND = "bound of nf4"
+def body(shape: str, found: dict[str, Any]) -> list[str]:
+    cases = {f"{row['tokens']:,} tokens, {'both passes' if row['backward'] else 'forward'}":
+                 lambda side, row=row: f"{row['tokens'] / row['seconds'][side]:,.0f}"
+             for row in found["rows"]}
+    own = page(__name__, found, "shape", shape=shape, **SHAPES[shape], table=columns(
+        found["rows"][0]["seconds"], {"side": str, **cases}))
+    return [*(page(__name__, found) if shape == next(iter(SHAPES)) else []), *own]
 
 
-def body(found: dict[str, Any]) -> list[str]:
-    parts = []
-    for shape in dict.fromkeys(row["shape"] for row in found["rows"]):
-        by_side: dict[str, dict[tuple[int, bool], float]] = {}
-        for row in found["rows"]:
-            if row["shape"] == shape:
-                case = row["tokens"], row["backward"]
-                by_side.setdefault(row["side"], {})[case] = row["tokens"] / row["seconds"]
-        cases = {f"{tokens:,} tokens, {'both passes' if backward else 'forward'}":
-                     lambda one, case=(tokens, backward): f"{one[1][case]:,.0f}"
-                 for tokens, backward in by_side[BOUND]}
-        parts += [f"## {shape}", *page(__name__, SHAPES[shape], "shape"),
-                  columns(by_side.items(), {"side": lambda one: one[0], **cases})]
-    return page(__name__, found, parts=parts, flops=found["speed"]["flops"],
-                rate=found["speed"]["bytes"])
+PARTS = {shape: (partial(measure, shape), partial(body, shape)) for shape in SHAPES}
