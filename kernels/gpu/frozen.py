@@ -25,6 +25,7 @@ from moe_plugin.kernels.gpu.grouped_gemm import (
 from moe_plugin.kernels.gpu.tilings import (
     FP8_REGISTERS,
     INTERPRETED,
+    Chip,
     Tiling,
     bounded_registers,
     chip_of,
@@ -153,13 +154,16 @@ def frozen_product_kernel(x, x_tiles, codes, scales, nested, numbers, dynamic, o
                         BN, BK)
 
 
-def frozen_tiling(dtype: torch.dtype, rows_each: float) -> Tiling:
+def frozen_tiling(chip: Chip, dtype: torch.dtype, rows_each: float) -> Tiling:
     """Return the tile size. Decoded values stay in registers, so tiles are smaller than those of
     `product_tiling`.
     """
     if dtype == torch.float32:
         return Tiling(64, 64, 32, 4, 2)
-    return Tiling(64, 64, 64, 4, 3, 2) if rows_each <= 96 else Tiling(128, 128, 64, 8, 3)
+    if rows_each <= 96:
+        return Tiling(64, 64, 64, 4, 3, 2)
+    # more columns would spill on CDNA 3
+    return Tiling(128, 64 if chip.kind == "amd" else 128, 64, 8, 3)
 
 
 def expert_matmul_frozen(rows: Tensor, groups: RowGroups, weight: FrozenWeight,
@@ -177,7 +181,7 @@ def expert_matmul_frozen(rows: Tensor, groups: RowGroups, weight: FrozenWeight,
     if form.nested:
         nested = _floats(weight.parts[2], True)
     chip = chip_of(rows.device)
-    t = frozen_tiling(rows.dtype, groups.total / groups.number)
+    t = frozen_tiling(chip, rows.dtype, groups.total / groups.number)
     x_tiles = None
     if copies_tiles(rows, chip.copies_tiles):
         x_tiles = row_tiles(rows, (t.rows, t.depth))
