@@ -11,6 +11,7 @@ from moe_plugin.kernels.choices import expert_load, slot_index
 from moe_plugin.kernels.cpu import expert_ffn as _cpu_expert_ffn  # noqa: F401  (registers fused)
 from moe_plugin.kernels.expert_ffn import FFNParameters, Strategy, from_matmul, strategies
 from moe_plugin.kernels.fp8 import dequantize_fp8, quantize_fp8
+from moe_plugin.kernels.frozen_products import expert_matmul_frozen as _frozen  # noqa: F401
 from moe_plugin.kernels.gpu import expert_ffn as _gpu_expert_ffn  # noqa: F401  (registers kernels)
 from moe_plugin.kernels.gpu import scaled_grouped as _scaled_grouped  # noqa: F401  (registers it)
 from moe_plugin.kernels.groups import RowGroups, read_pages, transpose_chunks, write_pages

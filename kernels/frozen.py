@@ -33,8 +33,11 @@ import torch
 from torch import Tensor
 
 from moe_plugin.kernels.block_formats import from_e2m1, power
+from moe_plugin.kernels.cpu import frozen as compiled
 from moe_plugin.kernels.expert_ffn import HAS_GROUPED, for_each_row, from_matmul, grouped, loop
 from moe_plugin.kernels.frozen_formats import NESTED, NF4, ROUND, dynamic_map
+from moe_plugin.kernels.frozen_products import expert_matmul_frozen
+from moe_plugin.kernels.groups import RowGroups
 from moe_plugin.records import RowCounts
 
 # the tensors in which each weight is stored: codes, scales, and the scales of 8-bit scales
@@ -149,13 +152,27 @@ class FrozenWeight:
         """Return the storage of the codes, which identifies this weight."""
         return self.parts[0].untyped_storage()
 
-    def decoded(self, expert: int, outputs: slice) -> Tensor:
-        """Return the weights of some outputs of an expert, float32 [o, I].
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Return the float32 tables of other kernels; see `_tables`."""
+        return _tables(self.format, self.device), dynamic_map(self.device)
+
+    def nested_index(self) -> tuple[int, int, int]:
+        """Return the index of the first scale of `nf4_double`, the distance between the scales of
+        two outputs, and the index of the number that is added.
+        """
+        apart = self.scales_apart or self.parts[1].shape[2]
+        return self.first_scale, apart, self.parts[-1].shape[-1] // 4 - 1
+
+    def decoded(self, expert: int, outputs: slice, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weights of some outputs of an expert, rounded to a dtype, [o, I].
 
         Args:
             expert: local index of the expert.
             outputs: the outputs, with a start and a stop.
+            dtype: the dtype.
         """
+        if (made := compiled.decode(self, expert, outputs, dtype)) is not None:
+            return made
         form, first, last = FROZEN_FORMATS[self.format], outputs.start, outputs.stop
         values_oI = form.numbers(self.parts[0][expert, outputs])
         scales = self.parts[1][expert, first // form.outputs:-(-last // form.outputs)]
@@ -171,30 +188,30 @@ class FrozenWeight:
         if form.outputs > 1:
             scales = scales.repeat_interleave(form.outputs, 0)[first % form.outputs:]
             scales = scales[:last - first]
-        return _scaled(values_oI, scales, form.inputs or values_oI.shape[1])
+        return _scaled(values_oI, scales, form.inputs or values_oI.shape[1]).to(dtype)
 
     def matmul(self, rows: Tensor, counts: RowCounts, back: bool = False) -> Tensor:
         """Multiply the rows of each expert, of which there are `counts`, by the expert's weights,
         or by their transposes if `back` is True.
         """
-        return _Decoded.apply(rows, self, counts.host, back)  # type: ignore[no-any-return]
+        return _Decoded.apply(rows, self, counts, back)  # type: ignore[no-any-return]
 
-    def tiles(self, expert: int) -> Iterator[tuple[slice, Tensor]]:
+    def tiles(self, expert: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """Yield the outputs of an expert in slices of at most `TILE` values, with their weights,
-        float32 [o, I].
+        rounded to a dtype, [o, I].
         """
         _, inner, outer = self.shape
         step = max(1, TILE // max(1, inner))
         for first in range(0, outer, step):
             outputs = slice(first, min(first + step, outer))
-            yield outputs, self.decoded(expert, outputs)
+            yield outputs, self.decoded(expert, outputs, dtype)
 
 
 def column_squares(w_LIO: Tensor | FrozenWeight, dtype: torch.dtype) -> Tensor:
     """Return the sum of the squares of each column of the weights, [L, O] in the given dtype."""
     if isinstance(w_LIO, Tensor):
         return torch.linalg.vector_norm(w_LIO, dim=1, dtype=dtype).square()
-    return torch.stack([torch.cat([tile.to(dtype).square().sum(1) for _, tile in w_LIO.tiles(e)])
+    return torch.stack([torch.cat([tile.square().sum(1) for _, tile in w_LIO.tiles(e, dtype)])
                         for e in range(w_LIO.shape[0])])
 
 
@@ -234,37 +251,14 @@ class _Decoded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: FrozenWeight, counts: list[int],
+    def forward(ctx: Any, rows: Tensor, weight: FrozenWeight, counts: RowCounts,
                 back: bool) -> Tensor:
         ctx.weight, ctx.counts, ctx.back = weight, counts, back
-        _, inner, outer = weight.shape
-        out = rows.new_zeros(rows.shape[0], inner if back else outer)
-        pairs = zip(rows.split(counts), out.split(counts), strict=True)
-        for expert, (x, y) in enumerate(pairs):
-            if x.shape[0]:
-                (_add_transposed if back else _multiply)(x, weight, expert, y)
-        return out
+        return expert_matmul_frozen(rows, RowGroups(counts, rows.device), weight, back)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return _Decoded.apply(grad, ctx.weight, ctx.counts, not ctx.back), None, None, None
-
-
-def _multiply(x_NI: Tensor, weight: FrozenWeight, expert: int, y_NO: Tensor) -> None:
-    for outputs, tile_oI in weight.tiles(expert):
-        y_NO[:, outputs] = x_NI @ tile_oI.to(x_NI.dtype).T
-
-
-def _add_transposed(x_NO: Tensor, weight: FrozenWeight, expert: int, y_NI: Tensor) -> None:
-    """Multiply by all tiles, and sum the results in float32 or wider, because a 16-bit sum would be
-    rounded once for each tile.
-    """
-    wide = torch.promote_types(x_NO.dtype, torch.float32)
-    total_NI = y_NI if y_NI.dtype == wide else torch.zeros_like(y_NI, dtype=wide)
-    for outputs, tile_oI in weight.tiles(expert):
-        total_NI += x_NO[:, outputs] @ tile_oI.to(x_NO.dtype)
-    if total_NI is not y_NI:
-        y_NI.copy_(total_NI)
 
 
 def _scaled(values_oI: Tensor, scales: Tensor, block: int) -> Tensor:
@@ -307,6 +301,13 @@ def _pairs(name: str, device: torch.device) -> Tensor:
     else:
         both = from_e2m1(codes[:, None])
     return both.contiguous().view(torch.int64).flatten().to(device)
+
+
+@functools.cache
+def _tables(format: str, device: torch.device) -> Tensor:
+    """Return the numbers of all bytes, followed by the numbers of the 16 codes of 4 bits."""
+    numbers = FROZEN_FORMATS[format].numbers(torch.arange(256, dtype=torch.uint8)[:, None])
+    return torch.cat([numbers.flatten(), numbers[:16, 0 if format == "mxfp4" else -1]]).to(device)
 
 
 def _four_bits(name: str) -> Callable[[Tensor], Tensor]:

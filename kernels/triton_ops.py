@@ -31,7 +31,7 @@ MODULES = {
     "expert_weight_grad": "expert_matmul", "expert_weight_grad_add": "expert_matmul",
     "expert_weight_grad_pair": "expert_matmul",
     "expert_bias_grad": "expert_matmul", "tile_table": "tilings",
-    "quantize_weights_fp8": "fp8", "expert_matmul_fp8": "fp8",
+    "quantize_weights_fp8": "fp8", "expert_matmul_fp8": "fp8", "expert_matmul_frozen": "frozen",
 }
 INSTALLED = find_spec("triton") is not None
 
@@ -191,7 +191,8 @@ def _late(name: str) -> Callable[..., Any]:
 
 def register() -> None:
     """Register the Triton implementations of the operations. The package calls it once."""
-    special = {"router": route_why_not, "expert_matmul": product_why_not, "fp8": fp8_why_not}
+    special = {"router": route_why_not, "expert_matmul": product_why_not, "fp8": fp8_why_not,
+               "frozen": product_why_not}
     for name, module in MODULES.items():
         can = fp8_product_why_not if name == "expert_matmul_fp8" else special.get(module, why_not)
         kernels.get(name).add("triton", can, on_cpu=False)(_late(name))

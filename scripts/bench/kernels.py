@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_plugin.dispatch.rows import exact_rows
 from moe_plugin.kernels import RowGroups, kernels, quantize_fp8
 from moe_plugin.kernels.fp8 import BLOCK, quantize_weights_fp8
+from moe_plugin.kernels.frozen import FROZEN_FORMATS, FrozenWeight
 from moe_plugin.kernels.router import Rule
 from moe_plugin.kernels.scores import SOFTMAX
 from moe_plugin.utils.messages import short
@@ -181,6 +182,12 @@ def _products(p: Problem, data: Data, rows_RD: Tensor, plan: Any) -> Iterator[Wo
     yield Work("tile_table", (groups.lengths_L, 128, groups.total, 0),
                8 * groups.number + 8 * (groups.total // 128 + groups.number))
     yield from _fp8(p, data, groups, token, h_RF)
+    if p.model_dim % 64 == 0:
+        codes, scales = (torch.full((p.experts, *shape), 63, dtype=torch.uint8, device=p.device)
+                         for shape in FROZEN_FORMATS["nf4"].shapes(p.model_dim, p.hidden_dim))
+        yield Work("expert_matmul_frozen", (
+            rows_RD, groups, FrozenWeight("nf4", (codes, scales), p.torch_dtype), False),
+            _size(rows_RD, h_RF, codes, scales), flops)
 
 
 def _fp8(p: Problem, data: Data, groups: RowGroups, token_R: Tensor,

@@ -105,7 +105,7 @@ def recorded(run: Callable[[], object], chip: Chip) -> Recorded:
     """Run a function on the device `META`, and record everything as if on the given GPU."""
     from triton.runtime import jit
 
-    from moe_plugin.kernels.gpu import expert_ffn, expert_matmul, fp8
+    from moe_plugin.kernels.gpu import expert_ffn, expert_matmul, fp8, frozen
 
     found = Recorded()
 
@@ -115,7 +115,7 @@ def recorded(run: Callable[[], object], chip: Chip) -> Recorded:
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
                 (jit.KernelInterface, "__getitem__", launched), (Op, "interpreted", True),
-                *((module, "chip_of", lambda _: chip) for module in (expert_matmul, fp8)),
+                *((module, "chip_of", lambda _: chip) for module in (expert_matmul, fp8, frozen)),
                 (expert_ffn, "_traced", lambda _: False), (TokenEntry, "_check", lambda *_: None),
                 (torch, "is_autocast_enabled", lambda *_: False),
                 (torch, "autocast", lambda *_, **__: contextlib.nullcontext())):

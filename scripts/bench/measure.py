@@ -24,7 +24,8 @@ MIB = 1 << 20
 HELD_UP = 40_000_000  # cycles for which the GPU waits before a timed call, about 20 ms
 # packages whose versions a page states if they are installed
 PACKAGES = ("moe-plugin", "triton", "megatron-core", "fairseq", "transformer-engine",
-            "scattermoe", "sonic-moe", "deepspeed", "transformers", "torchtitan", "ai2-olmo-core")
+            "scattermoe", "sonic-moe", "deepspeed", "transformers", "torchtitan", "ai2-olmo-core",
+            "bitsandbytes", "kt-kernel")
 
 
 @dataclass(frozen=True)

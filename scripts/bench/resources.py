@@ -166,7 +166,9 @@ def compile_for(launch: Launch, target: str) -> Resources:
     ptx = made.asm.get("ptx", "")
     return Resources(launch.label, registers, spilled, shared, blocks, blocks * warps / gpu.warps,
                      matrix, copies, options.get("num_stages", 0) if matrix else 0,
-                     _buffers(made.asm["ttgir"]), _through_registers(ptx),
+                     # operands that are decoded have no buffers for several stages
+                     0 if "FORMAT" in dict(launch.constants) else _buffers(made.asm["ttgir"]),
+                     _through_registers(ptx),
                      any(name in ("X_GATHER", "G_GATHER") and value
                          for name, value in launch.constants),
                      ("PRECISION", "tf32") in launch.constants)

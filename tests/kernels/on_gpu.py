@@ -21,6 +21,7 @@ from torch import Tensor
 from moe_plugin.comm import LocalComm
 from moe_plugin.config import from_dict
 from moe_plugin.kernels import RowGroups, kernels
+from moe_plugin.kernels.frozen import FrozenWeight
 from moe_plugin.kernels.scores import linear_scores
 from moe_plugin.layer import MoELayer
 from tests.capture import replays
@@ -36,6 +37,8 @@ def moved(value: Any) -> Any:
     """Arguments on the GPU."""
     if isinstance(value, RowGroups):
         return dataclasses.replace(value, device=GPU)
+    if isinstance(value, FrozenWeight):
+        return dataclasses.replace(value, parts=moved(value.parts))
     if isinstance(value, tuple):
         return tuple(map(moved, value))
     return value.to(GPU) if isinstance(value, Tensor) else value

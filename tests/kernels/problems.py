@@ -358,6 +358,19 @@ def _fp8_product(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor
            dtype)
 
 
+def _frozen(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
+            g: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    from moe_plugin.kernels.frozen import FROZEN_FORMATS, FrozenWeight, quantized
+
+    for format, form in FROZEN_FORMATS.items():
+        inner = -(-s.width // 64) * 64 + 64 if form.bits == 4 else s.width
+        w_LOI = torch.randn(s.experts, s.inner, inner, generator=g)
+        parts = zip(*(quantized(w_OI, format) for w_OI in w_LOI), strict=True)
+        weight = FrozenWeight(format, tuple(map(torch.stack, parts)), torch.float32)
+        yield draw(plan.groups.total, inner), plan.groups, weight, False
+        yield draw(slotted.groups.total, s.inner), slotted.groups, weight, True
+
+
 def _tiles(s: Shape, plan: Plan, slotted: Plan, draw: Callable[..., Tensor],
            g: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for p in (plan, slotted):
@@ -403,5 +416,5 @@ _MAKERS = {
     "expert_weight_grad_pair": _weight_grad_pair,
     "expert_bias_grad": _bias_grad, "tile_table": _tiles,
     "quantize_weights_fp8": _quantize_weights, "expert_matmul_fp8": _fp8_product,
-    "write_pages": _write_pages, "read_pages": _read_pages,
+    "expert_matmul_frozen": _frozen, "write_pages": _write_pages, "read_pages": _read_pages,
 }

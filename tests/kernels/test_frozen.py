@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from moe_plugin import MoEBlock
 from moe_plugin.hosts.plain.adapters import add_lora, freeze_experts
+from moe_plugin.kernels import RowGroups
 from moe_plugin.kernels import frozen as module
+from moe_plugin.kernels.cpu import frozen as compiled
+from moe_plugin.kernels.cpu.native import build
 from moe_plugin.kernels.frozen import (
     FROZEN_FORMATS,
     FrozenWeight,
@@ -24,6 +28,7 @@ from moe_plugin.kernels.frozen import (
     left_product,
     quantized,
 )
+from moe_plugin.kernels.frozen_products import expert_matmul_frozen
 from moe_plugin.records import RowCounts
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -136,6 +141,65 @@ def test_tiles_products_and_gradients(format: str, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(x.grad, torch.cat([
         torch.ones(4, 150).double() @ whole[0].bfloat16().double().T,
         torch.ones(5, 150).double() @ whole[2].bfloat16().double().T]), rtol=0.03, atol=0.3)
+
+
+@pytest.fixture(params=["AVX512", "AVX2"])
+def made(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Compiled for this processor, and for one with fewer instructions and without AMX."""
+    here, why = torch.backends.cpu.get_cpu_capability(), compiled.why_not()
+    if why is not None or request.param == "AVX512" != here:
+        pytest.skip(why or f"this processor has {here}")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    caches: Any = build.library, compiled._functions
+    for cached in caches:
+        cached.cache_clear()
+    yield request.param
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("format", FROZEN_FORMATS)
+def test_compiled_functions_have_the_values_of_torch(
+        format: str, made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes that begin anywhere in a buffer, a code of each kind, experts without rows, and rows
+    that fill tiles and do not. Widths of 352 and 200 end inside of a panel or of a tile.
+    """
+    inner = 384 if format in ("nf4", "nf4_double") else 352 if format == "mxfp4" else 200
+    for outer, inner in ((352, 384), (150, inner)):
+        parts = [quantized(matrix(outer, inner) * size, format) for size in (1, 3, 0.1)]
+        stacked = [torch.stack(part) for part in zip(*parts, strict=True)]
+        stacked[0][0, 0, :128] = torch.arange(128)  # also e4m3's NaN
+        stacked[0][0, 1, :128] = torch.arange(128, 256)
+        buffers = [torch.empty(part.numel() + 1, dtype=torch.uint8) for part in stacked]
+        for buffer, part in zip(buffers, stacked, strict=True):
+            buffer[1:] = part.flatten()
+        weight = FrozenWeight(format, tuple(buffer[1:].view(part.shape) for buffer, part in zip(
+            buffers, stacked, strict=True)), torch.float32)
+        g = torch.Generator().manual_seed(2)
+        counts = RowCounts([37, 0, 16])
+        rows = {back: torch.randn(53, outer if back else inner, generator=g).bfloat16()
+                for back in (False, True)}
+
+        def values() -> list[Tensor]:
+            return [weight.decoded(e, slice(3, outer - 1), dtype)
+                    for e in range(3) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+
+        def products() -> list[Tensor]:
+            return [expert_matmul_frozen(x, RowGroups(counts, x.device), weight, back)
+                    for back, x in rows.items()]
+
+        found = values(), products()
+        multiplied = compiled.multiply(rows[True], RowGroups(counts, torch.device("cpu")), weight,
+                                       True)
+        assert (multiplied is not None) == (made == "AVX512" and outer % 32 == inner % 32 == 0
+                                            and compiled.why_not_multiply() is None)
+        with monkeypatch.context() as patched:
+            for name in ("decode", "multiply"):
+                patched.setattr(compiled, name, lambda *_: None)
+            for got, want in zip(found[0], values(), strict=True):
+                assert torch.equal(got.nan_to_num(1e9), want.nan_to_num(1e9))
+            for got, want in zip(found[1], products(), strict=True):
+                torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-6, equal_nan=True)
 
 
 class Largest(TorchDispatchMode):

@@ -123,6 +123,11 @@ def compiler_command(defines: Sequence[str]) -> list[str]:
     return [*compiler(os.environ), *_OPTIONS, *options, *(f"-D{define}" for define in defines)]
 
 
+def has_amx() -> bool:
+    """Return true if the processor and the system support AMX products of bfloat16 values."""
+    return sys.platform == "linux" and {"amx_tile", "amx_bf16", "avx512_bf16"} <= _flags()
+
+
 @functools.cache
 def _flags() -> set[str]:
     with open("/proc/cpuinfo", encoding="utf-8") as stream:

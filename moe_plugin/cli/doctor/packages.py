@@ -27,7 +27,7 @@ from moe_plugin.config.refusals import HOSTS, LACKS, OF_HOSTS
 from moe_plugin.hosts.fairseq import refusals as fairseq
 from moe_plugin.hosts.megatron import refusals as megatron
 from moe_plugin.kernels.activations import ACTIVATIONS
-from moe_plugin.kernels.cpu import products
+from moe_plugin.kernels.cpu import frozen, products
 from moe_plugin.kernels.cpu.native import functions
 from moe_plugin.kernels.cpu.products import in_float32
 from moe_plugin.planner.units import show_size, show_time
@@ -149,7 +149,9 @@ def compiled() -> list[dict[str, str]]:
     parts.append(("several experts at a time, float32", products.why_one_by_one()))
     parts.append((f"routers of up to {functions.EXPERTS} experts, bfloat16",
                   functions.why_not(None)))
-    parts.append(("sums of rows, bfloat16", functions.why_not_sums()))
+    parts += [("sums of rows, bfloat16", functions.why_not_sums()),
+              ("decoding of frozen experts", frozen.why_not()),
+              ("matmuls of frozen experts, bfloat16", frozen.why_not_multiply())]
     return [{"name": name, "state": "not available" if reason else "active",
              "what": f"computed by torch: {reason}" if reason else ""} for name, reason in parts]
 

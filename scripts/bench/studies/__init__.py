@@ -34,6 +34,7 @@ STUDIES = {study.name: study for study in (
           ("memory limit",)),
     Study("offload", "text generation with experts ten times as large as the memory limit",
           ("memory limit",)),
+    Study("frozen", "a layer with frozen experts in 4 or 8 bits, compared with other libraries"),
     Study("peers", "two peers that each train a whole model, compared with a pipeline",
           ("nodes", "torchft")),
     Study("all-to-all-model", "every all-to-all algorithm on emulated clusters, and a fitted model",

@@ -5,6 +5,7 @@ of it than it may; the products use the instructions that the target has for the
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import subprocess
 import tempfile
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from moe_plugin.kernels import RowGroups, gpu, kernels
+from moe_plugin.kernels.frozen import FROZEN_FORMATS, FrozenWeight
 from moe_plugin.kernels.groups import SCHEDULES
 from moe_plugin.kernels.triton_ops import no_schedule
 from moe_plugin.records import RowCounts
@@ -81,6 +83,13 @@ def _operations(fp8: bool) -> None:
             ("write_pages", rows_RD.view(-1), record_M, pages_SP, pages_SP),
             ("read_pages", record_M, pages_SP, pages_SP, t * k * d, new(dtype=torch.bool))):
         kernels.get(name).implementation("triton")(*args)
+    for rows, (format, form), back in itertools.product((64, 4096), FROZEN_FORMATS.items(),
+                                                        (False, True)):
+        groups = RowGroups(RowCounts([rows] * 8), META)
+        parts = [new(8, *shape, dtype=torch.uint8) for shape in form.shapes(2048, 1408)]
+        kernels.get("expert_matmul_frozen").implementation("triton")(
+            new(groups.total, 1408 if back else 2048), groups,
+            FrozenWeight(format, tuple(parts), torch.bfloat16), back)
 
 
 @functools.cache
