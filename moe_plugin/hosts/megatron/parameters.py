@@ -126,16 +126,18 @@ def expert_shards(experts: nn.Module, placement: Placement, groups: MegatronGrou
         offsets: leading axes that Megatron adds to the tensors, for example the layer axis.
     """
     ahead = len(offsets)
-    replica = (0, 0, dist.get_rank(groups.expert_replicas))
     sharded: dict[str, ShardedTensor] = {}
     for name, parameter in experts.named_parameters():
+        axis, copy = PART_AXIS[name], 0
         where = [(ahead, placement.first_expert // placement.local,
                   placement.experts // placement.local)]
-        if placement.shards > 1:
-            where.append((ahead + PART_AXIS[name], placement.shard, placement.shards))
+        if axis is None:  # every shard has all scales
+            copy = placement.shard
+        elif placement.shards > 1:
+            where.append((ahead + axis, placement.shard, placement.shards))
         sharded[prefix + name] = ShardedTensor.from_rank_offsets(
             prefix + IN_MEGATRON.get(name, name), parameter, *offsets, *where,
-            replica_id=replica, prepend_axis_num=ahead)
+            replica_id=(copy, 0, dist.get_rank(groups.expert_replicas)), prepend_axis_num=ahead)
     return sharded
 
 
