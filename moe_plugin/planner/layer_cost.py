@@ -52,6 +52,8 @@ class LayerShape:
         guests: maximum number of experts that a rank may borrow from other ranks at the same time.
         limits: restrictions of the router on which experts a token can select.
         visits: measured numbers of ranks and nodes to which a token is sent. None means unknown.
+        row_saved: bytes stored per row for the backward pass. 0 means the formula of `_memory`.
+        frozen_bytes: size of the weights of one expert in bytes, or 0 if the weights are trained.
     """
 
     tokens: int
@@ -68,6 +70,8 @@ class LayerShape:
     guests: int = 2
     limits: Limits = Limits()
     visits: Visits | None = None
+    row_saved: float = 0.0
+    frozen_bytes: float = 0.0
 
     @property
     def rows(self) -> float:
@@ -86,7 +90,8 @@ class LayerShape:
     @property
     def expert_bytes(self) -> float:
         """Total size in bytes of the weight matrices of one expert."""
-        return self.matrices * self.row_dim * self.hidden_dim * self.element_bytes
+        weights = self.matrices * self.row_dim * self.hidden_dim
+        return self.frozen_bytes or weights * self.element_bytes
 
     @property
     def row_dim(self) -> int:
@@ -337,8 +342,8 @@ def _backward_tasks(shape: LayerShape, cluster: Cluster, device: Device, choice:
     copies = _copies_s(shape, sizes, cluster, device, choice.r)
     copies += 2 * _token_matmul_s(shape, device, shape.latent_dim, shape.element_bytes)
     tasks = [Task("combine", COMPUTE, copies, phase="combine")]
-    tasks += _through_experts(cluster, _Work(shape, sizes, device, 2), choice, d, ("back", "out"),
-                              "combine")
+    work = _Work(shape, sizes, device, 1 if shape.frozen_bytes else 2)
+    tasks += _through_experts(cluster, work, choice, d, ("back", "out"), "combine")
     last = _names(tasks, "a2a_out" if sizes.out else "experts")
     if sizes.piece:
         tasks.append(Task("reduce", NETWORK, sizes.reduce_s, _names(tasks, "experts"),
@@ -359,7 +364,7 @@ def _memory(shape: LayerShape, sizes: _Sizes) -> float:
     gathered = 2 * (sizes.piece * sizes.gather.size
                     + sizes.guests * shape.expert_bytes / sizes.shards)
     width = 2 * shape.row_dim + sizes.inner * (shape.matrices - 1)
-    rows = sizes.rows_here * shape.element_bytes * width
+    rows = sizes.rows_here * (shape.row_saved or shape.element_bytes * width)
     return gathered + rows + 2 * sizes.out
 
 
