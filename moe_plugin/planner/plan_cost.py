@@ -106,7 +106,8 @@ def dense_s(model: ModelShape, device: Device, tokens: int, tp: int = 1) -> dict
         "dense FFN": 2.0 * model.matrices * tokens * d * model.ffn_dim,
         "output head": 2.0 * tokens * d * model.vocab
     }
-    return {name: (1 + model.backward) * device.matmul_s(tokens, f / tp) for name, f in flops.items()}
+    passes = 1 + model.backward
+    return {name: passes * device.matmul_s(tokens, f / tp) for name, f in flops.items()}
 
 
 def dense_layer_s(model: ModelShape, cluster: Cluster, device: Device, tokens: int,

@@ -261,7 +261,8 @@ def trace(model: nn.Module, layers: Sequence[nn.Module], experts: Sequence[nn.Mo
     like = [[i for i, kind in enumerate(kinds[:index + 1]) if kind == kinds[index]][:2][-1]
             for index in range(len(kinds))]
     others = [layer for index, layer in enumerate(layers) if index not in like]
-    saved, operators = _Saved(model, layers, experts), _MetaOperators(rows)
+    saved, fewer = _Saved(model, layers, experts), _Saved(model, (), ())
+    operators = _MetaOperators(rows)
     routed = {id(p): p for module in experts for p in module.parameters()}
     # gradients of whole stacks depend on the number of ranks, but those of adapters are small
     stacks = [] if any(not p.requires_grad for p in routed.values()) else list(routed.values())
@@ -271,11 +272,14 @@ def trace(model: nn.Module, layers: Sequence[nn.Module], experts: Sequence[nn.Mo
                          *(p.grad for p in model.parameters() if p.grad is not None)))
     try:
         with _skipping(others), _own_layers():
-            # two runs, because the hooks keep tensors alive that the backward pass releases
+            # separate runs, because the hooks keep tensors alive that the backward pass releases
             with _MetaOperators(rows), saved_tensors_hooks(saved.pack, lambda x: x):
                 loss(model)
             for parameter in stacks:
                 parameter.requires_grad_(False)
+            # without gradients of stacks, fewer tensors are saved
+            with _MetaOperators(rows), saved_tensors_hooks(fewer.pack, lambda x: x):
+                loss(model)
             with operators:
                 loss(model).backward()
     finally:
@@ -295,5 +299,5 @@ def trace(model: nn.Module, layers: Sequence[nn.Module], experts: Sequence[nn.Mo
             for index, layer in zip(like, layers, strict=True)),
         parameters=sum(p.numel() for p in model.parameters()),
         parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
-        ends_saved=saved.of(OUTSIDE), extra=max(0, operators.peak - saved.total()),
+        ends_saved=saved.of(OUTSIDE), extra=max(0, operators.peak - fewer.total()),
         largest_matrix=max((p.numel() for p in stacks), default=0))

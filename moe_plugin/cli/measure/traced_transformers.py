@@ -124,7 +124,8 @@ def traced_model(values: Mapping[str, Any], file: Path, sequence: int, global_ba
         global_batch: number of sequences per training step.
         tuning: how the model is fine-tuned. Optional. By default, all parameters are trained.
     Raises:
-        ValueError: If transformers does not know the model, if it cannot be fine-tuned, or if the model has no experts.
+        ValueError: If transformers does not know the model, if it cannot be fine-tuned, or if it
+            has no experts.
     """
     import transformers
 

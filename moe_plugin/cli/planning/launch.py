@@ -367,7 +367,8 @@ def _flags(words: list[str]) -> Flags:
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
             current = flags[name] = [type(word)(value)] if value else []
-        elif not (word.lstrip('"').startswith("$") and current):  # a variable after a value holds more flags
+        # a variable after a value holds more flags
+        elif not (word.lstrip('"').startswith("$") and current):
             current.append(word)
     return {name: SWITCH if not values else values[0] if len(values) == 1 else values
             for name, values in flags.items()}
