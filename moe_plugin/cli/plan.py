@@ -143,7 +143,7 @@ def plan(args: argparse.Namespace) -> int:
         check_output(args.trace)
     experts = args.profile is None and None not in (args.memory, args.model, args.device)
     if not experts and (given := given_options(
-            args, ("tokens",) if args.fine_tune and args.store else ("link", "tokens"))):
+            args, ("tokens",) if args.store in STORES[1:] else ("link", "tokens"))):
         raise ValueError(f"--{given[0]} needs --memory, --model and --device. Add these options, "
                          f"or leave --{given[0]} out")
     if args.pipeline is not None:
