@@ -368,8 +368,10 @@ def _plan_prefill(args: argparse.Namespace) -> None:
     if None in (args.prefill, args.kernels, args.model, args.cluster):
         raise ValueError("--prefill LIST, --kernels FILE, --model FILE and --cluster FILE must be "
                          "used together")
-    if given := given_options(args, ("device", "scale", "write", "plot", "memory", "profile")):
-        raise ValueError(f"--{given[0]} cannot be combined with --prefill. Leave one of them out")
+    if given := given_options(args, ("device", "scale", "write", "plot", "memory", "profile",
+                                      "fine_tune")):
+        raise ValueError(f"--{given[0].replace('_', '-')} cannot be combined with --prefill. Leave "
+                         "one of them out")
     check_counts(args, "nodes", "ranks_per_node")
     cluster = load_cluster(args.cluster)
     table = prefill_table(load_model(args.model).in_host(args.host or "megatron"),
@@ -385,7 +387,8 @@ def _plan_pipeline(args: argparse.Namespace) -> None:
     from moe_plugin.planner.pipeline.choice import choose, load_profile
 
     if given := given_options(args, (*OF_SIZES, "plot", "memory", "profile")):
-        raise ValueError(f"--{given[0]} cannot be combined with --pipeline. Leave one of them out")
+        raise ValueError(f"--{given[0].replace('_', '-')} cannot be combined with --pipeline. Leave "
+                         "one of them out")
     profile = load_profile(args.pipeline)
     print(json.dumps(as_dict(profile), indent=1) if args.json else explain(profile))
     if args.trace:
