@@ -370,8 +370,8 @@ def _plan_prefill(args: argparse.Namespace) -> None:
                          "used together")
     if given := given_options(args, ("device", "scale", "write", "plot", "memory", "profile",
                                       "fine_tune")):
-        raise ValueError(f"--{given[0].replace('_', '-')} cannot be combined with --prefill. Leave "
-                         "one of them out")
+        raise ValueError(f"--{given[0].replace('_', '-')} cannot be combined with --prefill. "
+                         "Leave one of them out")
     check_counts(args, "nodes", "ranks_per_node")
     cluster = load_cluster(args.cluster)
     table = prefill_table(load_model(args.model).in_host(args.host or "megatron"),
@@ -387,8 +387,8 @@ def _plan_pipeline(args: argparse.Namespace) -> None:
     from moe_plugin.planner.pipeline.choice import choose, load_profile
 
     if given := given_options(args, (*OF_SIZES, "plot", "memory", "profile")):
-        raise ValueError(f"--{given[0].replace('_', '-')} cannot be combined with --pipeline. Leave "
-                         "one of them out")
+        raise ValueError(f"--{given[0].replace('_', '-')} cannot be combined with --pipeline. "
+                         "Leave one of them out")
     profile = load_profile(args.pipeline)
     print(json.dumps(as_dict(profile), indent=1) if args.json else explain(profile))
     if args.trace:
